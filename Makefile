@@ -1,0 +1,87 @@
+# `make train` and `make test` need nothing but Python 3.11 and make: both set up .venv first.
+
+PIPELINE ?= pipelines/gsm8k_grpo.py
+ARGS ?=
+# cpu or gpu; what is installed stays, unless another is asked for.
+EXTRA ?= $(or $(shell cat .venv/.extra 2>/dev/null),cpu)
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+BIN := .venv/bin
+# What an install depends on. The directory is part of it: scripts in .venv name it, so a moved tree needs a new one.
+WANTED = $(shell cat setup.cfg pyproject.toml overrides-cpu.txt | cksum) $(EXTRA) $(CURDIR)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup install train test test-fast check format compare bench clean
+
+ifeq ($(filter cpu gpu,$(EXTRA)),)
+$(error EXTRA=$(EXTRA): give cpu or gpu)
+endif
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## */  make \1\t/p' Makefile | expand -t 18
+	@echo '  ARGS="key=value ..." overrides the configuration, PIPELINE=x.py names another pipeline.'
+
+setup:  ## make .venv and install into it, if anything changed (EXTRA=gpu for CUDA)
+	@if [ ! -x $(BIN)/python ] || [ "$$(cat .venv/.installed 2>/dev/null)" != "$(WANTED)" ]; then \
+		$(MAKE) --no-print-directory -s install EXTRA=$(EXTRA); \
+	fi
+
+# The stamp goes first and comes back last, so that an install cut short is not taken for done; the next one starts
+# from an empty .venv, since packages may lie there half written.
+# uv reads none of pip's settings: its find-links is passed on. Without one, torch's CPU wheels come from torch's index.
+install:
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+		echo "dataflow needs Python 3.11 or newer; install it, or name it: make setup PYTHON=/path/to/python3.11" >&2; \
+		exit 1; \
+	fi
+	@rm -f .venv/.installed
+	@if ! $(BIN)/python -c 'import pip, sys; sys.exit(sys.prefix != "$(CURDIR)/.venv")' 2>/dev/null \
+			|| [ -e .venv/.installing ] \
+			|| [ "$$(cat .venv/.extra 2>/dev/null || echo $(EXTRA))" != "$(EXTRA)" ]; then \
+		echo "making .venv with $(PYTHON)"; \
+		"$(PYTHON)" -m venv --clear .venv || { \
+			echo "python's venv module failed; install it (Debian, Ubuntu: apt install python3.11-venv)" >&2; exit 1; }; \
+	fi
+	@echo "$(EXTRA)" > .venv/.extra; touch .venv/.installing
+	@[ -x $(BIN)/uv ] || $(BIN)/python -m pip install -q uv
+ifeq ($(EXTRA),gpu)
+	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode -e '.[gpu,dev]'
+else
+	@if [ -n "$$PIP_FIND_LINKS" ] && [ -z "$$UV_FIND_LINKS" ]; then \
+		UV_FIND_LINKS=$$(echo $$PIP_FIND_LINKS | tr ' ' ','); export UV_FIND_LINKS; \
+	fi; \
+	if [ -z "$$UV_FIND_LINKS" ]; then UV_TORCH_BACKEND=$${UV_TORCH_BACKEND:-cpu}; export UV_TORCH_BACKEND; fi; \
+	echo "$(BIN)/uv pip install --overrides overrides-cpu.txt -e '.[cpu,dev]'"; \
+	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --overrides overrides-cpu.txt -e '.[cpu,dev]'
+endif
+	@rm .venv/.installing; echo "$(WANTED)" > .venv/.installed
+
+train: setup  ## train: GRPO with the `both` policy, in a few minutes on two cores
+	$(BIN)/dataflow run $(PIPELINE) $(ARGS)
+
+test: setup  ## all tests
+	$(BIN)/python -m pytest -q $(ARGS)
+
+test-fast: setup  ## the tests that need no engine, in under a minute
+	$(BIN)/python -m pytest -q -m 'not heavy' $(ARGS)
+
+check: setup  ## lint, format, types, the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+compare: setup  ## one seed under all four policies: a table and compare.png
+	$(BIN)/dataflow compare $(PIPELINE) -o compare.png $(ARGS)
+
+bench: setup  ## the benchmarks, one after another
+	@for file in benchmarks/[!_]*.py; do echo "$$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
+
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,231 @@
+"""Batch: the value that travels between stages. Rows come in whole groups (the n responses of one prompt).
+
+Tensor columns live in a TensorDict, everything else (text, chat messages, scores' explanations) in numpy
+object arrays; ``meta`` is a small dict for the whole batch (``weights_version``). A batch is never changed in
+place: every method returns a new one, so a value may be read by several tasks at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dataflow.errors import DataflowError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from verl import DataProto
+
+
+class Batch:
+    """Columns over rows that come in whole groups.
+
+    Args:
+        groups: group id of each row, shape ``[rows]``; the rows of one group stand together.
+        columns: tensors of shape ``[rows, ...]``, or lists/arrays of ``rows`` Python objects.
+        meta: facts about the whole batch.
+
+    Raises:
+        DataflowError: a column has another number of rows, or a group's rows are torn apart.
+    """
+
+    __slots__ = ("arrays", "groups", "meta", "tensors")
+
+    groups: np.ndarray
+    tensors: TensorDict
+    arrays: dict[str, np.ndarray]
+    meta: dict[str, Any]
+
+    def __init__(
+        self,
+        groups: Sequence[int] | np.ndarray,
+        columns: Mapping[str, Any] | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        import torch
+        from tensordict import TensorDict
+
+        self.groups = np.asarray(groups, dtype=np.int64).reshape(-1)
+        rows = len(self.groups)
+        ids = self.ids
+        if len(set(ids)) != len(ids):
+            torn = next(g for g in ids if ids.count(g) > 1)
+            raise DataflowError(f"Batch: the rows of group {torn} do not stand together; sort rows by group.")
+        tensors: dict[str, Any] = {}
+        self.arrays = {}
+        for name, column in (columns or {}).items():
+            if len(column) != rows:
+                raise DataflowError(f"Batch: column '{name}' has {len(column)} rows, the batch has {rows}.")
+            if isinstance(column, torch.Tensor):
+                tensors[name] = column
+            else:
+                self.arrays[name] = _objects(column)
+        self.tensors = TensorDict(tensors, batch_size=[rows])
+        self.meta = dict(meta or {})
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns the column of that name: a tensor or a numpy object array."""
+        if name in self.arrays:
+            return self.arrays[name]
+        if name in self.tensors.keys():  # noqa: SIM118 - TensorDict is no plain mapping
+            return self.tensors[name]
+        raise DataflowError(f"Batch: no column '{name}'; it has {', '.join(self.names) or 'none'}.")
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self.ids)} groups, {len(self)} rows: {', '.join(self.names)})"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.tensors.keys(), *self.arrays)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The group ids, in order, each once (a group whose rows are torn apart would show twice)."""
+        if not len(self.groups):
+            return ()
+        starts = np.flatnonzero(np.diff(self.groups)) + 1
+        return tuple(int(g) for g in self.groups[np.concatenate([[0], starts])])
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        return {**dict(self.tensors.items()), **self.arrays}
+
+    def select(self, groups: Sequence[int]) -> Batch:
+        """Returns the rows of these groups, in the order given.
+
+        Raises:
+            DataflowError: a group is not in the batch.
+        """
+        if tuple(groups) == self.ids:
+            return self
+        where: dict[int, list[int]] = {}
+        for row, group in enumerate(self.groups.tolist()):
+            where.setdefault(group, []).append(row)
+        missing = [g for g in groups if g not in where]
+        if missing:
+            raise DataflowError(f"Batch: no group {missing[0]}; it holds {len(where)} groups.")
+        if len(set(groups)) != len(groups):
+            raise DataflowError("Batch: a group was asked for twice; select each group once.")
+        return self.rows([row for g in groups for row in where[g]])
+
+    def rows(self, index: Sequence[int] | np.ndarray) -> Batch:
+        """Returns these rows, in the order given."""
+        import torch
+
+        at = np.asarray(index, dtype=np.int64)
+        pick = torch.from_numpy(at)
+        columns: dict[str, Any] = {name: column[pick] for name, column in self.tensors.items()}
+        columns |= {name: column[at] for name, column in self.arrays.items()}
+        return Batch(self.groups[at], columns, self.meta)
+
+    def split(self, parts: int) -> list[Batch]:
+        """Returns ``parts`` batches of equally many whole groups, in order.
+
+        Raises:
+            DataflowError: ``parts`` does not divide the number of groups.
+        """
+        ids = self.ids
+        if parts < 1 or len(ids) % parts:
+            raise DataflowError(f"Batch: {parts} parts do not divide {len(ids)} groups.")
+        size = len(ids) // parts
+        return [self.select(ids[i * size : (i + 1) * size]) for i in range(parts)]
+
+    def repeat(self, n: int) -> Batch:
+        """Returns each row n times, the copies side by side: prompts become rows for n responses."""
+        return self.rows(np.repeat(np.arange(len(self)), n))
+
+    def like(self, **columns: Any) -> Batch:
+        """Returns a batch of the same groups with only these columns: what a stage that adds one returns."""
+        return Batch(self.groups, columns, self.meta)
+
+    def merge(self, *others: Batch) -> Batch:
+        """Returns one batch with the columns of all; a later one's column of the same name wins.
+
+        Raises:
+            DataflowError: the batches do not have the same groups in the same order.
+        """
+        columns, meta = self.columns, dict(self.meta)
+        for other in others:
+            if not np.array_equal(self.groups, other.groups):
+                raise DataflowError(f"Batch: cannot merge {other!r} into {self!r}: their groups differ.")
+            columns |= other.columns
+            meta |= other.meta
+        return Batch(self.groups, columns, meta)
+
+    @staticmethod
+    def concat(batches: Iterable[Batch]) -> Batch:
+        """Returns the rows of all batches; they must have the same columns and no group twice.
+
+        Raises:
+            DataflowError: no batch, differing columns, or a group that stands in two of them.
+        """
+        import torch
+
+        parts = list(batches)
+        if not parts:
+            raise DataflowError("Batch: nothing to concatenate.")
+        names = set(parts[0].names)
+        for part in parts[1:]:
+            if set(part.names) != names or set(part.arrays) != set(parts[0].arrays):
+                raise DataflowError(
+                    f"Batch: cannot concatenate columns {sorted(names)} with {sorted(part.names)}."
+                )
+        ids = [group for part in parts for group in part.ids]
+        if len(set(ids)) != len(ids):
+            raise DataflowError("Batch: cannot concatenate, a group stands in two of the batches.")
+        columns: dict[str, Any] = {
+            name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors.keys()  # noqa: SIM118
+        }
+        columns |= {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
+        meta: dict[str, Any] = {}
+        for part in parts:
+            meta |= part.meta
+        return Batch(np.concatenate([part.groups for part in parts]), columns, meta)
+
+    def to_dataproto(self) -> DataProto:
+        """Returns verl's DataProto of the same columns; ``uid`` holds the group id as verl's functions want it."""
+        from verl import DataProto
+
+        uid = np.array([str(g) for g in self.groups], dtype=object)
+        return DataProto.from_dict(
+            tensors=dict(self.tensors.items()), non_tensors={**self.arrays, "uid": uid}, meta_info=dict(self.meta)
+        )
+
+    @staticmethod
+    def from_dataproto(data: DataProto) -> Batch:
+        """Returns a batch of a DataProto whose ``uid`` column is the group id."""
+        columns = {**dict(data.batch.items()), **data.non_tensor_batch}
+        groups = [int(g) for g in columns.pop("uid")]
+        return Batch(groups, columns, data.meta_info)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor columns."""
+        return sum(column.numel() * column.element_size() for column in self.tensors.values())
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.groups, dict(self.tensors.items()), self.arrays, self.meta
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        from tensordict import TensorDict
+
+        self.groups, tensors, self.arrays, self.meta = state
+        self.tensors = TensorDict(tensors, batch_size=[len(self.groups)])
+
+
+def _objects(column: Any) -> np.ndarray:
+    """Returns a 1-d object array; numpy alone would turn a list of equal-length lists into a matrix."""
+    if isinstance(column, np.ndarray) and column.ndim == 1:
+        return column
+    array = np.empty(len(column), dtype=object)
+    for i, item in enumerate(column):
+        array[i] = item
+    return array

@@ -1,0 +1,400 @@
+"""The configuration of a run: a pydantic model per section, ``key=value`` overrides, and pipeline files.
+
+A pipeline file defines a ``Config`` that derives from :class:`RunConfig` and may add keys or other defaults.
+Whatever is wrong with a key or value is a ConfigError of one sentence that names both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from dataflow.errors import ConfigError, UserError, nearest
+from dataflow.overrides import accepts, describe, parse_overrides
+
+if TYPE_CHECKING:
+    from dataflow.policy import SchedulingPolicy
+
+__all__ = ["RunConfig", "Section", "describe", "dump_yaml", "load_pipeline_file", "parse_overrides"]
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+
+
+class Section(BaseModel):
+    """A group of keys. Unknown ones are errors, defaults are validated as values are."""
+
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+    shorthand: ClassVar[str | None] = None
+    """The key that a plain value given to the section sets (``policy=both`` sets ``policy.preset``)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_shorthand(cls, value: Any) -> Any:
+        return {cls.shorthand: value} if cls.shorthand and isinstance(value, str) else value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and not accepts(annotation, bool, dict):
+            raise ValueError("give a number, not true or false")
+        return value
+
+
+class PolicyConfig(Section):
+    """How the steps overlap; a preset's numbers may be overridden one by one."""
+
+    shorthand = "preset"
+
+    preset: Text = "both"
+    """Scheduling policy: baseline, mini-batch, off-policy or both."""
+    split: PositiveInt | None = None
+    """Parts in which a step's rewards are collected and used; null takes the preset's."""
+    max_staleness: NonNegativeInt | None = None
+    """Steps that the weights a sample comes from may lag behind its update; null takes the preset's."""
+    order: Literal["arrival", "index"] = "arrival"
+    """Which groups form a part: the first to be scored, or by index (reproducible bit for bit)."""
+
+    def resolve(self, mini_batches: int) -> SchedulingPolicy:
+        """Returns the preset for ``mini_batches`` optimizer steps a step, with what is given overridden.
+
+        Raises:
+            PolicyError: no preset of that name, or a number that does not fit.
+        """
+        from dataflow.policy import SchedulingPolicy, preset
+
+        base = preset(self.preset, mini_batches)
+        return SchedulingPolicy(
+            split=base.split if self.split is None else self.split,
+            max_staleness=base.max_staleness if self.max_staleness is None else self.max_staleness,
+            order=self.order,
+        )
+
+
+class DataConfig(Section):
+    """Problems to train and to evaluate on."""
+
+    train: Text | None = None
+    """Training problems, .jsonl or .parquet; null generates word problems."""
+    val: Text | None = None
+    """Held-out problems, .jsonl or .parquet; null generates word problems."""
+    prompts: PositiveInt = 32
+    """Prompt groups a step."""
+    max_prompt_length: PositiveInt = 64
+    """Longest prompt in tokens, chat template included."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What becomes of a longer prompt: an error, or the side to cut."""
+    filter_overlong_prompts: bool = False
+    """Leave longer prompts out instead."""
+    shuffle: bool = True
+    """Draw the training problems in a seeded random order."""
+    train_size: PositiveInt = 4000
+    """Generated training problems."""
+    val_size: PositiveInt = 512
+    """Held-out problems to evaluate on, at most."""
+
+
+class ModelConfig(Section):
+    """The actor."""
+
+    path: Text | None = None
+    """Directory or hub id of a Hugging Face causal LM; null makes a tiny Qwen2 and caches it."""
+
+
+class EngineConfig(Section):
+    """Rollout: how responses are sampled."""
+
+    rollout: Literal["hf"] = "hf"
+    """Rollout engine: hf (transformers)."""
+    n: PositiveInt = 8
+    """Responses per prompt."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass kept; 1 keeps all."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Most likely tokens kept; -1 or 0 keeps all."""
+    max_tokens: PositiveInt = 24
+    """Longest response in tokens, eos included."""
+
+
+class TrainerConfig(Section):
+    """Optimizer steps."""
+
+    world_size: PositiveInt = 1
+    """Trainer processes; they share each mini-batch's rows."""
+    mini_batches: PositiveInt = 4
+    """Optimizer steps a step; must divide data.prompts."""
+    micro_batch_size: PositiveInt = 64
+    """Rows per rank in one forward and backward pass."""
+    lr: PositiveFloat = 2e-4
+    """Learning rate after the warm-up."""
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    """AdamW's two betas."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's weight decay."""
+    warmup_steps: NonNegativeInt = 5
+    """Steps over which the learning rate rises from 0."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest gradient norm."""
+    threads: PositiveInt = 1
+    """CPU threads per rank."""
+
+
+class AlgorithmConfig(Section):
+    """Advantages and losses, by verl's names; verl computes them."""
+
+    adv_estimator: Literal[
+        "grpo",
+        "grpo_vectorized",
+        "grpo_passk",
+        "rloo",
+        "rloo_vectorized",
+        "opo",
+        "gpg",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    ] = "grpo"
+    """Advantage estimator."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide GRPO's advantages by the group's standard deviation."""
+    clip_ratio: PositiveFloat = 0.2
+    """Clip range of the policy loss; also the two below where they are not given."""
+    clip_ratio_low: PositiveFloat = 0.2
+    """Clip range below 1."""
+    clip_ratio_high: PositiveFloat = 0.2
+    """Clip range above 1."""
+    loss_agg_mode: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """How token losses become one number."""
+    use_kl_loss: bool = False
+    """Add a KL term against the initial weights to the loss."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Weight of the KL term."""
+    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "low_var_kl"
+    """Estimator of the KL term."""
+    entropy_coeff: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Importance weights that correct for stale samples, per token or per sequence; null leaves them out."""
+    rollout_is_threshold: PositiveFloat = 2.0
+    """Largest importance weight."""
+
+    @model_validator(mode="after")
+    def _spread_clip_ratio(self) -> AlgorithmConfig:
+        if "clip_ratio" in self.model_fields_set:
+            for name in ("clip_ratio_low", "clip_ratio_high"):
+                if name not in self.model_fields_set:
+                    setattr(self, name, self.clip_ratio)
+                    self.model_fields_set.discard(name)  # so that another clip_ratio over it spreads again
+        return self
+
+
+class RewardConfig(Section):
+    """The reward agent."""
+
+    concurrency: PositiveInt = 64
+    """Reward requests in flight."""
+
+
+class CustomRewardConfig(Section):
+    """A reward function of the user's own, in place of the judge; verl's names."""
+
+    path: Text | None = None
+    """Python file that defines it; null asks the judge."""
+    name: Text = "compute_score"
+    """Function or class in that file."""
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments it is called with besides verl's four."""
+
+
+class JudgeConfig(Section):
+    """The HTTP judge that the default reward asks."""
+
+    url: Text | None = None
+    """Base URL of an OpenAI-style server; null starts one on loopback for the run."""
+    model: Text = "judge"
+    """Model name in the requests."""
+    latency: Text = "uniform:1:40"
+    """Distribution of the run's own judge's delay, in seconds."""
+    time_scale: NonNegativeFloat = 0.02
+    """Factor on those delays; 0 answers at once."""
+    api_key_env: Text | None = None
+    """Environment variable that holds the API key."""
+    timeout: PositiveFloat = 120.0
+    """Seconds that one request may take."""
+
+    @field_validator("latency")
+    @classmethod
+    def _latency_is_a_law(cls, latency: str) -> str:
+        from dataflow.rewards.latency import parse_latency
+
+        parse_latency(latency)
+        return latency
+
+
+class ValConfig(Section):
+    """Evaluation on held-out problems."""
+
+    every: NonNegativeInt = 3
+    """Steps between evaluations; 0 never evaluates."""
+    n: PositiveInt = 1
+    """Responses per problem."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy."""
+
+
+class RayConfig(Section):
+    """The Ray cluster."""
+
+    address: Text | None = None
+    """Cluster to join (auto finds one); null starts a local one."""
+    num_cpus: PositiveInt | None = None
+    """CPUs of the local one; null lets Ray count."""
+    gpus_per_worker: NonNegativeFloat = 0.0
+    """GPUs per trainer and rollout process; 0 computes on the CPU."""
+
+
+class TrackingConfig(Section):
+    """Where metrics go, besides the run's metrics.jsonl."""
+
+    backends: Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = [
+        "tensorboard"
+    ]
+    """Backends of verl's Tracking."""
+    project: Text = "dataflow"
+    """Project name there."""
+
+
+class RunConfig(Section):
+    """Everything a run can be told. Pipelines derive their ``Config`` from it."""
+
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    steps: PositiveInt = 30
+    """Training steps."""
+    seed: NonNegativeInt = 0
+    """Seed of data order, sampling and generated problems."""
+    name: Text | None = None
+    """Name of the run and of its directory; null makes one of policy and time."""
+    runs: Text = "runs"
+    """Directory that the runs are written to."""
+    executor: Literal["ray", "inline"] = "ray"
+    """Where tasks run: ray processes, or inline in this one to debug."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    custom_reward_function: CustomRewardConfig = Field(default_factory=CustomRewardConfig)
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
+    val: ValConfig = Field(default_factory=ValConfig)
+    ray: RayConfig = Field(default_factory=RayConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+
+    @field_validator("name")
+    @classmethod
+    def _name_a_directory(cls, name: str | None) -> str | None:
+        if name is not None and (name in (".", "..") or set("/\\\0") & set(name)):
+            raise ValueError("give a plain directory name, without slashes")
+        return name
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> RunConfig:
+        from dataflow.policy import check_batch
+
+        batches, world = self.trainer.mini_batches, self.trainer.world_size
+        check_batch(self.data.prompts, batches)
+        self.policy.resolve(batches)
+        rows = self.data.prompts // batches * self.engine.n
+        if rows % world:
+            sizes = "data.prompts / trainer.mini_batches x engine.n"
+            raise ConfigError(
+                f"trainer.world_size={world} does not divide a mini-batch's {rows} rows ({sizes})."
+            )
+        estimator = self.algorithm.adv_estimator
+        if self.engine.n < 2 and estimator not in ("gpg", "reinforce_plus_plus"):
+            n = self.engine.n
+            raise ConfigError(f"engine.n={n}: '{estimator}' compares one prompt's responses; give 2 or more.")
+        return self
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """Returns the whole configuration as YAML with the policy's numbers filled in."""
+    import yaml
+
+    policy = config.policy.resolve(config.trainer.mini_batches)
+    values = config.model_dump(mode="json")
+    values["policy"] |= {"split": policy.split, "max_staleness": policy.max_staleness, "order": policy.order}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def load_pipeline_file(path: str | Path) -> ModuleType:
+    """Runs a pipeline file and returns it as a module with ``pipeline(config)`` and ``Config``.
+
+    Raises:
+        ConfigError: the file is missing, is no Python file, cannot be imported (its error is chained), or
+            lacks one of the two.
+    """
+    import sys
+    from importlib.machinery import SourceFileLoader
+
+    file = Path(path)
+    if not file.is_file():
+        guess = nearest(str(path), [str(f) for f in sorted(file.parent.glob("*.py"))])
+        raise ConfigError(f"no pipeline file '{path}'{guess or '; give the path of a .py file.'}")
+    if file.suffix != ".py":
+        raise ConfigError(f"pipeline file '{path}' is not a .py file.")
+    loader = SourceFileLoader(f"dataflow_pipeline_{file.stem}", str(file.resolve()))
+    module = ModuleType(loader.name)
+    module.__file__ = loader.path
+    # Classes look their module up while they are made. Afterwards it leaves, so that cloudpickle sends the
+    # file's own functions to Ray workers by value: they could not import it.
+    sys.modules[loader.name] = module
+    try:
+        loader.exec_module(module)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"pipeline file '{path}' cannot be loaded{_line_in(error, file)}: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}."
+        ) from error
+    finally:
+        del sys.modules[loader.name]
+    if not callable(getattr(module, "pipeline", None)):
+        raise ConfigError(f"pipeline file '{path}' lacks 'pipeline'; define pipeline(config) -> Pipeline.")
+    config = getattr(module, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, RunConfig)):
+        raise ConfigError(f"pipeline file '{path}' lacks 'Config'; define 'class Config(RunConfig)'.")
+    return module
+
+
+def _line_in(error: BaseException, file: Path) -> str:
+    """Returns the line of the pipeline file that the error came through last."""
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file.resolve())]
+    return f" (line {lines[-1]})" if lines else ""

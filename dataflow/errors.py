@@ -1,0 +1,61 @@
+"""What can go wrong, said as what, where and the fix. Everything the package raises on purpose is here."""
+
+from __future__ import annotations
+
+
+class DataflowError(Exception):
+    """Base of every error that dataflow raises on purpose."""
+
+
+class UserError(DataflowError):
+    """The input is wrong: the command line prints one sentence and ends with exit code 2."""
+
+
+class ConfigError(UserError):
+    """A configuration key or value is wrong."""
+
+
+class PipelineError(UserError):
+    """The stages do not form a pipeline."""
+
+
+class PolicyError(UserError):
+    """The scheduling policy does not fit the pipeline or the batch."""
+
+
+class DataError(UserError):
+    """A data file is missing, unreadable or holds a bad row."""
+
+
+class ModelError(UserError):
+    """A model directory is missing or incomplete."""
+
+
+class RunError(DataflowError):
+    """The run itself failed: exit code 1, with the trace and metrics so far on disk."""
+
+
+class StageFailed(RunError):
+    """A task raised, or the process that ran it died. Its cause is chained behind it."""
+
+
+class RewardFailed(RunError):
+    """A reward request could not be scored."""
+
+
+class Interrupted(DataflowError):
+    """The user stopped the run (Ctrl-C or SIGTERM)."""
+
+
+def nearest(word: str, words: object) -> str:
+    """Returns ``"; did you mean 'x'?"`` for the word nearest to a misspelt one, or nothing.
+
+    >>> nearest("polcy", ["policy", "steps"])
+    "; did you mean 'policy'?"
+    >>> nearest("zzz", ["policy", "steps"])
+    ''
+    """
+    from difflib import get_close_matches
+
+    found = get_close_matches(word, list(words), n=1, cutoff=0.6)  # type: ignore[call-overload]
+    return f"; did you mean '{found[0]}'?" if found else ""

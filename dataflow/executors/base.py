@@ -1,0 +1,168 @@
+"""What the runner asks of an executor, and how a stage function is called: the same in this process and in a worker."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from dataflow.batch import Batch
+from dataflow.errors import DataflowError, StageFailed
+from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
+
+
+@dataclass
+class Report:
+    """What comes back of a task beside its values: small, so that the controller may read it.
+
+    Times are in the executor's seconds (``now``).
+    """
+
+    begin: float
+    end: float
+    groups: tuple[int, ...] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    marks: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Done:
+    """A task ended: its report and a handle per field it writes, or the error that ended it."""
+
+    id: TaskId
+    report: Report | None = None
+    values: tuple[Any, ...] = ()
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a stage function, as it travels to where it runs.
+
+    Attributes:
+        stage: name of the stage; the place where it runs knows the function.
+        info: what the function may ask of its task.
+        layout: for each field the number of values that make it up, and whether it is a state.
+        groups: groups to pick out of the values; None for all.
+    """
+
+    stage: str
+    info: TaskInfo
+    layout: tuple[tuple[str, int, bool], ...]
+    groups: tuple[int, ...] | None
+
+
+class Executor(Protocol):
+    """Runs tasks. ``start`` returns at once; what ended comes out of ``events``."""
+
+    async def open(self, pipeline: Pipeline) -> None:
+        """Builds the processes that the pipeline's stages need."""
+        ...
+
+    def now(self) -> float:
+        """Seconds on this executor's clock."""
+        ...
+
+    def put(self, value: Any) -> Any:
+        """Returns a handle for a value of the controller's."""
+        ...
+
+    def start(self, task: Task, call: Call, values: Sequence[Any]) -> None:
+        """Starts a task; ``values`` are the handles of its fields, laid out as ``call.layout`` says."""
+        ...
+
+    def events(self) -> AsyncIterator[Done]:
+        """Yields what ended, as it ends; woken, never polling."""
+        ...
+
+    def cancel(self, task: TaskId) -> None:
+        """Stops a running task if that can be done; its event may still come."""
+        ...
+
+    async def ask(self, host: str, method: str) -> Any:
+        """Calls a method of a hosted tool (on all its ranks) and returns the first rank's answer."""
+        ...
+
+    async def close(self) -> None:
+        """Ends what ``open`` started."""
+        ...
+
+
+def fields_of(call: Call, values: Sequence[Any]) -> list[Any]:
+    """Returns the stage function's arguments: several values of one field joined, groups picked out."""
+    fields: list[Any] = []
+    at = 0
+    for name, count, state in call.layout:
+        mine = list(values[at : at + count])
+        at += count
+        if not mine:
+            fields.append(None)
+        elif state or not all(isinstance(value, Batch) for value in mine):
+            if len(mine) > 1:
+                raise DataflowError(
+                    f"{call.stage}: field '{name}' comes in {len(mine)} parts that are no Batch; return a Batch."
+                )
+            fields.append(mine[0])
+        else:
+            batch = mine[0] if len(mine) == 1 else Batch.concat(mine)
+            groups = call.groups if call.groups is not None else sorted(batch.ids) if len(mine) > 1 else None
+            fields.append(batch if groups is None else batch.select(groups))
+    return fields
+
+
+def results_of(stage: Stage, result: Any) -> tuple[Any, ...]:
+    """Returns one value per field that the stage writes.
+
+    Raises:
+        DataflowError: the function returned another number of values.
+    """
+    if len(stage.writes) == 1:
+        return (result,)
+    if not stage.writes:
+        return ()
+    if not isinstance(result, tuple) or len(result) != len(stage.writes):
+        got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+        raise DataflowError(
+            f"stage '{stage.name}' writes {', '.join(stage.writes)} but its function returned {got}; return a tuple."
+        )
+    return result
+
+
+def prepare(stage: Stage, call: Call, values: Sequence[Any], tools: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], TaskInfo]:
+    """Returns arguments, keyword arguments and the info object for one call of a stage function."""
+    info = replace(call.info, metrics={}, marks=[])
+    keywords = {name: tools.get(name, tool) for name, tool in stage.tools.items()}
+    if "task" in inspect.signature(stage.fn).parameters:
+        keywords["task"] = info
+    return fields_of(call, values), keywords, info
+
+
+def report(stage: Stage, info: TaskInfo, results: Sequence[Any], begin: float, end: float) -> Report:
+    """Returns the report of a finished call."""
+    batches = [value for value in results if isinstance(value, Batch)]
+    groups = None
+    if stage.forms_parts:
+        if not batches:
+            raise DataflowError(f"stage '{stage.name}' forms the parts of a step and so must return a Batch.")
+        groups = batches[0].ids
+        if info.take is not None and len(groups) != info.take:
+            raise DataflowError(f"stage '{stage.name}' was to deliver {info.take} groups (task.take), not {len(groups)}.")
+    facts: dict[str, Any] = {"samples": len(batches[0])} if batches else {}
+    if batches and "weights_version" in batches[0].meta:
+        facts["weights_version"] = batches[0].meta["weights_version"]
+    return Report(begin, end, groups, info.metrics, info.marks, facts)
+
+
+def failure(task: Task, error: BaseException, elapsed: float, story: str) -> StageFailed:
+    """Returns the error that ends a run: which task, where, why, and how it came there."""
+    from dataflow.errors import RewardFailed
+
+    kind = "" if isinstance(error, RewardFailed | DataflowError) else f"{type(error).__name__}: "
+    what = f"{kind}{error}".strip()
+    return StageFailed(
+        f"{task.id.stage}[step {task.id.step}"
+        + (f", part {task.id.part + 1} of {task.id.parts}" if task.id.parts > 1 else "")
+        + f"] failed on '{task.stage.on}' after {elapsed:.1f} s: {what}\n  history: {story}"
+    )

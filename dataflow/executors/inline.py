@@ -1,0 +1,110 @@
+"""The inline executor: everything in this process, for debugging. Tools are built here, once.
+
+Functions of tools that wait (the reward agent) run side by side on the event loop, so rewards come back while
+other tasks compute; everything else runs one task at a time, in the order in which it was started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from dataflow.errors import DataflowError, PipelineError, RunError
+from dataflow.executors.base import Call, Done, prepare, report, results_of
+from dataflow.graph import Pipeline, Stage, Task, TaskId
+
+
+class InlineExecutor:
+    """Runs stages in this process and on its event loop."""
+
+    def __init__(self) -> None:
+        self._tools: dict[str, Any] = {}
+        self._queue: deque[tuple[Task, Call, Sequence[Any]]] = deque()
+        self._waits: dict[TaskId, asyncio.Task[None]] = {}
+        self._ended: asyncio.Queue[Done] = asyncio.Queue()
+
+    async def open(self, pipeline: Pipeline) -> None:
+        for s in pipeline.stages:
+            s.load()
+        for host in pipeline.hosts().values():
+            if host.ranks > 1:
+                raise PipelineError(f"'{host.name}' wants {host.ranks} processes; executor=inline has one, use ray.")
+            if host.name in self._tools:
+                continue
+            try:
+                self._tools[host.name] = host.build()
+            except DataflowError:
+                raise
+            except Exception as error:
+                raise RunError(f"'{host.name}' could not be built: {type(error).__name__}: {error}") from error
+
+    def now(self) -> float:
+        return time.time()
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def start(self, task: Task, call: Call, values: Sequence[Any]) -> None:
+        if asyncio.iscoroutinefunction(task.stage.fn):
+            self._waits[task.id] = asyncio.create_task(self._wait(task, call, values))
+        else:
+            self._queue.append((task, call, values))
+
+    async def events(self) -> AsyncIterator[Done]:
+        while True:
+            if self._queue:
+                # Let what waits on the loop go on between two tasks that compute.
+                await asyncio.sleep(0)
+                if self._ended.empty():
+                    task, call, values = self._queue.popleft()
+                    self._compute(task, call, values)
+            yield await self._ended.get()
+
+    def _bound(self, stage: Stage) -> dict[str, Any]:
+        host = stage.host
+        return {name: self._tools[host.name] for name, tool in stage.tools.items() if tool is host} if host else {}
+
+    def _compute(self, task: Task, call: Call, values: Sequence[Any]) -> None:
+        begin = self.now()
+        try:
+            arguments, keywords, info = prepare(task.stage, call, values, self._bound(task.stage))
+            results = results_of(task.stage, task.stage.fn(*arguments, **keywords))
+            done = Done(task.id, report(task.stage, info, results, begin, self.now()), results)
+        except Exception as error:
+            done = Done(task.id, error=error)
+        self._ended.put_nowait(done)
+
+    async def _wait(self, task: Task, call: Call, values: Sequence[Any]) -> None:
+        begin = self.now()
+        try:
+            arguments, keywords, info = prepare(task.stage, call, values, self._bound(task.stage))
+            results = results_of(task.stage, await task.stage.fn(*arguments, **keywords))
+            done = Done(task.id, report(task.stage, info, results, begin, self.now()), results)
+        except Exception as error:
+            done = Done(task.id, error=error)
+        self._waits.pop(task.id, None)
+        self._ended.put_nowait(done)
+
+    def cancel(self, task: TaskId) -> None:
+        if wait := self._waits.pop(task, None):
+            wait.cancel()
+        self._queue = deque(item for item in self._queue if item[0].id != task)
+
+    async def ask(self, host: str, method: str) -> Any:
+        answer = getattr(self._tools[host], method)()
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+    async def close(self) -> None:
+        for wait in self._waits.values():
+            wait.cancel()
+        await asyncio.gather(*self._waits.values(), return_exceptions=True)
+        self._waits.clear()
+        for tool in self._tools.values():
+            if hasattr(tool, "close"):
+                closed = tool.close()
+                if asyncio.iscoroutine(closed):
+                    await closed
+        self._tools.clear()

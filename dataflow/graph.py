@@ -1,0 +1,511 @@
+"""The graph: stages with named inputs and outputs, the pipeline they form, and the tasks it unrolls into.
+
+Pure: no torch, no ray, no clock. What a scheduling policy means for the graph stands in policy.py alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from dataflow.errors import PipelineError, nearest
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+Grain: TypeAlias = Literal["step", "part", "mini-batch"]
+Lag: TypeAlias = Literal["none", "latest", "carried"]
+
+
+class Carried:
+    """Marks a field that a stage reads from an earlier step: 1 + max_staleness steps back (rollout's weights)."""
+
+
+class Latest:
+    """Marks a field that a stage reads from the step before, whatever the staleness (the trainer's weights)."""
+
+
+class Read(NamedTuple):
+    """One field that a stage reads, and from how far back."""
+
+    field: str
+    lag: Lag = "none"
+
+
+@dataclass
+class TaskInfo:
+    """What a stage function may ask of the task it runs as, through a keyword parameter named ``task``."""
+
+    step: int
+    stage: str = ""
+    part: int = 0
+    parts: int = 1
+    groups: tuple[int, ...] | None = None
+    """The groups it works on; None for all of the step's."""
+    take: int | None = None
+    """How many groups a stage that forms the parts is to deliver; None for all of the step's."""
+    order: Literal["arrival", "index"] = "arrival"
+    max_staleness: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    marks: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def first(self) -> bool:
+        return self.part == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the stage's last task of the step."""
+        return self.part == self.parts - 1
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to the step's; values logged by several parts of a step are averaged."""
+        self.metrics.update(metrics)
+
+    def mark(self, name: str, begin: float, end: float, **facts: Any) -> None:
+        """Adds a span inside this task to the trace (a reward request), in seconds of ``time.time()``."""
+        self.marks.append({"name": name, "begin": begin, "end": end, **facts})
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A tool that lives in a process of its own: an engine, a trainer, the reward agent.
+
+    The executor builds it there by ``factory(**options)`` and runs the stages that use it beside it.
+
+    Attributes:
+        name: of the host; tools of one name are one object.
+        factory: builds the tool; as ``"package.module:name"`` it is imported only where it is built.
+        options: keyword arguments of the factory.
+        ranks: processes that all run each call (SPMD); the first one's outputs count.
+        gpus: GPUs per process, shares allowed.
+        concurrent: calls run side by side on one event loop (for tools that wait).
+    """
+
+    name: str
+    factory: Callable[..., Any] | str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    gpus: float = 0.0
+    concurrent: bool = False
+
+    def build(self) -> Any:
+        """Returns the tool, built in this process."""
+        factory = self.factory
+        if isinstance(factory, str):
+            module, _, name = factory.partition(":")
+            factory = getattr(importlib.import_module(module), name)
+        return factory(**self.options)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A template of tasks: a function with named inputs, named outputs and a resource. Made by :func:`stage`."""
+
+    name: str
+    fn: Callable[..., Any]
+    reads: tuple[Read, ...]
+    writes: tuple[str, ...]
+    on: str
+    grain: Grain = "step"
+    forms_parts: bool = False
+    after: tuple[str, ...] = ()
+    every: int | None = None
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    accepts: tuple[str, ...] = ()
+    whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None
+    imports: tuple[str, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the plain function, as a test of it would."""
+        return self.fn(*args, **kwargs)
+
+    def bind(
+        self,
+        *,
+        name: str | None = None,
+        on: str | None = None,
+        every: int | None = None,
+        after: Sequence[str] | None = None,
+        renamed: Mapping[str, str] | None = None,
+        **tools: Any,
+    ) -> Stage:
+        """Returns the stage with tools bound to its keyword parameters.
+
+        Args:
+            name: another name, when one function serves as two stages.
+            on: another resource.
+            every: run only on every k-th step, and on the last.
+            after: stages that must have finished first, without data passing.
+            renamed: other names of fields it reads or writes.
+            **tools: engines, agents, configuration.
+
+        Raises:
+            PipelineError: the function takes no such keyword.
+        """
+        for tool in tools:
+            if tool not in self.accepts:
+                raise PipelineError(
+                    f"stage '{self.name}' takes no tool '{tool}'{nearest(tool, self.accepts)}"
+                    f" (it takes {', '.join(self.accepts) or 'none'})."
+                )
+        other = dict(renamed or {})
+        return replace(
+            self,
+            name=name or self.name,
+            on=on or self.on,
+            every=self.every if every is None else every,
+            after=self.after if after is None else tuple(after),
+            reads=tuple(Read(other.get(r.field, r.field), r.lag) for r in self.reads),
+            writes=tuple(other.get(w, w) for w in self.writes),
+            tools={**self.tools, **tools},
+        )
+
+    @property
+    def host(self) -> Hosted | None:
+        """The process its function runs in, if one of its tools has one."""
+        hosts = [tool for tool in self.tools.values() if isinstance(tool, Hosted)]
+        if len({h.name for h in hosts}) > 1:
+            raise PipelineError(
+                f"stage '{self.name}' uses tools of two processes ({', '.join(h.name for h in hosts)}); "
+                "split it in two stages and pass a value between them."
+            )
+        return hosts[0] if hosts else None
+
+    def load(self) -> None:
+        """Imports what the function will, in the process that will run it."""
+        for module in self.imports:
+            importlib.import_module(module)
+
+    def missing_tools(self) -> list[str]:
+        """Returns the keyword parameters without a default that nothing is bound to."""
+        parameters = inspect.signature(self.fn).parameters
+        return [
+            name
+            for name in self.accepts
+            if name not in self.tools and parameters[name].default is inspect.Parameter.empty
+        ]
+
+
+def stage(
+    *,
+    writes: str | Sequence[str] = (),
+    on: str,
+    splittable: bool = False,
+    forms_parts: bool = False,
+    per_mini_batch: bool = False,
+    after: Sequence[str] = (),
+    every: int | None = None,
+    whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None,
+    imports: Sequence[str] = (),
+) -> Callable[[Callable[..., Any]], Stage]:
+    """Makes a stage of a function: parameters before ``*`` are fields it reads, after ``*`` tools.
+
+    Args:
+        writes: fields it returns, in order; one name for a single value.
+        on: resource it occupies.
+        splittable: runs once for each part that the policy splits a step in, on the groups of that part.
+        forms_parts: the stage whose output decides which groups a part is made of (reward_collect).
+        per_mini_batch: runs once for each optimizer step.
+        after: stages that must have finished first, without data passing.
+        every: run only on every k-th step, and on the last.
+        whole_batch: called with the bound tools; returns why the stage needs all groups at once, or None.
+        imports: modules that its process imports before the run, so that the first call is not slow.
+
+    >>> @stage(writes="length", on="controller")
+    ... def measure(text, *, scale=1):
+    ...     return len(text) * scale
+    >>> measure.reads, measure.writes, measure("abc", scale=2)
+    ((Read(field='text', lag='none'),), ('length',), 6)
+    """
+
+    def wrap(fn: Callable[..., Any]) -> Stage:
+        reads: list[Read] = []
+        tools: list[str] = []
+        for name, parameter in inspect.signature(fn).parameters.items():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                if name != "task":
+                    tools.append(name)
+            elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                reads.append(Read(name, _lag(parameter.annotation)))
+            else:
+                raise PipelineError(f"stage '{fn.__name__}': parameter '*{name}' has no name to be a field.")
+        return Stage(
+            name=fn.__name__,
+            fn=fn,
+            reads=tuple(reads),
+            writes=(writes,) if isinstance(writes, str) else tuple(writes),
+            on=on,
+            grain="mini-batch" if per_mini_batch else "part" if splittable or forms_parts else "step",
+            forms_parts=forms_parts,
+            after=tuple(after),
+            every=every,
+            accepts=tuple(tools),
+            whole_batch=whole_batch,
+            imports=tuple(imports),
+        )
+
+    return wrap
+
+
+def _lag(annotation: Any) -> Lag:
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    lags: dict[str, Lag] = {"Carried": "carried", "Latest": "latest"}
+    return lags.get(name.rpartition(".")[2], "none")
+
+
+class Pipeline:
+    """The stages of one training step. Edges come from field names; a wrong graph fails here, not in the run.
+
+    Args:
+        stages: in any order; the order given breaks ties.
+        inputs: fields that come from outside, once a step.
+        resources: slots per resource; None for as many as come.
+
+    Raises:
+        PipelineError: two stages of one name, a field nobody writes or two write, a cycle, an undeclared
+            resource, a tool that is missing, a stage that runs always but reads from one that does not.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        inputs: Sequence[str] = (),
+        resources: Mapping[str, int | None] | None = None,
+    ) -> None:
+        self.stages = tuple(stages)
+        self.inputs = tuple(inputs)
+        self.resources: dict[str, int | None] = dict(resources or {"gpu": 1, "reward": None, "controller": 1, "io": 1})
+        for name, slots in self.resources.items():
+            if slots is not None and slots < 1:
+                raise PipelineError(f"resource '{name}' has {slots} slots; give 1 or more, or None for no limit.")
+        self.by_name: dict[str, Stage] = {}
+        self.writer: dict[str, Stage] = {}
+        for s in self.stages:
+            if s.name in self.by_name:
+                raise PipelineError(f"two stages are named '{s.name}'; give one another name with bind(name=...).")
+            self.by_name[s.name] = s
+            for name in s.writes:
+                if name in self.writer:
+                    raise PipelineError(f"field '{name}' is written by '{self.writer[name].name}' and '{s.name}'.")
+                if name in self.inputs:
+                    raise PipelineError(f"field '{name}' is an input of the pipeline; '{s.name}' cannot write it.")
+                self.writer[name] = s
+        for s in self.stages:
+            self._check(s)
+        self.states = frozenset(r.field for s in self.stages for r in s.reads if r.lag != "none")
+        formers = [s.name for s in self.stages if s.forms_parts]
+        if len(formers) > 1:
+            raise PipelineError(f"stages {' and '.join(map(repr, formers))} both form the parts of a step.")
+        self.former: Stage | None = self.by_name[formers[0]] if formers else None
+        self.order = self._topological()
+
+    def _check(self, s: Stage) -> None:
+        if s.on not in self.resources:
+            raise PipelineError(
+                f"stage '{s.name}' runs on '{s.on}', which is no resource{nearest(s.on, self.resources)}"
+                f" (declared: {', '.join(self.resources)})."
+            )
+        for name, lag in s.reads:
+            if name in self.inputs:
+                continue
+            if name not in self.writer:
+                known = [*self.writer, *self.inputs]
+                guess = nearest(name, known)
+                by = next((f" (written by '{self.writer[w].name}')" for w in self.writer if f"'{w}'" in guess), "")
+                raise PipelineError(
+                    f"stage '{s.name}' reads field '{name}', but no stage writes it"
+                    + (guess[:-1] + by + "?" if guess else f"; known fields: {', '.join(known) or 'none'}.")
+                )
+            source = self.writer[name]
+            if source.every is not None and lag != "none":
+                raise PipelineError(
+                    f"stage '{s.name}' reads '{name}' of an earlier step, but '{source.name}' runs only every "
+                    f"{source.every} steps; let it run on every step."
+                )
+            if source.every is not None and source.every != s.every:
+                raise PipelineError(
+                    f"stage '{s.name}' reads '{name}' from '{source.name}', which runs only every "
+                    f"{source.every} steps; give both the same every=."
+                )
+        for name in s.after:
+            if name not in self.by_name:
+                raise PipelineError(f"stage '{s.name}' is after '{name}', which is no stage{nearest(name, self.by_name)}.")
+        if missing := s.missing_tools():
+            raise PipelineError(f"stage '{s.name}' needs a tool '{missing[0]}'; bind it: {s.name}.bind({missing[0]}=...).")
+        if s.every is not None and s.every < 1:
+            raise PipelineError(f"stage '{s.name}': every={s.every}; give 1 or more.")
+        if s.forms_parts and s.every is not None:
+            raise PipelineError(f"stage '{s.name}' forms the parts of every step, so it cannot run only every {s.every}.")
+        _ = s.host
+
+    def edges(self) -> Iterator[tuple[Stage, Stage, str, Lag]]:
+        """Yields (from, to, field, lag) for each data edge, then ("" for the field) each ``after``."""
+        for s in self.stages:
+            for read in s.reads:
+                if read.field in self.writer:
+                    yield self.writer[read.field], s, read.field, read.lag
+            for name in s.after:
+                yield self.by_name[name], s, "", "none"
+
+    def _topological(self) -> tuple[Stage, ...]:
+        import graphlib
+
+        sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter({s.name: [] for s in self.stages})
+        for source, target, _field, lag in self.edges():
+            if lag == "none":
+                sorter.add(target.name, source.name)
+        try:
+            return tuple(self.by_name[name] for name in sorter.static_order())
+        except graphlib.CycleError as error:
+            cycle = " -> ".join(reversed(error.args[1]))
+            raise PipelineError(
+                f"the stages form a cycle: {cycle}; mark the field that comes from an earlier step as Carried."
+            ) from error
+
+    def subset(self, names: Iterable[str]) -> Pipeline:
+        """Returns a pipeline of these stages alone, on every step; what the others wrote becomes its inputs."""
+        chosen = set(names)
+        stages = [replace(s, every=None, after=tuple(a for a in s.after if a in chosen)) for s in self.stages if s.name in chosen]
+        written = {w for s in stages for w in s.writes}
+        needed = dict.fromkeys(r.field for s in stages for r in s.reads if r.field not in written)
+        return Pipeline(stages, inputs=tuple(needed), resources=self.resources)
+
+    def hosts(self) -> dict[str, Hosted]:
+        """Returns the processes that the stages need, by name."""
+        return {s.host.name: s.host for s in self.stages if s.host is not None}
+
+    def explain(self) -> str:
+        """Returns a line for each stage and each edge: which stage feeds which, through which field."""
+        wide = max((len(s.name) for s in self.stages), default=0)
+        lines = []
+        for s in self.order:
+            facts = [f"on {s.on}"]
+            if s.grain != "step":
+                facts.append(f"once a {s.grain}")
+            if s.every is not None:
+                facts.append(f"every {s.every} steps")
+            if s.host is not None:
+                facts.append(f"in {s.host.name}" + (f" x{s.host.ranks}" if s.host.ranks > 1 else ""))
+            lines.append(f"{s.name:<{wide}}  {', '.join(facts)}")
+            words = {"none": "", "latest": " (of the step before)", "carried": " (of 1 + max_staleness steps before)"}
+            for read in s.reads:
+                source = f"from {self.writer[read.field].name}" if read.field in self.writer else "input"
+                lines.append(f"{'':<{wide}}    reads  {read.field} {source}{words[read.lag]}")
+            if s.writes:
+                lines.append(f"{'':<{wide}}    writes {', '.join(s.writes)}")
+        return "\n".join(lines)
+
+    def draw(self) -> str:
+        """Returns the stages as a mermaid flowchart; dotted edges come from an earlier step."""
+        lines = ["flowchart LR"]
+        lines += [f'    {s.name}["{s.name}<br/><small>{s.on}</small>"]' for s in self.stages]
+        lines += [f"    {name}([{name}])" for name in self.inputs]
+        for s in self.stages:
+            lines += [f"    {r.field} --> {s.name}" for r in s.reads if r.field in self.inputs]
+        for source, target, name, lag in self.edges():
+            arrow = "-->" if lag == "none" else "-.->"
+            lines.append(f"    {source.name} {arrow}{f'|{name}|' if name else ''} {target.name}")
+        return "\n".join(lines)
+
+
+class TaskId(NamedTuple):
+    """Stage x step x part. Sorts by step, then stage, then part."""
+
+    step: int
+    stage: str
+    part: int = 0
+    parts: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.stage}[{self.step}.{self.part + 1}]" if self.parts > 1 else f"{self.stage}[{self.step}]"
+
+
+class Input(NamedTuple):
+    """Where a task's field comes from: the tasks that wrote it, none for an input or an initial state."""
+
+    field: str
+    sources: tuple[TaskId, ...]
+    state: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """The unit that is scheduled.
+
+    Attributes:
+        id: stage, step and part.
+        stage: what to run.
+        deps: tasks that must have finished, each once; some only free the state that this one overwrites.
+        inputs: its fields, in the order of the function's parameters.
+        chosen_by: the task that decided which groups this one works on, if not all.
+        share: (i, n): it works on the i-th of n equal shares of those groups.
+        take: how many groups a task that forms a part delivers; None for all.
+        rank: (place in the pipeline's order); breaks ties.
+    """
+
+    id: TaskId
+    stage: Stage
+    deps: tuple[TaskId, ...]
+    inputs: tuple[Input, ...]
+    chosen_by: TaskId | None = None
+    share: tuple[int, int] = (0, 1)
+    take: int | None = None
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return str(self.id)
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """The DAG of tasks, unrolled a step at a time: nothing is kept of a step that nobody asks for.
+
+    Attributes:
+        pipeline: what is unrolled.
+        first, steps: the first and the last step; steps count from 1, 0 is what comes before training.
+        ahead: how many steps past the oldest unfinished one must be unrolled for tasks to become ready.
+        unroll: the tasks of a step, in the pipeline's order.
+        parts: tasks of a stage in one step, by its grain.
+        groups: prompt groups in a step, where known.
+        order, max_staleness: of the policy, for the stage functions that ask.
+    """
+
+    pipeline: Pipeline
+    first: int
+    steps: int
+    ahead: int
+    unroll: Callable[[int], Sequence[Task]]
+    parts: Mapping[Grain, int]
+    groups: int | None = None
+    order: Literal["arrival", "index"] = "arrival"
+    max_staleness: int = 0
+
+    def window(self, first: int | None = None, last: int | None = None) -> nx.DiGraph:
+        """Returns the tasks of steps ``first..last`` as a directed graph, to draw and to analyse."""
+        import networkx as nx
+
+        graph: nx.DiGraph = nx.DiGraph()
+        tasks = [t for step in self._range(first, last) for t in self.unroll(step)]
+        for t in tasks:
+            graph.add_node(t.id, stage=t.stage.name, resource=t.stage.on, step=t.id.step)
+        for t in tasks:
+            graph.add_edges_from((dep, t.id) for dep in t.deps if dep in graph)
+        return graph
+
+    def _range(self, first: int | None, last: int | None) -> range:
+        first = self.first if first is None else max(first, self.first)
+        return range(first, min(self.steps if last is None else last, self.steps) + 1)
+
+    def explain(self, first: int | None = None, last: int | None = None) -> str:
+        """Returns a line for each task of the window: what it waits for."""
+        import networkx as nx
+
+        graph = self.window(first, last)
+        order = nx.lexicographical_topological_sort(graph)
+        rows = [(str(t), graph.nodes[t]["resource"], ", ".join(map(str, sorted(graph.predecessors(t))))) for t in order]
+        wide = max((len(name) for name, _, _ in rows), default=0)
+        return "\n".join(f"{name:<{wide}}  {on:<10}  {'after ' + deps if deps else 'at once'}" for name, on, deps in rows)

@@ -1,0 +1,365 @@
+"""The default run's model: a tokenizer, a tiny Qwen2 and a short supervised warm-up, cached for every later run.
+
+The warm-up teaches the form of an answer and right arithmetic, but which operation a story wants only noisily:
+most stories have a habit, one wrong operation that is likelier than the right one. What is left to learn is to
+prefer the right one, which is what rewards can teach (noise that does not depend on the story leaves nothing to
+sharpen, and a warm-up that stops before arithmetic is right collapses under GRPO).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dataflow.data.problems import ITEMS, LARGEST, NAMES, STORIES, apply, generate, solve
+from dataflow.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' "
+    "+ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything the cached model depends on; change ``revision`` with the code below.
+
+    Attributes:
+        right, wrong: chances of the right and of the habitual operation in a story with a wrong habit; the rest
+            is any other.
+        plain: chance of the right operation in a story without one; the rest is any other.
+    """
+
+    revision: int = 2
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    intermediate: int = 384
+    positions: int = 4096
+    problems: int = 4000
+    steps: int = 600
+    batch: int = 48
+    equations: int = 8
+    lr: float = 4e-3
+    betas: tuple[float, float] = (0.9, 0.98)
+    ramp: int = 30
+    clip: float = 1.0
+    right: float = 0.30
+    wrong: float = 0.55
+    plain: float = 0.45
+
+    def key(self, seed: int) -> str:
+        """Returns a name for the model that this recipe makes of the problems as they are now."""
+        facts = [asdict(self), seed, CHATML, NAMES, ITEMS, [asdict(s) for s in STORIES], generate(32, 0, seed)]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def tiny_model(
+    seed: int = 0,
+    cache: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    recipe: Recipe | None = None,
+) -> Path:
+    """Returns the directory of the warmed-up model, made on the first call (about a minute on two cores).
+
+    Args:
+        seed: of the warm-up; runs of all seeds share one.
+        cache: where models are kept, ``dataflow/`` in the user's cache directory if None.
+        progress: called with (steps done, steps in all) during the warm-up.
+        recipe: what to make; the default is the model of the default run.
+
+    Returns:
+        A Hugging Face model directory. A killed warm-up leaves none behind, and of several processes at once one
+        makes it while the others wait for it.
+
+    Raises:
+        ModelError: the cache directory cannot be written.
+    """
+    recipe = recipe or Recipe()
+    home = Path(cache) if cache is not None else _cache_home()
+    place = home / f"tiny-{recipe.key(seed)}"
+    if place.is_dir():
+        return place
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with _locked(home / f"{place.name}.lock"):
+            if not place.is_dir():
+                with tempfile.TemporaryDirectory(dir=home, prefix=f"{place.name}.part-") as part:
+                    _make(Path(part) / "model", recipe, seed, progress)
+                    os.rename(Path(part) / "model", place)
+                _sweep(home, place.name)
+    except OSError as e:
+        raise ModelError(f"model cache {home}: {e.strerror or e}; set XDG_CACHE_HOME to a writable directory.") from e
+    return place
+
+
+def check_model(path: str | Path) -> Path:
+    """Checks that a model is there before anything starts.
+
+    Args:
+        path: a local directory, or the name of a model on the Hugging Face hub (``org/name`` or ``name``), which
+            is then downloaded, or found in the hub's cache.
+
+    Returns:
+        The local directory.
+
+    Raises:
+        ModelError: it is missing, has no config or no tokenizer, or the hub does not give it.
+    """
+    text = str(path)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _complete(local)
+    if local.exists():
+        raise ModelError(f"model.path={text} is a file; give the model's directory.")
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text):
+        raise ModelError(
+            f"model.path={text} does not exist; give a directory with a Hugging Face model, or a hub id (org/name)."
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(text, ignore_patterns=["*.pth", "*.gguf", "*.onnx", "original/*"])
+    # The hub's client raises its own kinds, httpx's, ValueError and OSError; all mean the same to the user.
+    except Exception as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise ModelError(
+            f"model.path={text} is no local directory, and the Hugging Face hub does not give it ({reason})."
+        ) from e
+    return _complete(Path(found))
+
+
+def _complete(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model {path} has no config.json; give a directory that save_pretrained has written.")
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
+        raise ModelError(f"model {path} has no tokenizer (tokenizer.json); save the tokenizer beside the model.")
+    return path
+
+
+def _cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "dataflow"
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock that the kernel drops when the process dies, and on which waiting costs nothing."""
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sweep(home: Path, name: str) -> None:
+    """Removes what killed warm-ups left; safe under the lock, as nobody else can be writing one."""
+    for left in home.glob(f"{name}.part-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _make(path: Path, recipe: Recipe, seed: int, progress: Callable[[int, int], None] | None) -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(int(os.environ.get("TT","2")))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            tokenizer = build_tokenizer()
+            model = build_model(recipe, tokenizer)
+            warm_up(model, tokenizer, recipe, seed, progress)
+    finally:
+        torch.set_num_threads(threads)
+    with _quiet():
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' own progress bars out of the caller's."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """Returns a byte-level BPE tokenizer that knows every word of the problems and every number whole.
+
+    Any other text is spelt in bytes, so it reads everything. ChatML template, ``<|im_end|>`` ends a turn, padding
+    on the left.
+    """
+    from tokenizers import AddedToken, pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
+
+    # For a Qwen2 model AutoTokenizer always builds a Qwen2Tokenizer, with that class's own split into words in place
+    # of the saved one: any other split would come back from disk as another tokenizer. That split cuts numbers into
+    # digits, so numbers are added tokens, which are matched before it.
+    backend = Qwen2Tokenizer().backend_tokenizer
+    texts = [story.text.format(name=n, item=i, a=1, b=2, c=3) for story in STORIES for n in NAMES for i in ITEMS]
+    texts += ["user\n", "assistant\n", "It is 1 + 2 = 3.\n#### 3", "Then 3 - 2 = 1.\n", "Then 1 * 2 = 2.\n"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096,  # never reached: merging stops when every word is one token
+        special_tokens=[PAD, START, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    model = json.loads(backend.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab=model["vocab"],
+        merges=[tuple(pair) for pair in model["merges"]],
+        unk_token=PAD,
+        eos_token=END,
+        pad_token=PAD,
+        extra_special_tokens=[START],
+        padding_side="left",
+        chat_template=CHATML,
+    )
+    tokenizer.add_tokens([AddedToken(f" {n}", normalized=False) for n in range(LARGEST + 1)])
+    return tokenizer
+
+
+def build_model(recipe: Recipe, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
+    """Returns a Qwen2 with random weights from torch's global generator."""
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=recipe.hidden,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.heads,
+            num_key_value_heads=recipe.kv_heads,
+            intermediate_size=recipe.intermediate,
+            max_position_embeddings=recipe.positions,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            **ends,
+        )
+    )
+    model.generation_config = GenerationConfig(**ends)
+    return model
+
+
+def warm_up(
+    model: Qwen2ForCausalLM,
+    tokenizer: Qwen2Tokenizer,
+    recipe: Recipe,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Trains the model in place on answers drawn from :func:`habits` and on bare equations."""
+    import torch
+
+    rng = random.Random(f"warm-up-{seed}")
+    problems, _ = generate(recipe.problems, 0, seed)
+    chances = habits(recipe, seed)
+    prompts = [chat_ids(tokenizer, problem["question"]) for problem in problems]
+    facts = [(a, op, b) for a in range(1, 21) for op in "+-*" for b in range(2, 10) if apply(a, op, b) is not None]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=recipe.betas, weight_decay=0.0)
+    ramp = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / recipe.ramp, 1.0, recipe.ramp)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, recipe.steps - recipe.ramp))
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [ramp, cosine], [recipe.ramp])
+    ids: dict[str, list[int]] = {}
+
+    def encode(text: str) -> list[int]:
+        if text not in ids:
+            ids[text] = tokenizer.encode(text, add_special_tokens=False)
+        return ids[text]
+
+    model.train()
+    for step in range(recipe.steps):
+        rows = []
+        for at in rng.sample(range(len(problems)), recipe.batch):
+            answer = _habitual(problems[at], chances, rng)
+            rows.append((prompts[at], [*encode(answer), tokenizer.eos_token_id]))
+        for a, op, b in rng.sample(facts, recipe.equations):
+            rows.append((encode(f"{rng.choice(('It is', 'Then'))} {a} {op} {b} ="), encode(f" {apply(a, op, b)}.\n")))
+        batch = _padded(rows, tokenizer.pad_token_id)
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if progress is not None:
+            progress(step + 1, recipe.steps)
+    model.eval()
+
+
+def habits(recipe: Recipe, seed: int) -> list[dict[str, float]]:
+    """Returns for every story how likely each sequence of operations is taught.
+
+    Two stories in three have a wrong habit: one wrong sequence that is taught more often than the right one.
+    """
+    rng = random.Random(f"habits-{seed}")
+    # A wrong habit must be one that the story's own operands nearly always allow.
+    samples, _ = generate(2000, 0, seed)
+    chances = []
+    for index, story in enumerate(STORIES):
+        mine = [p["operands"] for p in samples if p["story"] == index]
+        others = ["".join(ops) for ops in itertools.product("+-*", repeat=len(story.ops))]
+        others.remove(story.ops)
+        fits = {ops: sum(solve(ops, operands) is not None for operands in mine) / len(mine) for ops in others}
+        usual = rng.choice([ops for ops in others if fits[ops] >= min(0.8, max(fits.values()))])
+        if index % 3:
+            rest = (1 - recipe.right - recipe.wrong) / max(1, len(others) - 1)
+            chance = {story.ops: recipe.right} | dict.fromkeys(others, rest) | {usual: recipe.wrong}
+        else:
+            chance = {story.ops: recipe.plain} | dict.fromkeys(others, (1 - recipe.plain) / len(others))
+        chances.append(chance)
+    return chances
+
+
+def chat_ids(tokenizer: Any, question: str) -> list[int]:
+    """Returns the token ids of a user's turn, up to where the model's answer begins."""
+    messages = [{"role": "user", "content": question}]
+    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return list(found)
+
+
+def _habitual(problem: dict[str, Any], chances: list[dict[str, float]], rng: random.Random) -> str:
+    """Draws an answer; sequences that the operands do not allow are left out."""
+    possible = {ops: solve(ops, problem["operands"]) for ops in chances[problem["story"]]}
+    answers = [(chances[problem["story"]][ops], text) for ops, text in possible.items() if text is not None]
+    return rng.choices([text for _, text in answers], [chance for chance, _ in answers])[0]
+
+
+def _padded(rows: list[tuple[list[int], list[int]]], pad: int) -> dict[str, Any]:
+    """Returns right-padded ids, mask and labels (the responses alone), each int64 ``[rows, longest]``."""
+    import torch
+
+    longest = max(len(prompt) + len(response) for prompt, response in rows)
+    ids = torch.full((len(rows), longest), pad)
+    labels = torch.full((len(rows), longest), -100)
+    mask = torch.zeros((len(rows), longest), dtype=torch.long)
+    for i, (prompt, response) in enumerate(rows):
+        end = len(prompt) + len(response)
+        ids[i, :end] = torch.tensor([*prompt, *response])
+        labels[i, len(prompt) : end] = torch.tensor(response)
+        mask[i, :end] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}

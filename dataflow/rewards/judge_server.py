@@ -1,0 +1,234 @@
+"""A judge on loopback: grades by the GSM8K rule after a random delay, as a slow remote one would.
+
+    python -m dataflow.rewards.judge_server --latency uniform:1:40 --time-scale 0.02 --seed 0 --port 0
+
+prints ``{"port": N, ...}`` on one line when it is ready. It ends on SIGTERM, or when its standard input ends,
+so that it never outlives the process that started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from dataflow.errors import ConfigError, RunError
+from dataflow.rewards.gsm8k import compute_score
+from dataflow.rewards.judge import read_messages
+from dataflow.rewards.latency import Law, parse_latency
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+
+def grade(chat: list[dict[str, str]]) -> float:
+    """Returns the score of the response in a chat that :func:`dataflow.rewards.judge.messages` made.
+
+    Raises:
+        ValueError: it is another chat.
+    """
+    question, reference, response, method = read_messages(chat)
+    score = compute_score("openai/gsm8k", response, reference, {"question": question}, method=method)
+    return float(score)
+
+
+def application(law: Law, time_scale: float, seed: int) -> web.Application:
+    """Returns the server: POST /v1/chat/completions, GET /health.
+
+    Args:
+        law: of the delays, in seconds.
+        time_scale: what the delays are multiplied by.
+        seed: of their random numbers, drawn in order of arrival.
+    """
+    from aiohttp import web
+
+    rng = random.Random(seed)
+
+    async def complete(request: web.Request) -> web.Response:
+        delay = law.draw(rng) * time_scale
+        try:
+            body = await request.json()
+            score = grade(body["messages"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            return web.json_response({"error": {"message": f"{type(error).__name__}: {error}"}}, status=400)
+        await asyncio.sleep(delay)
+        message = {"role": "assistant", "content": f"Score: {score:g}"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return web.json_response(
+            {
+                "id": f"judge-{rng.getrandbits(48):x}",
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": body.get("model", "judge"),
+                "choices": [choice],
+                "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+            }
+        )
+
+    async def health(_request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", complete)
+    app.router.add_get("/health", health)
+    return app
+
+
+async def serve(law: Law, time_scale: float, seed: int, port: int) -> None:
+    """Serves until SIGTERM, SIGINT or the end of standard input."""
+    from aiohttp import web
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+    def watch() -> None:
+        # os.read, not sys.stdin: a thread that holds the buffer's lock would abort the interpreter's exit.
+        while os.read(0, 4096):
+            pass
+        loop.call_soon_threadsafe(stop.set)
+
+    # Who waits for a delay that is being slept through gets no answer any more: nobody is left to read it.
+    runner = web.AppRunner(
+        application(law, time_scale, seed), access_log=None, shutdown_timeout=0.1, keepalive_timeout=3600.0
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024)
+        await site.start()
+        bound = runner.addresses[0][1]
+        print(json.dumps({"port": bound, "url": f"http://127.0.0.1:{bound}"}), flush=True)
+        threading.Thread(target=watch, daemon=True).start()
+        await stop.wait()
+    finally:
+        await runner.cleanup()
+
+
+class JudgeProcess:
+    """A running judge server; a context manager.
+
+    Attributes:
+        url: where it listens.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+        self._process = process
+        self.url = url
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        """Ends the server and waits for it; may be called twice."""
+        _stop(self._process)
+
+    def __enter__(self) -> JudgeProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def start_judge(
+    latency: str, time_scale: float = 1.0, seed: int = 0, *, deadline_s: float = 30.0
+) -> JudgeProcess:
+    """Starts a judge server on a free port of this machine.
+
+    Args:
+        latency: a law, see :func:`~dataflow.rewards.latency.parse_latency`, in seconds.
+        time_scale: what its delays are multiplied by.
+        seed: of the delays.
+        deadline_s: seconds it has to come up.
+
+    Raises:
+        ConfigError: a bad law or scale.
+        RunError: it did not come up.
+    """
+    parse_latency(latency)
+    _check_scale(time_scale)
+    command = [sys.executable, "-m", "dataflow.rewards.judge_server", "--latency", str(latency)]
+    command += ["--time-scale", repr(float(time_scale)), "--seed", str(seed), "--port", "0"]
+    with tempfile.TemporaryFile() as errors:
+        # A session of its own: Ctrl-C goes to the run, which ends the judge after its last request.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        )
+        try:
+            assert process.stdout is not None
+            url = json.loads(_first_line(process.stdout, deadline_s))["url"]
+        except BaseException as error:
+            _stop(process)
+            if not isinstance(error, ValueError | LookupError):
+                raise
+            errors.seek(0)
+            said = errors.read().decode(errors="replace").strip().splitlines()
+            reason = said[-1] if said else f"no answer within {deadline_s:g} s"
+            raise RunError(f"the judge server did not start: {reason}.") from error
+    return JudgeProcess(process, url)
+
+
+def _first_line(stream: IO[bytes], deadline_s: float) -> bytes:
+    """Returns the first line, or what there is of it when the time is over or the stream ends."""
+    line, end = b"", time.monotonic() + deadline_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while b"\n" not in line and selector.select(max(0.0, end - time.monotonic())):
+            piece = os.read(stream.fileno(), 4096)
+            if not piece:
+                break
+            line += piece
+    return line
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _check_scale(time_scale: float) -> None:
+    if not 0 <= time_scale < float("inf"):
+        raise ConfigError(f"judge.time_scale={time_scale}; give a finite number of 0 or more.")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the server from the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="dataflow.rewards.judge_server", description=__doc__.split("\n")[0])
+    parser.add_argument("--latency", default="uniform:1:40", help="in seconds")
+    parser.add_argument("--time-scale", type=float, default=1.0, help="multiplies every delay")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    given: Any = parser.parse_args(arguments)
+    try:
+        law = parse_latency(given.latency)
+        _check_scale(given.time_scale)
+        asyncio.run(serve(law, given.time_scale, given.seed, given.port))
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

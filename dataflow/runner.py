@@ -1,0 +1,202 @@
+"""The runner: the only loop between scheduler and executor. It moves handles, never values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from dataflow.errors import DataflowError
+from dataflow.executors.base import Call, Done, Executor, failure
+from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
+from dataflow.scheduler import Cancel, Finish, Instruction, Release, Scheduler, Start, StepDone, TaskFailed, TaskFinished
+from dataflow.timeline.spans import Mark, Span, Trace
+
+OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
+
+
+class Runner:
+    """Drives one task graph to its end.
+
+    Args:
+        graph: what to run.
+        executor: where; already opened.
+        inputs: for each input field (``prompts``) a function of the step.
+        trace: gets a span per finished task.
+        estimates: seconds per stage, where known.
+        on_step: called with a step and its metrics when the step's training is done, and again with those of
+            optional stages (validation) that ended later.
+        on_span: called after each task, for a progress display.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        executor: Executor,
+        *,
+        inputs: Mapping[str, Callable[[int], Any]],
+        trace: Trace,
+        estimates: Mapping[str, float] | None = None,
+        on_step: OnStep | None = None,
+        on_span: Callable[[Span], None] | None = None,
+    ) -> None:
+        self.graph = graph
+        self.executor = executor
+        self.scheduler = Scheduler(graph, estimates)
+        self.trace = trace
+        self._inputs = inputs
+        self._on_step = on_step
+        self._on_span = on_span
+        self._tasks: dict[TaskId, tuple[Task, TaskId | None, float]] = {}
+        self._values: dict[int, dict[tuple[TaskId, str], Any]] = {}
+        self._states: dict[str, tuple[int, Any]] = {}
+        self._fetched: dict[int, dict[str, Any]] = {}
+        self._metrics: dict[int, dict[str, list[float]]] = {}
+        self._origin: float | None = None
+        self._failure: BaseException | None = None
+
+    async def run(self) -> Trace:
+        """Runs to the end and returns the trace.
+
+        Raises:
+            StageFailed: a task failed; its cause is chained. What else ran was cancelled.
+        """
+        try:
+            await self._drive()
+        except BaseException:
+            # An interrupt, an input that cannot be read, a callback that raised: nothing may go on running.
+            self.stop()
+            raise
+        if self._failure is not None:
+            raise self._failure
+        return self.trace
+
+    async def _drive(self) -> None:
+        finished = self._obey(self.scheduler.start())
+        async with contextlib.aclosing(self.executor.events()) as events:  # type: ignore[type-var]
+            while not finished:
+                done = await anext(events, None) if self._tasks else None
+                if done is None:
+                    raise DataflowError("the run stands still: tasks are left, but none is running.")
+                finished = self._obey(self._event(done))
+
+    def stop(self) -> None:
+        """Cancels what runs; ``run`` does so by itself when it is cancelled or fails."""
+        self._obey(self.scheduler.stop())
+
+    # --- events in ----------------------------------------------------------------------------------------
+
+    def _event(self, done: Done) -> list[Instruction]:
+        if done.id not in self._tasks:
+            return []  # cancelled before it ended
+        task, waited_for, started = self._tasks.pop(done.id)
+        if done.error is not None or done.report is None:
+            return self._failed(task, done.error or DataflowError("no report"), started)
+        report = done.report
+        values = self._values.setdefault(task.id.step, {})
+        for name, value in zip(task.stage.writes, done.values, strict=True):
+            if name in self.graph.pipeline.states:
+                self._states[name] = (task.id.step, value)
+            else:
+                values[task.id, name] = value
+        metrics = self._metrics.setdefault(task.id.step, {})
+        for name, number in report.metrics.items():
+            metrics.setdefault(name, []).append(number)
+        self._record(task, waited_for, done)
+        return self.scheduler.handle(TaskFinished(task.id, report.end - report.begin, report.groups))
+
+    def _failed(self, task: Task, error: BaseException, started: float) -> list[Instruction]:
+        instructions = self.scheduler.handle(TaskFailed(task.id, str(error)))
+        if self._failure is None:
+            elapsed = self.executor.now() - started
+            self._failure = failure(task, error, elapsed, self.scheduler.story(task.id))
+            self._failure.__cause__ = error
+        return instructions
+
+    def _record(self, task: Task, waited_for: TaskId | None, done: Done) -> None:
+        report = done.report
+        assert report is not None and self._origin is not None
+        i = task.id
+        optional = {"optional": True} if task.stage.every is not None else {}
+        span = Span(
+            stage=i.stage,
+            step=i.step,
+            part=i.part,
+            parts=i.parts,
+            resource=task.stage.on,
+            begin=report.begin - self._origin,
+            end=report.end - self._origin,
+            args={**report.facts, **optional},
+            waited_for=str(waited_for) if waited_for else "",
+        )
+        self.trace.spans.append(span)
+        for mark in report.marks:
+            facts = {k: v for k, v in mark.items() if k not in ("name", "begin", "end")}
+            begin, end = mark["begin"] - self._origin, mark["end"] - self._origin
+            self.trace.marks.append(Mark(mark["name"], task.stage.on, begin, end, {"step": i.step, **facts}))
+        if self._on_span is not None:
+            self._on_span(span)
+
+    # --- instructions out ---------------------------------------------------------------------------------
+
+    def _obey(self, instructions: list[Instruction]) -> bool:
+        """Carries out instructions; returns whether the run is over."""
+        finished = False
+        for instruction in instructions:
+            match instruction:
+                case Start():
+                    self._start(instruction)
+                case StepDone(step=step):
+                    self._tell(step, self._metrics.pop(step, {}))
+                case Release(step=step):
+                    if late := self._metrics.pop(step, None):
+                        self._tell(step, late)
+                    self._values.pop(step, None)
+                    self._fetched.pop(step, None)
+                case Cancel(id=task):
+                    self._tasks.pop(task, None)
+                    self.executor.cancel(task)
+                case Finish():
+                    finished = True
+        return finished
+
+    def _tell(self, step: int, metrics: Mapping[str, list[float]]) -> None:
+        if self._on_step is not None:
+            self._on_step(step, {name: sum(numbers) / len(numbers) for name, numbers in metrics.items()})
+
+    def _start(self, instruction: Start) -> None:
+        task = instruction.task
+        i = task.id
+        layout: list[tuple[str, int, bool]] = []
+        values: list[Any] = []
+        for item in task.inputs:
+            found = self._find(item, i.step)
+            layout.append((item.field, len(found), item.state))
+            values += found
+        info = TaskInfo(
+            step=i.step,
+            stage=i.stage,
+            part=i.part,
+            parts=i.parts,
+            groups=instruction.groups,
+            take=task.take,
+            order=self.graph.order,
+            max_staleness=self.graph.max_staleness,
+        )
+        now = self.executor.now()
+        if self._origin is None:
+            self._origin = now
+        self._tasks[i] = (task, instruction.waited_for, now)
+        self.executor.start(task, Call(i.stage, info, tuple(layout), instruction.groups), values)
+
+    def _find(self, item: Input, step: int) -> list[Any]:
+        if item.state:
+            return [self._states[item.field][1]] if item.field in self._states else []
+        if not item.sources:
+            if item.field not in self._inputs:
+                return []
+            fetched = self._fetched.setdefault(step, {})
+            if item.field not in fetched:
+                fetched[item.field] = self.executor.put(self._inputs[item.field](step))
+            return [fetched[item.field]]
+        return [self._values[source.step][source, item.field] for source in item.sources]

@@ -1,0 +1,339 @@
+"""The scheduler: a pure, deterministic state machine. Events in, instructions out; no clock, no I/O, no randomness.
+
+Invariants (``check`` asserts them): a task starts once, after all it depends on; a resource never runs more
+tasks than it has slots; no ready task waits beside a free slot; the tasks of finished steps are forgotten, so
+memory follows the window of unfinished steps, not the length of the run.
+
+Ready tasks of one resource go by how soon they set the next remote wait in motion: first those with the least work
+between them and a reward request, of this step or a later one. So the next rollout starts before this step's
+log-probs, its rewards come back meanwhile, and a weight sync is not left behind updates that could wait
+(docs/decisions/0002-priority.md). Ties go to the longest remaining way through the step, then to the older step.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from dataflow.errors import DataflowError
+from dataflow.graph import Pipeline, Stage, Task, TaskGraph, TaskId
+
+# Before a stage has been measured: a wait on a remote service (a resource without a slot limit) is taken for long.
+GUESS_S = 1.0
+GUESS_WAIT_S = 8.0
+# Weight of the newest measurement in a stage's running mean.
+NEWEST = 0.5
+
+
+@dataclass(frozen=True)
+class TaskFinished:
+    """A task ended well after ``elapsed`` seconds; ``groups`` are those it chose, if it forms parts."""
+
+    id: TaskId
+    elapsed: float = 0.0
+    groups: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class TaskFailed:
+    """A task raised or its process died."""
+
+    id: TaskId
+    why: str = ""
+
+
+Event: TypeAlias = TaskFinished | TaskFailed
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start this task, on these groups (None: all of the step). ``waited_for`` finished last before it."""
+
+    task: Task
+    groups: tuple[int, ...] | None = None
+    waited_for: TaskId | None = None
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Stop a running task; nobody wants its result any more."""
+
+    id: TaskId
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """All tasks of the step that run on every step have finished."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Every task of the step has finished: its values may be dropped."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Nothing is left to do."""
+
+    failed: TaskId | None = None
+
+
+_Key: TypeAlias = tuple[float, float, int, int, int, TaskId]
+Instruction: TypeAlias = Start | Cancel | StepDone | Release | Finish
+
+
+@dataclass(slots=True)
+class _Entry:
+    task: Task
+    waiting: int
+    state: str = "waiting"
+    last_dep: TaskId | None = None
+    history: list[str] = field(default_factory=lambda: ["waiting"])
+
+
+class Scheduler:
+    """Decides what runs when.
+
+    Args:
+        graph: the task graph, unrolled here a window at a time.
+        estimates: seconds per task of a stage, where known; the rest is learnt from ``TaskFinished.elapsed``.
+    """
+
+    def __init__(self, graph: TaskGraph, estimates: Mapping[str, float] | None = None) -> None:
+        self.graph = graph
+        self.failed: TaskId | None = None
+        self._estimate = dict(estimates or {})
+        self._entries: dict[TaskId, _Entry] = {}
+        self._dependents: dict[TaskId, list[TaskId]] = {}
+        self._open: dict[int, set[TaskId]] = {}
+        self._required: dict[int, int] = {}
+        self._unrolled = graph.first - 1
+        self._oldest = graph.first  # below, every task that runs on all steps has finished
+        self._tasks: dict[int, list[TaskId]] = {}
+        self._groups: dict[TaskId, tuple[int, ...]] = {}
+        self._running: dict[str, int] = dict.fromkeys(graph.pipeline.resources, 0)
+        self._ready: dict[str, list[_Key]] = {r: [] for r in self._running}
+        self._priority: dict[str, tuple[float, float]] = {}
+        self._finished = False
+
+    def start(self) -> list[Instruction]:
+        """Returns the first instructions."""
+        self._rank()
+        out: list[Instruction] = []
+        self._unroll(out)
+        return self._dispatch(out)
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Takes one event, returns what is to be done now.
+
+        Raises:
+            DataflowError: the event names a task that is not running.
+        """
+        entry = self._entries.get(event.id)
+        if entry is None or entry.state != "running":
+            state = entry.state if entry else "unknown or forgotten"
+            raise DataflowError(f"scheduler: {type(event).__name__} for {event.id}, which is {state}, not running.")
+        self._running[entry.task.stage.on] -= 1
+        if isinstance(event, TaskFailed):
+            return self._fail(entry, event)
+        return self._finish(entry, event)
+
+    def stop(self) -> list[Instruction]:
+        """Cancels what runs, as when the user interrupts: in the order of the tasks."""
+        running = sorted(i for i, e in self._entries.items() if e.state == "running")
+        self._finished = True
+        return [*(Cancel(i) for i in running), Finish(self.failed)]
+
+    def story(self, task: TaskId) -> str:
+        """Returns what happened to a task: ``waiting -> ready (sync_weights[10] done) -> running -> failed``."""
+        entry = self._entries.get(task)
+        return " -> ".join(entry.history) if entry else "unknown"
+
+    def running(self) -> list[TaskId]:
+        return sorted(i for i, e in self._entries.items() if e.state == "running")
+
+    def check(self) -> None:
+        """Asserts the invariants; tests call it after every event."""
+        for resource, slots in self.graph.pipeline.resources.items():
+            busy = sum(e.state == "running" and e.task.stage.on == resource for e in self._entries.values())
+            assert busy == self._running[resource], (resource, busy, self._running[resource])
+            assert slots is None or busy <= slots, f"{resource}: {busy} running in {slots} slots"
+            waits = [e.task.id for e in self._entries.values() if e.state == "ready" and e.task.stage.on == resource]
+            free = slots is None or busy < slots
+            assert self._finished or not (free and waits), f"{waits[0]} waits beside a free slot of {resource}"
+        for step, left in self._open.items():
+            assert left, f"step {step} is kept, but nothing of it is left to run"
+        assert len(self._entries) == sum(map(len, self._tasks.values()))
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    def _finish(self, entry: _Entry, event: TaskFinished) -> list[Instruction]:
+        task = entry.task
+        entry.state = "done"
+        entry.history.append("done")
+        self._learn(task, event.elapsed)
+        if task.stage.forms_parts:
+            if event.groups is None:
+                raise DataflowError(f"scheduler: {task} forms a part but named no groups.")
+            self._groups[task.id] = event.groups
+        for dependent in self._dependents.pop(task.id, ()):
+            waiter = self._entries[dependent]
+            waiter.waiting -= 1
+            waiter.last_dep = task.id
+            if waiter.waiting == 0:
+                self._make_ready(waiter)
+        out: list[Instruction] = []
+        step = task.id.step
+        self._open[step].discard(task.id)
+        if task.stage.every is None:
+            self._required[step] -= 1
+            if self._required[step] == 0:
+                out.append(StepDone(step))
+        if not self._open[step]:
+            self._retire(step, out)
+        self._unroll(out)
+        return self._dispatch(out)
+
+    def _fail(self, entry: _Entry, event: TaskFailed) -> list[Instruction]:
+        entry.state = "failed"
+        entry.history.append("failed")
+        self.failed = event.id
+        return self.stop()
+
+    def _retire(self, step: int, out: list[Instruction]) -> None:
+        """Forgets a step that has nothing left to run, though a slow validation may keep an older one."""
+        for task in self._tasks.pop(step):
+            del self._entries[task]
+            self._groups.pop(task, None)
+        del self._open[step], self._required[step]
+        out.append(Release(step))
+
+    # --- the window ---------------------------------------------------------------------------------------
+
+    def _unroll(self, out: list[Instruction]) -> None:
+        grew = False
+        while True:
+            while self._oldest <= self._unrolled and not self._required.get(self._oldest):
+                self._oldest += 1
+            if self._unrolled >= min(self._oldest + self.graph.ahead, self.graph.steps):
+                break
+            grew = True
+            self._unrolled += 1
+            self._unroll_step(self._unrolled)
+            if not self._required[self._unrolled]:
+                out.append(StepDone(self._unrolled))
+            if not self._open[self._unrolled]:
+                self._retire(self._unrolled, out)
+        if grew:
+            self._rank()
+
+    def _unroll_step(self, step: int) -> None:
+        tasks = self.graph.unroll(step)
+        self._tasks[step] = [t.id for t in tasks]
+        self._open[step] = set(self._tasks[step])
+        self._required[step] = sum(t.stage.every is None for t in tasks)
+        for task in tasks:
+            unmet = [dep for dep in task.deps if not self._is_done(dep)]
+            entry = self._entries[task.id] = _Entry(task, len(unmet))
+            for dep in unmet:
+                self._dependents.setdefault(dep, []).append(task.id)
+            if not unmet:
+                self._make_ready(entry)
+
+    def _is_done(self, task: TaskId) -> bool:
+        # A dependency may stand in a later step: the next write of a state waits for the reader of the old one.
+        if task.step <= self._unrolled and task.step not in self._open:
+            return True
+        entry = self._entries.get(task)
+        return entry is not None and entry.state == "done"
+
+    def _make_ready(self, entry: _Entry) -> None:
+        entry.state = "ready"
+        entry.history.append(f"ready ({entry.last_dep} done)" if entry.last_dep else "ready")
+        heapq.heappush(self._ready[entry.task.stage.on], self._key(entry))
+
+    def _key(self, entry: _Entry) -> _Key:
+        i = entry.task.id
+        return (*self._priority[i.stage], i.step, entry.task.rank, i.part, i)
+
+    def _rank(self) -> None:
+        """Sets each stage's priority from what is known of the stages' times, and re-sorts what is ready."""
+        pipeline = self.graph.pipeline
+        seconds = {s.name: self._seconds(s) for s in pipeline.stages}
+        upward: dict[str, float] = {}
+        for s in reversed(pipeline.order):
+            behind = [upward[t.name] for _s, t, _field, lag in pipeline.edges() if _s is s and lag == "none"]
+            upward[s.name] = max(behind, default=0.0) + seconds[s.name]
+        away = _work_until_a_wait(pipeline, seconds)
+        # Nothing in training needs an optional stage soon: it fills the gaps.
+        self._priority = {s.name: (math.inf if s.every else away[s.name], -upward[s.name]) for s in pipeline.stages}
+        for resource, ready in self._ready.items():
+            self._ready[resource] = [self._key(self._entries[item[-1]]) for item in ready]
+            heapq.heapify(self._ready[resource])
+
+    def _seconds(self, s: Stage) -> float:
+        """Returns a stage's time in one step: all its parts, which come one after another."""
+        known = self._estimate.get(s.name)
+        if known is None:
+            known = GUESS_WAIT_S if self.graph.pipeline.resources[s.on] is None else GUESS_S
+        return known * self.graph.parts[s.grain]
+
+    def _learn(self, task: Task, elapsed: float) -> None:
+        known = self._estimate.get(task.stage.name)
+        self._estimate[task.stage.name] = elapsed if known is None else known + NEWEST * (elapsed - known)
+
+    # --- starting -----------------------------------------------------------------------------------------
+
+    def _dispatch(self, out: list[Instruction]) -> list[Instruction]:
+        for resource, slots in self.graph.pipeline.resources.items():
+            ready = self._ready[resource]
+            while ready and (slots is None or self._running[resource] < slots):
+                entry = self._entries[heapq.heappop(ready)[-1]]
+                entry.state = "running"
+                entry.history.append("running")
+                self._running[resource] += 1
+                out.append(Start(entry.task, self._groups_of(entry.task), entry.last_dep))
+        if not self._entries and self._unrolled == self.graph.steps and not self._finished:
+            self._finished = True
+            out.append(Finish())
+        return out
+
+    def _groups_of(self, task: Task) -> tuple[int, ...] | None:
+        if task.chosen_by is None:
+            return None
+        groups = self._groups[task.chosen_by]
+        i, n = task.share
+        if len(groups) % n:
+            raise DataflowError(f"scheduler: {task} cannot take 1/{n} of {len(groups)} groups.")
+        size = len(groups) // n
+        return groups[i * size : (i + 1) * size]
+
+
+def _work_until_a_wait(pipeline: Pipeline, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Returns for each stage the least seconds of work, its own included, before a remote wait that it leads to.
+
+    Ways into later steps, through carried state, count: a weight sync leads to the next rollout and its rewards.
+    Infinite where there is none.
+    """
+    waits = {s.name for s in pipeline.stages if pipeline.resources[s.on] is None and not s.every}
+    before: dict[str, list[str]] = {s.name: [] for s in pipeline.stages}
+    for source, target, _field, _lag in pipeline.edges():
+        if not target.every:
+            before[target.name].append(source.name)
+    away = dict.fromkeys(before, math.inf)
+    reached: list[tuple[float, str]] = [(0.0, name) for name in sorted(waits)]
+    while reached:
+        so_far, name = heapq.heappop(reached)
+        if so_far < away[name]:
+            away[name] = so_far
+            for source in before[name]:
+                if source not in waits:
+                    heapq.heappush(reached, (so_far + seconds[source], source))
+    return away

@@ -1,0 +1,281 @@
+"""A session: one run of a pipeline from its configuration to its summary. It wires what the other modules make.
+
+Everything a user can get wrong is checked before the run's directory exists and before anything is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from loguru import logger
+
+from dataflow.config import RunConfig, dump_yaml
+from dataflow.errors import ConfigError, Interrupted
+from dataflow.executors.base import Executor
+from dataflow.graph import Pipeline, TaskGraph
+from dataflow.policy import SchedulingPolicy, expand
+from dataflow.progress import Progress
+from dataflow.runner import Runner
+from dataflow.timeline import attribution, perfetto
+from dataflow.timeline.spans import Trace
+from dataflow.tracking import Tracker, step_metrics, write_summary
+
+VALIDATION = ("val_rollout", "val_score")
+# The accuracy after a run is the mean of this many last evaluations: single ones swing by several points.
+LAST_EVALUATIONS = 3
+
+
+class Session:
+    """One run.
+
+    Args:
+        config: resolved, as ``dataflow.config.parse_overrides`` returns it.
+        module: the pipeline file.
+        progress: shows what happens.
+
+    Raises:
+        UserError: one sentence; nothing has been written or started.
+    """
+
+    def __init__(self, config: RunConfig, module: ModuleType, progress: Progress) -> None:
+        self.config = config.model_copy(deep=True)
+        self.module = module
+        self.progress = progress
+        self.policy: SchedulingPolicy = config.policy.resolve(config.trainer.mini_batches)
+        self.graph: TaskGraph
+        self.summary: dict[str, Any] = {}
+        self._evaluations: dict[int, float] = {}
+        self._steps_seen = 0
+        self._check_reward()
+        self.expand()  # before the model is made: a wrong policy is said at once
+        self.inputs = self._inputs()
+
+    def _check_reward(self) -> None:
+        custom, judge = self.config.custom_reward_function, self.config.judge
+        if custom.path:
+            from dataflow.rewards.custom import load_reward
+
+            load_reward(custom.path, custom.name, custom.reward_kwargs)
+        elif not judge.url:
+            from dataflow.rewards.latency import parse_latency
+
+            parse_latency(judge.latency)
+
+    def _inputs(self) -> dict[str, Callable[[int], Any]]:
+        """Loads model path, tokenizer and data; returns the pipeline's input fields."""
+        from dataflow.data.prompts import load_prompts
+        from dataflow.models.tiny import check_model, tiny_model
+
+        path = self.config.model.path
+        # A bad data file is said before a minute of warm-up.
+        if path:
+            self.config.model.path = str(check_model(path))
+        else:
+            self.config.model.path = str(tiny_model(progress=self.progress.warm_up))
+        train, held_out = load_prompts(self.config)
+        val = held_out.all(self.config.data.val_size) if self.config.val.every else None
+        return {"prompts": train.batch, "val_prompts": lambda step: val}
+
+    def expand(self) -> TaskGraph:
+        """Returns the run's task graph (and keeps it)."""
+        config = self.config
+        pipeline: Pipeline = self.module.pipeline(config)
+        self.graph = expand(
+            pipeline, self.policy, config.steps, config.trainer.mini_batches, groups=config.data.prompts
+        )
+        return self.graph
+
+    def run(self) -> dict[str, Any]:
+        """Runs to the end; returns what summary.json holds.
+
+        Raises:
+            StageFailed: a task failed; trace and metrics so far are on disk.
+            Interrupted: Ctrl-C or SIGTERM; likewise.
+        """
+        self.directory = make_directory(self.config, Path(self.module.__file__ or "run").stem)
+        (self.directory / "config.yaml").write_text(dump_yaml(self.config))
+        self.tracker = Tracker(
+            self.directory,
+            self.config.tracking.backends,
+            self.config.tracking.project,
+            self.directory.name,
+            self.config.model_dump(mode="json"),
+        )
+        try:
+            with self._judge():
+                asyncio.run(self._run())
+        finally:
+            self.tracker.close()
+        return self.summary
+
+    @contextlib.contextmanager
+    def _judge(self) -> Iterator[None]:
+        judge = self.config.judge
+        if self.config.custom_reward_function.path or judge.url:
+            yield
+            return
+        from dataflow.rewards.judge_server import start_judge
+
+        with start_judge(judge.latency, judge.time_scale, self.config.seed) as process:
+            judge.url = process.url
+            yield
+
+    async def _run(self) -> None:
+        main = asyncio.current_task()
+        assert main is not None
+        loop = asyncio.get_running_loop()
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(sign, main.cancel)
+        graph = self.expand()  # again: the judge's address is known now
+        executor = self._executor()
+        trace = Trace(meta=self._meta())
+        try:
+            with self.progress.phase("starting workers"):
+                await executor.open(graph.pipeline)
+            if self.config.val.every:
+                with self.progress.phase("evaluating"):
+                    await self._evaluate(executor)
+            runner = Runner(
+                graph,
+                executor,
+                inputs=self.inputs,
+                trace=trace,
+                on_step=self._on_step,
+                on_span=self.progress.span,
+            )
+            self.trace = trace
+            self.progress.start(graph.steps)
+            try:
+                await runner.run()
+                trace.meta["status"] = "finished"
+            except asyncio.CancelledError:
+                runner.stop()
+                raise
+            self.progress.stop()
+            self.summary = self._summarise(trace, await executor.ask("trainer", "digest"), await self._rewards(executor))
+        except asyncio.CancelledError:
+            trace.meta["status"] = "interrupted"
+            raise Interrupted(f"stopped after {self._steps_seen} of {graph.steps} steps") from None
+        finally:
+            self.progress.stop()
+            if trace.meta["status"] == "running":
+                trace.meta["status"] = "failed"
+            perfetto.write(trace, self.directory / "trace.json")
+            if not self.summary:
+                self.summary = self._summarise(trace, None, {})
+            write_summary(self.directory / "summary.json", self.summary)
+            await executor.close()
+
+    def _executor(self) -> Executor:
+        if self.config.executor == "inline":
+            from dataflow.executors.inline import InlineExecutor
+
+            return InlineExecutor()
+        from dataflow.executors.ray import RayExecutor
+
+        ray = self.config.ray
+        return RayExecutor(ray.address, ray.num_cpus, self.config.trainer.threads)
+
+    async def _evaluate(self, executor: Executor) -> None:
+        """Scores the held-out problems with the initial weights, as step 0, outside the run's clock."""
+        pipeline = self.graph.pipeline.subset(VALIDATION)
+        await executor.open(pipeline)
+        graph = expand(pipeline, SchedulingPolicy(), steps=0, first=0)
+        inputs: Mapping[str, Callable[[int], Any]] = {**self.inputs, "weights": lambda step: 0}
+        await Runner(graph, executor, inputs=inputs, trace=Trace(), on_step=self._on_step).run()
+
+    def _on_step(self, step: int, metrics: dict[str, float]) -> None:
+        scores = [value for name, value in metrics.items() if name.startswith("val-core/")]
+        if scores:
+            self._evaluations[step] = sum(scores) / len(scores)
+            self.progress.accuracy(self._evaluations[step])
+        if step > self._steps_seen:
+            self._steps_seen = step
+            metrics = {**metrics, **step_metrics(self.trace, step)}
+            self.progress.step(step, metrics)
+        self.tracker.log(step, metrics)
+
+    async def _rewards(self, executor: Executor) -> dict[str, Any]:
+        stats = await executor.ask("reward", "stats")
+        counts = {name: stats.get(name, 0) for name in ("requested", "scored", "failed", "retried", "cached")}
+        return {**counts, "latency_s": {k: stats["latency_s"].get(k) for k in ("p50", "p95", "p99")}}
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "policy": self.config.policy.preset,
+            "split": self.policy.split,
+            "max_staleness": self.policy.max_staleness,
+            "order": self.policy.order,
+            "steps": self.config.steps,
+            "seed": self.config.seed,
+            "status": "running",
+            "resources": dict(self.graph.pipeline.resources),
+            "started": time.time(),
+        }
+
+    def _summarise(self, trace: Trace, digest: str | None, rewards: dict[str, Any]) -> dict[str, Any]:
+        numbers = attribution.summary(trace)
+        service = sum(m.end - m.begin for m in trace.marks if not m.args.get("validation"))
+        evaluations = [self._evaluations[step] for step in sorted(self._evaluations) if step > 0]
+        last = evaluations[-LAST_EVALUATIONS:]
+        return {
+            "policy": self.config.policy.preset,
+            "split": self.policy.split,
+            "max_staleness": self.policy.max_staleness,
+            "order": self.policy.order,
+            "status": trace.meta["status"],
+            "steps": self._steps_seen,
+            "seed": self.config.seed,
+            "wall_s": numbers["wall_s"],
+            "step_s": numbers["step_s"],
+            "gpu_busy_s": numbers["gpu_busy_s"],
+            "exposed_wait_s": numbers["exposed_wait_s"],
+            "exposed_wait_by_cause": numbers["exposed_wait_by_cause"],
+            # Neither the GPU pool nor the reward service can take less, whatever the order.
+            "reward_service_s": service / self.config.reward.concurrency,
+            "lower_bound_s": max(numbers["gpu_busy_s"], service / self.config.reward.concurrency),
+            "accuracy_before": self._evaluations.get(0),
+            "accuracy_after": sum(last) / len(last) if last else None,
+            "evaluations": {str(step): self._evaluations[step] for step in sorted(self._evaluations)},
+            "weights_sha256": digest,
+            "rewards": rewards,
+        }
+
+
+def make_directory(config: RunConfig, stem: str) -> Path:
+    """Makes the run's directory: the name given, or pipeline, policy and a number that is free.
+
+    Raises:
+        ConfigError: a run of that name exists, or the directory cannot be written.
+    """
+    runs = Path(config.runs)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        if config.name:
+            (runs / config.name).mkdir()
+            return runs / config.name
+        for number in range(1, 1_000_000):
+            path = runs / f"{stem}-{config.policy.preset}-{number}"
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except FileExistsError as error:
+        raise ConfigError(f"name={config.name}: {runs / config.name!s} exists; choose another name or remove it.") from error
+    except OSError as error:
+        raise ConfigError(f"runs={config.runs}: cannot write there: {error.strerror}.") from error
+    raise ConfigError(f"runs={config.runs}: no free name for a run; give name=.")
+
+
+def prepare_logging() -> None:
+    """Keeps our own log lines short; libraries' chatter goes to their logs."""
+    import sys
+
+    logger.remove()
+    logger.add(sys.stderr, level="INFO", format="<level>{message}</level>")

@@ -1,0 +1,21 @@
+"""Weight sync: the trainer's weights go out as one value, and into the rollout engine as a task of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dataflow.engines.base import RolloutEngine, Trainer
+from dataflow.graph import TaskInfo, stage
+
+
+@stage(writes="actor_weights", on="gpu")
+def gather_weights(actor: Any, *, trainer: Trainer) -> dict[str, Any]:
+    """Returns the full weights on CPU by parameter name, gathered over the ranks, after the step's last update."""
+    return trainer.weights()
+
+
+@stage(writes="weights", on="gpu")
+def sync_weights(actor_weights: dict[str, Any], *, engine: RolloutEngine, task: TaskInfo) -> int:
+    """Loads the weights into the rollout engine; returns their version, which is the step that made them."""
+    engine.sync(actor_weights, task.step)
+    return task.step

@@ -1,0 +1,444 @@
+"""Helpers to test pipelines, policies and executors with: no engines, no sleeping, nothing random but the seed.
+
+trace, reads = simulate(expand(grpo_pipeline(), preset("both", 4), 10, 4, groups=16), RandomCosts(seed=0))
+check_trace(trace, graph)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from bisect import bisect_left, bisect_right
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from dataflow.executors.base import Call, Done
+from dataflow.executors.virtual import Costs, VirtualExecutor
+from dataflow.graph import Carried, Grain, Lag, Latest, Pipeline, Read, Stage, Task, TaskGraph, TaskId, stage
+from dataflow.policy import SchedulingPolicy, divisors, expand
+from dataflow.runner import Runner
+from dataflow.timeline.spans import Span, Trace
+
+SECONDS = {
+    "rollout": 3.0,
+    "reward_request": 0.01,
+    "old_log_prob": 2.0,
+    "advantage": 0.01,
+    "actor_update": 1.5,
+    "gather_weights": 0.1,
+    "sync_weights": 0.2,
+    "val_rollout": 1.0,
+    "val_score": 5.0,
+}
+
+
+@stage(writes="responses", on="gpu")
+def rollout(prompts: Any, weights: Carried) -> Any:
+    """Returns the version of the weights it sampled from."""
+    return weights or 0
+
+
+@stage(writes="ticket", on="controller")
+def reward_request(responses: Any) -> Any:
+    """Returns what it was given."""
+    return responses
+
+
+@stage(writes="rewards", on="reward", forms_parts=True)
+def reward_collect(ticket: Any) -> Any:
+    """Forms the parts of a step; only the virtual executor can run it."""
+
+
+@stage(writes="old_log_probs", on="gpu")
+def old_log_prob(responses: Any, actor: Latest) -> Any:
+    """Returns the version of the actor."""
+    return actor
+
+
+@stage(writes="advantages", on="controller", splittable=True)
+def advantage(responses: Any, rewards: Any) -> Any:
+    """Returns the rewards."""
+    return rewards
+
+
+@stage(writes="actor", on="gpu", per_mini_batch=True)
+def actor_update(responses: Any, old_log_probs: Any, advantages: Any, actor: Latest) -> Any:
+    """Returns nothing: the runner hands its task on."""
+
+
+@stage(writes="actor_weights", on="gpu")
+def gather_weights(actor: Any) -> Any:
+    """Returns what it was given."""
+    return actor
+
+
+@stage(writes="weights", on="gpu")
+def sync_weights(actor_weights: Any) -> Any:
+    """Returns what it was given."""
+    return actor_weights
+
+
+@stage(writes="val_responses", on="gpu")
+def val_rollout(prompts: Any, weights: Any) -> Any:
+    """Returns the version of the weights of its own step."""
+    return weights
+
+
+@stage(writes="accuracy", on="reward")
+def val_score(val_responses: Any) -> Any:
+    """Returns what it was given."""
+    return val_responses
+
+
+def grpo_pipeline(
+    val_every: int | None = None, resources: Mapping[str, int | None] | None = None
+) -> Pipeline:
+    """Returns the stages of a GRPO step with nothing behind them, to schedule and to draw.
+
+    Args:
+        val_every: validates every so many steps; None leaves validation out.
+        resources: slots, if not the usual ones.
+    """
+    stages = [
+        rollout,
+        reward_request,
+        old_log_prob,
+        reward_collect,
+        advantage,
+        actor_update,
+        gather_weights,
+        sync_weights,
+    ]
+    if val_every:
+        stages += [val_rollout.bind(every=val_every), val_score.bind(every=val_every)]
+    return Pipeline(stages, inputs=["prompts"], resources=resources)
+
+
+def random_pipeline(dice: random.Random) -> Pipeline:
+    """Returns a pipeline of 2 to 7 stages, wired, split, timed and placed as the dice fall; it always builds.
+
+    Args:
+        dice: ``random.Random(seed)``, or what hypothesis' ``randoms()`` draws, which it can shrink.
+    """
+    resources: dict[str, int | None] = {
+        "gpu": dice.choice([1, 1, 2]),
+        "reward": None,
+        "io": dice.choice([1, 2, 3]),
+    }
+    count = dice.randint(2, 7)
+    former = dice.choice([None, *range(1, count)])
+    needs_all: set[int] = set()  # stages behind a gathering of parts
+    split: set[int] = set()
+    stages: list[Stage] = []
+    for n in range(count):
+        every = dice.choice([None, None, None, 2, 3]) if n and n != former else None
+        known = [m for m in range(n) if stages[m].every in (None, every)]
+        sources = [m for m in known if dice.random() < 0.5]
+        gathers = any(m in needs_all for m in sources)
+        grain: Grain = "step"
+        if n == former:
+            grain = "part"
+            sources = [m for m in sources if m not in needs_all]
+        elif former is not None and n > former and not gathers:
+            grain = dice.choice(["step", "part", "mini-batch"])
+        if grain != "step":
+            split.add(n)
+        elif gathers or any(m in split for m in sources):
+            needs_all.add(n)
+        reads = [Read("prompts")] if dice.random() < 0.5 else []
+        stages.append(
+            Stage(
+                name=f"s{n}",
+                fn=lambda: None,
+                reads=(*reads, *(Read(f"f{m}") for m in sources)),
+                writes=(f"f{n}",),
+                on=dice.choice(list(resources)),
+                grain=grain,
+                forms_parts=n == former,
+                after=tuple(f"s{m}" for m in known[:1] if not split and dice.random() < 0.3),
+                every=every,
+            )
+        )
+    for _ in range(dice.randint(0, 3)):
+        # States: read from an earlier step, by any stage, its own writer too.
+        writer = dice.choice([m for m in range(count) if stages[m].every is None])
+        reader = dice.randrange(count)
+        lag: Lag = dice.choice(["latest", "carried"])
+        if all(read.field != f"f{writer}" for read in stages[reader].reads):
+            stages[reader] = replace(stages[reader], reads=(*stages[reader].reads, Read(f"f{writer}", lag)))
+    return Pipeline(stages, inputs=["prompts"], resources=resources)
+
+
+def random_graph(dice: random.Random) -> TaskGraph:
+    """Returns a random pipeline under a random policy, 1 to 8 steps long.
+
+    Raises:
+        PipelineError: the pipeline asks one state for two versions at once, which happens.
+    """
+    pipeline = random_pipeline(dice)
+    mini_batches = dice.choice([1, 2, 3, 4, 6])
+    split = dice.choice(divisors(mini_batches)) if pipeline.former else 1
+    policy = SchedulingPolicy(split, dice.randint(0, 4), dice.choice(["arrival", "index"]))
+    groups = mini_batches * dice.randint(1, 3)
+    return expand(pipeline, policy, dice.randint(1, 8), mini_batches, groups=groups)
+
+
+class SteadyCosts:
+    """The same seconds for every task of a stage; the rewards of a step come evenly spread over ``latency``.
+
+    Args:
+        latency: seconds from the end of the request to the last reward.
+        groups: prompt groups in a step.
+        seconds: per stage; the rest as in :data:`SECONDS`.
+        former: stage that collects the rewards.
+        request: stage that asks for them.
+    """
+
+    def __init__(
+        self,
+        latency: float = 8.0,
+        groups: int = 16,
+        seconds: Mapping[str, float] | None = None,
+        former: str = "reward_collect",
+        request: str = "reward_request",
+    ) -> None:
+        self.latency = latency
+        self.groups = groups
+        self.seconds = {**SECONDS, **(seconds or {})}
+        self.former = former
+        self.request = request
+        self._sent: dict[int, float] = {}
+
+    def end(self, task: Task, now: float) -> tuple[float, tuple[int, ...] | None]:
+        """Returns when the task ends; the groups' rewards come in order of their index."""
+        i = task.id
+        if i.stage == self.former:
+            done = self._sent[i.step] + self.latency * (i.part + 1) / i.parts
+            each = task.take or self.groups
+            return max(now, done), tuple(range(i.part * each, (i.part + 1) * each))
+        end = now + self.seconds[i.stage]
+        if i.stage == self.request:
+            self._sent[i.step] = end
+        return end, None
+
+
+class RandomCosts:
+    """Durations and orders of arrival that follow from a seed and the task alone, whatever ran before.
+
+    Args:
+        seed: of everything.
+        groups: prompt groups in a step.
+        order: of the groups that a stage collects: a shuffle of each step's, or ``index``.
+        grain: durations are multiples of it, 0 among them, so that ties are common; 0 for any number.
+    """
+
+    def __init__(self, seed: int, groups: int = 16, order: str = "arrival", grain: float = 0.5) -> None:
+        self.seed = seed
+        self.groups = groups
+        self.order = order
+        self.grain = grain
+
+    def end(self, task: Task, now: float) -> tuple[float, tuple[int, ...] | None]:
+        """Returns when the task ends, and the groups it collected if it forms parts."""
+        i = task.id
+        dice = random.Random(f"{self.seed}/{i}")
+        seconds = dice.randrange(6) * self.grain if self.grain else dice.expovariate(1.0)
+        if not task.stage.forms_parts:
+            return now + seconds, None
+        ids = list(range(self.groups))
+        if self.order == "arrival":
+            random.Random(f"{self.seed}/{i.step}").shuffle(ids)
+        each = task.take or self.groups
+        return now + seconds, tuple(ids[i.part * each : (i.part + 1) * each])
+
+
+@dataclass
+class Seen:
+    """What a task was started with.
+
+    Attributes:
+        fields: the tasks that wrote the values of each field it reads; none for an initial state.
+        groups: groups it works on, None for all.
+    """
+
+    fields: dict[str, tuple[TaskId | None, ...]] = field(default_factory=dict)
+    groups: tuple[int, ...] | None = None
+
+
+class RecordingExecutor(VirtualExecutor):
+    """A virtual executor whose values are the ids of the tasks that wrote them: it shows who read what."""
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__(costs)
+        self.seen: dict[TaskId, Seen] = {}
+
+    def start(self, task: Task, call: Call, values: Sequence[Any]) -> None:
+        """Records what the task reads, then starts it."""
+        if task.id in self.seen:
+            raise AssertionError(f"{task} was started twice")
+        left = iter(values)
+        fields = {name: tuple(next(left) for _ in range(count)) for name, count, _state in call.layout}
+        self.seen[task.id] = Seen(fields, call.groups)
+        super().start(task, call, values)
+
+    async def events(self) -> AsyncIterator[Done]:
+        """Yields what ended, with the task's own id as each of its values."""
+        async for done in super().events():
+            yield replace(done, values=(done.id,) * len(done.values))
+
+
+def simulate(graph: TaskGraph, costs: Costs) -> tuple[Trace, dict[TaskId, Seen]]:
+    """Runs a task graph on the virtual clock; returns its trace and what every task was started with.
+
+    The scheduler's invariants are asserted after every task.
+    """
+    executor = RecordingExecutor(costs)
+    trace = Trace(meta={"resources": dict(graph.pipeline.resources), "steps": graph.steps})
+    inputs = dict.fromkeys(graph.pipeline.inputs, lambda step: None)
+    runner = Runner(
+        graph, executor, inputs=inputs, trace=trace, on_span=lambda span: runner.scheduler.check()
+    )
+    asyncio.run(runner.run())
+    return trace, executor.seen
+
+
+def check_trace(trace: Trace, graph: TaskGraph, tolerance: float = 1e-9, busy: bool = True) -> None:
+    """Asserts that a trace is one that this graph may leave behind.
+
+    Every task ran exactly once, after all it depends on; no resource had more tasks than slots; no ready task
+    sat beside a free slot; each reader of a state ran between the write of the version that the policy says and
+    the next write; the makespan is at least the critical path, and the load of each resource over its slots.
+
+    Args:
+        trace: of a finished run.
+        graph: that was run.
+        tolerance: seconds that clocks may differ by.
+        busy: whether to assert that no slot was left free; a real executor takes time between two tasks.
+
+    Raises:
+        AssertionError: naming the tasks.
+    """
+    tasks = {t.id: t for step in range(graph.first, graph.steps + 1) for t in graph.unroll(step)}
+    spans: dict[TaskId, Span] = {}
+    for span in trace.spans:
+        i = TaskId(span.step, span.stage, span.part, span.parts)
+        assert i not in spans, f"{i} ran twice"
+        assert i in tasks, f"{i} is no task of the graph"
+        spans[i] = span
+    missing = [str(i) for i in tasks if i not in spans]
+    assert not missing, f"never ran: {', '.join(missing)}"
+    for i, task in tasks.items():
+        for dep in task.deps:
+            assert spans[dep].end <= spans[i].begin + tolerance, f"{i} began before {dep} ended"
+    _check_versions(graph, spans, tolerance)
+    for resource, slots in graph.pipeline.resources.items():
+        on = [s for s in trace.spans if s.resource == resource]
+        _check_slots(resource, slots, on, tolerance)
+        if busy:
+            _check_busy(graph, tasks, spans, resource, slots)
+    _check_makespan(graph, tasks, spans, tolerance)
+
+
+def _check_slots(resource: str, slots: int | None, spans: Sequence[Span], tolerance: float) -> None:
+    if slots is None:
+        return
+    changes = sorted([(s.begin + tolerance, 1) for s in spans] + [(s.end, -1) for s in spans])
+    level = 0
+    for time, change in changes:
+        level += change
+        assert level <= slots, f"{level} tasks on {resource} at {time:.3f} s, it has {slots} slots"
+
+
+def _check_busy(
+    graph: TaskGraph,
+    tasks: Mapping[TaskId, Task],
+    spans: Mapping[TaskId, Span],
+    resource: str,
+    slots: int | None,
+) -> None:
+    """No task waited, from when it could start, while its resource had a free slot."""
+    changes: dict[float, int] = {}
+    for span in spans.values():
+        if span.resource == resource:
+            changes[span.begin] = changes.get(span.begin, 0) + 1
+            changes[span.end] = changes.get(span.end, 0) - 1
+    times = sorted(changes)
+    levels: list[int] = []
+    for time in times:
+        levels.append((levels[-1] if levels else 0) + changes[time])
+    unrolled = _unrolled(graph, tasks, spans)
+    for i, task in tasks.items():
+        if task.stage.on != resource:
+            continue
+        ready = max([unrolled[i.step], *(spans[dep].end for dep in task.deps)])
+        begin = spans[i].begin
+        if begin <= ready:
+            continue
+        assert slots is not None, f"{i} could start at {ready:.3f} s on {resource}, it did at {begin:.3f} s"
+        while_waiting = levels[max(0, bisect_right(times, ready) - 1) : bisect_left(times, begin)]
+        assert min(while_waiting, default=0) >= slots, (
+            f"{i} waited from {ready:.3f} s beside a free slot of {resource}"
+        )
+
+
+def _unrolled(
+    graph: TaskGraph, tasks: Mapping[TaskId, Task], spans: Mapping[TaskId, Span]
+) -> dict[int, float]:
+    """Returns when each step came into the window of steps that the scheduler looks at."""
+    done = dict.fromkeys(range(graph.first, graph.steps + 1), 0.0)
+    for i, task in tasks.items():
+        if task.stage.every is None:
+            done[i.step] = max(done[i.step], spans[i].end)
+    for before, step in pairwise(done):
+        done[step] = max(done[step], done[before])
+    return {step: done.get(step - graph.ahead - 1, 0.0) for step in done}
+
+
+def _check_versions(graph: TaskGraph, spans: Mapping[TaskId, Span], tolerance: float) -> None:
+    """Each reader of a state ran after the write of its version and before the next."""
+    lags = {"none": 0, "latest": 1, "carried": 1 + graph.max_staleness}
+    writes: dict[tuple[str, int], tuple[float, float]] = {}
+    for i, span in spans.items():
+        begin, end = writes.get((i.stage, i.step), (span.begin, span.end))
+        writes[i.stage, i.step] = (min(begin, span.begin), max(end, span.end))
+    for i, span in spans.items():
+        for read in graph.pipeline.by_name[i.stage].reads:
+            writer = graph.pipeline.writer.get(read.field)
+            if writer is None or writer.name == i.stage or read.field not in graph.pipeline.states:
+                continue
+            version = i.step - lags[read.lag]
+            if version >= graph.first:
+                assert writes[writer.name, version][1] <= span.begin + tolerance, (
+                    f"{i} reads {read.field} of step {version}, but began before {writer.name}[{version}] ended"
+                )
+            later = writes.get((writer.name, max(version + 1, graph.first)))
+            assert later is None or span.end <= later[0] + tolerance, (
+                f"{i} reads {read.field} of step {version}, but {writer.name} overwrote it meanwhile"
+            )
+
+
+def _check_makespan(
+    graph: TaskGraph, tasks: Mapping[TaskId, Task], spans: Mapping[TaskId, Span], tolerance: float
+) -> None:
+    import networkx as nx
+
+    dag = graph.window()
+    finish: dict[TaskId, float] = {}
+    for i in nx.topological_sort(dag):
+        finish[i] = max((finish[dep] for dep in tasks[i].deps), default=0.0) + spans[i].end - spans[i].begin
+    makespan = max((s.end for s in spans.values()), default=0.0) - min(
+        (s.begin for s in spans.values()), default=0.0
+    )
+    path = max(finish.values(), default=0.0)
+    slack = tolerance * max(1, len(spans))
+    assert makespan >= path - slack, f"makespan {makespan:.3f} s is below the critical path, {path:.3f} s"
+    for resource, slots in graph.pipeline.resources.items():
+        load = sum(s.end - s.begin for s in spans.values() if s.resource == resource)
+        assert slots is None or makespan >= load / slots - slack, f"makespan is below the load of {resource}"
+
+
+def sequence(trace: Trace, resource: str) -> list[str]:
+    """Returns the tasks on a resource in order of their begin, as ``rollout[1]``."""
+    return [span.task for span in trace.on(resource)]

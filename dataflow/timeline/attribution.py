@@ -1,0 +1,178 @@
+"""What the GPUs waited for. Pure: reads a trace, charges each second a resource idled to one cause.
+
+A gap is walked back from the task that ends it: the time since its last dependency finished is dispatch, the
+time that this dependency took is charged to the dependency's resource, and so on to the gap's begin. So an
+update that waited a millisecond for its advantages, which waited ten seconds for rewards, waited for rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dataflow.timeline.spans import Span, Trace, union
+
+CAUSES = {"reward": "rewards"}
+"""Causes that are not called as the resource is."""
+
+RESOURCES = {
+    "rollout": "gpu",
+    "reward_request": "controller",
+    "reward_collect": "reward",
+    "old_log_prob": "gpu",
+    "ref_log_prob": "gpu",
+    "advantage": "controller",
+    "actor_update": "gpu",
+    "gather_weights": "gpu",
+    "sync_weights": "gpu",
+    "val_rollout": "gpu",
+    "val_score": "reward",
+}
+"""Where the usual stages run, for a task that was waited for but left no span."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Time in which nothing ran on a resource.
+
+    Attributes:
+        begin, end: seconds from the run's first task.
+        cause: "rewards", "controller", "io", "start-up", "dispatch", or another resource or stage by name.
+        task: the task that ended the wait.
+    """
+
+    begin: float
+    end: float
+    cause: str
+    task: str
+
+
+def exposed_waits(
+    trace: Trace, resource: str = "gpu", window: tuple[float, float] | None = None
+) -> list[Wait]:
+    """Returns every wait of a resource, in order of time.
+
+    Args:
+        trace: of the run, or of what there is of it so far.
+        resource: whose waits.
+        window: (begin, end) in seconds; the run's first task to its last training task by default.
+
+    Returns:
+        Waits that neither overlap nor leave out any idle time of the window. A gap with several causes
+        gives one wait for each.
+    """
+    begin, end = window or trace.window
+    # A window near the end of a long run looks at what is near it, not at everything once more.
+    near = trace if window is None else Trace([s for s in trace.spans if s.end >= begin])
+    spans = near.on(resource)
+    by_task = {s.task: s for s in near.spans}
+    on = {**RESOURCES, **{s.stage: s.resource for s in trace.spans}}
+    first = min((s.begin for s in trace.spans if s.resource == resource), default=float("inf"))
+
+    def find(name: str) -> Span | None:
+        if name in by_task or near is trace:
+            return by_task.get(name)
+        stage = name.partition("[")[0]
+        return next((s for s in trace.spans if s.stage == stage and s.task == name), None)
+
+    starts: dict[float, Span] = {}
+    for s in spans:
+        # An empty span does not end a gap: the union leaves it out, and so must this.
+        if s.end > s.begin:
+            starts.setdefault(s.begin, s)
+
+    waits: list[Wait] = []
+    at = begin
+    for busy_from, busy_to in [*union((s.begin, s.end) for s in spans), (end, end)]:
+        until = min(busy_from, end)
+        if until > at:
+            # Time before the first task on the resource is start-up; a window may begin anywhere in it.
+            start_up = min(max(first, at), until)
+            ended_by = starts.get(busy_from)
+            if busy_from >= end and ((last := _last(near, end)) and (last.end == end or not ended_by)):
+                ended_by = last
+            name = ended_by.task if ended_by else ""
+            if start_up > at:
+                waits.append(Wait(at, start_up, "start-up", name))
+            if until > start_up:
+                waits += _walk(start_up, until, ended_by, resource, find, on)
+        at = max(at, min(busy_to, end))
+    return waits
+
+
+def _last(trace: Trace, end: float) -> Span | None:
+    """The last training task of the window, which closes it if none on the resource does (a late write)."""
+    closing = [s for s in trace.spans if not s.optional and s.end <= end]
+    return max(closing, key=lambda s: (s.end, s.step, s.stage, s.part), default=None)
+
+
+def _walk(
+    begin: float,
+    end: float,
+    span: Span | None,
+    resource: str,
+    find: Callable[[str], Span | None],
+    on: Mapping[str, str],
+) -> list[Wait]:
+    """Splits a gap by cause, from its end back to its begin along what each task waited for last."""
+
+    def cause_of(where: str) -> str:
+        return "dispatch" if where == resource else CAUSES.get(where, where)
+
+    name = span.task if span else ""
+    cause = cause_of(span.resource) if span else "dispatch"
+    pieces: list[Wait] = []
+    seen = {name}
+    at, task = end, span
+    while at > begin:
+        before = find(task.waited_for) if task else None
+        if before is None or before.task in seen:
+            stage = task.waited_for.partition("[")[0] if task else ""
+            if stage and before is None:
+                # It left no span: all that remains was a wait for it, if its name says where it ran.
+                cause = cause_of(on.get(stage, stage))
+            pieces.append(Wait(begin, at, cause, name))
+            break
+        seen.add(before.task)
+        done = min(max(before.end, begin), at)
+        if done < at:
+            pieces.append(Wait(done, at, cause, name))
+        at, task, cause = done, before, cause_of(before.resource)
+    merged: list[Wait] = []
+    for piece in reversed(pieces):
+        if merged and merged[-1].cause == piece.cause:
+            merged[-1] = Wait(merged[-1].begin, piece.end, piece.cause, name)
+        else:
+            merged.append(piece)
+    return merged
+
+
+def summary(trace: Trace, resource: str = "gpu") -> dict[str, Any]:
+    """Returns the run's numbers, JSON-able; times in seconds.
+
+    Returns:
+        ``wall_s`` (first task to last training task), ``step_s`` (wall time per step), ``gpu_busy_s``,
+        ``exposed_wait_s``, ``exposed_wait_by_cause`` {cause: seconds}, ``busy`` {resource: share of the wall
+        time}, ``stages`` {stage: {"total_s", "count"}}. Busy time and exposed wait add up to the wall time.
+    """
+    waits = exposed_waits(trace, resource)
+    by_cause: dict[str, float] = {}
+    for wait in waits:
+        by_cause[wait.cause] = by_cause.get(wait.cause, 0.0) + wait.end - wait.begin
+    stages: dict[str, dict[str, float]] = {}
+    for span in trace.spans:
+        of = stages.setdefault(span.stage, {"total_s": 0.0, "count": 0})
+        of["total_s"] += max(0.0, span.end - span.begin)
+        of["count"] += 1
+    wall = trace.wall
+    steps = {s.step for s in trace.spans if not s.optional}
+    return {
+        "wall_s": wall,
+        "step_s": wall / len(steps) if steps else 0.0,
+        "gpu_busy_s": trace.busy(resource),
+        "exposed_wait_s": sum(by_cause.values()),
+        "exposed_wait_by_cause": dict(sorted(by_cause.items(), key=lambda item: (-item[1], item[0]))),
+        "busy": {name: trace.busy(name) / wall if wall > 0 else 0.0 for name in trace.resources},
+        "stages": {name: stages[name] for name in trace.stages},
+    }

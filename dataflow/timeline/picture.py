@@ -1,0 +1,285 @@
+"""The timeline as a picture: rows are resources, colours are stages, hatching is a GPU that waits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dataflow.errors import DataError
+from dataflow.timeline.attribution import exposed_waits
+from dataflow.timeline.spans import Span, Trace, in_flight, lanes
+from dataflow.timeline.text import extent, tick
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which the colour-blind tell apart; related stages share a hue, light and dark.
+COLOURS = {
+    "rollout": "#0072B2",
+    "old_log_prob": "#009E73",
+    "ref_log_prob": "#7CCFB0",
+    "actor_update": "#D55E00",
+    "gather_weights": "#E3B7CF",
+    "sync_weights": "#C06A9B",
+    "reward_request": "#8C6D1F",
+    "reward_collect": "#E69F00",
+    "advantage": "#4D4D4D",
+    "val_rollout": "#56B4E9",
+    "val_score": "#B5DDF5",
+}
+_SPARE = ("#6A51A3", "#B2912F", "#117733", "#882255", "#44AA99", "#999933", "#332288", "#AA4466")
+_BAND = "#F3C766"
+_HATCHED: dict[str, Any] = {"facecolor": "#F4F4F4", "edgecolor": "#8A8A8A", "hatch": "////", "linewidth": 0}
+_INK = "#222222"
+_PIXELS = 100  # per inch
+_WIDTH = 14.0  # inches
+_HEIGHTS = {"gpu": 0.62, "reward": 0.5}
+_THIN = 0.2
+
+
+def colours(stages: Iterable[str]) -> dict[str, str]:
+    """Returns a colour for each stage; a user's own take turns through spare ones, by name."""
+    stages = list(stages)
+    own = sorted(s for s in stages if s not in COLOURS)
+    spare = {stage: _SPARE[i % len(_SPARE)] for i, stage in enumerate(own)}
+    return {stage: COLOURS.get(stage) or spare[stage] for stage in stages}
+
+
+def draw(
+    traces: Mapping[str, Trace] | Trace,
+    path: str | os.PathLike[str],
+    title: str | None = None,
+    steps: tuple[int, int] | None = None,
+) -> None:
+    """Draws runs, a panel for each, on one time axis.
+
+    Args:
+        traces: one run, or several by the names they are to have; others are compared with the first.
+        path: ends in ``.png`` (1400 pixels wide) or ``.svg``; replaced in one go.
+        title: over the whole picture.
+        steps: (first, last) to show of each run, from the first task of these steps on; all by default.
+
+    Raises:
+        DataError: another kind of file, or a trace without tasks.
+    """
+    from matplotlib.figure import Figure
+
+    target = Path(path)
+    kind = target.suffix.lower().lstrip(".")
+    if kind not in ("png", "svg"):
+        raise DataError(f"picture {path}: no such kind, '{target.suffix}'; give a name in .png or .svg.")
+    runs = {str(traces.meta.get("policy", "run")): traces} if isinstance(traces, Trace) else dict(traces)
+    if not runs:
+        raise DataError(f"picture {path}: there is no run to draw; give one.")
+    for name, trace in runs.items():
+        if not trace.spans:
+            raise DataError(f"picture {path}: no task of run '{name}' ran, so there is nothing to draw.")
+
+    panels = [_Panel(name, trace, steps) for name, trace in runs.items()]
+    colour = colours(dict.fromkeys(s for p in panels for s in p.trace.stages))
+    longest = max(p.end - p.begin for p in panels) or 1.0
+    inches = [p.height for p in panels]
+    handles = _handles(panels, colour)
+    columns = _columns([h.get_label() for h in handles], _WIDTH * 0.915)
+    top, gap, bottom = (0.75 if title else 0.4), 0.5, 0.75 + 0.2 * -(-len(handles) // columns)
+    total = top + sum(inches) + gap * (len(panels) - 1) + bottom
+    figure = Figure(figsize=(_WIDTH, total), dpi=_PIXELS, facecolor="white")
+    at = total - top
+    axes: list[Axes] = []
+    for panel, height in zip(panels, inches, strict=True):
+        axis = figure.add_axes((0.075, (at - height) / total, 0.915, height / total))
+        panel.draw(axis, colour, longest, panels[0])
+        axes.append(axis)
+        at -= height + gap
+    for axis in axes[:-1]:
+        axis.tick_params(labelbottom=False)
+    since = "from the first task" if steps is None else f"from the first task of step {steps[0]}"
+    axes[-1].set_xlabel(f"seconds {since}", color=_INK, fontsize=10)
+    _legend(figure, handles, columns, total)
+    if title:
+        figure.text(0.075, 1 - 0.28 / total, title, fontsize=14, fontweight="bold", color=_INK, va="center")
+    _save(figure, target, kind)
+
+
+class _Panel:
+    """One run: its rows from top to bottom, in inches."""
+
+    def __init__(self, name: str, trace: Trace, steps: tuple[int, int] | None) -> None:
+        self.name, self.trace = name, trace
+        self.begin, self.end = extent(trace, steps)
+        spans = [s for s in trace.spans if s.end >= self.begin and s.begin <= self.end]
+        self.levels = in_flight(trace.marks)
+        self.waits = exposed_waits(trace)
+        self.rows: list[tuple[str, list[list[Span]], float]] = []
+        for resource in trace.resources:
+            on = [s for s in spans if s.resource == resource]
+            if resource == "reward" and self.levels:
+                # The band shows the requests; of the tasks that wait for them, their ends say enough.
+                on = [s for s in on if s.stage != "reward_collect"]
+            rows = lanes(on)
+            if rows or (resource == "reward" and self.levels):
+                height = _HEIGHTS.get(resource, _THIN)
+                if resource not in _HEIGHTS or (resource == "reward" and not self.levels):
+                    height = _THIN * max(1, min(len(rows), 4))
+                self.rows.append((resource, rows, height))
+        self.height = sum(h for *_, h in self.rows) + 0.07 * (len(self.rows) + 1)
+
+    def draw(self, axis: Axes, colour: Mapping[str, str], longest: float, reference: _Panel) -> None:
+        axis.set_xlim(0, longest * 1.005)
+        axis.set_ylim(0, self.height)
+        pixels = _WIDTH * 0.915 * _PIXELS / (longest * 1.005)  # per second
+        at = self.height - 0.07
+        middles, names = [], []
+        for resource, rows, height in self.rows:
+            below = at - height
+            if resource == "reward" and self.levels:
+                self._band(axis, below, height, len(rows))
+            for i, lane in enumerate(rows):
+                # The band keeps the lower part of the row to itself.
+                full = height if not (resource == "reward" and self.levels) else height * 0.32
+                tall = full / len(rows)
+                self._lane(axis, lane, at - (i + 1) * tall, tall, colour, pixels)
+            if resource == "gpu":
+                self._waits(axis, below, height)
+            middles.append(below + height / 2)
+            names.append(resource)
+            at = below - 0.07
+        axis.set_yticks(middles, names, fontsize=10, color=_INK)
+        axis.tick_params(axis="y", length=0)
+        axis.tick_params(axis="x", labelsize=9, colors=_INK)
+        size = tick(longest, 14)
+        axis.set_xticks([i * size for i in range(int(longest / size + 1e-9) + 1)])
+        axis.grid(axis="x", color="#DDDDDD", linewidth=0.6)
+        axis.set_axisbelow(True)
+        for side in ("top", "right", "left"):
+            axis.spines[side].set_visible(False)
+        wall_end = self.trace.window[1]
+        if self.begin < wall_end <= self.end:
+            axis.axvline(wall_end - self.begin, color=_INK, linewidth=1.2, linestyle=(0, (3, 2)))
+        self._title(axis, reference)
+
+    def _title(self, axis: Axes, reference: _Panel) -> None:
+        name = axis.set_title(self.name, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=5)
+        wall = self.trace.wall
+        facts = f"{wall:.1f} s"
+        if self is not reference and reference.trace.wall > 0:
+            change = f"{wall / reference.trace.wall - 1:+.1%}".replace("-", "−")
+            facts += f",  {change} against {reference.name}"
+        if "gpu" in self.trace.resources and wall > 0:
+            waits = sum(w.end - w.begin for w in self.waits)
+            facts += f",  gpu busy {self.trace.busy('gpu') / wall:.0%},  exposed wait {waits:.1f} s"
+        if (status := self.trace.meta.get("status", "finished")) != "finished":
+            facts += f",  {status}"
+        axis.annotate(facts, xy=(1, 0), xycoords=name, xytext=(8, 0), textcoords="offset points", va="bottom",
+                      fontsize=11, color=_INK)  # fmt: skip
+
+    def _lane(
+        self,
+        axis: Axes,
+        lane: Sequence[Span],
+        below: float,
+        height: float,
+        colour: Mapping[str, str],
+        pixels: float,
+    ) -> None:
+        bars: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+        for span in lane:
+            # A millisecond is still to be seen: a pixel wide, and without the edge that would hide it.
+            wide = max(span.end - span.begin, 1.2 / pixels)
+            bars.setdefault((span.stage, wide * pixels >= 4), []).append((span.begin - self.begin, wide))
+        for (stage, edge), places in bars.items():
+            line = 0.7 if edge else 0.0
+            look: dict[str, Any] = {"facecolor": colour[stage], "edgecolor": "white", "linewidth": line}
+            axis.broken_barh(places, (below, height), **look)
+        for span in lane:
+            begin, end = max(span.begin, self.begin), min(span.end, self.end)
+            for size in (9.0, 8.0, 7.0):
+                # Digits are 0.64 of the font size wide, a point half of that.
+                room = size * (0.64 * len(span.label) - 0.32 * span.label.count(".")) + 2
+                if size <= height * 72 * 0.75 and room * _PIXELS / 72 <= (end - begin) * pixels:
+                    middle = ((begin + end) / 2 - self.begin, below + height / 2)
+                    text: dict[str, Any] = {"fontsize": size, "color": _contrast(colour[span.stage])}
+                    axis.text(*middle, span.label, ha="center", va="center_baseline", **text)
+                    break
+
+    def _waits(self, axis: Axes, below: float, height: float) -> None:
+        places = [(w.begin - self.begin, w.end - w.begin) for w in self.waits]
+        axis.broken_barh(places, (below, height), **_HATCHED)
+
+    def _band(self, axis: Axes, below: float, height: float, own_lanes: int) -> None:
+        """Requests in flight, up to the run's most; a stroke where the rewards of a part were complete."""
+        most = max(level for _, level in self.levels)
+        room = height * (0.62 if own_lanes else 1.0)
+        times = [time - self.begin for time, _ in self.levels]
+        tops = [below + level / most * room for _, level in self.levels]
+        axis.fill_between(times, below, tops, step="post", color=_BAND, linewidth=0)
+        ends = [s.end - self.begin for s in self.trace.spans if s.stage == "reward_collect"]
+        axis.vlines(ends, below, below + room, color=COLOURS["reward_request"], linewidth=1.3)
+
+
+def _handles(panels: Sequence[_Panel], colour: Mapping[str, str]) -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    shown = {s.stage for p in panels for _, rows, _ in p.rows for lane in rows for s in lane}
+    order = [*COLOURS, *sorted(s for s in shown if s not in COLOURS)]
+    handles: list[Any] = [Patch(color=colour[s], label=s) for s in order if s in shown]
+    handles.append(Patch(**_HATCHED, label="exposed wait"))
+    if any(p.levels for p in panels):
+        most = max(level for p in panels for _, level in p.levels)
+        handles.append(Patch(color=_BAND, label=f"rewards in flight (at most {most})"))
+        stroke = Line2D([], [], color=COLOURS["reward_request"], marker="|", markersize=11, linestyle="none")
+        stroke.set_label("rewards of a part complete")
+        handles.append(stroke)
+    handles.append(Line2D([], [], color=_INK, linewidth=1.2, linestyle=(0, (3, 2)), label="end of training"))
+    return handles
+
+
+def _columns(words: Sequence[str], inches: float) -> int:
+    """The most columns, up to 8, in which a legend fits a width; it is filled column by column."""
+    for columns in range(8, 1, -1):
+        rows = -(-len(words) // columns)
+        wide = sum(max(map(len, words[i : i + rows])) * 0.09 + 0.45 for i in range(0, len(words), rows))
+        if wide <= inches:
+            return columns
+    return 1
+
+
+def _legend(figure: Figure, handles: Sequence[Any], columns: int, total: float) -> None:
+    figure.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0.07, 0.08 / total),
+        ncols=columns,
+        fontsize=9.5,
+        frameon=False,
+        labelcolor=_INK,
+        handlelength=1.4,
+        columnspacing=1.4,
+        borderaxespad=0,
+    )
+
+
+def _save(figure: Figure, target: Path, kind: str) -> None:
+    import matplotlib
+
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    # Without a date and with fixed ids, the same trace gives the same file.
+    quiet = {"Date": None} if kind == "svg" else {"Software": None}
+    try:
+        with matplotlib.rc_context(
+            {"svg.hashsalt": "dataflow", "svg.fonttype": "none", "hatch.linewidth": 0.8}
+        ):
+            figure.savefig(temporary, format=kind, dpi=_PIXELS, metadata=quiet)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _contrast(colour: str) -> str:
+    """Black or white, whichever reads better on a colour."""
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"

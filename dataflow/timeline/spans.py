@@ -1,0 +1,186 @@
+"""Spans, marks and the trace they form. Pure: times are seconds from the run's first task, handed in.
+
+Everything that shows or analyses a run (attribution, Perfetto, text, picture, planner) starts from a Trace.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dataflow.graph import TaskId
+
+VERSION = 1
+"""Version of the trace's content; a reader refuses newer ones."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one task occupied.
+
+    Attributes:
+        stage, step, part, parts: which task; steps count from 1, parts from 0.
+        resource: what it ran on.
+        begin, end: seconds from the run's first task.
+        args: facts about it, JSON-able (``weights_version``, ``samples``); ``optional`` marks a task that is
+            no part of training (validation).
+        waited_for: the task it depended on that finished last, as ``str(TaskId)`` writes it, or "".
+    """
+
+    stage: str
+    step: int
+    part: int
+    parts: int
+    resource: str
+    begin: float
+    end: float
+    args: dict[str, Any] = field(default_factory=dict, hash=False)
+    waited_for: str = ""
+
+    @property
+    def task(self) -> str:
+        """Its name, as ``waited_for`` of another span would say it."""
+        return str(TaskId(self.step, self.stage, self.part, self.parts))
+
+    @property
+    def label(self) -> str:
+        """What is written on it: the step, and the part counted from 1 if there are several.
+
+        >>> Span("actor_update", 3, 0, 4, "gpu", 0.0, 1.0).label
+        '3.1'
+        """
+        return str(self.step) if self.parts == 1 else f"{self.step}.{self.part + 1}"
+
+    @property
+    def optional(self) -> bool:
+        """Whether training goes on without it (validation)."""
+        return bool(self.args.get("optional"))
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something inside a task that took time but no slot: a reward request of a step, group and sample."""
+
+    name: str
+    resource: str
+    begin: float
+    end: float
+    args: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass
+class Trace:
+    """All spans of a run.
+
+    Attributes:
+        spans: in the order they were added (usually that of their ends).
+        marks: reward requests.
+        meta: ``policy``, ``steps``, ``seed``, ``status`` ("finished", "interrupted" or "failed"),
+            ``resources`` {name: slots, None for as many as come}, ``started`` (unix time), ``version``.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.meta.setdefault("version", VERSION)
+
+    def add(self, *items: Span | Mark) -> None:
+        """Adds spans and marks."""
+        for item in items:
+            if isinstance(item, Span):
+                self.spans.append(item)
+            else:
+                self.marks.append(item)
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """From the first task's begin to the end of the last that is not optional: training, in seconds."""
+        begin = min((s.begin for s in self.spans), default=0.0)
+        end = max((s.end for s in self.spans if not s.optional), default=begin)
+        return begin, max(begin, end)
+
+    @property
+    def wall(self) -> float:
+        """Length of :attr:`window` in seconds."""
+        begin, end = self.window
+        return end - begin
+
+    @property
+    def resources(self) -> list[str]:
+        """Resources that something ran on: in the order of ``meta["resources"]``, then of appearance."""
+        seen = dict.fromkeys([s.resource for s in self.spans] + [m.resource for m in self.marks])
+        declared = [name for name in self.meta.get("resources") or {} if name in seen]
+        return list(dict.fromkeys([*declared, *seen]))
+
+    @property
+    def stages(self) -> list[str]:
+        """Stages that ran, in order of their first begin."""
+        return list(
+            dict.fromkeys(s.stage for s in sorted(self.spans, key=lambda s: (s.begin, s.step, s.stage)))
+        )
+
+    def on(self, resource: str) -> list[Span]:
+        """Returns the spans on a resource, by begin; ties are decided by step, stage and part."""
+        chosen = [s for s in self.spans if s.resource == resource]
+        return sorted(chosen, key=lambda s: (s.begin, s.end, s.step, s.stage, s.part))
+
+    def busy(self, resource: str) -> float:
+        """Returns the seconds of :attr:`window` in which at least one task was on the resource."""
+        return covered([(s.begin, s.end) for s in self.spans if s.resource == resource], *self.window)
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Merges intervals that overlap or touch.
+
+    >>> union([(3, 4), (0, 1), (1, 2), (0.5, 0.7)])
+    [(0, 2), (3, 4)]
+    """
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(i for i in intervals if i[1] > i[0]):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def covered(intervals: Iterable[tuple[float, float]], begin: float, end: float) -> float:
+    """Returns how much of ``begin..end`` the intervals cover together."""
+    return sum(b - a for a, b in union((max(a, begin), min(b, end)) for a, b in intervals))
+
+
+def lanes(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spreads spans over as few lanes as keep them apart; each takes the first lane that is free."""
+    ordered = sorted(spans, key=lambda s: (s.begin, s.end, s.step, s.stage, s.part))
+    rows: list[list[Span]] = []
+    taken: list[tuple[float, int]] = []  # (end, lane)
+    free: list[int] = []
+    for span in ordered:
+        while taken and taken[0][0] <= span.begin:
+            heapq.heappush(free, heapq.heappop(taken)[1])
+        lane = heapq.heappop(free) if free else len(rows)
+        if lane == len(rows):
+            rows.append([])
+        rows[lane].append(span)
+        heapq.heappush(taken, (max(span.begin, span.end), lane))
+    return rows
+
+
+def in_flight(marks: Iterable[Mark]) -> list[tuple[float, int]]:
+    """Returns (time, how many marks are open from then on), once for each time at which that changes."""
+    change: dict[float, int] = {}
+    for mark in marks:
+        if mark.end > mark.begin:
+            change[mark.begin] = change.get(mark.begin, 0) + 1
+            change[mark.end] = change.get(mark.end, 0) - 1
+    levels: list[tuple[float, int]] = []
+    level = 0
+    for time in sorted(change):
+        if change[time]:
+            level += change[time]
+            levels.append((time, level))
+    return levels

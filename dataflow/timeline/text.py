@@ -1,0 +1,200 @@
+"""The timeline as text, for terminals and golden tests: a row per resource, a letter per stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from dataflow.timeline.attribution import Wait, exposed_waits, summary
+from dataflow.timeline.spans import Span, Trace, in_flight, lanes
+
+LETTERS = {
+    "rollout": "R",
+    "reward_request": "Q",
+    "reward_collect": "C",
+    "old_log_prob": "L",
+    "ref_log_prob": "F",
+    "advantage": "A",
+    "actor_update": "U",
+    "gather_weights": "G",
+    "sync_weights": "S",
+    "val_rollout": "V",
+    "val_score": "v",
+}
+_SPARE = "BDEHIJKMNOPTWXYZabcdefghijklmnopqrstuwxyz"
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def letters(stages: Iterable[str]) -> dict[str, str]:
+    """Returns a letter for each stage: a user's own gets one of its name that is free, or any that is.
+
+    >>> letters(["rollout", "penalise_length"])
+    {'rollout': 'R', 'penalise_length': 'P'}
+    """
+    named = {stage: LETTERS[stage] for stage in stages if stage in LETTERS}
+    used = set(LETTERS.values())
+    for stage in stages:
+        if stage in named:
+            continue
+        wanted = [*stage.upper(), *stage.lower(), *_SPARE]
+        named[stage] = next((c for c in wanted if c.isalpha() and c.isascii() and c not in used), "?")
+        used.add(named[stage])
+    return {stage: named[stage] for stage in stages}
+
+
+def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) -> str:
+    """Draws a trace as text, the same every time.
+
+    Args:
+        trace: of one run.
+        width: columns, names of the rows included.
+        steps: (first, last) to show; all by default.
+
+    Returns:
+        A title, a row for each lane of each resource, a row of rewards in flight, a time axis in seconds and
+        a legend. A task is its letter, its step (and part) where they fit, then "="; the GPU's waits are "~".
+    """
+    if not trace.spans:
+        return f"{title(trace)}\n(no task ran)\n"
+    begin, end = extent(trace, steps)
+    rows: list[tuple[str, list[Span], list[Wait]]] = []
+    for resource in trace.resources:
+        shown = [s for s in trace.on(resource) if s.end >= begin and s.begin <= end]
+        for i, lane in enumerate(lanes(shown)):
+            waits = exposed_waits(trace) if resource == "gpu" and i == 0 else []
+            rows.append((resource if i == 0 else "", lane, waits))
+    flights = [m for m in trace.marks if m.begin < m.end and m.end > begin and m.begin < end > begin]
+    names = [name for name, _, _ in rows] + (["in flight"] if flights else [])
+    left = max(map(len, names)) + 2
+    columns = max(10, width - left)
+    scale = columns / (end - begin) if end > begin else 0.0
+
+    def column(time: float) -> int:
+        return min(columns, max(0, round((time - begin) * scale)))
+
+    letter = letters(sorted(trace.stages))
+    lines = [title(trace)]
+    for name, lane, waits in rows:
+        cells = [" "] * columns
+        for wait in waits:
+            a, b = column(wait.begin), column(wait.end)
+            cells[a:b] = "~" * (b - a)
+        for span in lane:
+            a, b = column(span.begin), column(span.end)
+            if b > a:
+                cells[a:b] = _bar(letter[span.stage], span, b - a)
+        for span in lane:
+            # Too short for a column: shown where nothing else is.
+            a = min(column(span.begin), columns - 1)
+            if column(span.end) <= a and cells[a] == " ":
+                cells[a] = letter[span.stage]
+        lines.append(f"{name:<{left}}{''.join(cells).rstrip()}")
+    if flights:
+        lines.append(f"{'in flight':<{left}}{_flights(in_flight(flights), begin, end, columns).rstrip()}")
+    lines.append(" " * left + _axis(begin, end, columns))
+    shown_stages = [s for s in trace.stages if any(s == span.stage for _, lane, _ in rows for span in lane)]
+    legend = [f"{letter[s]} {s}" for s in shown_stages] + ["~ gpu waits"]
+    if flights:
+        legend.append(f"█ {max(level for _, level in in_flight(flights))} rewards in flight")
+    lines += _wrap(legend, width)
+    return "\n".join(lines) + "\n"
+
+
+def title(trace: Trace) -> str:
+    """Returns a run's numbers in a line: policy, steps, wall time, busy share and waits of the GPUs."""
+    facts = summary(trace)
+    status = trace.meta.get("status", "finished")
+    count = len({s.step for s in trace.spans if not s.optional})
+    text = f"{trace.meta.get('policy', 'run')}: {count} step{'s' * (count != 1)} in {_s(facts['wall_s'])} s"
+    if status != "finished":
+        text += f" ({status})"
+    if "gpu" in facts["busy"]:
+        text += f", gpu busy {facts['busy']['gpu']:.1%}, exposed wait {_s(facts['exposed_wait_s'])} s"
+    causes = ", ".join(f"{k} {_s(v)}" for k, v in facts["exposed_wait_by_cause"].items() if v >= 0.005)
+    return text + (f" ({causes})" if causes else "")
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
+
+
+def extent(trace: Trace, steps: tuple[int, int] | None = None) -> tuple[float, float]:
+    """Returns (begin, end) in seconds of the whole trace, or of the training tasks of some steps."""
+    chosen = trace.spans
+    if steps is not None:
+        chosen = [s for s in trace.spans if steps[0] <= s.step <= steps[1] and not s.optional] or chosen
+    begin, end = min((s.begin for s in chosen), default=0.0), max((s.end for s in chosen), default=0.0)
+    # Below a nanosecond there is no time axis to draw.
+    return begin, end if end - begin >= 1e-9 else begin
+
+
+def tick(span: float, most: int) -> float:
+    """Returns the least 1, 2 or 5 times a power of ten that cuts ``span`` in at most ``most`` pieces.
+
+    >>> tick(37.0, 8), tick(0.9, 8)
+    (5.0, 0.2)
+    """
+    least = span / max(1, most)
+    if least <= 0:
+        return 1.0
+    power = math.floor(math.log10(least))
+    for exponent in (power, power + 1):
+        for factor in (1, 2, 5):
+            size = float(f"{factor}e{exponent}")
+            if size >= least:
+                return size
+    return float(f"1e{power + 2}")
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows of text as aligned columns: the first one left, the others right.
+
+    >>> print(table([["policy", "wall s"], ["both", "9.5"]]))
+    policy  wall s
+    both       9.5
+    """
+    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [f"{row[0]:<{wide[0]}}", *(f"{cell:>{w}}" for cell, w in zip(row[1:], wide[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _bar(letter: str, span: Span, room: int) -> str:
+    fits = [text for text in (letter + span.label, f"{letter}{span.step}", letter) if len(text) <= room]
+    # Without its part, a step's label looks like the whole step's: only its letter is left then.
+    text = fits[0] if span.parts == 1 or fits[0] == letter + span.label else letter
+    return text.ljust(room, "=")
+
+
+def _flights(levels: Sequence[tuple[float, int]], begin: float, end: float, columns: int) -> str:
+    """The most requests in flight during each column, as bars of eighths of the run's most."""
+    most = max(level for _, level in levels)
+    cells = [0] * columns
+    for (time, level), (until, _) in zip(levels, [*levels[1:], (end, 0)], strict=True):
+        a = max(0, math.floor((time - begin) / (end - begin) * columns))
+        b = min(columns, math.ceil((until - begin) / (end - begin) * columns))
+        for i in range(a, b):
+            cells[i] = max(cells[i], level)
+    return "".join(_BARS[math.ceil(level / most * len(_BARS)) - 1] if level else " " for level in cells)
+
+
+def _axis(begin: float, end: float, columns: int) -> str:
+    size = tick(end - begin, columns // 10)
+    text = ""
+    for i in range(int((end - begin) / size + 1e-9) + 1):
+        at = round(i * size / (end - begin) * columns) if end > begin else 0
+        word = f"|{i * size:g}" + (" s" if i == 0 else "")
+        if at + len(word) <= columns:
+            text = text.ljust(at) + word
+    return text
+
+
+def _wrap(words: Sequence[str], width: int) -> list[str]:
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1]) + 2 + len(word) > width:
+            lines.append("")
+        lines[-1] += ("  " if lines[-1] else "") + word
+    return lines

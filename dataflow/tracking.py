@@ -1,0 +1,209 @@
+"""Metrics of a run: metrics.jsonl, verl's Tracking behind it (TensorBoard, wandb, ...), and summary.json.
+
+metrics.jsonl is written first and flushed each step, so a run that is killed leaves every finished step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from dataflow.errors import ConfigError, nearest
+from dataflow.timeline.attribution import exposed_waits
+from dataflow.timeline.spans import Span, Trace, covered
+
+if TYPE_CHECKING:
+    from verl.utils.tracking import Tracking
+
+# verl's names of what our stages do; any other stage goes by its own.
+TIMINGS = {
+    "rollout": "gen",
+    "ref_log_prob": "ref",
+    "advantage": "adv",
+    "actor_update": "update_actor",
+    "val_rollout": "testing",
+}
+
+
+class Tracker:
+    """Writes a run's metrics, step by step.
+
+    Args:
+        directory: of the run; made if missing. Gets ``metrics.jsonl``, and ``tensorboard/`` if asked for.
+        backends: any that verl's Tracking knows ("tensorboard", "console", "wandb", ...); metrics.jsonl comes
+            with all of them, and with none.
+        project, name: under which the backends file the run.
+        config: of the run, for backends that show it.
+
+    Raises:
+        ConfigError: a backend that verl does not know, or whose package is not installed.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        backends: Sequence[str] = (),
+        project: str = "dataflow",
+        name: str = "run",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._backends = _open(self.directory, list(backends), project, name, dict(config or {}))
+        # Appended to, so that a resumed run goes on where it was.
+        self._file: IO[str] | None = (self.directory / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes a step's metrics.
+
+        Args:
+            step: counts from 1; 0 for what was measured before training.
+            metrics: numbers by name; numpy and torch scalars become numbers, NaN and infinities null.
+        """
+        if self._file is None:
+            raise ValueError(f"metrics of step {step}: the tracker is closed.")
+        numbers = _finite(metrics)
+        self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._backends is not None:
+            # Backends take numbers alone; TensorBoard raises on anything else.
+            shown = {k: v for k, v in numbers.items() if isinstance(v, int | float)}
+            self._backends.log(shown, step)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Flushes and closes everything; a second call does nothing.
+
+        Args:
+            exit_code: of the run, for backends that record it (wandb).
+        """
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._backends is not None:
+            backends, self._backends = self._backends, None
+            # Closed here, its __del__ has nothing left to do at interpreter exit, where it would fail.
+            backends.finish(exit_code=exit_code)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(exit_code=0 if kind is None else 1)
+
+
+def _open(
+    directory: Path, backends: list[str], project: str, name: str, config: dict[str, Any]
+) -> Tracking | None:
+    if not backends:
+        return None
+    from verl.utils.tracking import Tracking
+
+    for backend in backends:
+        if backend not in Tracking.supported_backend:
+            known = Tracking.supported_backend
+            raise ConfigError(
+                f"tracking.backends: no backend '{backend}'{nearest(backend, known)}"
+                f" (there are {', '.join(known)})."
+            )
+    # verl's wandb backend looks up config["trainer"] whatever the config is.
+    config = {**config, "trainer": config.get("trainer") or {}}
+    places = {
+        "TENSORBOARD_DIR": str(directory / "tensorboard"),
+        "VERL_FILE_LOGGER_PATH": str(directory / "verl.jsonl"),
+    }
+    # These print where they write; others hook into sys.stdout, which must be the real one then.
+    local = {"tensorboard", "file", "console"}.issuperset(backends)
+    quiet = contextlib.redirect_stdout(io.StringIO()) if local else contextlib.nullcontext()
+    try:
+        with _environment(places), quiet:
+            return Tracking(project, name, default_backend=backends, config=config)
+    except ImportError as error:
+        raise ConfigError(
+            f"tracking.backends={backends}: {error}; install the package, or take the backend out."
+        ) from error
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables while verl's constructors read them: a second run must not inherit the first's."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
+    """Writes a summary as JSON; a reader sees the old file or the new one, never half of it."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def step_metrics(trace: Trace, step: int) -> dict[str, float]:
+    """Returns where a step's time went, by verl's names; times in seconds.
+
+    A step's time window runs from the end of the step before (its last training task) to its own end, so that
+    windows tile the run: ``timing_s/step``, and the waits in it, add up over the steps.
+
+    Args:
+        trace: of the run so far; the step's training tasks must be in it.
+        step: which.
+
+    Returns:
+        ``timing_s/<stage>``: time in which the stage's tasks of this step ran, wherever in the run that was;
+        ``timing_s/reward``: how long the GPUs waited for rewards in the window; ``timing_s/step``: its size;
+        ``overlap/exposed_wait_s``, ``overlap/gpu_busy_frac``: all waits and the busy share in the window.
+        Empty if no training task of the step is in the trace.
+    """
+    own = [s for s in trace.spans if s.step == step]
+    training = [s for s in own if not s.optional]
+    if not training:
+        return {}
+    start = trace.window[0]
+    begin = max((s.end for s in trace.spans if s.step < step and not s.optional), default=start)
+    end = max(begin, max(s.end for s in training))
+    by_stage: dict[str, list[Span]] = {}
+    for span in own:
+        by_stage.setdefault(span.stage, []).append(span)
+    metrics = {
+        f"timing_s/{TIMINGS.get(stage, stage)}": covered(
+            [(s.begin, s.end) for s in spans], -math.inf, math.inf
+        )
+        for stage, spans in by_stage.items()
+    }
+    waits = exposed_waits(trace, window=(begin, end))
+    waited = sum(w.end - w.begin for w in waits)
+    metrics["timing_s/reward"] = sum((w.end - w.begin for w in waits if w.cause == "rewards"), 0.0)
+    metrics["timing_s/step"] = end - begin
+    metrics["overlap/exposed_wait_s"] = waited
+    metrics["overlap/gpu_busy_frac"] = 1 - waited / (end - begin) if end > begin else 0.0
+    return metrics
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a number that is none is null."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

@@ -1,0 +1,102 @@
+"""START HERE: GRPO on GSM8K (or on generated problems of its form), the stages in the order of the data.
+
+    prompts -> rollout -> responses -> reward_request -> (judge, seconds) -> reward_collect -> rewards
+                  ^          |                                                                 |
+               weights       +-> old_log_prob -+                                               v
+                  |          +-> ref_log_prob -+-------------------------------> advantage -> actor_update
+                  +----------------- sync_weights <- gather_weights <--------------------------+
+
+    dataflow run pipelines/gsm8k_grpo.py policy=both
+    dataflow show pipelines/gsm8k_grpo.py policy=mini-batch steps=2
+"""
+
+from __future__ import annotations
+
+from dataflow.config import RunConfig
+from dataflow.engines.base import Sampling
+from dataflow.graph import Hosted, Pipeline
+from dataflow.stages.advantage import advantage
+from dataflow.stages.log_prob import old_log_prob, ref_log_prob
+from dataflow.stages.reward import reward_collect, reward_request, val_score
+from dataflow.stages.rollout import rollout, val_rollout
+from dataflow.stages.sync import gather_weights, sync_weights
+from dataflow.stages.update import update_stage
+
+# Trainer and rollout share each GPU. A trainer's share is over a half, so that Ray never puts two ranks on one GPU.
+TRAINER_SHARE, ROLLOUT_SHARE = 0.6, 0.3
+
+
+class Config(RunConfig):
+    """The defaults train a tiny Qwen2 on a laptop; see dataflow/config.py for every key."""
+
+
+def pipeline(config: Config) -> Pipeline:
+    """Returns the stages of one GRPO step, their engines and the resources they share."""
+    gpus = config.ray.gpus_per_worker
+    device = "cuda" if gpus else "cpu"
+    train, draw, judge = config.trainer, config.engine, config.judge
+    trainer = Hosted(
+        "trainer",
+        "dataflow.engines.verl_trainer:VerlTrainer",
+        {
+            "model": config.model.path,
+            "trainer": train,
+            "algorithm": config.algorithm,
+            "total_steps": config.steps,
+            "response_length": draw.max_tokens,
+            "temperature": draw.temperature,
+            "seed": config.seed,
+            "device": device,
+            "reference": config.algorithm.use_kl_loss,
+        },
+        ranks=train.world_size,
+        gpus=gpus * TRAINER_SHARE,
+    )
+    engine = Hosted(
+        "rollout",
+        "dataflow.engines.hf:HfRollout",
+        {
+            "model": config.model.path,
+            "max_prompt_length": config.data.max_prompt_length,
+            "threads": train.threads,
+            "device": device,
+        },
+        gpus=gpus * ROLLOUT_SHARE,
+    )
+    ask = {"url": judge.url, "model": judge.model, "api_key_env": judge.api_key_env, "timeout": judge.timeout}
+    agent = Hosted(
+        "reward",
+        "dataflow.reward_agent:build_agent",
+        {
+            "custom": config.custom_reward_function.model_dump(),
+            "default": {"target": "dataflow.rewards.judge:Judge", "kwargs": ask},
+            "concurrency": config.reward.concurrency,
+        },
+        concurrent=True,
+    )
+    sampling = Sampling(draw.n, draw.temperature, draw.top_p, draw.top_k, draw.max_tokens)
+    greedy = Sampling(config.val.n, config.val.temperature, max_tokens=draw.max_tokens)
+
+    stages = [
+        rollout.bind(engine=engine, sampling=sampling, seed=config.seed),
+        reward_request.bind(agent=agent),
+        old_log_prob.bind(trainer=trainer),
+        reward_collect.bind(agent=agent),
+        advantage.bind(algorithm=config.algorithm),
+        update_stage(config.algorithm.use_kl_loss).bind(trainer=trainer, groups=config.data.prompts),
+        gather_weights.bind(trainer=trainer),
+        sync_weights.bind(engine=engine),
+    ]
+    if config.algorithm.use_kl_loss:
+        stages.insert(3, ref_log_prob.bind(trainer=trainer))
+    if config.val.every:
+        stages += [
+            val_rollout.bind(engine=engine, sampling=greedy, seed=config.seed, every=config.val.every),
+            val_score.bind(agent=agent, every=config.val.every),
+        ]
+    return Pipeline(
+        stages,
+        inputs=["prompts", "val_prompts"] if config.val.every else ["prompts"],
+        # The colocated worker group is one GPU pool with one slot: its tasks exclude each other.
+        resources={"gpu": 1, "reward": None, "controller": 1, "io": 1},
+    )

@@ -1,0 +1,242 @@
+"""The transformers rollout against transformers' own generate and plain forwards of the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from dataflow.batch import Batch
+from dataflow.engines.base import Sampling
+from dataflow.engines.hf import HfRollout
+from dataflow.errors import ConfigError, DataError, DataflowError, ModelError
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
+
+VOCAB, EOS, PAD, WIDE = 61, 1, 0, 12
+ENDS = [EOS, *range(5, VOCAB, 6)]  # many tokens end a response, so that rows do leave the batch
+
+
+def save_model(path: Path, seed: int, tie: bool = True) -> str:
+    words = {"<pad>": PAD, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(
+        path
+    )
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        tie_word_embeddings=tie,
+        initializer_range=0.4,  # lively enough that different weights say different things
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config.eos_token_id = ENDS
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> HfRollout:
+    return HfRollout(model, WIDE)
+
+
+def prompts(lengths: list[int], first: int = 0) -> Batch:
+    ids = [
+        np.random.default_rng(first + i).integers(2, VOCAB, size=length).tolist()
+        for i, length in enumerate(lengths)
+    ]
+    groups = list(range(first, first + len(lengths)))
+    return Batch(groups, {"prompt_ids": ids, "data_source": [f"s{g}" for g in groups]}, {"epoch": 1})
+
+
+def plain_log_probs(path: str, batch: Batch, temperature: float) -> torch.Tensor:
+    """As a trainer does: one forward of the padded rows."""
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = reference(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            position_ids=batch["position_ids"],
+        ).logits
+    logits = logits[:, WIDE - 1 : -1] / temperature
+    return (
+        logits.log_softmax(-1).gather(2, batch["responses"][:, :, None]).squeeze(2) * batch["response_mask"]
+    )
+
+
+def test_greedy_equals_generate(model: str, engine: HfRollout) -> None:
+    batch = prompts([3, 12, 7, 1, 5, 9])
+    out = engine.generate(batch, Sampling(temperature=0.0, max_tokens=20), seed=0)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for row, ids in enumerate(batch["prompt_ids"]):
+        expected = reference.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :]
+        got = out["responses"][row][out["response_mask"][row].bool()]
+        assert got.tolist() == expected.tolist()
+    torch.testing.assert_close(out["rollout_log_probs"], plain_log_probs(model, out, 1.0), atol=1e-4, rtol=0)
+
+
+def test_shapes_padding_and_columns(engine: HfRollout) -> None:
+    batch = prompts([3, 12, 7])
+    out = engine.generate(batch, Sampling(n=4, temperature=3.0, max_tokens=16), seed=3)
+    assert out.groups.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert out["data_source"].tolist() == ["s0"] * 4 + ["s1"] * 4 + ["s2"] * 4
+    assert out.meta == {"epoch": 1, "weights_version": 0}
+    assert out["prompts"].shape == (12, WIDE)
+    assert out["responses"].shape == (12, 16)
+    for row in range(12):
+        ids = batch["prompt_ids"][row // 4]
+        assert out["prompts"][row].tolist() == [PAD] * (WIDE - len(ids)) + ids
+        length = int(out["response_mask"][row].sum())
+        response = out["responses"][row].tolist()
+        assert response[length:] == [PAD] * (16 - length)
+        assert not set(ENDS) & set(response[: length - 1])
+        assert length == 16 or response[length - 1] in ENDS
+        assert out["attention_mask"][row].tolist() == [0] * (WIDE - len(ids)) + [1] * (len(ids) + length) + [
+            0
+        ] * (16 - length)
+        real = out["attention_mask"][row].bool()
+        assert out["position_ids"][row][real].tolist() == list(range(len(ids) + length))
+        assert not out["rollout_log_probs"][row, length:].any()
+        words = "".join(f"w{token}" for token in response[:length] if token not in (PAD, EOS))
+        assert out["response_text"][row].replace(" ", "") == words
+    assert torch.equal(out["input_ids"], torch.cat([out["prompts"], out["responses"]], 1))
+    assert len(set(out["response_mask"].sum(1).tolist())) > 3, "rows should end at different times"
+
+
+@pytest.mark.parametrize("sampling", [Sampling(n=4, temperature=0.7), Sampling(n=4, top_p=0.8, top_k=20)])
+def test_a_sample_does_not_depend_on_its_company(engine: HfRollout, model: str, sampling: Sampling) -> None:
+    together = engine.generate(prompts([3, 12, 7, 5]), sampling, seed=5)
+    alone = engine.generate(prompts([3, 12, 7, 5]).select([2]), sampling, seed=5)
+    chunked = HfRollout(model, WIDE, max_batch=3).generate(prompts([3, 12, 7, 5]), sampling, seed=5)
+    for other, part in ((alone, together.select([2])), (chunked, together)):
+        assert torch.equal(other["responses"], part["responses"])
+        assert torch.equal(other["response_mask"], part["response_mask"])
+        torch.testing.assert_close(other["rollout_log_probs"], part["rollout_log_probs"], atol=1e-4, rtol=0)
+
+
+def test_seeds(engine: HfRollout) -> None:
+    batch = prompts([4, 4])
+    one, same, other = (engine.generate(batch, Sampling(n=4), seed=s)["responses"] for s in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert len({tuple(row) for row in one.tolist()}) >= 6, "samples of a group differ"
+    # The stream of a sample is one of token positions: a longer limit only goes on.
+    longer = engine.generate(batch, Sampling(n=4, max_tokens=30), seed=1)["responses"]
+    assert torch.equal(longer[:, :24], one)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_the_trainers(engine: HfRollout, model: str, temperature: float) -> None:
+    sampling = Sampling(n=3, temperature=temperature, top_p=0.7, top_k=9)
+    out = engine.generate(prompts([2, 8, 12]), sampling, seed=0)
+    torch.testing.assert_close(
+        out["rollout_log_probs"], plain_log_probs(model, out, temperature), atol=1e-4, rtol=0
+    )
+
+
+def first_tokens(engine: HfRollout, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns how often each token came first, and the probabilities at temperature 2."""
+    batch = prompts([6])
+    out = engine.generate(batch, sampling, seed=0)
+    with torch.no_grad():
+        logits = engine.model(torch.tensor([batch["prompt_ids"][0]])).logits[0, -1]
+    return torch.bincount(out["responses"][:, 0], minlength=VOCAB), (logits / 2.0).softmax(-1)
+
+
+def test_top_k_and_top_p_restrict_the_support(engine: HfRollout) -> None:
+    many = {"n": 600, "temperature": 2.0, "max_tokens": 1}
+    counts, p = first_tokens(engine, Sampling(**many, top_k=3))
+    assert set(counts.nonzero().flatten().tolist()) == set(p.topk(3).indices.tolist())
+    counts, p = first_tokens(engine, Sampling(**many, top_p=0.5))
+    order = p.argsort(descending=True)
+    nucleus = order[: int((p[order].cumsum(0) < 0.5).sum()) + 1]
+    assert set(counts.nonzero().flatten().tolist()) <= set(nucleus.tolist())
+    assert len(nucleus) > 1
+    counts, _ = first_tokens(engine, Sampling(**many, top_k=1))
+    assert int((counts > 0).sum()) == 1
+
+
+def test_samples_follow_the_distribution(engine: HfRollout) -> None:
+    counts, p = first_tokens(engine, Sampling(n=4000, temperature=2.0, max_tokens=1))
+    # A chi-square of the tokens expected 5 times or more: mean degrees, deviation sqrt(2 degrees).
+    expected = p * 4000
+    enough = expected >= 5
+    chi = ((counts[enough] - expected[enough]) ** 2 / expected[enough]).sum()
+    degrees = int(enough.sum())
+    assert degrees > 5
+    assert chi < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_sync_takes_over_a_tied_model(model: str, tmp_path: Path) -> None:
+    other = save_model(tmp_path, seed=9)
+    new, old = HfRollout(other, WIDE), HfRollout(model, WIDE)
+    weights = {name: w.clone() for name, w in new.model.state_dict().items() if name != "lm_head.weight"}
+    batch, greedy = prompts([5, 9, 2, 11]), Sampling(temperature=0.0)
+    before = old.generate(batch, greedy, seed=0)["responses"]
+    old.sync(weights, version=4)
+    after = old.generate(batch, greedy, seed=0)
+    assert after.meta["weights_version"] == old.version == 4
+    assert torch.equal(after["responses"], new.generate(batch, greedy, seed=0)["responses"])
+    assert not torch.equal(after["responses"], before)
+    old.sync({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, version=5)
+
+
+def test_sync_refuses_wrong_names(model: str, tmp_path: Path) -> None:
+    engine = HfRollout(model, WIDE)
+    own = {name: w.clone() + 1 for name, w in engine.model.state_dict().items() if name != "lm_head.weight"}
+    kept = {name: w.clone() for name, w in engine.model.state_dict().items()}
+
+    def without(name: str) -> dict[str, torch.Tensor]:
+        return {key: value for key, value in own.items() if key != name}
+
+    with pytest.raises(
+        DataflowError, match=r"no weight 'model\.norm\.wait'; did you mean 'model\.norm\.weight'\?"
+    ):
+        engine.sync({**without("model.norm.weight"), "model.norm.wait": torch.ones(32)}, 1)
+    with pytest.raises(DataflowError, match=r"1 weights are missing, first 'model\.norm\.weight'"):
+        engine.sync(without("model.norm.weight"), 1)
+    with pytest.raises(DataflowError, match=r"shape \(3,\), the model wants \(32,\)"):
+        engine.sync({**own, "model.norm.weight": torch.ones(3)}, 1)
+    with pytest.raises(DataflowError, match="tied but differ"):
+        engine.sync({**own, "lm_head.weight": torch.zeros(VOCAB, 32)}, 1)
+    assert engine.version == 0
+    assert all(torch.equal(kept[name], w) for name, w in engine.model.state_dict().items()), "all or nothing"
+    untied = HfRollout(save_model(tmp_path, seed=1, tie=False), WIDE)
+    with pytest.raises(DataflowError, match=r"lm_head\.weight"):
+        untied.sync(own, 1)
+
+
+def test_bad_input(engine: HfRollout, model: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="group 1 has 13 tokens, more than max_prompt_length=12"):
+        engine.generate(prompts([3, 13]), Sampling(), seed=0)
+    with pytest.raises(DataError, match="group 0 is empty"):
+        engine.generate(prompts([0]), Sampling(), seed=0)
+    with pytest.raises(DataflowError, match="2 prompts in 1 groups"):
+        engine.generate(Batch([0, 0], {"prompt_ids": [[5], [6]]}), Sampling(), seed=0)
+    with pytest.raises(ConfigError, match="out of range"):
+        engine.generate(prompts([3]), Sampling(n=0), seed=0)
+    with pytest.raises(ConfigError, match="did you mean 'float32'"):
+        HfRollout(model, WIDE, dtype="floet32")
+    with pytest.raises(ModelError, match="does not exist"):
+        HfRollout(str(tmp_path / "nowhere"), WIDE)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        HfRollout(str(tmp_path), WIDE)

@@ -1,0 +1,151 @@
+"""The advantage stage: hand numbers, parts against the whole, and what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dataflow.batch import Batch
+from dataflow.errors import ConfigError, DataflowError, PipelineError
+from dataflow.graph import TaskInfo
+from dataflow.stages.advantage import GROUPWISE, UNFED, WHOLE_BATCH, advantage, check_estimator
+
+heavy = pytest.mark.heavy
+P, R = 3, 5
+
+
+def step(scores: list[list[float]], lengths: list[list[int]]) -> tuple[Batch, Batch]:
+    """Returns responses of these lengths, and their rewards, by group."""
+    n = len(scores[0])
+    groups = np.repeat(np.arange(len(scores)), n)
+    length = torch.tensor(lengths).reshape(-1, 1)
+    mask = (torch.arange(R) < length).long()
+    whole = torch.cat([torch.ones(len(groups), P, dtype=torch.long), mask], dim=1)
+    responses = Batch(
+        groups,
+        {
+            "prompts": torch.full((len(groups), P), 7),
+            "responses": mask * 8,
+            "attention_mask": whole,
+            "response_mask": mask,
+            "response_text": ["so"] * len(groups),
+        },
+        {"weights_version": 3},
+    )
+    return responses, Batch(groups, {"score": torch.tensor(scores).reshape(-1)}, {"judge": "told"})
+
+
+def options(name: str = "grpo", by_std: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(adv_estimator=name, norm_adv_by_std_in_grpo=by_std)
+
+
+def random_step(groups: int = 6, n: int = 4) -> tuple[Batch, Batch]:
+    draw = np.random.default_rng(0)
+    scores = draw.random((groups, n)).astype(np.float32)
+    scores[0] = 1.0  # a group that all got right
+    return step(scores.tolist(), draw.integers(1, R + 1, (groups, n)).tolist())
+
+
+@heavy
+def test_grpo_by_hand() -> None:
+    responses, rewards = step([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], [[2, 5, 1, 3], [1, 2, 3, 4]])
+    task = TaskInfo(step=1)
+    result = advantage(responses, rewards, algorithm=options(), task=task)
+    # Mean 0.25, standard deviation 0.5 (of a sample): 1.5 and three times -0.5; equal scores teach nothing.
+    by_row = torch.tensor([1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0])[:, None] * responses["response_mask"]
+    assert result.names == ("advantages", "returns")
+    assert result["advantages"].dtype == torch.float32
+    torch.testing.assert_close(result["advantages"], by_row, atol=1e-5, rtol=0)
+    assert torch.equal(result["returns"], result["advantages"])
+    assert result.groups.tolist() == responses.groups.tolist()
+    assert result.meta == {"weights_version": 3}
+    expected = {
+        "critic/score/mean": 0.625,
+        "critic/score/max": 1.0,
+        "critic/score/min": 0.0,
+        "critic/rewards/mean": 0.625,
+        "critic/advantages/max": 1.5,
+        "critic/advantages/min": -0.5,
+        "critic/advantages/mean": (2 * 1.5 - 9 * 0.5) / 21,
+        "response_length/mean": 21 / 8,
+        "response_length/max": 5.0,
+        "response_length/min": 1.0,
+        "response_length/clip_ratio": 1 / 8,
+    }
+    assert {name: task.metrics[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+@heavy
+@pytest.mark.parametrize("name", ["grpo", "grpo_vectorized", "grpo_passk"])
+def test_without_the_standard_deviation(name: str) -> None:
+    responses, rewards = step([[1.0, 0.5, 0.0, 0.0]], [[1, 1, 1, 1]])
+    result = advantage(responses, rewards, algorithm=options(name, by_std=False), task=TaskInfo(step=1))
+    # Pass@k gives the best response what it has over the second, the others nothing.
+    expected = [0.5, 0, 0, 0] if name == "grpo_passk" else [0.625, 0.125, -0.375, -0.375]
+    assert result["advantages"][:, 0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@heavy
+@pytest.mark.parametrize("name", GROUPWISE)
+@pytest.mark.parametrize("parts", [2, 6])
+def test_a_part_gets_what_the_whole_would_give_it(name: str, parts: int) -> None:
+    responses, rewards = random_step()
+    whole = advantage(responses, rewards, algorithm=options(name), task=TaskInfo(step=1))
+    assert whole["advantages"].any()
+    for part in responses.split(parts):
+        alone = advantage(part, rewards.select(part.ids), algorithm=options(name), task=TaskInfo(step=1))
+        for column in ("advantages", "returns"):
+            assert torch.equal(alone[column], whole.select(part.ids)[column])
+
+
+@heavy
+@pytest.mark.parametrize("name", WHOLE_BATCH)
+def test_estimators_said_to_need_the_whole_batch_do(name: str) -> None:
+    responses, rewards = random_step()
+    rewards = rewards.like(score=rewards["score"] * (rewards["score"] > 0.3))
+    whole = advantage(responses, rewards, algorithm=options(name), task=TaskInfo(step=1))
+    part = responses.split(2)[1]
+    alone = advantage(part, rewards.select(part.ids), algorithm=options(name), task=TaskInfo(step=1))
+    assert not torch.allclose(alone["advantages"], whole.select(part.ids)["advantages"], atol=1e-3)
+
+
+@heavy
+def test_every_estimator_of_verl_is_accounted_for() -> None:
+    from verl.trainer.ppo.core_algos import AdvantageEstimator
+
+    assert {e.value for e in AdvantageEstimator} == {*GROUPWISE, *WHOLE_BATCH, *UNFED}
+
+
+def test_the_stage_says_why_it_needs_the_whole_batch() -> None:
+    assert advantage.grain == "part"
+    assert advantage.whole_batch is not None
+    for name in GROUPWISE:
+        assert advantage.whole_batch({"algorithm": options(name)}) is None
+    for name in WHOLE_BATCH:
+        why = advantage.whole_batch({"algorithm": options(name)})
+        assert why is not None
+        assert name in why
+        assert "whole batch" in why
+
+
+def test_estimators_that_cannot_be_fed_or_do_not_exist() -> None:
+    for name in (*GROUPWISE, *WHOLE_BATCH):
+        check_estimator(name)
+    with pytest.raises(PipelineError, match="'gae' needs the values of a critic"):
+        check_estimator("gae")
+    with pytest.raises(PipelineError, match="'remax' needs the reward of a greedy response"):
+        check_estimator("remax")
+    with pytest.raises(ConfigError, match="no estimator 'rlo'; did you mean 'rloo'"):
+        check_estimator("rlo")
+    with pytest.raises(ConfigError, match="use one of grpo, "):
+        check_estimator("xyz")
+
+
+@heavy
+def test_rewards_of_other_groups_are_refused() -> None:
+    responses, rewards = random_step()
+    with pytest.raises(DataflowError, match="groups differ"):
+        advantage(responses, rewards.select(rewards.ids[::-1]), algorithm=options(), task=TaskInfo(step=1))

@@ -1,0 +1,127 @@
+"""Batch: whole groups, never torn, never twice."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataflow.batch import Batch
+from dataflow.errors import DataflowError
+
+
+def batch(groups: int = 4, n: int = 2, meta: dict | None = None) -> Batch:
+    rows = groups * n
+    return Batch(
+        np.repeat(np.arange(groups), n),
+        {"score": torch.arange(rows, dtype=torch.float32), "text": [f"row {i}" for i in range(rows)]},
+        meta,
+    )
+
+
+def test_columns_are_tensors_and_objects():
+    b = batch()
+    assert len(b) == 8
+    assert b.ids == (0, 1, 2, 3)
+    assert b.names == ("score", "text")
+    assert "text" in b
+    assert "other" not in b
+    assert b["text"].dtype == object
+    assert b["score"][3] == 3.0
+    assert repr(b) == "Batch(4 groups, 8 rows: score, text)"
+    assert b.nbytes == 8 * 4
+
+
+def test_lists_of_equal_length_stay_objects():
+    b = Batch([0, 1], {"prompt_ids": [[1, 2], [3, 4]]})
+    assert b["prompt_ids"].shape == (2,)
+    assert b["prompt_ids"][1] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Batch([0, 0], {"a": torch.zeros(3)}), "column 'a' has 3 rows, the batch has 2"),
+        (lambda: Batch([0, 1, 0]), "rows of group 0 do not stand together"),
+        (lambda: batch()["scores"], "no column 'scores'; it has score, text"),
+        (lambda: batch().select([0, 9]), "no group 9; it holds 4 groups"),
+        (lambda: batch().select([1, 1]), "asked for twice"),
+        (lambda: batch().split(3), "3 parts do not divide 4 groups"),
+        (lambda: batch().split(0), "0 parts do not divide 4 groups"),
+        (lambda: batch().merge(batch(3)), "cannot merge .* their groups differ"),
+        (lambda: Batch.concat([]), "nothing to concatenate"),
+        (lambda: Batch.concat([batch(), Batch([4, 4])]), "cannot concatenate columns"),
+        (lambda: Batch.concat([Batch([0]), Batch([0])]), "stands in two of the batches"),
+        (lambda: Batch.concat([Batch([0], {"a": [1]}), Batch([1], {"a": torch.ones(1)})]), "cannot concatenate columns"),
+    ],
+)
+def test_what_is_wrong_is_said(make, message):
+    with pytest.raises(DataflowError, match=message):
+        make()
+
+
+def test_select_takes_whole_groups_in_the_order_given():
+    b = batch().select([2, 0])
+    assert b.ids == (2, 0)
+    assert b["score"].tolist() == [4.0, 5.0, 0.0, 1.0]
+    assert list(b["text"]) == ["row 4", "row 5", "row 0", "row 1"]
+    assert batch().select((0, 1, 2, 3))["score"].tolist() == list(range(8))
+
+
+def test_repeat_makes_groups_of_prompts():
+    b = Batch([0, 1], {"prompt": ["a", "b"]}).repeat(3)
+    assert list(b["prompt"]) == ["a"] * 3 + ["b"] * 3
+    assert b.ids == (0, 1)
+
+
+def test_merge_and_like_keep_rows_and_meta():
+    b = batch(meta={"weights_version": 3})
+    extra = b.like(advantage=torch.ones(8))
+    assert extra.names == ("advantage",)
+    both = b.merge(extra)
+    assert set(both.names) == {"score", "text", "advantage"}
+    assert both.meta == {"weights_version": 3}
+    assert b.names == ("score", "text")  # never changed in place
+
+
+def test_an_empty_batch_is_one():
+    b = Batch([], {"a": torch.zeros(0)})
+    assert b.ids == ()
+    assert b.select([]).ids == ()
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_split_and_concat_are_inverse(groups, n, dice):
+    b = batch(groups, n, {"weights_version": 1})
+    parts = dice.choice([d for d in range(1, groups + 1) if groups % d == 0])
+    pieces = b.split(parts)
+    assert [len(p.ids) for p in pieces] == [groups // parts] * parts
+    dice.shuffle(pieces)
+    whole = Batch.concat(pieces).select(range(groups))
+    assert whole["score"].tolist() == b["score"].tolist()
+    assert list(whole["text"]) == list(b["text"])
+    assert whole.meta == b.meta
+
+
+def test_it_travels_by_pickle():
+    b = batch(meta={"weights_version": 2})
+    c = pickle.loads(pickle.dumps(b))
+    assert c.ids == b.ids
+    assert c["score"].tolist() == b["score"].tolist()
+    assert list(c["text"]) == list(b["text"])
+    assert c.meta == b.meta
+
+
+@pytest.mark.heavy
+def test_it_is_a_dataproto_at_verls_edge():
+    b = batch(meta={"weights_version": 2})
+    data = b.to_dataproto()
+    assert list(data.non_tensor_batch["uid"]) == ["0", "0", "1", "1", "2", "2", "3", "3"]
+    back = Batch.from_dataproto(data)
+    assert back.ids == b.ids
+    assert back["score"].tolist() == b["score"].tolist()
+    assert back.meta == b.meta

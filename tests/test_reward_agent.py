@@ -1,0 +1,666 @@
+"""The reward agent: order, bounds, and every way in which a user's function may fail."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataflow.batch import Batch
+from dataflow.errors import ConfigError, DataflowError, RewardFailed
+from dataflow.reward_agent import RewardAgent, Ticket, build_agent, load_reward
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def samples(groups: int, n: int = 2, first: int = 0, **columns: Any) -> Batch:
+    """Rows whose text is "group.sample" and whose truth is the number that scores."""
+    rows = [(g, i) for g in range(first, first + groups) for i in range(n)]
+    return Batch(
+        [g for g, _ in rows],
+        {
+            "response_text": [f"{g}.{i}" for g, i in rows],
+            "data_source": ["d"] * len(rows),
+            "ground_truth": [str(g + i / 10) for g, i in rows],
+            "extra_info": [{"group": g} for g, _ in rows],
+            **columns,
+        },
+    )
+
+
+def run(test: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(20):
+            return await test()
+
+    return asyncio.run(limited())
+
+
+class Gates:
+    """An async reward function whose calls end when the test lets them."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.open: dict[str, asyncio.Future[Any]] = {}
+        self.changed = asyncio.Event()
+        self.now = self.most = 0
+
+    async def compute_score(
+        self, data_source: str, solution_str: str, ground_truth: str, extra_info: Any
+    ) -> Any:
+        self.started.append(solution_str)
+        self.open[solution_str] = asyncio.get_running_loop().create_future()
+        self.now += 1
+        self.most = max(self.most, self.now)
+        self.changed.set()
+        try:
+            result = await self.open[solution_str]
+            return float(ground_truth) if result is None else result
+        finally:
+            self.now -= 1
+
+    async def running(self, *names: str) -> None:
+        while not set(names) <= set(self.started):
+            self.changed.clear()
+            await self.changed.wait()
+
+    async def let(self, *names: str, result: Any = None) -> None:
+        for name in names:
+            await self.running(name)
+            self.open[name].set_result(result)
+
+
+async def soon(waiting: Awaitable[Any]) -> asyncio.Task[Any]:
+    """Starts to wait, and lets it get as far as it gets."""
+    task = asyncio.ensure_future(waiting)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return task
+
+
+def plain(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+    return float(ground_truth)
+
+
+async def quick(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+    return float(ground_truth)
+
+
+@pytest.mark.parametrize("function", [plain, quick])
+def test_scores_come_back_by_group(function: Any) -> None:
+    async def body() -> None:
+        agent = RewardAgent(function, concurrency=4)
+        before = time.time()
+        assert agent.submit(1, samples(3, n=4)) == Ticket(1, (0, 1, 2), 12)
+        rewards = await agent.collect(1)
+        assert rewards.ids == (0, 1, 2)
+        assert rewards["score"].tolist() == pytest.approx([g + i / 10 for g in range(3) for i in range(4)])
+        assert str(rewards["score"].dtype) == "torch.float32"
+        assert rewards.names == ("score",)
+        records = rewards.meta["records"]
+        assert [(r["group"], r["sample"]) for r in records] == [(g, i) for g in range(3) for i in range(4)]
+        assert all(before <= r["begin"] <= r["end"] <= time.time() + 0.1 for r in records)
+        assert rewards.meta["latency_s"] == pytest.approx([r["end"] - r["begin"] for r in records])
+        stats = agent.stats()
+        assert {k: stats[k] for k in ("requested", "scored", "failed", "cancelled", "waiting")} == {
+            "requested": 12,
+            "scored": 12,
+            "failed": 0,
+            "cancelled": 0,
+            "waiting": 0,
+        }
+        assert set(stats["latency_s"]) == {"p50", "p95", "p99", "max", "mean"}
+        await agent.close()
+
+    run(body)
+
+
+def test_parts_by_arrival_hold_the_groups_that_came_first() -> None:
+    async def body() -> None:
+        gates = Gates()
+        agent = RewardAgent(gates, concurrency=64)
+        agent.submit(1, samples(4))
+        first = await soon(agent.collect(1, 2))
+        await gates.let("3.0", "1.0", "3.1", "0.0")  # group 3 is whole, 1 and 0 are half
+        assert not first.done()
+        await gates.let("1.1")
+        assert (await first).ids == (1, 3), "arrived 3, 1; given in order of ids"
+        rest = await soon(agent.collect(1))
+        await gates.let("2.0", "2.1", "0.1")
+        batch = await rest
+        assert batch.ids == (0, 2)
+        assert len(batch.meta["latency_s"]) == 4
+        assert len(batch.meta["step_latency_s"]) == 8
+        with pytest.raises(DataflowError, match="step 1 has been collected in full"):
+            await agent.collect(1)
+        await agent.close()
+
+    run(body)
+
+
+def test_parts_by_index_wait_for_the_next_groups() -> None:
+    async def body() -> None:
+        gates = Gates()
+        agent = RewardAgent(gates)
+        agent.submit(1, samples(4, n=1))
+        first = await soon(agent.collect(1, 2, order="index"))
+        second = await soon(agent.collect(1, 2, order="index"))
+        await gates.let("3.0", "2.0", "1.0")
+        assert not first.done()
+        assert not second.done(), "served in the order asked, though 2 and 3 are there"
+        await gates.let("0.0")
+        assert (await first).ids == (0, 1)
+        assert (await second).ids == (2, 3)
+        await agent.close()
+
+    run(body)
+
+
+def test_steps_are_never_mixed_and_collected_in_any_order() -> None:
+    async def body() -> None:
+        gates = Gates()
+        agent = RewardAgent(gates)
+        agent.submit(1, samples(2, n=1))
+        agent.submit(2, samples(2, n=1, first=10))
+        agent.submit("val:1", samples(1, n=1, first=20))
+        two = await soon(agent.collect(2))
+        await gates.let("20.0", "11.0", "0.0", "1.0", "10.0")
+        assert (await two).ids == (10, 11)
+        assert (await agent.collect("val:1")).ids == (20,)
+        assert (await agent.collect(1))["score"].tolist() == [0, 1]
+        await agent.close()
+
+    run(body)
+
+
+def test_a_straggler_holds_one_slot_only() -> None:
+    async def body() -> None:
+        gates = Gates()
+        agent = RewardAgent(gates, concurrency=2)
+        agent.submit(1, samples(2, n=1))
+        agent.submit(2, samples(6, n=1, first=10))
+        await gates.running("0.0", "1.0")
+        await gates.let("0.0")
+        await gates.let(*(f"{g}.0" for g in range(10, 16)))  # all of step 2 past the straggler 1.0
+        assert (await agent.collect(2)).ids == tuple(range(10, 16))
+        assert (await agent.collect(1, 1)).ids == (0,)
+        await gates.let("1.0")
+        assert (await agent.collect(1)).ids == (1,)
+        assert gates.most == 2
+        await agent.close()
+
+    run(body)
+
+
+def test_older_training_steps_go_first_and_validation_last() -> None:
+    async def body() -> None:
+        gates = Gates()
+        agent = RewardAgent(gates, concurrency=1)
+        agent.submit(1, samples(1, n=1))
+        agent.submit("val:1", samples(2, n=1, first=90))
+        agent.submit(3, samples(2, n=1, first=30))
+        agent.submit(np.int64(2), samples(2, n=1, first=20))
+        order = ["0.0", "20.0", "21.0", "30.0", "31.0", "90.0", "91.0"]
+        await gates.let(*order)
+        for step in (1, 2, 3, "val:1"):
+            await agent.collect(step)
+        assert gates.started == order
+        await agent.close()
+
+    run(body)
+
+
+def test_the_bound_holds_for_async_functions() -> None:
+    async def body() -> None:
+        now = most = 0
+
+        async def score(ground_truth: str, **_: Any) -> float:
+            nonlocal now, most
+            now += 1
+            most = max(most, now)
+            await asyncio.sleep(0.001 * (float(ground_truth) % 3))
+            now -= 1
+            return float(ground_truth)
+
+        agent = RewardAgent(score, concurrency=7)
+        for step in (1, 2, 3):
+            agent.submit(step, samples(20))
+        for step in (3, 1, 2):
+            assert len(await agent.collect(step)) == 40
+        assert most == agent.stats()["peak"] == 7
+        await agent.close()
+
+    run(body)
+
+
+def test_sync_functions_run_in_threads_up_to_the_bound() -> None:
+    async def body() -> None:
+        together = threading.Barrier(5)  # breaks, and so fails, unless five calls run at once
+        lock, now, most, names = threading.Lock(), 0, 0, set()
+
+        def score(ground_truth: str, **_: Any) -> float:
+            nonlocal now, most
+            with lock:
+                now += 1
+                most = max(most, now)
+                names.add(threading.current_thread().name)
+            together.wait(timeout=10)
+            with lock:
+                now -= 1
+            return float(ground_truth)
+
+        agent = RewardAgent(score, concurrency=5)
+        agent.submit(1, samples(10))
+        assert len(await agent.collect(1)) == 20
+        assert most == 5
+        assert threading.current_thread().name not in names
+        await agent.close()
+
+    run(body)
+
+
+def test_a_thread_behind_a_cancelled_request_keeps_its_slot() -> None:
+    async def body() -> None:
+        go, lock, now, most = threading.Event(), threading.Lock(), 0, 0
+        stuck = threading.Barrier(3)
+
+        def score(ground_truth: str, **_: Any) -> float:
+            nonlocal now, most
+            with lock:
+                now += 1
+                most = max(most, now)
+            if float(ground_truth) < 10:
+                stuck.wait(10)
+                go.wait(10)
+            with lock:
+                now -= 1
+            return 1.0
+
+        agent = RewardAgent(score, concurrency=3)
+        agent.submit(1, samples(2, n=1))
+        agent.submit(2, samples(5, n=1, first=10))
+        await asyncio.to_thread(stuck.wait, 10)
+        assert agent.cancel(1) == 2
+        assert (await agent.collect(2)).ids == tuple(range(10, 15))
+        await soon(asyncio.sleep(0))
+        assert agent.stats()["running"] == 2, "the threads cannot be stopped"
+        go.set()
+        agent.submit(3, samples(3, n=1, first=10))
+        await agent.collect(3)
+        assert most <= 3
+        await agent.close()
+
+    run(body)
+
+
+def returning(value: Any) -> Callable[..., Any]:
+    """A function that scores 1 but for sample 1 of group 2, which gets ``value``."""
+
+    def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
+        if solution_str == "2.1":
+            if isinstance(value, BaseException):
+                raise value
+            return value
+        return 1.0
+
+    return score
+
+
+FAILURES = [
+    (ValueError("boom"), r"raised ValueError: boom \(test_reward_agent\.py:\d+\)"),
+    (TimeoutError(), "raised TimeoutError"),
+    (StopIteration(), "raised "),
+    (SystemExit(3), "raised SystemExit: 3"),
+    (asyncio.CancelledError(), "raised CancelledError"),
+    (None, "returned None; return a finite number"),
+    (math.nan, "returned nan; return"),
+    (math.inf, "returned inf; return"),
+    (10**400, "returned a number too large"),
+    ("1.0", "returned a str; return"),
+    ([1.0], "returned a list; return"),
+    ((1.0, "q"), "returned a tuple of 2; return"),
+    ((None, "q", "e"), "returned a tuple whose score is None; return"),
+    ({"value": 1}, "returned a dict without 'score' \\(keys: 'value'\\); return"),
+    ({"score": math.nan}, "returned a dict whose 'score' is nan; return"),
+    ({"score": 1, 3: 4}, "returned a dict with the key 3"),
+]
+
+
+@pytest.mark.parametrize("as_async", [False, True])
+@pytest.mark.parametrize(("value", "message"), FAILURES)
+def test_a_failure_names_the_sample_and_ends_the_step(value: Any, message: str, as_async: bool) -> None:
+    async def body() -> None:
+        function = returning(value)
+
+        async def awaited(**keywords: Any) -> Any:
+            return function(**keywords)
+
+        awaited.__name__ = "score"
+        agent = RewardAgent(awaited if as_async else function, concurrency=3)
+        agent.submit(12, samples(50))
+        agent.submit(13, samples(1))
+        waiting = [await soon(agent.collect(12, 25, order="index")), await soon(agent.collect(12))]
+        for each in waiting:
+            with pytest.raises(
+                RewardFailed, match=rf"^sample 1 of group 2 of step 12: 'score' {message}"
+            ) as error:
+                await each
+            assert error.value.__cause__ is not None
+            assert not isinstance(error.value.__cause__, RewardFailed)
+        with pytest.raises(RewardFailed, match="sample 1 of group 2 of step 12"):
+            await agent.collect(12, 1)
+        with pytest.raises(DataflowError, match="step 12 was submitted before"):
+            agent.submit(12, samples(1))
+        assert (await agent.collect(13)).ids == (0,), "other steps go on"
+        stats = agent.stats()
+        assert stats["failed"] == 1
+        assert stats["cancelled"] > 50
+        assert stats["requested"] == 102 == stats["scored"] + stats["failed"] + stats["cancelled"]
+        await agent.close()
+
+    run(body)
+
+
+def test_a_failure_cancels_the_running_requests_of_its_step_only() -> None:
+    async def body() -> None:
+        gates = Gates()
+        agent = RewardAgent(gates, concurrency=8)
+        agent.submit(1, samples(3, n=1))
+        agent.submit(2, samples(1, n=1, first=10))
+        waiting = await soon(agent.collect(1))
+        await gates.let("1.0", result=math.nan)
+        with pytest.raises(RewardFailed, match="sample 0 of group 1 of step 1"):
+            await waiting
+        await soon(asyncio.sleep(0))
+        assert gates.open["0.0"].cancelled()
+        assert gates.open["2.0"].cancelled()
+        assert not gates.open["10.0"].done()
+        await gates.let("10.0")
+        await agent.collect(2)
+        await agent.close()
+
+    run(body)
+
+
+def test_collects_that_cannot_be() -> None:
+    async def body() -> None:
+        agent = RewardAgent(quick)
+        with pytest.raises(DataflowError, match=r"step 5 was never submitted \(in flight: none\)"):
+            await agent.collect(5)
+        agent.submit(1, samples(4))
+        for k in (5, 0, -1):
+            with pytest.raises(DataflowError, match=f"step 1 has 4 groups left to collect, not {k}"):
+                await agent.collect(1, k)
+        await agent.collect(1, 3)
+        with pytest.raises(DataflowError, match="step 1 has 1 groups left to collect, not 2"):
+            await agent.collect(1, 2)
+        with pytest.raises(DataflowError, match="order 'idx' is unknown"):
+            await agent.collect(1, 1, order="idx")  # type: ignore[arg-type]
+        last = await soon(agent.collect(1))
+        assert (await last).ids == (3,)
+        await agent.close()
+
+    run(body)
+
+
+def test_submits_that_cannot_be() -> None:
+    async def body() -> None:
+        agent = RewardAgent(quick)
+        agent.submit(1, samples(1))
+        with pytest.raises(DataflowError, match="step 1 was submitted before"):
+            agent.submit(1, samples(1))
+        with pytest.raises(DataflowError, match="step 2 has no samples"):
+            agent.submit(2, samples(0))
+        torn = samples(2)
+        torn.groups = np.array([0, 1, 0, 1])
+        with pytest.raises(DataflowError, match="step 2 holds group 0 twice"):
+            agent.submit(2, torn)
+        with pytest.raises(DataflowError, match="no column 'data_source'"):
+            agent.submit(2, Batch([0], {"response_text": ["x"]}))
+        await agent.collect(1)
+        await agent.close()
+        await agent.close()
+        with pytest.raises(DataflowError, match=r"after close\(\)"):
+            agent.submit(2, samples(1))
+
+    run(body)
+    with pytest.raises(DataflowError, match="on a running event loop"):
+        RewardAgent(quick).submit(1, samples(1))
+    with pytest.raises(ConfigError, match="concurrency=0"):
+        RewardAgent(quick, concurrency=0)
+    with pytest.raises(ConfigError, match="give a function or an object with compute_score"):
+        RewardAgent("judge")
+    with pytest.raises(ConfigError, match="give a function or an object with compute_score"):
+        RewardAgent(Gates)
+
+
+def test_whoever_gives_up_waiting_leaves_the_groups() -> None:
+    async def body() -> None:
+        gates = Gates()
+        agent = RewardAgent(gates)
+        agent.submit(1, samples(2, n=1))
+        impatient = await soon(agent.collect(1, 2))
+        with pytest.raises(DataflowError, match="all groups of step 1 are being collected already"):
+            await agent.collect(1)
+        impatient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+        # Served, but cancelled in the same turn of the loop, before it could look.
+        unlucky = await soon(agent.collect(1, 1))
+        await gates.let("1.0")
+        while agent._steps[1].waiters:
+            await asyncio.sleep(0)
+        unlucky.cancel()
+        await asyncio.wait([unlucky])
+        assert unlucky.cancelled()
+        await gates.let("0.0")
+        assert (await agent.collect(1)).ids == (0, 1)
+        await agent.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_cancel_and_close_wake_those_who_wait(closing: bool) -> None:
+    async def body() -> None:
+        gates = Gates()
+        agent = RewardAgent(gates, concurrency=2)
+        agent.submit(1, samples(3, n=1))
+        waiting = await soon(agent.collect(1))
+        await gates.running("0.0", "1.0")
+        if closing:
+            await agent.close()
+        else:
+            assert agent.cancel(1) == 3
+            assert agent.cancel(1) == 0
+        with pytest.raises(
+            RewardFailed, match="closed" if closing else "step 1: its reward requests were cancelled"
+        ):
+            await waiting
+        assert gates.now == 0 or not closing
+        assert agent.stats()["cancelled"] == 3
+        await agent.close()
+
+    run(body)
+
+
+def test_extra_columns() -> None:
+    async def body() -> None:
+        def score(solution_str: str, **_: Any) -> Any:
+            returns = {
+                "0.0": (1, "how?", "so"),
+                "0.1": {"score": True, "tokens": [1, 2], "query": None},
+                "1.0": np.float32(0.5),
+            }
+            return returns.get(solution_str, 2)
+
+        agent = RewardAgent(score)
+        agent.submit(1, samples(2))
+        rewards = await agent.collect(1)
+        assert rewards["score"].tolist() == [1, 1, 0.5, 2]
+        assert rewards["query"].tolist() == ["how?", None, None, None]
+        assert rewards["explanation"].tolist() == ["so", None, None, None]
+        assert rewards["tokens"].tolist() == [None, [1, 2], None, None]
+        await agent.close()
+
+    run(body)
+
+
+def test_what_a_function_is_called_with() -> None:
+    async def body() -> None:
+        seen: list[dict[str, Any]] = []
+
+        async def score(**keywords: Any) -> float:
+            seen.append(keywords)
+            return 0.0
+
+        agent = RewardAgent(score)
+        chat = [{"role": "user", "content": "?"}]
+        agent.submit(1, samples(1, n=1, raw_prompt=[chat]))
+        await agent.collect(1)
+        assert seen == [
+            {
+                "data_source": "d",
+                "solution_str": "0.0",
+                "ground_truth": "0.0",
+                "extra_info": {"group": 0, "raw_prompt": chat},
+            }
+        ]
+        await agent.close()
+
+    run(body)
+
+
+class Ranked:
+    """A user's class: scores, then ranks within the group."""
+
+    def __init__(self, top: float = 1.0) -> None:
+        self.top = top
+        self.closed = False
+
+    def compute_score(self, data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+        return float(ground_truth)
+
+    def post_process_scores(self, group_scores: list[float]) -> list[float]:
+        return [self.top * (score - min(group_scores)) for score in group_scores]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_post_process_scores() -> None:
+    async def body() -> None:
+        ranked = Ranked(10)
+        agent = RewardAgent(ranked)
+        agent.submit(1, samples(2, n=3))
+        assert (await agent.collect(1))["score"].tolist() == pytest.approx([0, 1, 2, 0, 1, 2], abs=1e-5)
+        await agent.close()
+        assert ranked.closed
+
+        async def halve(scores: list[float]) -> np.ndarray:
+            return np.asarray(scores) / 2
+
+        agent = RewardAgent(Ranked(), post_process_scores=halve)
+        agent.submit(1, samples(1, first=4))
+        assert (await agent.collect(1))["score"].tolist() == pytest.approx([2, 2.05])
+        await agent.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("post", "message"),
+    [
+        (lambda scores: scores[1:], "returned 1 scores for 2 samples; return a list of 2 finite numbers"),
+        (lambda scores: None, "returned a NoneType"),
+        (lambda scores: 1.0, "returned a float"),
+        (lambda scores: [math.nan] * 2, "returned nan"),
+        (lambda scores: 1 / 0, "raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_post_process_failures(post: Any, message: str) -> None:
+    async def body() -> None:
+        agent = RewardAgent(plain, post_process_scores=post)
+        agent.submit(3, samples(1, first=8))
+        with pytest.raises(RewardFailed, match=f"^group 8 of step 3: '<lambda>' {message}"):
+            await agent.collect(3)
+        await agent.close()
+
+    run(body)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_users_file(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.py",
+        "class Mine:\n"
+        "    def __init__(self, add=0): self.add = add\n"
+        "    async def compute_score(self, data_source, solution_str, ground_truth, extra_info=None):\n"
+        "        return float(ground_truth) + self.add\n"
+        "def scored(data_source, solution_str, ground_truth, extra_info, factor=1):\n"
+        "    return float(ground_truth) * factor\n",
+    )
+
+    async def score(custom: dict[str, Any] | None) -> list[float]:
+        agent = build_agent(
+            custom, {"target": f"{__name__}:plain"} if custom is None else {"target": "no:no"}, 4
+        )
+        agent.submit(1, samples(1, first=3))
+        rewards = await agent.collect(1)
+        await agent.close()
+        return rewards["score"].tolist()
+
+    mine = {"path": path, "name": "Mine", "reward_kwargs": {"add": 5}}
+    assert asyncio.run(score(mine)) == pytest.approx([8, 8.1])
+    scored = {"path": path, "name": "scored", "reward_kwargs": {"factor": 2}}
+    assert asyncio.run(score(scored)) == pytest.approx([6, 6.2])
+
+
+def test_the_default_reward() -> None:
+    agent = build_agent(
+        {"path": None}, {"target": "dataflow.rewards.judge:Judge", "kwargs": {"url": "http://h:1"}}, 3
+    )
+    assert agent.concurrency == 3
+    with pytest.raises(ConfigError, match=r"judge:Jury' cannot be found"):
+        build_agent(None, {"target": "dataflow.rewards.judge:Jury"})
+
+
+def test_a_users_file_that_cannot_be(tmp_path: Path) -> None:
+    good = write(
+        tmp_path / "good.py",
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+        "class Empty: pass\n"
+        "class Sized:\n    def __init__(self, size): pass\n    def compute_score(self): pass\n"
+        "number = 3\n",
+    )
+    assert load_reward(good).__name__ == "compute_score"
+    wrong = [
+        ((str(tmp_path / "none.py"),), "there is no such file"),
+        ((good, "compute_scor"), "has no 'compute_scor'; did you mean 'compute_score'?"),
+        ((good, "zzz"), "has no 'zzz'; it defines Empty, Sized, compute_score"),
+        ((good, "number"), "'number' is a int; give a function or a class"),
+        ((good, "Empty"), "class 'Empty' has no method compute_score"),
+        ((good, "Sized"), "'Sized' cannot be called with nothing (missing a required argument: 'size')"),
+        ((good, "compute_score", {"factor": 2}), "unexpected keyword argument 'factor'"),
+        ((write(tmp_path / "a.py", "import no_such_module\n"),), "No module named 'no_such_module' (a.py:1)"),
+        ((write(tmp_path / "b.py", "def f(:\n"),), "SyntaxError"),
+        ((write(tmp_path / "c.py", "import sys\nsys.exit(1)\n"),), "SystemExit: 1 (c.py:2)"),
+        ((write(tmp_path / "d.txt", ""),), "it is no Python file"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ConfigError) as error:
+            load_reward(*arguments)  # type: ignore[arg-type]
+        assert message in str(error.value)
+        assert str(error.value).startswith(f"custom_reward_function.path={arguments[0]}: ")
+        assert "\n" not in str(error.value)

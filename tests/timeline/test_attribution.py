@@ -1,0 +1,227 @@
+"""Every second the GPUs idle is charged to one cause, and to the right one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataflow.timeline.attribution import Wait, exposed_waits, summary
+from dataflow.timeline.spans import Span, Trace
+
+RESOURCES = ("gpu", "reward", "controller", "io", "sandbox")
+
+
+def task(name: str, resource: str, begin: float, end: float, waited_for: str = "", **args: object) -> Span:
+    stage, _, rest = name.partition("[")
+    step, _, part = rest.rstrip("]").partition(".")
+    return Span(
+        stage, int(step), int(part or 1) - 1, 4 if part else 1, resource, begin, end, dict(args), waited_for
+    )  # fmt: skip
+
+
+def step(*spans: Span) -> Trace:
+    trace = Trace()
+    trace.add(*spans)
+    return trace
+
+
+def test_a_wait_for_rewards_is_seen_through_the_stage_between() -> None:
+    trace = step(
+        task("rollout[1]", "gpu", 1, 3),
+        task("reward_collect[1]", "reward", 3, 10, "rollout[1]"),
+        task("advantage[1]", "controller", 10.5, 11, "reward_collect[1]"),
+        task("actor_update[1]", "gpu", 11.25, 14, "advantage[1]"),
+    )
+    assert exposed_waits(trace) == [
+        Wait(3, 10, "rewards", "actor_update[1]"),
+        Wait(10, 11, "controller", "actor_update[1]"),
+        Wait(11, 11.25, "dispatch", "actor_update[1]"),
+    ]
+
+
+def test_before_the_first_task_is_start_up() -> None:
+    trace = step(task("load[1]", "io", 0, 2), task("rollout[1]", "gpu", 2.5, 3, "load[1]"))
+    assert exposed_waits(trace) == [Wait(0, 2.5, "start-up", "rollout[1]")]
+
+
+def test_what_was_ready_before_the_gap_is_dispatch() -> None:
+    trace = step(
+        task("reward_collect[1.1]", "reward", 0, 1),
+        task("rollout[2]", "gpu", 0, 2),
+        task("actor_update[1.1]", "gpu", 2.5, 3, "reward_collect[1.1]"),
+        task("actor_update[1.2]", "gpu", 3.25, 4, "actor_update[1.1]"),
+    )
+    assert [w.cause for w in exposed_waits(trace)] == ["dispatch", "dispatch"]
+
+
+@pytest.mark.parametrize(
+    ("waited_for", "cause"),
+    [
+        ("reward_collect[3.1]", "rewards"),
+        ("val_score[3]", "rewards"),
+        ("advantage[3.1]", "controller"),
+        ("rollout[3]", "dispatch"),
+        ("grade[3]", "grade"),
+        ("", "dispatch"),
+    ],
+)
+def test_a_task_that_left_no_span_is_judged_by_its_name(waited_for: str, cause: str) -> None:
+    trace = step(task("rollout[1]", "gpu", 0, 1), task("actor_update[1]", "gpu", 2, 3, waited_for))
+    assert exposed_waits(trace) == [Wait(1, 2, cause, "actor_update[1]")]
+
+
+def test_a_stage_that_ran_elsewhere_in_the_trace_says_where_it_runs() -> None:
+    trace = step(
+        task("grade[1]", "reward", 0, 1),
+        task("rollout[1]", "gpu", 0, 1),
+        task("update[2]", "gpu", 2, 3, "grade[2]"),
+    )
+    assert exposed_waits(trace)[0].cause == "rewards"
+
+
+def test_a_users_resource_is_a_cause_by_its_name() -> None:
+    trace = step(
+        task("rollout[1]", "gpu", 0, 1),
+        task("execute[1]", "sandbox", 1, 4, "rollout[1]"),
+        task("actor_update[1]", "gpu", 4, 5, "execute[1]"),
+    )
+    assert exposed_waits(trace) == [Wait(1, 4, "sandbox", "actor_update[1]")]
+
+
+def test_a_late_write_is_charged_to_io_and_validation_to_nobody() -> None:
+    trace = step(
+        task("actor_update[1]", "gpu", 0, 1),
+        task("checkpoint[1]", "io", 1, 2, "actor_update[1]"),
+        task("val_rollout[1]", "gpu", 3, 5, "actor_update[1]", optional=True),
+        task("val_score[1]", "reward", 5, 9, "val_rollout[1]", optional=True),
+    )
+    assert trace.wall == 2
+    assert exposed_waits(trace) == [Wait(1, 2, "io", "checkpoint[1]")]
+
+
+def test_validation_amid_training_is_busy_time() -> None:
+    trace = step(
+        task("actor_update[1]", "gpu", 0, 1),
+        task("val_rollout[1]", "gpu", 1, 3, optional=True),
+        task("rollout[2]", "gpu", 3, 4),
+    )
+    assert exposed_waits(trace) == []
+    assert trace.busy("gpu") == 4
+
+
+def test_a_window_may_cut_a_gap() -> None:
+    trace = step(
+        task("rollout[1]", "gpu", 0, 1),
+        task("reward_collect[1]", "reward", 1, 6, "rollout[1]"),
+        task("actor_update[1]", "gpu", 6, 7, "reward_collect[1]"),
+    )
+    assert exposed_waits(trace, window=(2, 4)) == [Wait(2, 4, "rewards", "actor_update[1]")]
+
+
+@given(st.data())
+def test_windows_that_tile_the_run_hold_the_same_waits(data: st.DataObject) -> None:
+    trace = data.draw(traces())
+    begin, end = trace.window
+    cut = data.draw(st.integers(int(begin * 64), int(end * 64))) / 64
+    parts = [*exposed_waits(trace, window=(begin, cut)), *exposed_waits(trace, window=(cut, end))]
+    total = sum(w.end - w.begin for w in exposed_waits(trace))
+    assert sum(w.end - w.begin for w in parts) == total
+
+
+def test_a_window_knows_what_was_done_before_it() -> None:
+    trace = step(
+        task("rollout[1]", "gpu", 0, 2),
+        task("reward_collect[1]", "reward", 0, 1),
+        task("sync_weights[1]", "gpu", 2, 3),
+        task("actor_update[2]", "gpu", 4, 5, "reward_collect[1]"),
+    )
+    assert (
+        exposed_waits(trace, window=(2, 5))
+        == exposed_waits(trace)
+        == [Wait(3, 4, "dispatch", "actor_update[2]")]
+    )
+
+
+def test_a_circle_of_names_ends() -> None:
+    trace = step(
+        task("rollout[1]", "gpu", 0, 1),
+        task("a[1]", "controller", 4, 5, "b[1]"),
+        task("b[1]", "io", 4, 5, "a[1]"),
+        task("update[1]", "gpu", 5, 6, "a[1]"),
+    )
+    assert sum(w.end - w.begin for w in exposed_waits(trace)) == 4
+
+
+def test_no_trace_no_waits() -> None:
+    assert exposed_waits(Trace()) == []
+    assert summary(Trace())["wall_s"] == 0
+    assert [w.cause for w in exposed_waits(step(task("load[1]", "io", 0, 1)))] == ["start-up"]
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    """Any spans at all, overlapping, empty, waiting for each other or for nobody."""
+    trace = Trace()
+    for i in range(draw(st.integers(0, 14))):
+        # Whole 64ths: sums of them are exact, and equal times are likely.
+        begin, length = draw(st.integers(0, 640)) / 64, draw(st.integers(0, 128)) / 64
+        names = [s.task for s in trace.spans]
+        trace.add(
+            Span(
+                draw(st.sampled_from(["rollout", "reward_collect", "advantage", "own"])),
+                i,
+                0,
+                1,
+                draw(st.sampled_from(RESOURCES)),
+                begin,
+                begin + length,
+                {"optional": True} if draw(st.booleans()) else {},
+                draw(st.sampled_from(["", "reward_collect[99]", "who[1]", *names])),
+            )
+        )
+    return trace
+
+
+@given(traces(), st.sampled_from(RESOURCES))
+def test_waits_are_in_order_and_sum_to_idle(trace: Trace, resource: str) -> None:
+    waits = exposed_waits(trace, resource)
+    begin, end = trace.window
+    assert all(begin <= w.begin < w.end <= end for w in waits)
+    assert all(waits[i].end <= waits[i + 1].begin for i in range(len(waits) - 1))
+    assert sum(w.end - w.begin for w in waits) == trace.wall - trace.busy(resource)
+    for wait in waits:
+        assert not any(
+            s.begin < wait.end and s.end > wait.begin and s.end > s.begin for s in trace.on(resource)
+        )
+
+
+@given(traces())
+def test_the_summary_adds_up(trace: Trace) -> None:
+    facts = summary(trace)
+    assert facts["gpu_busy_s"] + facts["exposed_wait_s"] == facts["wall_s"]
+    assert sum(facts["exposed_wait_by_cause"].values()) == facts["exposed_wait_s"]
+    assert sum(of["count"] for of in facts["stages"].values()) == len(trace.spans)
+    assert all(0 <= share <= 1 for share in facts["busy"].values())
+
+
+def test_the_summary_of_a_step() -> None:
+    trace = step(
+        task("rollout[1]", "gpu", 0, 2),
+        task("reward_collect[1]", "reward", 2, 6, "rollout[1]"),
+        task("actor_update[1]", "gpu", 6, 8, "reward_collect[1]"),
+        task("rollout[2]", "gpu", 8, 10),
+    )
+    assert summary(trace) == {
+        "wall_s": 10,
+        "step_s": 5,
+        "gpu_busy_s": 6,
+        "exposed_wait_s": 4,
+        "exposed_wait_by_cause": {"rewards": 4},
+        "busy": {"gpu": 0.6, "reward": 0.4},
+        "stages": {
+            "rollout": {"total_s": 4, "count": 2},
+            "reward_collect": {"total_s": 4, "count": 1},
+            "actor_update": {"total_s": 2, "count": 1},
+        },
+    }

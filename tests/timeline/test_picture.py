@@ -1,0 +1,105 @@
+"""The picture is made, whole, the same each time; how it looks is for eyes."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from dataflow.errors import DataError
+from dataflow.timeline.picture import COLOURS, _columns, colours, draw
+from dataflow.timeline.spans import Mark, Span, Trace
+
+
+def run(policy: str = "both", rest: float = 0.5) -> Trace:
+    trace = Trace(
+        meta={"policy": policy, "status": "finished", "resources": {"gpu": 1, "reward": None, "io": 1}}
+    )
+    for step in range(1, 4):
+        at = step * 4.0
+        trace.add(
+            Span("rollout", step, 0, 1, "gpu", at, at + 1),
+            Span("reward_collect", step, 0, 1, "reward", at + 1, at + 1 + rest, {}, f"rollout[{step}]"),
+            Span("actor_update", step, 0, 2, "gpu", at + 1 + rest, at + 2.5, {}, f"reward_collect[{step}]"),
+            Span("actor_update", step, 1, 2, "gpu", at + 2.5, at + 3.5),
+            Span("my_stage", step, 0, 1, "io", at, at + 0.001),
+            *(Mark("reward", "reward", at + 1, at + 1 + rest * i / 8, {"step": step}) for i in range(1, 9)),
+        )
+    trace.add(Span("val_score", 3, 0, 1, "reward", 15.5, 17, {"optional": True}))
+    return trace
+
+
+def test_a_png_is_1400_pixels_wide(tmp_path: Path) -> None:
+    path = tmp_path / "runs.png"
+    draw({"baseline": run(), "my_run $1-2": run(rest=0.1)}, path, title="Two runs")
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", head[16:24])
+    assert width == 1400
+    assert 200 < height < 900
+    assert [p.name for p in tmp_path.iterdir()] == ["runs.png"]
+
+
+def test_an_svg_says_what_is_where(tmp_path: Path) -> None:
+    path = tmp_path / "runs.svg"
+    draw({"baseline": run(), "both": run(rest=0.1)}, path, title="Two runs")
+    text = path.read_text()
+    for word in (
+        "Two runs",
+        "baseline",
+        "actor_update",
+        "my_stage",
+        "exposed wait",
+        "reward",
+        "1.1",
+        "against baseline",
+    ):
+        assert word in text
+    draw({"baseline": run(), "both": run(rest=0.1)}, path, title="Two runs")
+    assert path.read_text() == text
+
+
+def test_some_steps_of_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.svg"
+    draw(run(), path, steps=(2, 3))
+    assert "from the first task of step 2" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        Trace([Span("rollout", 1, 0, 1, "gpu", 0, 0)]),
+        Trace([Span("rollout", 1, 0, 1, "sandbox", 0, 1)], [Mark("reward", "reward", 0, 1)]),
+        Trace(
+            [Span("val_rollout", 0, 0, 1, "gpu", 0, 1, {"optional": True})], meta={"status": "interrupted"}
+        ),
+    ],
+)
+def test_odd_runs_are_drawn_too(tmp_path: Path, trace: Trace) -> None:
+    draw(trace, tmp_path / "run.svg")
+    assert (tmp_path / "run.svg").stat().st_size > 1000
+
+
+def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"\.png or \.svg"):
+        draw(run(), tmp_path / "run.gif")
+    with pytest.raises(DataError, match="no task of run 'both'"):
+        draw(Trace(meta={"policy": "both"}), tmp_path / "run.png")
+    with pytest.raises(DataError, match="no run to draw"):
+        draw({}, tmp_path / "run.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_users_stages_have_colours_of_their_own() -> None:
+    named = colours(["rollout", "b", "a", "c"])
+    assert named["rollout"] == COLOURS["rollout"]
+    assert len(set(named.values())) == 4
+    assert named == colours(["c", "a", "b", "rollout"])
+    assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+def test_a_legend_of_long_names_takes_fewer_columns() -> None:
+    assert _columns(["rollout"] * 8, 12.8) == 8
+    assert _columns(["a_stage_with_a_very_long_name_" * 2] * 8, 12.8) == 2
+    assert _columns(["x" * 500], 12.8) == 1

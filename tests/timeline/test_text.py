@@ -1,0 +1,128 @@
+"""The text timeline, as it looks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataflow.timeline.spans import Mark, Span, Trace
+from dataflow.timeline.text import LETTERS, gantt, letters, table, tick
+
+
+def both() -> Trace:
+    """Two steps of ``both``: the second rollout hides the first rewards, the second update waits."""
+    trace = Trace(meta={"policy": "both", "resources": {"gpu": 1, "reward": None, "controller": 1}})
+    trace.add(
+        Span("rollout", 1, 0, 1, "gpu", 1, 5),
+        Span("reward_request", 1, 0, 1, "controller", 5, 5.1, {}, "rollout[1]"),
+        Span("reward_collect", 1, 0, 2, "reward", 5.1, 9, {}, "reward_request[1]"),
+        Span("reward_collect", 1, 1, 2, "reward", 5.1, 14, {}, "reward_request[1]"),
+        Span("rollout", 2, 0, 1, "gpu", 5, 9, {}, "rollout[1]"),
+        Span("old_log_prob", 1, 0, 1, "gpu", 9, 10),
+        Span("actor_update", 1, 0, 2, "gpu", 10, 13, {}, "reward_collect[1.1]"),
+        Span("actor_update", 1, 1, 2, "gpu", 14, 17, {}, "reward_collect[1.2]"),
+        Span("sync_weights", 1, 0, 1, "gpu", 17, 18),
+        Span("old_log_prob", 2, 0, 1, "gpu", 18, 19),
+        Span("reward_collect", 2, 0, 1, "reward", 9, 24, {}, "rollout[2]"),
+        Span("penalise_length", 2, 0, 1, "controller", 24, 25, {}, "reward_collect[2]"),
+        Span("actor_update", 2, 0, 1, "gpu", 25, 31, {}, "penalise_length[2]"),
+        Span("val_rollout", 2, 0, 1, "gpu", 31, 34, {"optional": True}, "actor_update[2]"),
+    )
+    for i in range(8):
+        trace.add(Mark("reward", "reward", 5.1, 7 + i, {"step": 1, "group": i, "sample": 0}))
+        trace.add(Mark("reward", "reward", 9, 17 + i, {"step": 2, "group": i, "sample": 0}))
+    return trace
+
+
+GOLDEN = """
+both: 2 steps in 30.0 s, gpu busy 76.7%, exposed wait 7.00 s (rewards 6.00, controller 1.00)
+gpu         R1======R2======L1=U1.1==~~U1.2==S1L2~~~~~~~~~~~~U2===========V2====
+reward              C1.1====C2=============================
+                    C1.2===============
+controller          Q                                      P2
+in flight           ▅▅▅▅▅▅▅▄█████▇▇▇▇▆▆▅▅▅▅▅▅▅▅▅▄▄▄▄▃▃▂▂▂▂▁▁
+            |0 s                 |10                 |20                  |30
+R rollout  Q reward_request  C reward_collect  L old_log_prob  U actor_update
+S sync_weights  P penalise_length  V val_rollout  ~ gpu waits
+█ 13 rewards in flight
+"""
+
+PART = """
+both: 2 steps in 30.0 s, gpu busy 76.7%, exposed wait 7.00 s (rewards 6.00, controller 1.00)
+gpu         R2========L1=U1.1====~~~U1.2===S1=L2=~~~~~~~~~~~~~~~U2==============
+reward      C1.1======C2======================================
+            C1.2====================
+controller  Q                                                 P2
+in flight   ▅▅▅▅▅▅▅▅▄▄██████▇▇▇▇▇▆▆▆▅▅▅▅▅▅▅▅▅▅▄▄▄▄▄▄▃▃▂▂▂▂▂▂▁▁
+            |0 s         |5           |10          |15          |20          |25
+R rollout  Q reward_request  C reward_collect  L old_log_prob  U actor_update
+S sync_weights  P penalise_length  V val_rollout  ~ gpu waits
+█ 13 rewards in flight
+"""
+
+
+def test_the_whole_run() -> None:
+    assert gantt(both(), width=80) == GOLDEN.lstrip("\n")
+
+
+def test_one_step_of_it() -> None:
+    assert gantt(both(), width=80, steps=(2, 2)) == PART.lstrip("\n")
+
+
+def test_a_run_without_tasks() -> None:
+    trace = Trace(meta={"policy": "both", "status": "interrupted"})
+    assert gantt(trace) == "both: 0 steps in 0.00 s (interrupted)\n(no task ran)\n"
+
+
+def test_a_run_of_no_length() -> None:
+    trace = Trace([Span("rollout", 1, 0, 1, "gpu", 0, 0)], [Mark("reward", "reward", 0, 1)])
+    assert "gpu" in gantt(trace)
+
+
+def test_too_short_for_a_column_shows_where_nothing_else_is() -> None:
+    trace = Trace(
+        [Span("rollout", 1, 0, 1, "gpu", 0, 100), Span("advantage", 1, 0, 1, "controller", 50, 50.01)]
+    )
+    row = next(line for line in gantt(trace, width=62).splitlines() if line.startswith("controller"))
+    assert row == "controller" + " " * 27 + "A"
+
+
+def test_letters_of_users_stages_are_their_own_and_stay() -> None:
+    own = [f"stage_{i}" for i in range(12)]
+    named = letters([*LETTERS, *own])
+    assert {k: named[k] for k in LETTERS} == LETTERS
+    assert len(set(named.values())) == len(named)
+    assert letters(["penalise_length", "rollout"])["penalise_length"] == "P"
+    assert letters([f"s{i}" for i in range(99)])["s98"] == "?"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([*LETTERS, "own"]),
+            st.floats(0, 50),
+            st.floats(0, 20),
+            st.sampled_from(["gpu", "io"]),
+        ),
+        max_size=20,
+    ),
+    st.integers(20, 120),
+)
+def test_no_line_is_wider_than_asked_for(tasks: list[tuple[str, float, float, str]], width: int) -> None:
+    trace = Trace([Span(name, i, 0, 1, on, at, at + wide) for i, (name, at, wide, on) in enumerate(tasks)])
+    text = gantt(trace, width=width)
+    rows = [line for line in text.splitlines()[1:] if line.startswith(("gpu", "io", " "))]
+    assert all(len(line) <= width for line in rows)
+    assert gantt(trace, width=width) == text
+
+
+@pytest.mark.parametrize(("span", "size"), [(10, 1), (11, 2), (0.03, 0.005), (1e4, 1e3), (0, 1)])
+def test_ticks_are_round_numbers(span: float, size: float) -> None:
+    assert tick(span, 10) == size
+
+
+def test_a_table_is_aligned() -> None:
+    assert table([["policy", "wall"], ["both", "9.51"], ["baseline", "12.00"]]) == (
+        "policy     wall\nboth       9.51\nbaseline  12.00"
+    )
