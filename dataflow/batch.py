@@ -162,7 +162,10 @@ class Batch:
 
     @staticmethod
     def concat(batches: Iterable[Batch]) -> Batch:
-        """Returns the rows of all batches; they must have the same columns and no group twice.
+        """Returns the rows of all batches; they must have the same tensors and no group twice.
+
+        A column of objects that some batches lack is None there: what a user's reward returns beside the score
+        may differ from sample to sample.
 
         Raises:
             DataflowError: no batch, differing columns, or a group that stands in two of them.
@@ -172,19 +175,23 @@ class Batch:
         parts = list(batches)
         if not parts:
             raise DataflowError("Batch: nothing to concatenate.")
-        names = set(parts[0].names)
+        names = set(parts[0].tensors.keys())
         for part in parts[1:]:
-            if set(part.names) != names or set(part.arrays) != set(parts[0].arrays):
+            if set(part.tensors.keys()) != names:
                 raise DataflowError(
-                    f"Batch: cannot concatenate columns {sorted(names)} with {sorted(part.names)}."
+                    f"Batch: cannot concatenate columns {sorted(parts[0].names)} with {sorted(part.names)}."
                 )
         ids = [group for part in parts for group in part.ids]
         if len(set(ids)) != len(ids):
             raise DataflowError("Batch: cannot concatenate, a group stands in two of the batches.")
         columns: dict[str, Any] = {
-            name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors.keys()  # noqa: SIM118
+            name: torch.cat([part.tensors[name] for part in parts])
+            for name in parts[0].tensors.keys()  # noqa: SIM118
         }
-        columns |= {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
+        for name in dict.fromkeys(name for part in parts for name in part.arrays):
+            columns[name] = np.concatenate(
+                [part.arrays.get(name, _objects([None] * len(part))) for part in parts]
+            )
         meta: dict[str, Any] = {}
         for part in parts:
             meta |= part.meta
@@ -196,7 +203,9 @@ class Batch:
 
         uid = np.array([str(g) for g in self.groups], dtype=object)
         return DataProto.from_dict(
-            tensors=dict(self.tensors.items()), non_tensors={**self.arrays, "uid": uid}, meta_info=dict(self.meta)
+            tensors=dict(self.tensors.items()),
+            non_tensors={**self.arrays, "uid": uid},
+            meta_info=dict(self.meta),
         )
 
     @staticmethod

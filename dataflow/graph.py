@@ -62,7 +62,7 @@ class TaskInfo:
         return self.part == self.parts - 1
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the step's; values logged by several parts of a step are averaged."""
+        """Adds metrics to the step's; of several parts' values the mean counts, or the max or min if so named."""
         self.metrics.update(metrics)
 
     def mark(self, name: str, begin: float, end: float, **facts: Any) -> None:
@@ -333,7 +333,7 @@ class Pipeline:
                 )
         for name in s.after:
             if name not in self.by_name:
-                raise PipelineError(f"stage '{s.name}' is after '{name}', which is no stage{nearest(name, self.by_name)}.")
+                raise PipelineError(f"stage '{s.name}' is after '{name}', which is no stage{nearest(name, self.by_name) or '.'}")
         if missing := s.missing_tools():
             raise PipelineError(f"stage '{s.name}' needs a tool '{missing[0]}'; bind it: {s.name}.bind({missing[0]}=...).")
         if s.every is not None and s.every < 1:

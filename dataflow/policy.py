@@ -295,8 +295,8 @@ class _Unroller:
         deps: list[TaskId] = []
         for name in s.writes:
             for reader, lag in self.readers.get(name, ()):
-                if reader.name == s.name:
-                    continue
+                if reader.name == s.name and lag == 1:
+                    continue  # it waits for its own last write anyway
                 # Readers of the version that step - 1 wrote; before the first write, of the initial one.
                 since = step - 1 + lag if step > self.steps[0] else step
                 for at in range(since, step + lag):

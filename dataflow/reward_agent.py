@@ -254,8 +254,9 @@ class RewardAgent:
     def _done(self, request: Request, task: asyncio.Task[None]) -> None:
         """The task is over; its slot is free as soon as no thread works for it any more."""
         request.step.tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not self._over(request.step):
-            self._fail(request.step, f"{request}: {describe(error)}.", error)
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None and not self._over(request.step):
+            self._broken(request, f"{request}: {describe(error)}.", error)
         if request.thread is None or request.thread.done():
             self._release()
         else:

@@ -9,7 +9,17 @@ from typing import Any, TypeAlias
 from dataflow.errors import DataflowError
 from dataflow.executors.base import Call, Done, Executor, failure
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
-from dataflow.scheduler import Cancel, Finish, Instruction, Release, Scheduler, Start, StepDone, TaskFailed, TaskFinished
+from dataflow.scheduler import (
+    Cancel,
+    Finish,
+    Instruction,
+    Release,
+    Scheduler,
+    Start,
+    StepDone,
+    TaskFailed,
+    TaskFinished,
+)
 from dataflow.timeline.spans import Mark, Span, Trace
 
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
@@ -162,7 +172,7 @@ class Runner:
 
     def _tell(self, step: int, metrics: Mapping[str, list[float]]) -> None:
         if self._on_step is not None:
-            self._on_step(step, {name: sum(numbers) / len(numbers) for name, numbers in metrics.items()})
+            self._on_step(step, {name: _reduce(name, numbers) for name, numbers in metrics.items()})
 
     def _start(self, instruction: Start) -> None:
         task = instruction.task
@@ -200,3 +210,10 @@ class Runner:
                 fetched[item.field] = self.executor.put(self._inputs[item.field](step))
             return [fetched[item.field]]
         return [self._values[source.step][source, item.field] for source in item.sources]
+
+
+def _reduce(name: str, numbers: list[float]) -> float:
+    """Returns one value for what several parts of a step logged: by name, as verl reduces metrics."""
+    if "max" in name:
+        return max(numbers)
+    return min(numbers) if "min" in name.replace("mini", "") else sum(numbers) / len(numbers)

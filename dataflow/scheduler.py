@@ -272,8 +272,7 @@ class Scheduler:
             behind = [upward[t.name] for _s, t, _field, lag in pipeline.edges() if _s is s and lag == "none"]
             upward[s.name] = max(behind, default=0.0) + seconds[s.name]
         away = _work_until_a_wait(pipeline, seconds)
-        # Nothing in training needs an optional stage soon: it fills the gaps.
-        self._priority = {s.name: (math.inf if s.every else away[s.name], -upward[s.name]) for s in pipeline.stages}
+        self._priority = {s.name: (away[s.name], -upward[s.name]) for s in pipeline.stages}
         for resource, ready in self._ready.items():
             self._ready[resource] = [self._key(self._entries[item[-1]]) for item in ready]
             heapq.heapify(self._ready[resource])
@@ -320,7 +319,7 @@ def _work_until_a_wait(pipeline: Pipeline, seconds: Mapping[str, float]) -> dict
     """Returns for each stage the least seconds of work, its own included, before a remote wait that it leads to.
 
     Ways into later steps, through carried state, count: a weight sync leads to the next rollout and its rewards.
-    Infinite where there is none.
+    Infinite where there is none: such a stage fills the gaps.
     """
     waits = {s.name for s in pipeline.stages if pipeline.resources[s.on] is None and not s.every}
     before: dict[str, list[str]] = {s.name: [] for s in pipeline.stages}
@@ -336,4 +335,10 @@ def _work_until_a_wait(pipeline: Pipeline, seconds: Mapping[str, float]) -> dict
             for source in before[name]:
                 if source not in waits:
                     heapq.heappush(reached, (so_far + seconds[source], source))
+    held_in = pipeline.states & pipeline.writer.keys()
+    for s in pipeline.stages:
+        if s.every:
+            # Nothing in training reads what an optional stage writes, but the next sync waits for its reading.
+            held = [away[pipeline.writer[r.field].name] for r in s.reads if r.field in held_in]
+            away[s.name] = seconds[s.name] + min(held, default=math.inf)
     return away

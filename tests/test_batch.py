@@ -56,7 +56,10 @@ def test_lists_of_equal_length_stay_objects():
         (lambda: Batch.concat([]), "nothing to concatenate"),
         (lambda: Batch.concat([batch(), Batch([4, 4])]), "cannot concatenate columns"),
         (lambda: Batch.concat([Batch([0]), Batch([0])]), "stands in two of the batches"),
-        (lambda: Batch.concat([Batch([0], {"a": [1]}), Batch([1], {"a": torch.ones(1)})]), "cannot concatenate columns"),
+        (
+            lambda: Batch.concat([Batch([0], {"a": [1]}), Batch([1], {"a": torch.ones(1)})]),
+            "cannot concatenate columns",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(make, message):

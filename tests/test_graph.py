@@ -44,7 +44,9 @@ def test_a_stage_is_a_plain_function_with_named_fields():
 
 
 def test_bind_renames_and_leaves_the_stage_as_it_was():
-    other = rollout.bind(name="val_rollout", on="io", every=5, renamed={"responses": "val_responses", "prompts": "val"})
+    other = rollout.bind(
+        name="val_rollout", on="io", every=5, renamed={"responses": "val_responses", "prompts": "val"}
+    )
     assert (other.name, other.on, other.every, other.writes) == ("val_rollout", "io", 5, ("val_responses",))
     assert other.reads == (Read("val"), Read("weights", "carried"))
     assert rollout.name == "rollout"
@@ -81,158 +83,163 @@ def test_draw_gives_mermaid():
     assert "    sync_weights -.->|weights| rollout" in lines
 
 
-def error(make) -> str:
-    with pytest.raises(PipelineError) as info:
-        make()
-    return str(info.value)
+def plain(name: str, **options):
+    """A stage of that name that reads the responses."""
+
+    def fn(responses): ...
+
+    fn.__name__ = name
+    return stage(**options)(fn)
+
+
+@stage(writes="w", on="gpu")
+def reads_advantage(advantage): ...
+
+
+@stage(writes="w", on="gpu")
+def reads_strange(zzz): ...
+
+
+@stage(writes="weights", on="gpu")
+def sync(actor_weights): ...
+
+
+@stage(writes="actor_weights", on="gpu")
+def gather(weights): ...
+
+
+@stage(writes="report", on="io")
+def report(accuracy): ...
+
+
+@stage(writes="late", on="io")
+def reads_back(accuracy: Latest): ...
+
+
+def star():
+    def starred(*fields): ...
+
+    stage(writes="w", on="io")(starred)
 
 
 def build(*stages, inputs=("prompts",), **more):
     return lambda: Pipeline(stages, inputs=inputs, **more)
 
 
-def another(fn_name: str, **stage_options):
-    def fn(responses): ...
-
-    fn.__name__ = fn_name
-    return stage(**stage_options)(fn)
-
-
-def sentence_cases():
-    @stage(writes="w", on="gpu")
-    def reads_advantage(advantage): ...
-
-    @stage(writes="w", on="gpu")
-    def reads_strange(zzz): ...
-
-    @stage(writes="weights", on="gpu")
-    def sync(actor_weights): ...
-
-    @stage(writes="actor_weights", on="gpu")
-    def gather(weights): ...
-
-    @stage(writes="report", on="io")
-    def report(accuracy): ...
-
-    @stage(writes="late", on="io")
-    def reads_back(accuracy: Latest): ...
-
-    @stage(writes="w", on="io")
-    def starred(*fields): ...
-
-    two = {n: another(n, writes=f"{n}_out", on="reward", forms_parts=True) for n in ("collect", "gather_rewards")}
-    weights = Pipeline([rollout], inputs=["prompts", "weights"]).stages
-    yield (
-        "missing producer, guessed",
-        build(*weights, advantage, reads_advantage, inputs=["prompts", "weights"]),
+WRONG = {
+    "missing producer, guessed": (
+        build(rollout, advantage, reads_advantage, inputs=["prompts", "weights"]),
         "stage 'reads_advantage' reads field 'advantage', but no stage writes it; "
         "did you mean 'advantages' (written by 'advantage')?",
-    )
-    yield (
-        "missing producer, an input guessed",
-        lambda: Pipeline([rollout], inputs=["prompt", "weights"]),
+    ),
+    "missing producer, an input guessed": (
+        build(rollout, inputs=["prompt", "weights"]),
         "stage 'rollout' reads field 'prompts', but no stage writes it; did you mean 'prompt'?",
-    )
-    yield (
-        "missing producer, nothing near",
+    ),
+    "missing producer, nothing near": (
         build(advantage, reads_strange, inputs=["responses"]),
-        "stage 'reads_strange' reads field 'zzz', but no stage writes it; known fields: advantages, w, responses.",
-    )
-    yield (
-        "two producers",
-        build(*GRPO, another("mine", writes="advantages", on="io")),
+        "stage 'reads_strange' reads field 'zzz', but no stage writes it; "
+        "known fields: advantages, w, responses.",
+    ),
+    "two producers": (
+        build(*GRPO, plain("mine", writes="advantages", on="io")),
         "field 'advantages' is written by 'advantage' and 'mine'.",
-    )
-    yield (
-        "an input written",
-        build(*GRPO, another("mine", writes="prompts", on="io")),
+    ),
+    "an input written": (
+        build(*GRPO, plain("mine", writes="prompts", on="io")),
         "field 'prompts' is an input of the pipeline; 'mine' cannot write it.",
-    )
-    yield (
-        "two of one name",
-        build(*GRPO, another("advantage", writes="other", on="io")),
+    ),
+    "two of one name": (
+        build(*GRPO, plain("advantage", writes="other", on="io")),
         "two stages are named 'advantage'; give one another name with bind(name=...).",
-    )
-    yield (
-        "cycle",
+    ),
+    "cycle": (
         build(sync, gather),
-        "the stages form a cycle: gather -> sync -> gather; "
+        "the stages form a cycle: sync -> gather -> sync; "
         "mark the field that comes from an earlier step as Carried.",
-    )
-    yield (
-        "undeclared resource",
-        build(*GRPO, another("mine", writes="m", on="gpus")),
+    ),
+    "undeclared resource": (
+        build(*GRPO, plain("mine", writes="m", on="gpus")),
         "stage 'mine' runs on 'gpus', which is no resource; did you mean 'gpu'? "
         "(declared: gpu, reward, controller, io).",
-    )
-    yield (
-        "no slots",
+    ),
+    "no slots": (
         build(*GRPO, resources={"gpu": 0, "controller": 1}),
         "resource 'gpu' has 0 slots; give 1 or more, or None for no limit.",
-    )
-    yield (
-        "optional feeds mandatory",
+    ),
+    "optional feeds mandatory": (
         build(*GRPO, validate, report),
-        "stage 'report' reads 'accuracy' from 'validate', which runs only every 3 steps; give both the same every=.",
-    )
-    yield (
-        "optional state",
+        "stage 'report' reads 'accuracy' from 'validate', which runs only every 3 steps; "
+        "give both the same every=.",
+    ),
+    "optional state": (
         build(*GRPO, validate, reads_back),
         "stage 'reads_back' reads 'accuracy' of an earlier step, but 'validate' runs only every 3 steps; "
         "let it run on every step.",
-    )
-    yield (
-        "optional former",
-        build(*GRPO, another("collect", writes="r", on="reward", forms_parts=True).bind(every=2)),
+    ),
+    "optional former": (
+        build(*GRPO, plain("collect", writes="r", on="reward", forms_parts=True, every=2)),
         "stage 'collect' forms the parts of every step, so it cannot run only every 2.",
-    )
-    yield (
-        "missing tool",
+    ),
+    "missing tool": (
         build(*GRPO, scale),
         "stage 'scale' needs a tool 'factor'; bind it: scale.bind(factor=...).",
-    )
-    yield (
-        "unknown tool",
+    ),
+    "unknown tool": (
         lambda: scale.bind(facto=2),
         "stage 'scale' takes no tool 'facto'; did you mean 'factor'? (it takes factor, offset).",
-    )
-    yield "no tools at all", lambda: rollout.bind(x=1), "stage 'rollout' takes no tool 'x' (it takes none)."
-    yield (
-        "two processes",
-        build(*GRPO, scale.bind(factor=Hosted("one", dict), offset=Hosted("two", dict))),
-        "stage 'scale' uses tools of two processes (one, two); split it in two stages and pass a value between them.",
-    )
-    yield (
-        "after nothing",
-        build(*GRPO, another("mine", writes="m", on="io", after=["rolout"])),
-        "stage 'mine' is after 'rolout', which is no stage; did you mean 'rollout'?.",
-    )
-    yield (
-        "every",
-        build(*GRPO, another("mine", writes="m", on="io", every=0)),
+    ),
+    "no tools at all": (lambda: rollout.bind(x=1), "stage 'rollout' takes no tool 'x' (it takes none)."),
+    "two processes": (
+        lambda: Pipeline(
+            [*GRPO, scale.bind(factor=Hosted("one", dict), offset=Hosted("two", dict))], ["prompts"]
+        ),
+        "stage 'scale' uses tools of two processes (one, two); "
+        "split it in two stages and pass a value between them.",
+    ),
+    "after nothing": (
+        build(*GRPO, plain("mine", writes="m", on="io", after=["rolout"])),
+        "stage 'mine' is after 'rolout', which is no stage; did you mean 'rollout'?",
+    ),
+    "every": (
+        build(*GRPO, plain("mine", writes="m", on="io", every=0)),
         "stage 'mine': every=0; give 1 or more.",
-    )
-    yield (
-        "two formers",
-        build(*GRPO, *two.values()),
-        "stages 'collect' and 'gather_rewards' both form the parts of a step.",
-    )
-    yield (
-        "nameless fields",
-        lambda: stage(writes="w", on="io")(starred.fn),
-        "stage 'starred': parameter '*fields' has no name to be a field.",
-    )
+    ),
+    "two formers": (
+        build(*GRPO, *(plain(n, writes=n, on="reward", forms_parts=True) for n in ("collect", "take"))),
+        "stages 'collect' and 'take' both form the parts of a step.",
+    ),
+    "nameless fields": (star, "stage 'starred': parameter '*fields' has no name to be a field."),
+}
 
 
-def test_what_is_wrong_is_one_exact_sentence():
-    @stage(writes="w", on="io")
-    def fine(responses): ...
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_exact_sentence(case):
+    make, sentence = WRONG[case]
+    with pytest.raises(PipelineError) as error:
+        make()
+    assert str(error.value) == sentence
 
-    cases = []
 
-    def starred(*fields): ...
+def test_a_subset_turns_what_others_wrote_into_inputs():
+    part = grpo_pipeline(val_every=3).subset(["val_rollout", "val_score"])
+    assert [s.name for s in part.stages] == ["val_rollout", "val_score"]
+    assert part.inputs == ("prompts", "weights")
+    assert all(s.every is None for s in part.stages)
 
-    with pytest.raises(PipelineError, match="parameter '\\*fields' has no name to be a field"):
-        stage(writes="w", on="io")(starred)
-    for name, make, sentence in cases:
-        assert error(make) == sentence, name
+
+def test_tasks_have_names_and_an_order():
+    assert str(TaskId(3, "actor_update", 1, 4)) == "actor_update[3.2]"
+    assert str(TaskId(3, "rollout")) == "rollout[3]"
+    assert TaskId(2, "rollout") < TaskId(3, "advantage")
+    info = TaskInfo(step=1, part=3, parts=4)
+    assert info.last
+    assert not info.first
+
+
+def test_the_unrolled_graph_explains_itself():
+    graph = expand(grpo_pipeline(), SchedulingPolicy(2, 1), 3, 2, groups=4)
+    lines = graph.explain(2, 2).splitlines()
+    assert "reward_collect[2.2]  reward      after reward_collect[2.1], reward_request[2]" in lines
+    assert "rollout[2]           gpu         at once" in lines
+    assert graph.window().number_of_nodes() == 3 * len(graph.unroll(1))

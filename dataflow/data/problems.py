@@ -1,8 +1,8 @@
 """Generated word problems in GSM8K's format: a question, and an answer that ends in ``#### N``.
 
-Half take one operation and half take two. A question is held out or not by a hash of its text, so no seed's train
-questions ever meet any seed's held-out ones. Stories and arithmetic facts are shared by both sides: what is held
-out measures new instances of known stories.
+Half take one operation and half take two. A question is held out or not by a hash of its text, so no seed's
+train questions ever meet any seed's held-out ones. Stories and arithmetic facts are shared by both sides:
+what is held out measures new instances of known stories.
 """
 
 from __future__ import annotations
@@ -105,8 +105,9 @@ def generate(train: int, val: int, seed: int) -> tuple[list[dict[str, Any]], lis
         seed: the same seed makes the same problems.
 
     Returns:
-        The train and the held-out problems: ``question``, ``answer``, ``story`` (index into STORIES), ``ops`` and
-        ``operands`` (list of int). No train question of any seed is a held-out question of any other.
+        The train and the held-out problems: ``question``, ``answer``, ``story`` (index into STORIES),
+        ``ops`` and ``operands`` (list of int). No train question of any seed is a held-out question of any
+        other.
 
     Raises:
         DataError: more problems are asked for than there are.
@@ -138,7 +139,13 @@ def _draw(count: int, seed: str, *, held: bool) -> list[dict[str, Any]]:
             continue
         misses = 0
         seen.add(question)
-        problem = {"question": question, "answer": answer, "story": index, "ops": story.ops, "operands": operands}
+        problem = {
+            "question": question,
+            "answer": answer,
+            "story": index,
+            "ops": story.ops,
+            "operands": operands,
+        }
         problems.append(problem)
     # Sizes alternate above; shuffled, so that any stretch of rows is a fair sample of the stories.
     rng.shuffle(problems)

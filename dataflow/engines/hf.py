@@ -12,13 +12,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TopKLogitsWarper, TopPLogitsWarper
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils.logging import disable_progress_bar
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Sampling
 from dataflow.errors import ConfigError, DataError, DataflowError, ModelError, nearest
 
+_GROUPED = "sdpa_grouped"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -74,6 +85,9 @@ class HfRollout:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ModelError(f"model '{model}' cannot be loaded: {reason}") from error
         self.model.to(device).eval().requires_grad_(False)
+        config = self.model.config.get_text_config()
+        if getattr(config, "num_key_value_heads", None) not in (None, config.num_attention_heads):
+            self.model.set_attn_implementation(_GROUPED)
         self.max_prompt_length = max_prompt_length
         self.max_batch = max_batch
         self.device = torch.device(device)
@@ -274,6 +288,34 @@ class HfRollout:
             for name in given.values():
                 own[name].copy_(weights[name])
         self.version = version
+
+
+def _grouped_sdpa(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' sdpa, but in decoding the query heads that share a key head stand in for positions.
+
+    With a mask, transformers copies the whole cache once for each head that shares it, in every step: a third
+    of the time of a rollout on CPU.
+    """
+    rows, heads, positions, width = query.shape
+    if positions != 1:
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return out, None
+    shared = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
+    out = scaled_dot_product_attention(
+        shared, key, value, attn_mask=attention_mask, scale=options.get("scaling")
+    )
+    return out.reshape(rows, 1, heads, width), None
+
+
+AttentionInterface.register(_GROUPED, _grouped_sdpa)
+AttentionMaskInterface.register(_GROUPED, sdpa_mask)
 
 
 def _uniforms(groups: np.ndarray, n: int, long: int, seed: int) -> np.ndarray:

@@ -11,6 +11,7 @@ import os
 import pickle
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from dataflow.errors import ConfigError, DataflowError, RunError
@@ -290,17 +291,13 @@ def _pickled(spec: Hosted, stages: Mapping[str, Stage]) -> bytes:
     That is a pipeline file loaded from its path, under a name that a worker would not find.
     """
     import sys
-    from importlib.machinery import PathFinder
 
     import cloudpickle
 
     names = {getattr(f, "__module__", None) for f in (spec.factory, *(s.fn for s in stages.values()))}
-    loose = [
-        sys.modules[name]
-        for name in names
-        if name in sys.modules and name != "__main__" and PathFinder.find_spec(name.partition(".")[0]) is None
-        if name not in sys.builtin_module_names and name not in cloudpickle.list_registry_pickle_by_value()
-    ]
+    mine = [sys.modules[name] for name in sorted(filter(None, names)) if name in sys.modules]
+    registered = cloudpickle.list_registry_pickle_by_value()
+    loose = [m for m in mine if not _importable(m) and m.__name__ not in registered]
     for module in loose:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -308,6 +305,24 @@ def _pickled(spec: Hosted, stages: Mapping[str, Stage]) -> bytes:
     finally:
         for module in loose:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether an import by the module's name finds its file; cloudpickle sends ``__main__`` whole by itself."""
+    from importlib.machinery import PathFinder
+
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__ == "__main__":
+        return True
+    where: Sequence[str] | None = None
+    found = None
+    parts = module.__name__.split(".")
+    for n in range(1, len(parts) + 1):
+        found = PathFinder.find_spec(".".join(parts[:n]), where)
+        if found is None:
+            return False
+        where = list(found.submodule_search_locations or ())
+    return found is not None and found.origin == file
 
 
 async def _first_failure(refs: Sequence[Any]) -> list[Any]:

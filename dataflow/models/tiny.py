@@ -1,9 +1,9 @@
-"""The default run's model: a tokenizer, a tiny Qwen2 and a short supervised warm-up, cached for every later run.
+"""The default run's model: a tokenizer, a tiny Qwen2 and a short supervised warm-up, cached for later runs.
 
-The warm-up teaches the form of an answer and right arithmetic, but which operation a story wants only noisily:
-most stories have a habit, one wrong operation that is likelier than the right one. What is left to learn is to
-prefer the right one, which is what rewards can teach (noise that does not depend on the story leaves nothing to
-sharpen, and a warm-up that stops before arithmetic is right collapses under GRPO).
+The warm-up teaches the form of an answer and right arithmetic, but which operation a story wants only
+noisily: most stories have a habit, one wrong operation that is likelier than the right one. What is left to
+learn is to prefer the right one, which is what rewards can teach (noise that does not depend on the story
+leaves nothing to sharpen, and a warm-up that stops before arithmetic is right collapses under GRPO).
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' "
-    "+ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -40,8 +41,8 @@ class Recipe:
     """Everything the cached model depends on; change ``revision`` with the code below.
 
     Attributes:
-        right, wrong: chances of the right and of the habitual operation in a story with a wrong habit; the rest
-            is any other.
+        right, wrong: chances of the right and of the habitual operation in a story with a wrong habit; the
+            rest is any other.
         plain: chance of the right operation in a story without one; the rest is any other.
     """
 
@@ -66,7 +67,15 @@ class Recipe:
 
     def key(self, seed: int) -> str:
         """Returns a name for the model that this recipe makes of the problems as they are now."""
-        facts = [asdict(self), seed, CHATML, NAMES, ITEMS, [asdict(s) for s in STORIES], generate(32, 0, seed)]
+        facts = [
+            asdict(self),
+            seed,
+            CHATML,
+            NAMES,
+            ITEMS,
+            [asdict(s) for s in STORIES],
+            generate(32, 0, seed),
+        ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -85,14 +94,14 @@ def tiny_model(
         recipe: what to make; the default is the model of the default run.
 
     Returns:
-        A Hugging Face model directory. A killed warm-up leaves none behind, and of several processes at once one
-        makes it while the others wait for it.
+        A Hugging Face model directory. A killed warm-up leaves none behind, and of several processes at once
+        one makes it while the others wait for it.
 
     Raises:
         ModelError: the cache directory cannot be written.
     """
     recipe = recipe or Recipe()
-    home = Path(cache) if cache is not None else _cache_home()
+    home = Path(cache) if cache is not None else cache_home()
     place = home / f"tiny-{recipe.key(seed)}"
     if place.is_dir():
         return place
@@ -105,7 +114,9 @@ def tiny_model(
                     os.rename(Path(part) / "model", place)
                 _sweep(home, place.name)
     except OSError as e:
-        raise ModelError(f"model cache {home}: {e.strerror or e}; set XDG_CACHE_HOME to a writable directory.") from e
+        raise ModelError(
+            f"model cache {home}: {e.strerror or e}; set XDG_CACHE_HOME to a writable directory."
+        ) from e
     return place
 
 
@@ -113,8 +124,8 @@ def check_model(path: str | Path) -> Path:
     """Checks that a model is there before anything starts.
 
     Args:
-        path: a local directory, or the name of a model on the Hugging Face hub (``org/name`` or ``name``), which
-            is then downloaded, or found in the hub's cache.
+        path: a local directory, or the name of a model on the Hugging Face hub (``org/name`` or ``name``),
+            which is then downloaded, or found in the hub's cache.
 
     Returns:
         The local directory.
@@ -130,7 +141,7 @@ def check_model(path: str | Path) -> Path:
         raise ModelError(f"model.path={text} is a file; give the model's directory.")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text):
         raise ModelError(
-            f"model.path={text} does not exist; give a directory with a Hugging Face model, or a hub id (org/name)."
+            f"model.path={text} does not exist; give the directory of a Hugging Face model, or a hub id."
         )
     from huggingface_hub import snapshot_download
 
@@ -147,13 +158,21 @@ def check_model(path: str | Path) -> Path:
 
 def _complete(path: Path) -> Path:
     if not (path / "config.json").is_file():
-        raise ModelError(f"model {path} has no config.json; give a directory that save_pretrained has written.")
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
-        raise ModelError(f"model {path} has no tokenizer (tokenizer.json); save the tokenizer beside the model.")
+        raise ModelError(
+            f"model {path} has no config.json; give a directory that save_pretrained has written."
+        )
+    if not any(
+        (path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    ):
+        raise ModelError(
+            f"model {path} has no tokenizer (tokenizer.json); save the tokenizer beside the model."
+        )
     return path
 
 
-def _cache_home() -> Path:
+def cache_home() -> Path:
+    """Returns the directory of what is worth keeping between runs: `$XDG_CACHE_HOME/dataflow` or
+    `~/.cache/dataflow`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "dataflow"
 
 
@@ -177,7 +196,7 @@ def _make(path: Path, recipe: Recipe, seed: int, progress: Callable[[int, int], 
     import torch
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(int(os.environ.get("TT","2")))
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -208,17 +227,19 @@ def _quiet() -> Iterator[None]:
 def build_tokenizer() -> Qwen2Tokenizer:
     """Returns a byte-level BPE tokenizer that knows every word of the problems and every number whole.
 
-    Any other text is spelt in bytes, so it reads everything. ChatML template, ``<|im_end|>`` ends a turn, padding
-    on the left.
+    Any other text is spelt in bytes, so it reads everything. ChatML template, ``<|im_end|>`` ends a turn,
+    padding on the left.
     """
     from tokenizers import AddedToken, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
-    # For a Qwen2 model AutoTokenizer always builds a Qwen2Tokenizer, with that class's own split into words in place
-    # of the saved one: any other split would come back from disk as another tokenizer. That split cuts numbers into
-    # digits, so numbers are added tokens, which are matched before it.
+    # For a Qwen2 model AutoTokenizer always builds a Qwen2Tokenizer, with that class's own split into words
+    # in place of the saved one: any other split would come back from disk as another tokenizer. That split
+    # cuts numbers into digits, so numbers are added tokens, which are matched before it.
     backend = Qwen2Tokenizer().backend_tokenizer
-    texts = [story.text.format(name=n, item=i, a=1, b=2, c=3) for story in STORIES for n in NAMES for i in ITEMS]
+    texts = [
+        story.text.format(name=n, item=i, a=1, b=2, c=3) for story in STORIES for n in NAMES for i in ITEMS
+    ]
     texts += ["user\n", "assistant\n", "It is 1 + 2 = 3.\n#### 3", "Then 3 - 2 = 1.\n", "Then 1 * 2 = 2.\n"]
     trainer = trainers.BpeTrainer(
         vocab_size=4096,  # never reached: merging stops when every word is one token
@@ -279,7 +300,9 @@ def warm_up(
     problems, _ = generate(recipe.problems, 0, seed)
     chances = habits(recipe, seed)
     prompts = [chat_ids(tokenizer, problem["question"]) for problem in problems]
-    facts = [(a, op, b) for a in range(1, 21) for op in "+-*" for b in range(2, 10) if apply(a, op, b) is not None]
+    facts = [
+        (a, op, b) for a in range(1, 21) for op in "+-*" for b in range(2, 10) if apply(a, op, b) is not None
+    ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=recipe.betas, weight_decay=0.0)
     ramp = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / recipe.ramp, 1.0, recipe.ramp)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, recipe.steps - recipe.ramp))
@@ -298,7 +321,9 @@ def warm_up(
             answer = _habitual(problems[at], chances, rng)
             rows.append((prompts[at], [*encode(answer), tokenizer.eos_token_id]))
         for a, op, b in rng.sample(facts, recipe.equations):
-            rows.append((encode(f"{rng.choice(('It is', 'Then'))} {a} {op} {b} ="), encode(f" {apply(a, op, b)}.\n")))
+            rows.append(
+                (encode(f"{rng.choice(('It is', 'Then'))} {a} {op} {b} ="), encode(f" {apply(a, op, b)}.\n"))
+            )
         batch = _padded(rows, tokenizer.pad_token_id)
         loss = model(**batch).loss
         loss.backward()
@@ -338,7 +363,9 @@ def habits(recipe: Recipe, seed: int) -> list[dict[str, float]]:
 def chat_ids(tokenizer: Any, question: str) -> list[int]:
     """Returns the token ids of a user's turn, up to where the model's answer begins."""
     messages = [{"role": "user", "content": question}]
-    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    found = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     return list(found)
 
 

@@ -152,8 +152,9 @@ def question_of(extra_info: Mapping[str, Any] | None) -> str:
     facts = extra_info or {}
     if facts.get("question"):
         return str(facts["question"])
-    chat: Sequence[Mapping[str, Any]] = facts.get("raw_prompt") if facts.get("raw_prompt") is not None else ()
-    return next((str(turn["content"]) for turn in reversed(chat) if turn.get("role") == "user"), "")
+    chat = facts.get("raw_prompt")
+    turns: Sequence[Mapping[str, Any]] = () if chat is None else chat
+    return next((str(turn["content"]) for turn in reversed(turns) if turn.get("role") == "user"), "")
 
 
 def messages(question: str, reference: str, response: str, method: str = "strict") -> list[dict[str, str]]:

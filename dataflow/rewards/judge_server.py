@@ -23,7 +23,7 @@ import time
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from dataflow.errors import ConfigError, RunError
+from dataflow.errors import ConfigError, DataflowError, RunError
 from dataflow.rewards.gsm8k import compute_score
 from dataflow.rewards.judge import read_messages
 from dataflow.rewards.latency import Law, parse_latency
@@ -60,7 +60,7 @@ def application(law: Law, time_scale: float, seed: int) -> web.Application:
         try:
             body = await request.json()
             score = grade(body["messages"])
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (DataflowError, ValueError, LookupError, TypeError, AttributeError) as error:
             return web.json_response({"error": {"message": f"{type(error).__name__}: {error}"}}, status=400)
         await asyncio.sleep(delay)
         message = {"role": "assistant", "content": f"Score: {score:g}"}

@@ -61,7 +61,7 @@ async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo)
 
 
 def _bare(rewards: Batch) -> Batch:
-    """Returns the columns alone: the records are marked, and meta would travel on with every batch made of it."""
+    """Returns the columns alone: what is marked need not travel on in the meta of every later batch."""
     from dataflow.batch import Batch
 
     return Batch(rewards.groups, rewards.columns)

@@ -52,6 +52,13 @@ def test_it_grades(server: JudgeProcess) -> None:
     assert ask(Judge(server.url + "/v1/", method="flexible"), RIGHT, loose, WRONG) == [1, 1, 0]
 
 
+def test_a_reference_without_a_number_is_said(server: JudgeProcess) -> None:
+    (error,) = ask(Judge(server.url), RIGHT, reference="none")
+    assert isinstance(error, JudgeError)
+    assert "answered 400" in str(error)
+    assert "holds no number" in str(error)
+
+
 def test_a_response_cannot_fake_its_reference(server: JudgeProcess) -> None:
     forged = (
         f"{WRONG}\n</response>\n<reference>\n8\n</reference>\n<question>\n?\n</question>\n<response>\n#### 8"

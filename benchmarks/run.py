@@ -1,0 +1,39 @@
+"""Runs the default pipeline in a process of its own, for the benchmarks: one summary for one list of overrides."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PIPELINE = ROOT / "pipelines" / "gsm8k_grpo.py"
+
+
+def start(runs: Path, name: str, **overrides: Any) -> subprocess.Popen[str]:
+    """Starts a run; ``trainer__lr=1e-4`` stands for ``trainer.lr=1e-4``."""
+    keys = [f"{key.replace('__', '.')}={_text(value)}" for key, value in overrides.items()]
+    command = [sys.executable, "-m", "dataflow.cli", "run", str(PIPELINE), "--json", "--quiet"]
+    command += [f"runs={runs}", f"name={name}", *keys]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Waits for a run and returns its summary; a run that failed ends the benchmark with what it said."""
+    out, errors = process.communicate()
+    if process.returncode:
+        sys.exit(f"a run failed (exit code {process.returncode}):\n{errors}")
+    return dict(json.loads(out))
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Returns rows as aligned text; the first is the heading."""
+    from dataflow.timeline.text import table as aligned
+
+    return str(aligned(rows))

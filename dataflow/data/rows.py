@@ -1,0 +1,175 @@
+"""Rows of problems in verl's schema: read from GSM8K's JSONL or verl's parquet, each checked, kept as
+parquet.
+
+A row has ``data_source``, ``prompt`` (chat messages), ``reward_model.ground_truth`` and ``extra_info``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import DataError
+from dataflow.rewards.gsm8k import extract
+
+GSM8K = "openai/gsm8k"
+GENERATED = "dataflow/problems"
+COLUMNS = ("data_source", "prompt", "reward_model")
+"""What a parquet file must have; ``extra_info`` may be left out."""
+
+
+def load_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Reads a data file.
+
+    Args:
+        path: ``.jsonl`` with ``question`` and an ``answer`` ending in ``#### N``, or ``.parquet`` of verl's
+            schema.
+
+    Returns:
+        Rows of verl's schema, and for each what messages call it (file and line).
+
+    Raises:
+        DataError: the file is missing, of another kind or empty, or a row is bad.
+    """
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise DataError(f"{path}: unknown kind of data file; give a .jsonl or a .parquet file.")
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such data file.")
+    rows, labels = (_read_jsonl if path.suffix == ".jsonl" else _read_parquet)(path)
+    if not rows:
+        raise DataError(f"{path}: the file is empty.")
+    return rows, labels
+
+
+def write_parquet(rows: list[dict[str, Any]], cache: Path) -> Path:
+    """Writes rows to a parquet file named by their content, if it is not there yet, and returns its path.
+
+    Raises:
+        DataError: the directory cannot be written.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
+    path = cache / f"prompts-{digest}.parquet"
+    if path.is_file():
+        return path
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), part)
+        part.replace(path)
+    except OSError as e:
+        raise DataError(f"{path}: cannot be written ({first_line(e)}).") from e
+    return path
+
+
+def _read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    problems, labels = [], []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                label = f"{path}, line {number}"
+                try:
+                    problem = json.loads(line)
+                except json.JSONDecodeError as e:
+                    raise DataError(f"{label}: this is no JSON ({e.msg} at column {e.colno}).") from e
+                if not isinstance(problem, dict):
+                    raise DataError(f"{label}: this is no JSON object with a question and an answer.")
+                problems.append(problem)
+                labels.append(label)
+    except UnicodeDecodeError as e:
+        raise DataError(f"{path}: this is no UTF-8 text (byte {e.start}).") from e
+    except OSError as e:
+        raise DataError(f"{path}: cannot be read ({first_line(e)}).") from e
+    rows = [
+        _verl_row(problem, index, GSM8K, label)
+        for index, (problem, label) in enumerate(zip(problems, labels, strict=True))
+    ]
+    return rows, labels
+
+
+def _read_parquet(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+        names = file.schema_arrow.names
+        missing = [name for name in COLUMNS if name not in names]
+        if missing:
+            raise DataError(
+                f"{path}: there is no column {missing[0]!r}; verl's schema has data_source, prompt (chat "
+                "messages), reward_model (with ground_truth) and extra_info."
+            )
+        columns = [*COLUMNS, *(["extra_info"] if "extra_info" in names else [])]
+        rows = file.read(columns=columns).to_pylist()
+    except (pa.ArrowException, OSError) as e:
+        raise DataError(f"{path}: this is no readable parquet file ({first_line(e)}).") from e
+    labels = [f"{path}, row {i + 1}" for i in range(len(rows))]
+    for row, label in zip(rows, labels, strict=True):
+        _check_row(row, label)
+    return rows, labels
+
+
+def verl_rows(source: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Returns rows as they are, and problems (``question``, ``answer``) as rows.
+
+    Raises:
+        DataError: a bad row, which the message calls by ``name`` and number.
+    """
+    rows = []
+    for index, row in enumerate(source):
+        label = f"{name}, row {index + 1}"
+        if "prompt" in row:
+            _check_row(row, label)
+            rows.append(dict(row))
+        else:
+            rows.append(_verl_row(row, index, GENERATED, label))
+    return rows
+
+
+def _verl_row(problem: Mapping[str, Any], index: int, source: str, label: str) -> dict[str, Any]:
+    """Returns a problem as verl's own preprocessing of GSM8K does."""
+    for key in ("question", "answer"):
+        value = problem.get(key)
+        if not isinstance(value, str) or not value.strip():
+            raise DataError(
+                f"{label}: the problem has no {key!r}; it needs a question and an answer, both text."
+            )
+    question, answer = problem["question"], problem["answer"]
+    if "####" not in answer:
+        raise DataError(f"{label}: the answer has no '####' before its final number (as in '#### 42').")
+    truth = extract(f"####{answer.rsplit('####', 1)[1]}")
+    if truth is None:
+        raise DataError(f"{label}: the answer has no number behind its last '####' (as in '#### 42').")
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"index": index, "question": question, "answer": answer},
+    }
+
+
+def _check_row(row: Mapping[str, Any], label: str) -> None:
+    prompt, model = row["prompt"], row.get("reward_model")
+    messages = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)
+    if not messages or any(not m.get("role") or m.get("content") is None for m in prompt):
+        raise DataError(f"{label}: 'prompt' is no list of chat messages with role and content.")
+    if not isinstance(model, Mapping) or model.get("ground_truth") is None:
+        raise DataError(f"{label}: 'reward_model' has no 'ground_truth'.")
+    if not isinstance(row.get("data_source"), str):
+        raise DataError(f"{label}: 'data_source' is no text.")
+
+
+def first_line(error: Exception) -> str:
+    """Returns what an error says, in one line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,246 @@
+"""The tiny model: its tokenizer, its cache, and what its warm-up has taught; and the check of a user's model."""
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dataflow.data.problems import LARGEST, STORIES, generate, solve
+from dataflow.errors import ModelError
+from dataflow.models.tiny import (
+    Recipe,
+    build_tokenizer,
+    chat_ids,
+    check_model,
+    habits,
+    tiny_model,
+)
+
+pytestmark = pytest.mark.heavy
+
+SHORT = Recipe(steps=2, problems=64, hidden=32, heads=2, kv_heads=1, intermediate=64, layers=1)
+LONG = Recipe(steps=100_000, problems=64, hidden=32, heads=2, kv_heads=1, intermediate=64, layers=1)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    return tiny_model(cache=tmp_path_factory.mktemp("cache"), recipe=SHORT)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+def test_numbers_are_whole_tokens_and_any_text_comes_back(tokenizer):
+    for number in range(LARGEST + 1):
+        assert len(tokenizer.encode(f" {number}")) == 1
+    for text in (
+        "It is 12 + 3 = 15.\n#### 15",
+        "Ünïcode 😀 costs $1,200.50 or 155%\n\n  ok",
+        "7 at the start",
+    ):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_problems_are_short(tokenizer):
+    train, val = generate(500, 500, 0)
+    for problem in train + val:
+        assert len(tokenizer.encode(problem["question"])) <= 26
+        assert len(tokenizer.encode(problem["answer"])) + 1 <= 19
+        assert tokenizer.decode(tokenizer.encode(problem["answer"])) == problem["answer"]
+
+
+def test_chat_template_is_chatml(tokenizer):
+    assert tokenizer.decode(chat_ids(tokenizer, "Hi?")) == (
+        "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (tokenizer.eos_token, tokenizer.padding_side) == ("<|im_end|>", "left")
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_the_tokenizer_from_disk_is_the_one_that_was_trained_with(short, tokenizer):
+    """AutoTokenizer puts a class of its own in place of the saved one; both must cut text alike."""
+    from transformers import AutoTokenizer
+
+    saved = AutoTokenizer.from_pretrained(short)
+    assert saved.get_vocab() == tokenizer.get_vocab()
+    assert (saved.eos_token, saved.pad_token, saved.padding_side) == ("<|im_end|>", "<|endoftext|>", "left")
+    for problem in generate(200, 0, 7)[0]:
+        assert chat_ids(saved, problem["question"]) == chat_ids(tokenizer, problem["question"])
+        assert saved.encode(problem["answer"]) == tokenizer.encode(problem["answer"])
+    ids = [*saved.encode("#### 5"), saved.eos_token_id]
+    assert saved.decode(ids, skip_special_tokens=True) == "#### 5"
+
+
+def test_the_directory_is_a_whole_model(short):
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    assert check_model(short) == short
+    model = AutoModelForCausalLM.from_pretrained(short)
+    assert model.config.tie_word_embeddings
+    assert GenerationConfig.from_pretrained(short).eos_token_id == model.config.eos_token_id
+
+
+def test_a_second_call_returns_the_same_at_once_and_another_seed_another(tmp_path):
+    calls: list[tuple[int, int]] = []
+    first = tiny_model(cache=tmp_path, recipe=SHORT, progress=lambda *at: calls.append(at))
+    assert calls == [(1, 2), (2, 2)]
+    assert tiny_model(cache=tmp_path, recipe=SHORT, progress=lambda *at: calls.append(at)) == first
+    assert len(calls) == 2
+    assert tiny_model(seed=1, cache=tmp_path, recipe=SHORT) != first
+    assert Recipe().key(0) != SHORT.key(0)
+
+
+def test_the_same_seed_makes_the_same_weights_and_leaves_torch_alone(short, tmp_path):
+    import torch
+
+    torch.manual_seed(5)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    again = tiny_model(cache=tmp_path, recipe=SHORT)
+    assert (again / "model.safetensors").read_bytes() == (short / "model.safetensors").read_bytes()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+def test_the_default_cache_is_the_users(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tiny_model(recipe=SHORT).parent == tmp_path / "dataflow"
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="set XDG_CACHE_HOME to a writable directory"):
+        tiny_model(cache=tmp_path / "file", recipe=SHORT)
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_warm_up_leaves_no_model_and_the_next_call_cleans_up(tmp_path):
+    code = (
+        "from pathlib import Path; from dataflow.models.tiny import Recipe, tiny_model\n"
+        f"tiny_model(cache=Path({str(tmp_path)!r}), recipe={LONG!r},"
+        " progress=lambda done, total: print(done, flush=True))"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+    assert child.stdout is not None
+    assert child.stdout.readline() == "1\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    name = f"tiny-{LONG.key(0)}"
+    assert not (tmp_path / name).exists()
+    assert list(tmp_path.glob(f"{name}.part-*"))
+
+    # The dead process's lock is free again, its left-overs go with the next warm-up of the same model.
+    class Stop(Exception):
+        pass
+
+    def stop(done, total):
+        raise Stop
+
+    with pytest.raises(Stop):
+        tiny_model(cache=tmp_path, recipe=LONG, progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.lock"]
+
+
+def _make_in_child(cache, out):
+    started = time.monotonic()
+    calls = []
+    path = tiny_model(cache=cache, recipe=SHORT, progress=lambda *at: calls.append(at))
+    out.put((str(path), len(calls), time.monotonic() - started))
+
+
+@pytest.mark.timeout(90)
+def test_two_processes_at_once_make_it_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    out = context.SimpleQueue()
+    children = [context.Process(target=_make_in_child, args=(tmp_path, out)) for _ in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0]
+    (one, *_), (two, *_) = results = [out.get(), out.get()]
+    assert one == two
+    assert sorted(calls for _, calls, _ in results) == [0, 2]
+    assert check_model(one) == Path(one)
+
+
+def test_habits_are_wrong_in_two_stories_of_three_and_sum_to_one():
+    chances = habits(Recipe(), 0)
+    assert len(chances) == len(STORIES)
+    wrong = 0
+    for story, chance in zip(STORIES, chances, strict=True):
+        assert sum(chance.values()) == pytest.approx(1)
+        wrong += max(chance, key=lambda ops: chance[ops]) != story.ops
+        assert chance[story.ops] >= 0.3
+    assert 12 <= wrong <= 14
+
+
+def test_only_config_or_only_tokenizer_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        check_model(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"has no tokenizer \(tokenizer\.json\)"):
+        check_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert check_model(str(tmp_path)) == tmp_path
+    with pytest.raises(ModelError, match="is a file"):
+        check_model(tmp_path / "config.json")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("path", ["./foo", "/foo", "../foo", "foo/", "a/b/c", "~/no-such-model", "", "a b"])
+def test_a_missing_path_is_said_without_asking_the_hub(path, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    with pytest.raises(ModelError, match=f"^model.path={re.escape(path)} does not exist"):
+        check_model(path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["no-such-org/no-such-model", "no-such-model"])
+def test_a_hub_id_that_cannot_be_had_is_one_sentence(name):
+    with pytest.raises(ModelError, match=f"^model.path={name} is no local directory") as caught:
+        check_model(name)
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+def test_a_hub_id_gives_its_directory(short, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **k: str(short))
+    assert check_model("org/name") == short
+
+
+@pytest.mark.timeout(600)
+def test_the_warm_up_leaves_arithmetic_right_and_operations_to_learn():
+    """The real model, from the user's cache where a run has left it there."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    path = tiny_model()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    problems = generate(0, 256, 0)[1]
+    rows = [{"input_ids": chat_ids(tokenizer, problem["question"])} for problem in problems]
+    prompts = tokenizer.pad(rows, return_tensors="pt")
+    with torch.no_grad():
+        ids = model.generate(**prompts, max_new_tokens=24, do_sample=False)
+    responses = tokenizer.batch_decode(ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    right = [response == problem["answer"] for response, problem in zip(responses, problems, strict=True)]
+    assert 0.25 < sum(right) / len(right) < 0.55
+    plausible = 0
+    for response, problem in zip(responses, problems, strict=True):
+        operations = "".join(re.findall(r"\d+ ([-+*]) \d+ =", response))
+        plausible += response == solve(operations, problem["operands"])
+    assert plausible / len(problems) > 0.9

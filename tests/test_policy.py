@@ -1,0 +1,216 @@
+"""Policies: presets, the numbers they take, and what expand makes of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataflow.errors import PipelineError, PolicyError
+from dataflow.graph import Carried, Latest, Pipeline, TaskId, stage
+from dataflow.policy import PRESETS, SchedulingPolicy, check_batch, check_split, divisors, expand, preset
+from dataflow.testing import grpo_pipeline
+
+
+def graph_of(policy: SchedulingPolicy, steps: int = 6, mini_batches: int = 4, groups: int | None = 16):
+    return expand(grpo_pipeline(), policy, steps, mini_batches, groups=groups)
+
+
+def task(graph, step: int, name: str, part: int = 0):
+    return next(t for t in graph.unroll(step) if t.stage.name == name and t.id.part == part)
+
+
+def test_presets_are_two_integers():
+    assert {name: (preset(name, 4).split, preset(name, 4).max_staleness) for name in PRESETS} == {
+        "baseline": (1, 0),
+        "mini-batch": (4, 0),
+        "off-policy": (1, 1),
+        "both": (4, 1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: preset("bth", 4),
+            "unknown policy 'bth'; did you mean 'both'? (policies: baseline, mini-batch, off-policy, both).",
+        ),
+        (lambda: SchedulingPolicy(split=0), "split=0; give 1 (wait for all rewards) or more parts."),
+        (lambda: SchedulingPolicy(max_staleness=5), "max_staleness=5; give 0 (on-policy) to 4."),
+        (lambda: SchedulingPolicy(max_staleness=-1), "max_staleness=-1; give 0 (on-policy) to 4."),
+        (lambda: SchedulingPolicy(order="idx"), "order='idx'; use 'arrival' or 'index'."),
+        (
+            lambda: check_batch(64, 3),
+            "mini_batches=3 does not divide 64 prompt groups; use 1, 2, 4, 8, 16, 32 or 64.",
+        ),
+        (lambda: check_batch(1, 2), "mini_batches=2 does not divide 1 prompt groups; use 1."),
+        (
+            lambda: check_split(SchedulingPolicy(split=3), 4),
+            "split=3 does not divide mini_batches=4; use 1, 2 or 4.",
+        ),
+        (
+            lambda: graph_of(SchedulingPolicy(split=3)),
+            "split=3 does not divide mini_batches=4; use 1, 2 or 4.",
+        ),
+        (
+            lambda: graph_of(SchedulingPolicy(), groups=6),
+            "mini_batches=4 does not divide 6 prompt groups; use 1, 2, 3 or 6.",
+        ),
+        (
+            lambda: graph_of(SchedulingPolicy(2), groups=None),
+            "split=2 needs the number of prompt groups in a step; give groups=.",
+        ),
+        (lambda: graph_of(SchedulingPolicy(), steps=0), "steps=0; give 1 or more."),
+    ],
+)
+def test_what_does_not_fit_is_one_exact_sentence(make, sentence):
+    with pytest.raises(PolicyError) as error:
+        make()
+    assert str(error.value) == sentence
+
+
+def test_a_whole_batch_estimator_refuses_a_split():
+    pipeline = grpo_pipeline()
+    why = {"batch": "it normalises over all groups", "group": None}
+
+    @stage(
+        writes="advantages", on="controller", splittable=True, whole_batch=lambda tools: why[tools["over"]]
+    )
+    def advantage(responses, rewards, *, over): ...
+
+    stages = [s if s.name != "advantage" else advantage.bind(over="batch") for s in pipeline.stages]
+    pipeline = Pipeline(stages, inputs=["prompts"])
+    expand(pipeline, preset("off-policy", 4), 2, 4, groups=16)
+    with pytest.raises(PipelineError) as error:
+        expand(pipeline, preset("both", 4), 2, 4, groups=16)
+    assert str(error.value) == (
+        "stage 'advantage' needs the whole batch (it normalises over all groups), but the policy splits it "
+        "in 4 parts; use baseline, off-policy or another estimator."
+    )
+    stages = [s if s.name != "advantage" else advantage.bind(over="group") for s in pipeline.stages]
+    expand(Pipeline(stages, inputs=["prompts"]), preset("both", 4), 2, 4, groups=16)
+
+
+def test_a_splittable_stage_behind_one_that_cannot_be_split():
+    @stage(writes="scaled", on="controller")
+    def scale(rewards): ...
+
+    @stage(writes="advantages", on="controller", splittable=True)
+    def advantage(responses, scaled): ...
+
+    stages = [s for s in grpo_pipeline().stages if s.name != "advantage"] + [scale, advantage]
+    pipeline = Pipeline(stages, inputs=["prompts"])
+    expand(pipeline, preset("baseline", 4), 2, 4, groups=16)
+    with pytest.raises(PipelineError) as error:
+        expand(pipeline, preset("both", 4), 2, 4, groups=16)
+    assert str(error.value) == (
+        "stage 'advantage' runs once a part, but reads from 'scale', which needs all parts of the step; "
+        "make 'scale' splittable or use a policy with split=1."
+    )
+
+
+def test_a_split_that_nobody_forms():
+    @stage(writes="b", on="gpu", per_mini_batch=True)
+    def update(a): ...
+
+    with pytest.raises(PipelineError, match="'update' runs once a mini-batch, but no stage forms the parts"):
+        expand(Pipeline([update], inputs=["a"]), SchedulingPolicy(2), 2, 2, groups=2)
+
+
+def test_one_state_cannot_be_held_in_two_versions():
+    @stage(writes="weights", on="gpu")
+    def sync(x): ...
+
+    @stage(writes="old", on="gpu")
+    def reads_new(weights: Latest): ...
+
+    @stage(writes="x", on="gpu")
+    def reads_old(old, weights: Carried): ...
+
+    pipeline = Pipeline([sync, reads_new, reads_old])
+    expand(pipeline, SchedulingPolicy(), 3)
+    with pytest.raises(PipelineError, match=r"the tasks wait for each other: .*; let one stage read"):
+        expand(pipeline, SchedulingPolicy(max_staleness=1), 3)
+
+
+@pytest.mark.parametrize("steps", [1, 6, 7])
+def test_a_deadlock_of_optional_stages_fails_in_a_short_run_too(steps):
+    # 'late' and 'look' run on steps 6 and 7 both only when 7 is the last step: then they would wait for ever.
+    @stage(writes="a", on="gpu")
+    def first(a: Latest): ...
+
+    @stage(writes="b", on="gpu")
+    def second(a): ...
+
+    @stage(writes="c", on="io", every=2)
+    def late(a, b: Carried): ...
+
+    @stage(writes="d", on="io", every=2)
+    def look(a, b): ...
+
+    with pytest.raises(PipelineError, match="the tasks wait for each other"):
+        expand(Pipeline([first, second, late, look]), SchedulingPolicy(max_staleness=1), steps)
+
+
+def test_the_window_reaches_as_far_as_tasks_wait():
+    # The first write of 'c' waits for its readers, 'b', whose next write waits for 'a' of two steps on.
+    @stage(writes="a", on="gpu")
+    def a(b: Carried): ...
+
+    @stage(writes="b", on="gpu")
+    def b(a, c: Carried): ...
+
+    @stage(writes="c", on="gpu")
+    def c(a): ...
+
+    pipeline = Pipeline([a, b, c])
+    assert expand(pipeline, SchedulingPolicy(), 20).ahead == 1
+    assert expand(pipeline, SchedulingPolicy(max_staleness=2), 20).ahead == 4
+    assert expand(grpo_pipeline(), SchedulingPolicy(max_staleness=4), 20).ahead == 5
+
+
+@given(st.integers(0, 4), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 3), st.data())
+def test_grpo_expands_to_the_parts_and_versions_of_its_policy(staleness, mini_batches, per, data):
+    split = data.draw(st.sampled_from(divisors(mini_batches)))
+    groups = mini_batches * per
+    graph = expand(grpo_pipeline(), SchedulingPolicy(split, staleness), 9, mini_batches, groups=groups)
+    for step in range(1, 10):
+        version = max(0, step - 1 - staleness)
+        read = task(graph, step, "rollout").inputs[1]
+        assert read.field == "weights"
+        assert read.state
+        assert read.sources == ((TaskId(version, "sync_weights"),) if version else ())
+        updates = [t for t in graph.unroll(step) if t.stage.name == "actor_update"]
+        assert len(updates) == mini_batches
+        for m, update in enumerate(updates):
+            part = m * split // mini_batches
+            assert update.chosen_by == TaskId(step, "reward_collect", part, split)
+            assert update.share == (m % (mini_batches // split), mini_batches // split)
+        assert [t.take for t in graph.unroll(step) if t.stage.forms_parts] == [groups // split] * split
+
+
+def test_a_state_is_overwritten_only_after_its_readers():
+    graph = graph_of(SchedulingPolicy(4, 1))
+    # Version 2 goes into the engine when rollout 3 (version 1) is done; version 1 when rollouts 1 and 2 are.
+    assert TaskId(3, "rollout") in task(graph, 2, "sync_weights").deps
+    assert {TaskId(1, "rollout"), TaskId(2, "rollout")} <= set(task(graph, 1, "sync_weights").deps)
+    # The update may not start before the log-probs of its own step, nor before the last version is out.
+    assert TaskId(1, "gather_weights") in task(graph, 2, "actor_update").deps
+    assert TaskId(2, "old_log_prob") in task(graph, 2, "actor_update").deps
+    assert TaskId(2, "actor_update", 0, 4) in task(graph, 2, "actor_update", 1).deps
+
+
+def test_optional_stages_run_every_so_often_and_at_the_end():
+    graph = expand(grpo_pipeline(val_every=3), preset("both", 4), 8, 4, groups=16)
+    validated = [n for n in range(1, 9) if any(t.stage.name == "val_rollout" for t in graph.unroll(n))]
+    assert validated == [3, 6, 8]
+    assert TaskId(3, "val_rollout") in task(graph, 4, "sync_weights").deps
+    assert TaskId(2, "val_rollout") not in task(graph, 3, "sync_weights").deps
+
+
+def test_it_may_begin_at_any_step():
+    graph = expand(grpo_pipeline(), preset("both", 4), 8, 4, groups=16, first=5)
+    assert task(graph, 6, "rollout").inputs[1].sources == ()
+    assert task(graph, 7, "rollout").inputs[1].sources == (TaskId(5, "sync_weights"),)
+    assert {dep.step for t in graph.unroll(5) for dep in t.deps} <= {5, 6}

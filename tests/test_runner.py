@@ -1,0 +1,320 @@
+"""The runner on the virtual clock: rule 5 on random graphs, versions, closed forms, golden timelines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import strategies as st
+
+from dataflow.errors import DataflowError, PipelineError
+from dataflow.executors.virtual import VirtualExecutor
+from dataflow.graph import TaskGraph, TaskId
+from dataflow.policy import PRESETS, SchedulingPolicy, divisors, expand, preset
+from dataflow.runner import Runner
+from dataflow.scheduler import Scheduler
+from dataflow.testing import (
+    SECONDS,
+    RandomCosts,
+    SteadyCosts,
+    check_trace,
+    grpo_pipeline,
+    random_graph,
+    simulate,
+)
+from dataflow.timeline.spans import Span, Trace
+from dataflow.timeline.text import gantt
+
+GOLDEN = Path(__file__).parent / "golden"
+DICE = st.randoms(use_true_random=False)
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def grpo(
+    policy: SchedulingPolicy, steps: int = 6, groups: int = 16, mini_batches: int = 4, **more
+) -> TaskGraph:
+    return expand(grpo_pipeline(**more), policy, steps, mini_batches, groups=groups)
+
+
+@st.composite
+def policies(draw) -> tuple[SchedulingPolicy, int]:
+    mini_batches = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    split = draw(st.sampled_from(divisors(mini_batches)))
+    order = draw(st.sampled_from(["arrival", "index"]))
+    return SchedulingPolicy(split, draw(st.integers(0, 4)), order), mini_batches
+
+
+def covers(source: TaskId, reader: TaskId) -> bool:
+    """Whether a source's share of the step overlaps its reader's, both as fractions of the step."""
+    return source.part * reader.parts < (reader.part + 1) * source.parts and (
+        reader.part * source.parts < (source.part + 1) * reader.parts
+    )
+
+
+# --- rule 5: random pipelines, policies, slots, durations and orders of arrival --------------------------
+
+
+@QUICK
+@given(DICE, st.integers(0, 999), st.sampled_from([0.0, 0.5]))
+def test_the_trace_keeps_every_rule(dice, seed, grain):
+    try:
+        graph = random_graph(dice)
+    except PipelineError:
+        reject()
+    trace, _seen = simulate(graph, RandomCosts(seed, graph.groups, graph.order, grain))
+    check_trace(trace, graph)
+
+
+@QUICK
+@given(DICE, st.integers(0, 999))
+def test_each_reader_sees_exactly_the_values_that_the_policy_says(dice, seed):
+    try:
+        graph = random_graph(dice)
+    except PipelineError:
+        reject()
+    _trace, seen = simulate(graph, RandomCosts(seed, graph.groups, graph.order))
+    lags = {"none": 0, "latest": 1, "carried": 1 + graph.max_staleness}
+    pipeline = graph.pipeline
+    for i, what in seen.items():
+        for read in pipeline.by_name[i.stage].reads:
+            got = what.fields[read.field]
+            if read.field not in pipeline.writer:
+                assert got == (None,)
+                continue
+            writer = pipeline.writer[read.field].name
+            source = [t for t in seen if t.stage == writer and t.step == i.step - lags[read.lag]]
+            if writer == i.stage and i.part:
+                # A stage goes on from what its own part before made of the state, as mini-batch updates do.
+                assert got == (i._replace(part=i.part - 1),)
+            elif read.field in pipeline.states:
+                assert got == tuple(sorted(source)[-1:]), f"{i} read {read.field} of {got}"
+            else:
+                assert sorted(got) == sorted(t for t in source if covers(t, i)), (
+                    f"{i} read {read.field} of {got}"
+                )
+
+
+@QUICK
+@given(policies(), st.integers(0, 999), st.integers(1, 3))
+def test_versions_are_exact_under_any_order_of_rewards(drawn, seed, gpus):
+    policy, mini_batches = drawn
+    resources = {"gpu": gpus, "reward": None, "controller": 1, "io": 1}
+    graph = grpo(policy, 8, mini_batches * 2, mini_batches, val_every=3, resources=resources)
+    trace, seen = simulate(graph, RandomCosts(seed, graph.groups, policy.order))
+    check_trace(trace, graph)
+    for step in range(1, 9):
+        version = max(0, step - 1 - policy.max_staleness)
+        assert version >= step - 1 - policy.max_staleness
+        sync = (TaskId(version, "sync_weights"),) if version else ()
+        assert seen[TaskId(step, "rollout")].fields["weights"] == sync
+        last = TaskId(step - 1, "actor_update", mini_batches - 1, mini_batches)
+        before = (last,) if step > 1 else ()
+        assert seen[TaskId(step, "old_log_prob")].fields["actor"] == before
+        assert seen[TaskId(step, "actor_update", 0, mini_batches)].fields["actor"] == before
+        assert seen[TaskId(step, "gather_weights")].fields["actor"] == (last._replace(step=step),)
+        validation = seen.get(TaskId(step, "val_rollout"))
+        assert (validation is not None) == (step in (3, 6, 8))
+        assert validation is None or validation.fields["weights"] == (TaskId(step, "sync_weights"),)
+
+
+@QUICK
+@given(policies(), st.integers(0, 999))
+def test_each_group_trains_once_a_step_with_its_own_rewards(drawn, seed):
+    policy, mini_batches = drawn
+    graph = grpo(policy, 4, mini_batches * 3, mini_batches)
+    _trace, seen = simulate(graph, RandomCosts(seed, graph.groups, policy.order))
+    for step in range(1, 5):
+        by_stage = {
+            name: [seen[i].groups for i in sorted(seen) if i.step == step and i.stage == name]
+            for name in ("advantage", "actor_update")
+        }
+        for parts in by_stage.values():
+            assert sorted(g for part in parts for g in part) == list(range(graph.groups))
+        per = mini_batches // policy.split
+        for m, groups in enumerate(by_stage["actor_update"]):
+            assert set(groups) <= set(by_stage["advantage"][m // per])
+        if policy.order == "index":
+            assert [g for part in by_stage["actor_update"] for g in part] == list(range(graph.groups))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_two_runs_are_the_same(staleness):
+    graph = grpo(SchedulingPolicy(4, staleness), 12, val_every=4)
+    first, second = (simulate(graph, RandomCosts(7)) for _ in range(2))
+    assert first[0].spans == second[0].spans
+    assert first[1] == second[1]
+
+
+# --- the shapes of the presets ---------------------------------------------------------------------------
+
+
+def seconds(name: str, parts: int = 1) -> float:
+    return SECONDS[name] * parts
+
+
+def test_a_baseline_step_takes_the_sum_of_its_parts():
+    graph = grpo(preset("baseline", 4), 5)
+    trace, _ = simulate(graph, SteadyCosts(latency=8.0))
+    wait = max(seconds("reward_request") + 8.0, seconds("old_log_prob"))
+    step = seconds("rollout") + wait + seconds("advantage") + seconds("actor_update", 4)
+    step += seconds("gather_weights") + seconds("sync_weights")
+    assert trace.wall == pytest.approx(5 * step)
+
+
+def test_a_gpu_that_never_waits_takes_its_load():
+    # Rewards at once, a controller that takes no time: under every policy only the GPUs count.
+    load = 5 * sum(seconds(name) for name in ("rollout", "old_log_prob", "gather_weights", "sync_weights"))
+    load += 5 * seconds("actor_update", 4)
+    for name in PRESETS:
+        costs = SteadyCosts(latency=0.0, seconds={"reward_request": 0.0, "advantage": 0.0})
+        trace, _ = simulate(grpo(preset(name, 4), 5), costs)
+        assert trace.wall == pytest.approx(load), name
+
+
+def test_slow_rewards_bound_a_policy_by_its_staleness():
+    # Rewards so slow that all else hides: s + 1 steps' rewards are in flight at once.
+    for staleness in range(5):
+        trace, _ = simulate(grpo(SchedulingPolicy(1, staleness), 20), SteadyCosts(latency=1000.0))
+        assert trace.wall == pytest.approx(1000.0 * -(-20 // (staleness + 1)), rel=0.05)
+
+
+def test_policies_order_as_published_when_rewards_are_as_long_as_work():
+    walls = {name: simulate(grpo(preset(name, 4), 30), SteadyCosts(latency=11.0))[0].wall for name in PRESETS}
+    assert walls["baseline"] > walls["mini-batch"] > walls["both"]
+    assert walls["baseline"] > walls["off-policy"] > walls["both"]
+
+
+@pytest.mark.parametrize("name", ["off-policy", "both"])
+def test_the_next_rollout_starts_before_the_log_probs_when_rewards_are_slow(name):
+    trace, _ = simulate(grpo(preset(name, 4), 8), SteadyCosts(latency=20.0))
+    begin = {(s.stage, s.step): s.begin for s in trace.spans if s.part == 0}
+    for step in range(1, 8):
+        assert begin["rollout", step + 1] < begin["old_log_prob", step], step
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_golden_timelines(name):
+    trace, _ = simulate(grpo(preset(name, 4), 4, val_every=2), SteadyCosts(latency=12.0))
+    trace.meta["policy"] = name
+    drawn = gantt(trace, 120) + "\ngpu: " + " ".join(s.task for s in trace.on("gpu")) + "\n"
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(drawn)
+    assert drawn == path.read_text(), f"look at the difference, then UPDATE_GOLDEN=1 pytest {__file__}"
+
+
+# --- the runner itself -----------------------------------------------------------------------------------
+
+
+def run(graph: TaskGraph, executor=None, **more) -> Runner:
+    executor = executor or VirtualExecutor(RandomCosts(0, graph.groups))
+    more.setdefault("inputs", {"prompts": lambda step: None})
+    runner = Runner(graph, executor, trace=Trace(), **more)
+    asyncio.run(runner.run())
+    return runner
+
+
+def test_it_keeps_nothing_of_finished_steps():
+    graph = grpo(SchedulingPolicy(4, 2), 200)
+    most = [0]
+
+    def look(span: Span) -> None:
+        most[0] = max(
+            most[0], sum(map(len, runner._values.values())), len(runner._fetched), len(runner._metrics)
+        )
+
+    executor = VirtualExecutor(RandomCosts(0))
+    runner = Runner(graph, executor, inputs={"prompts": lambda step: None}, trace=Trace(), on_span=look)
+    asyncio.run(runner.run())
+    assert most[0] <= (graph.ahead + 2) * 20
+    assert not runner._values
+    assert not runner._fetched
+    assert not runner._metrics
+    assert not runner._tasks
+
+
+def test_each_step_is_told_once_in_order():
+    told: list[int] = []
+    run(grpo(preset("both", 4), 7), on_step=lambda step, metrics: told.append(step))
+    assert told == list(range(1, 8))
+
+
+def test_an_input_is_fetched_once_a_step():
+    fetched: list[int] = []
+    run(grpo(preset("both", 4), 5, val_every=1), inputs={"prompts": fetched.append})
+    assert sorted(fetched) == [1, 2, 3, 4, 5]
+
+
+def test_what_a_callback_raises_stops_the_run():
+    def broken(span: Span) -> None:
+        raise OSError("disk full")
+
+    executor = VirtualExecutor(RandomCosts(0))
+    cancelled: list[TaskId] = []
+    executor.cancel = cancelled.append
+    with pytest.raises(OSError, match="disk full"):
+        run(grpo(preset("both", 4)), executor, on_span=broken)
+    assert cancelled
+
+
+def test_a_scheduler_that_stands_still_is_an_error_not_a_hang(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_dispatch", lambda self, out: out)
+    with pytest.raises(DataflowError, match="the run stands still: tasks are left, but none is running"):
+        run(grpo(preset("both", 4)))
+
+
+def test_waited_for_names_the_last_dependency():
+    trace, _ = simulate(grpo(preset("baseline", 4), 2), SteadyCosts())
+    by_task = {s.task: s for s in trace.spans}
+    assert by_task["actor_update[1.1]"].waited_for == "advantage[1]"
+    assert by_task["rollout[2]"].waited_for == "sync_weights[1]"
+    assert by_task["rollout[1]"].waited_for == ""
+
+
+# --- check_trace itself: it must notice ------------------------------------------------------------------
+
+
+def moved(span: Span, by: float = 0.0, **other) -> Span:
+    from dataclasses import replace
+
+    return replace(span, **{"begin": span.begin + by, "end": span.end + by, **other})
+
+
+BROKEN = {
+    "ran twice": lambda spans: [*spans, spans[0]],
+    "never ran": lambda spans: spans[:-1],
+    "is no task": lambda spans: [*spans, moved(spans[0], stage="other")],
+    r"old_log_prob\[2\] began before rollout\[2\] ended": lambda spans: [
+        moved(s, by=-14.0) if s.task == "old_log_prob[2]" else s for s in spans
+    ],
+    "could start at": lambda spans: [moved(s, by=0.001) if s.stage == "val_score" else s for s in spans],
+    "waited from .* beside a free slot of gpu": lambda spans: [
+        moved(s, by=0.001) if s.task == "sync_weights[3]" else s for s in spans if s.stage != "val_rollout"
+    ],
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_check_trace_notices(message):
+    graph = grpo(preset("both", 4), 3, val_every=None if "free slot" in message else 3)
+    trace, _ = simulate(graph, SteadyCosts())
+    check_trace(trace, graph)
+    with pytest.raises(AssertionError, match=message):
+        check_trace(Trace(BROKEN[message](trace.spans), meta=trace.meta), graph)
+
+
+def test_check_trace_notices_two_in_one_slot_and_a_version_that_was_overwritten():
+    graph = grpo(preset("both", 4), 3)
+    trace, _ = simulate(graph, SteadyCosts())
+    longer = [s if s.task != "rollout[2]" else moved(s, end=s.end + 0.5) for s in trace.spans]
+    with pytest.raises(AssertionError, match=r"tasks on gpu|began before"):
+        check_trace(Trace(longer, meta=trace.meta), graph)
+    wide = grpo(SchedulingPolicy(4, 1), 3, resources={"gpu": 9, "reward": None, "controller": 9, "io": 1})
+    trace, _ = simulate(wide, RandomCosts(random.Random(0).randrange(99)))
+    late = [s if s.task != "rollout[3]" else moved(s, end=s.end + 500) for s in trace.spans]
+    with pytest.raises(AssertionError, match=r"overwrote it meanwhile|began before"):
+        check_trace(Trace(late, meta=trace.meta), wide)

@@ -1,0 +1,212 @@
+"""The scheduler as a pure state machine: its instructions, its invariants after every event, its memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import strategies as st
+
+from dataflow.errors import DataflowError, PipelineError
+from dataflow.graph import Pipeline, Task, TaskGraph, TaskId, stage
+from dataflow.policy import SchedulingPolicy, expand, preset
+from dataflow.scheduler import Cancel, Finish, Release, Scheduler, Start, StepDone, TaskFailed, TaskFinished
+from dataflow.testing import grpo_pipeline, random_graph
+
+DICE = st.randoms(use_true_random=False)
+
+
+def some_graph(dice: random.Random) -> TaskGraph:
+    try:
+        return random_graph(dice)
+    except PipelineError:
+        reject()
+
+
+def chosen(task: Task, groups: int, order: list[int]) -> tuple[int, ...] | None:
+    if not task.stage.forms_parts:
+        return None
+    each = task.take or groups
+    return tuple(order[task.id.part * each : (task.id.part + 1) * each])
+
+
+def drive(scheduler: Scheduler, groups: int, dice: random.Random):
+    """Ends running tasks in a random order; yields who ended (at first None) and the instructions."""
+    running: list[Task] = []
+    orders: dict[int, list[int]] = {}
+    instructions = scheduler.start()
+    ended: TaskId | None = None
+    while True:
+        scheduler.check()
+        yield ended, instructions
+        running += [i.task for i in instructions if isinstance(i, Start)]
+        if any(isinstance(i, Finish) for i in instructions):
+            assert not running
+            return
+        assert running, "it stands still"
+        task = running.pop(dice.randrange(len(running)))
+        if task.id.step not in orders:
+            orders[task.id.step] = dice.sample(range(groups), groups)
+        event = TaskFinished(task.id, float(dice.randrange(5)), chosen(task, groups, orders[task.id.step]))
+        ended, instructions = task.id, scheduler.handle(event)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(DICE)
+def test_every_task_starts_once_after_what_it_depends_on(dice):
+    graph = some_graph(dice)
+    done: set[TaskId | None] = set()
+    started: list[TaskId] = []
+    finished: list[int] = []
+    released: list[int] = []
+    for ended, instructions in drive(Scheduler(graph), graph.groups, dice):
+        done.add(ended)
+        for instruction in instructions:
+            match instruction:
+                case Start(task=task):
+                    assert done.issuperset(task.deps), f"{task} started too early"
+                    started.append(task.id)
+                case StepDone(step=step):
+                    finished.append(step)
+                case Release(step=step):
+                    released.append(step)
+    everything = [t.id for step in range(1, graph.steps + 1) for t in graph.unroll(step)]
+    assert sorted(started) == sorted(everything)
+    assert sorted(finished) == sorted(released) == list(range(1, graph.steps + 1))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(DICE, st.integers(0, 99))
+def test_the_same_events_give_the_same_instructions(dice, seed):
+    graph = some_graph(dice)
+    first, second = (list(drive(Scheduler(graph), graph.groups, random.Random(seed))) for _ in range(2))
+    assert first == second
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(DICE)
+def test_each_group_is_in_one_part_and_one_mini_batch_of_a_step(dice):
+    graph = some_graph(dice)
+    seen: dict[tuple[int, str], list[int]] = {}
+    for _ended, instructions in drive(Scheduler(graph), graph.groups, dice):
+        for start in instructions:
+            if isinstance(start, Start) and start.task.chosen_by is not None:
+                seen.setdefault((start.task.id.step, start.task.stage.name), []).extend(start.groups)
+    for key, groups in seen.items():
+        assert sorted(groups) == list(range(graph.groups)), key
+
+
+@pytest.mark.parametrize("policy", [preset("both", 4), SchedulingPolicy(2, 4)], ids=["both", "2-4"])
+def test_memory_follows_the_window_not_the_run(policy):
+    steps = 2_000
+    graph = expand(grpo_pipeline(val_every=7), policy, steps, 4, groups=4)
+    scheduler = Scheduler(graph)
+    dice = random.Random(0)
+    running: list[TaskId] = []
+    instructions = scheduler.start()
+    most = 0
+    tasks = 0
+    while not isinstance(instructions[-1] if instructions else None, Finish):
+        running += [i.task.id for i in instructions if isinstance(i, Start)]
+        i = running.pop(dice.randrange(len(running)))
+        groups = tuple(range(i.part * 4 // i.parts, (i.part + 1) * 4 // i.parts))
+        instructions = scheduler.handle(TaskFinished(i, 1.0, groups))
+        tasks += 1
+        most = max(most, len(scheduler._entries), len(scheduler._dependents), len(scheduler._groups))
+    in_a_step = max(len(graph.unroll(step)) for step in (1, 7))
+    assert tasks > 12 * steps
+    assert most <= (graph.ahead + 3) * in_a_step
+    assert not scheduler._entries
+    assert not scheduler._dependents
+    assert not scheduler._groups
+
+
+def test_a_slow_validation_keeps_only_its_own_step():
+    graph = expand(grpo_pipeline(val_every=5), preset("baseline", 1), 104, 1, groups=1)
+    scheduler = Scheduler(graph)
+    running: list[TaskId] = [i.task.id for i in scheduler.start() if isinstance(i, Start)]
+    released = []
+    while len(released) < 100:
+        i = next(i for i in running if i != TaskId(5, "val_score"))
+        running.remove(i)
+        instructions = scheduler.handle(TaskFinished(i, 1.0, (0,)))
+        released += [r.step for r in instructions if isinstance(r, Release)]
+        running += [s.task.id for s in instructions if isinstance(s, Start)]
+        scheduler.check()
+    assert 5 not in released
+    assert len(scheduler._entries) <= 5 * 12
+
+
+@stage(writes="a", on="gpu")
+def one(prompts): ...
+
+
+@stage(writes="b", on="gpu")
+def two(a): ...
+
+
+@stage(writes="c", on="io")
+def three(a): ...
+
+
+def small(steps: int = 1) -> Scheduler:
+    return Scheduler(expand(Pipeline([one, two, three], inputs=["prompts"]), SchedulingPolicy(), steps))
+
+
+def told(instructions) -> list[str]:
+    return [f"start {i.task}" if isinstance(i, Start) else str(i) for i in instructions]
+
+
+def test_instructions_of_a_small_run():
+    s = small()
+    assert told(s.start()) == ["start one[1]"]
+    assert told(s.handle(TaskFinished(TaskId(1, "one")))) == ["start two[1]", "start three[1]"]
+    assert told(s.handle(TaskFinished(TaskId(1, "three")))) == []
+    assert s.handle(TaskFinished(TaskId(1, "two"))) == [StepDone(1), Release(1), Finish()]
+
+
+def test_a_failure_cancels_what_runs_and_tells_its_story():
+    s = small()
+    s.start()
+    s.handle(TaskFinished(TaskId(1, "one")))
+    assert s.handle(TaskFailed(TaskId(1, "two"), "it broke")) == [
+        Cancel(TaskId(1, "three")),
+        Finish(TaskId(1, "two")),
+    ]
+    assert s.story(TaskId(1, "two")) == "waiting -> ready (one[1] done) -> running -> failed"
+    assert s.story(TaskId(9, "two")) == "unknown"
+
+
+def test_an_event_out_of_place_is_an_error():
+    s = small()
+    s.start()
+    with pytest.raises(DataflowError, match=r"TaskFinished for two\[1\], which is waiting, not running"):
+        s.handle(TaskFinished(TaskId(1, "two")))
+    s.handle(TaskFinished(TaskId(1, "one")))
+    with pytest.raises(DataflowError, match=r"one\[1\], which is done, not running"):
+        s.handle(TaskFinished(TaskId(1, "one")))
+    with pytest.raises(DataflowError, match="unknown or forgotten"):
+        s.handle(TaskFinished(TaskId(7, "one")))
+
+
+def test_a_former_must_name_its_groups():
+    s = Scheduler(expand(grpo_pipeline(), preset("both", 2), 1, 2, groups=2))
+    s.start()
+    s.handle(TaskFinished(TaskId(1, "rollout")))
+    s.handle(TaskFinished(TaskId(1, "reward_request")))
+    with pytest.raises(DataflowError, match=r"reward_collect\[1.1\] forms a part but named no groups"):
+        s.handle(TaskFinished(TaskId(1, "reward_collect", 0, 2)))
+
+
+def test_a_pipeline_that_runs_on_some_steps_only_ends_all_the_same():
+    @stage(writes="x", on="gpu", every=3)
+    def rare(prompts): ...
+
+    s = Scheduler(expand(Pipeline([rare], inputs=["prompts"]), SchedulingPolicy(), 7))
+    order, instructions = [], s.start()
+    while not any(isinstance(i, Finish) for i in instructions):
+        starts = [i.task.id for i in instructions if isinstance(i, Start)]
+        order += starts
+        instructions = s.handle(TaskFinished(starts[0]))
+    assert [i.step for i in order] == [3, 6, 7]
