@@ -25,7 +25,12 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 1 (the run failed), 2 (wrong input) or 130 (Ctrl-C)."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    # Options may stand between key=value arguments, which argparse alone would not take.
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (any(text.startswith("-") for text in rest) or not hasattr(options, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2

@@ -332,9 +332,9 @@ def _work_until_a_wait(pipeline: Pipeline, seconds: Mapping[str, float]) -> dict
         so_far, name = heapq.heappop(reached)
         if so_far < away[name]:
             away[name] = so_far
-            for source in before[name]:
-                if source not in waits:
-                    heapq.heappush(reached, (so_far + seconds[source], source))
+            for earlier in before[name]:
+                if earlier not in waits:
+                    heapq.heappush(reached, (so_far + seconds[earlier], earlier))
     held_in = pipeline.states & pipeline.writer.keys()
     for s in pipeline.stages:
         if s.every:

@@ -1,4 +1,4 @@
-"""Helpers to test pipelines, policies and executors with: no engines, no sleeping, nothing random but the seed.
+"""Helpers to test pipelines, policies and executors with: no engines, no sleeping, no chance but the seed.
 
 trace, reads = simulate(expand(grpo_pipeline(), preset("both", 4), 10, 4, groups=16), RandomCosts(seed=0))
 check_trace(trace, graph)
@@ -308,8 +308,8 @@ def check_trace(trace: Trace, graph: TaskGraph, tolerance: float = 1e-9, busy: b
     """Asserts that a trace is one that this graph may leave behind.
 
     Every task ran exactly once, after all it depends on; no resource had more tasks than slots; no ready task
-    sat beside a free slot; each reader of a state ran between the write of the version that the policy says and
-    the next write; the makespan is at least the critical path, and the load of each resource over its slots.
+    sat beside a free slot; each reader of a state ran between the write of the version that the policy says
+    and the next write; the makespan is at least the critical path, and each resource's load over its slots.
 
     Args:
         trace: of a finished run.
@@ -411,7 +411,7 @@ def _check_versions(graph: TaskGraph, spans: Mapping[TaskId, Span], tolerance: f
             version = i.step - lags[read.lag]
             if version >= graph.first:
                 assert writes[writer.name, version][1] <= span.begin + tolerance, (
-                    f"{i} reads {read.field} of step {version}, but began before {writer.name}[{version}] ended"
+                    f"{i} began before {writer.name}[{version}], whose {read.field} it reads, ended"
                 )
             later = writes.get((writer.name, max(version + 1, graph.first)))
             assert later is None or span.end <= later[0] + tolerance, (

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataflow.batch import Batch
@@ -97,6 +97,7 @@ def test_an_empty_batch_is_one():
     assert b.select([]).ids == ()
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_split_and_concat_are_inverse(groups, n, dice):
     b = batch(groups, n, {"weights_version": 1})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataflow.errors import PipelineError, PolicyError
@@ -170,6 +170,7 @@ def test_the_window_reaches_as_far_as_tasks_wait():
     assert expand(grpo_pipeline(), SchedulingPolicy(max_staleness=4), 20).ahead == 5
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 4), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 3), st.data())
 def test_grpo_expands_to_the_parts_and_versions_of_its_policy(staleness, mini_batches, per, data):
     split = data.draw(st.sampled_from(divisors(mini_batches)))

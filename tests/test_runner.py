@@ -31,7 +31,7 @@ from dataflow.timeline.text import gantt
 
 GOLDEN = Path(__file__).parent / "golden"
 DICE = st.randoms(use_true_random=False)
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def grpo(

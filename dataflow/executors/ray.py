@@ -162,8 +162,9 @@ class RayExecutor:
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
         else:
             try:
+                _knock(self.address)
                 ray.init(address=self.address, **options)
-            except (ConnectionError, ValueError) as error:
+            except (OSError, ValueError) as error:
                 raise ConfigError(
                     f"ray.address={self.address}: no Ray cluster answers there; start one with 'ray start --head' "
                     "or leave ray.address out."
@@ -323,6 +324,15 @@ def _importable(module: ModuleType) -> bool:
             return False
         where = list(found.submodule_search_locations or ())
     return found is not None and found.origin == file
+
+
+def _knock(address: str) -> None:
+    """Fails at once where nobody listens; Ray itself goes on trying for minutes."""
+    import socket
+
+    host, _, port = address.rpartition(":")
+    if host and "/" not in address:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
 
 
 async def _first_failure(refs: Sequence[Any]) -> list[Any]:

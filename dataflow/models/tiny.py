@@ -109,10 +109,10 @@ def tiny_model(
         home.mkdir(parents=True, exist_ok=True)
         with _locked(home / f"{place.name}.lock"):
             if not place.is_dir():
+                _sweep(home, place.name)
                 with tempfile.TemporaryDirectory(dir=home, prefix=f"{place.name}.part-") as part:
                     _make(Path(part) / "model", recipe, seed, progress)
                     os.rename(Path(part) / "model", place)
-                _sweep(home, place.name)
     except OSError as e:
         raise ModelError(
             f"model cache {home}: {e.strerror or e}; set XDG_CACHE_HOME to a writable directory."
@@ -135,9 +135,9 @@ def check_model(path: str | Path) -> Path:
     """
     text = str(path)
     local = Path(path).expanduser()
-    if local.is_dir():
+    if text and local.is_dir():
         return _complete(local)
-    if local.exists():
+    if text and local.exists():
         raise ModelError(f"model.path={text} is a file; give the model's directory.")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text):
         raise ModelError(

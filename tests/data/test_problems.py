@@ -69,8 +69,7 @@ def test_operations_that_do_not_go_are_none():
     assert solve("-", (9, 9)) == "It is 9 - 9 = 0.\n#### 0"
 
 
-def test_more_than_there_are_is_an_error_that_says_how_many():
-    with pytest.raises(
-        DataError, match=r"^100000 held-out problems are more than the stories make \(about \d+\)"
-    ):
-        generate(0, 100_000, 0)
+def test_more_than_there_are_is_an_error(monkeypatch):
+    monkeypatch.setattr("dataflow.data.problems.STORIES", (STORIES[0], STORIES[-1]))
+    with pytest.raises(DataError, match=r"^9000 held-out problems are more than the stories make"):
+        generate(0, 9000, 0)

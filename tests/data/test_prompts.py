@@ -1,0 +1,342 @@
+"""Reading problems: GSM8K's JSONL, verl's parquet, generated ones; a bad file or row is one sentence."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from loguru import logger
+
+from dataflow.data.problems import generate
+from dataflow.data.prompts import PromptSource, load_prompts, load_tokenizer, prompt_ids, truncate
+from dataflow.data.rows import load_rows, verl_rows, write_parquet
+from dataflow.errors import DataError, ModelError
+from dataflow.models.tiny import build_tokenizer
+
+pytestmark = pytest.mark.heavy
+
+GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
+GOOD = {"question": "What is 3 + 4?", "answer": "It is 3 + 4 = 7.\n#### 7"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def options(**changes):
+    plain = {
+        "max_prompt_length": 64,
+        "truncation": "error",
+        "filter_overlong_prompts": False,
+        "shuffle": True,
+    }
+    return SimpleNamespace(**plain | changes)
+
+
+def source(tokenizer, count=20, prompts=4, seed=0, **changes):
+    rows = verl_rows(generate(count, 0, 0)[0], "problems")
+    return PromptSource(rows, tokenizer, options(**changes), seed, prompts, "problems")
+
+
+def jsonl(path, *lines):
+    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def questions(batch):
+    return [chat[0]["content"] for chat in batch["raw_prompt"]]
+
+
+def test_a_batch_has_a_group_per_prompt_and_the_contracts_columns(tokenizer):
+    batch = source(tokenizer).batch(1)
+    assert batch.groups.tolist() == [0, 1, 2, 3]
+    assert set(batch.names) == {"raw_prompt", "prompt_ids", "data_source", "ground_truth", "extra_info"}
+    for row in range(4):
+        chat = batch["raw_prompt"][row]
+        assert chat == [{"role": "user", "content": batch["extra_info"][row]["question"]}]
+        ids = batch["prompt_ids"][row]
+        assert isinstance(ids, list)
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=False
+        )
+        assert batch["extra_info"][row]["answer"].endswith(f"#### {batch['ground_truth'][row]}")
+        assert batch["data_source"][row] == "dataflow/problems"
+
+
+def test_the_order_is_the_seeds_and_each_epoch_is_another_permutation(tokenizer):
+    one, two, other = source(tokenizer), source(tokenizer), source(tokenizer, seed=1)
+    steps = [questions(one.batch(step)) for step in range(1, 16)]
+
+    assert steps == [questions(two.batch(step)) for step in range(1, 16)]
+    assert steps != [questions(other.batch(step)) for step in range(1, 16)]
+    epochs = [[q for step in steps[at : at + 5] for q in step] for at in (0, 5, 10)]
+    assert all(len(set(epoch)) == 20 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_a_batch_depends_on_its_step_alone(tokenizer):
+    straight, jumping = source(tokenizer), source(tokenizer)
+    steps = {step: questions(straight.batch(step)) for step in range(1, 14)}
+    for step in (9, 9, 10, 3, 13, 1, 1, 2, 7):
+        assert questions(jumping.batch(step)) == steps[step]
+    jumping.all(3)
+    assert questions(jumping.batch(8)) == steps[8]
+    with pytest.raises(DataError, match="steps count from 1, there is no step 0"):
+        jumping.batch(0)
+
+
+def test_torchs_global_generator_is_neither_read_nor_moved(tokenizer):
+    import torch
+
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = source(tokenizer)
+    one = [questions(first.batch(step)) for step in range(1, 8)]
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    again = source(tokenizer)
+    assert [questions(again.batch(step)) for step in range(1, 8)] == one
+
+
+def test_unshuffled_prompts_come_in_order_and_odd_last_rows_are_dropped(tokenizer):
+    made = source(tokenizer, count=10, shuffle=False)
+    whole = questions(made.all())
+    assert len(made) == len(whole) == 10
+    assert questions(made.batch(1)) + questions(made.batch(2)) == whole[:8]
+    assert questions(made.batch(3)) == whole[:4]
+
+
+def test_all_takes_the_first_rows_in_order(tokenizer):
+    made = source(tokenizer)
+    expected = [p["question"] for p in generate(20, 0, 0)[0]]
+    assert questions(made.all(7)) == expected[:7]
+    assert made.all(7).groups.tolist() == list(range(7))
+    assert questions(made.all(1000)) == questions(made.all()) == expected
+
+
+def test_reading_prints_nothing(tokenizer, capfd):
+    source(tokenizer).batch(1)
+    assert capfd.readouterr().out == ""
+
+
+def test_fewer_rows_than_a_step_takes(tokenizer):
+    with pytest.raises(DataError, match=r"^problems: 3 prompts are fewer than the 4 of a step"):
+        source(tokenizer, count=3)
+
+
+def test_a_long_prompt_is_an_error_with_its_line_and_the_fixes(tokenizer, tmp_path):
+    file = jsonl(tmp_path / "x.jsonl", GOOD, "\n", {**GOOD, "question": "why " * 100})
+    rows, labels = load_rows(file)
+    with pytest.raises(DataError) as caught:
+        PromptSource(rows, tokenizer, options(), 0, 1, str(file), labels)
+    assert re.match(rf"{re.escape(str(file))}, line 3: the prompt has \d{{3}} tokens", str(caught.value))
+    for part in ("max_prompt_length=64", "truncation=left|right|middle", "filter_overlong_prompts=true"):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_truncation_cuts_as_verl_does(tokenizer, side):
+    import torch
+    from verl.utils.torch_functional import postprocess_data
+
+    made = source(tokenizer, max_prompt_length=15, truncation=side)
+    for chat, ids in zip(made.all()["raw_prompt"], made.all()["prompt_ids"], strict=True):
+        whole = prompt_ids(tokenizer, chat)
+        assert len(whole) > 15
+        tensor = torch.tensor([whole])
+        expected, _ = postprocess_data(
+            tensor, torch.ones_like(tensor), max_length=15, pad_token_id=0, truncation=side
+        )
+        assert ids == expected[0].tolist()
+    assert truncate([1, 2, 3], 1, side) in ([1], [3])
+
+
+def test_long_prompts_are_left_out_and_counted(tokenizer):
+    rows = verl_rows([GOOD, {**GOOD, "question": "why " * 100}, {**GOOD, "question": "And now?"}], "mine")
+    said: list[str] = []
+    sink = logger.add(said.append, format="{message}")
+    made = PromptSource(rows, tokenizer, options(filter_overlong_prompts=True, shuffle=False), 0, 2, "mine")
+    logger.remove(sink)
+    assert said == ["mine: left out 1 of 3 prompts over 64 tokens\n"]
+    assert len(made) == 2
+    assert questions(made.all()) == questions(made.batch(1)) == ["What is 3 + 4?", "And now?"]
+    short = options(filter_overlong_prompts=True, max_prompt_length=3)
+    with pytest.raises(DataError, match=r"^mine: every prompt is longer than data.max_prompt_length=3"):
+        PromptSource(rows, tokenizer, short, 0, 1, "mine")
+
+
+def test_jsonl_becomes_verls_rows(tmp_path):
+    other = {"question": "How much?", "answer": "#### 5 of 7\nNo:\n#### $1,200.50"}
+    rows, labels = load_rows(jsonl(tmp_path / "train.jsonl", GOOD, "\n", other))
+    assert rows[0] == {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "What is 3 + 4?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "7"},
+        "extra_info": {"index": 0, "question": GOOD["question"], "answer": GOOD["answer"]},
+    }
+    assert rows[1]["reward_model"]["ground_truth"] == "1200.5"
+    assert labels == [f"{tmp_path}/train.jsonl, line 1", f"{tmp_path}/train.jsonl, line 3"]
+
+
+BAD_LINES = {
+    "{'question': 1}\n": "this is no JSON",
+    '{"question": "half\n': "this is no JSON",
+    "[1, 2]\n": "this is no JSON object",
+    '{"answer": "#### 1"}\n': "the problem has no 'question'",
+    '{"question": "1?"}\n': "the problem has no 'answer'",
+    '{"question": " ", "answer": "#### 1"}\n': "the problem has no 'question'",
+    '{"question": "1?", "answer": 1}\n': "the problem has no 'answer'",
+    '{"question": "1?", "answer": "it is 1"}\n': "the answer has no '####'",
+    '{"question": "1?", "answer": "#### one"}\n': "the answer has no number behind its last '####'",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_line_is_named(line, tmp_path):
+    file = jsonl(tmp_path / "x.jsonl", GOOD, line)
+    with pytest.raises(
+        DataError, match=f"^{re.escape(str(file))}, line 2: {re.escape(BAD_LINES[line])}"
+    ) as e:
+        load_rows(file)
+    assert "\n" not in str(e.value)
+
+
+def test_a_bad_file_is_named(tmp_path):
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"question": "\xff\xfe"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "text.parquet").write_text("no parquet")
+    (tmp_path / "x.csv").write_text("question,answer\n")
+    (tmp_path / "folder.jsonl").mkdir()
+    for name, message in {
+        "none.jsonl": "there is no such data file",
+        "none.parquet": "there is no such data file",
+        "folder.jsonl": "there is no such data file",
+        "x.csv": "unknown kind of data file; give a .jsonl or a .parquet file",
+        "bytes.jsonl": "this is no UTF-8 text",
+        "empty.jsonl": "the file is empty",
+        "text.parquet": "this is no readable parquet file",
+    }.items():
+        with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path / name))}: {message}") as caught:
+            load_rows(tmp_path / name)
+        assert "\n" not in str(caught.value)
+
+
+def parquet(path, *rows):
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 3 + 4?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "7"},
+    "extra_info": {"split": "train", "index": 0},
+}
+
+
+def test_verls_parquet_is_read_as_it_is(tokenizer, tmp_path):
+    more = {**VERL, "extra_info": {"index": 1, "level": "hard"}}
+    rows, labels = load_rows(parquet(tmp_path / "x.parquet", VERL, more))
+    batch = PromptSource(rows, tokenizer, options(shuffle=False), 0, 2, "x", labels).batch(1)
+    assert batch["raw_prompt"][0] == VERL["prompt"]
+    assert list(batch["ground_truth"]) == ["7", "7"]
+    assert list(batch["extra_info"]) == [{"split": "train", "index": 0}, {"index": 1, "level": "hard"}]
+    assert tokenizer.decode(batch["prompt_ids"][0]).startswith("<|im_start|>system\nBe short.<|im_end|>")
+
+
+def test_parquet_without_extra_info_or_with_numbers_as_truth_will_do(tokenizer, tmp_path):
+    row = {k: v for k, v in VERL.items() if k not in ("extra_info", "ability")}
+    row["reward_model"] = {"ground_truth": 7}
+    rows, labels = load_rows(parquet(tmp_path / "x.parquet", row))
+    batch = PromptSource(rows, tokenizer, options(), 0, 1, "x", labels).batch(1)
+    assert (list(batch["ground_truth"]), list(batch["extra_info"])) == (["7"], [{}])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": "What is 3 + 4?"}, "'prompt' is no list of chat messages"),
+        ({"prompt": []}, "'prompt' is no list of chat messages"),
+        ({"prompt": [{"role": "user", "content": None}]}, "'prompt' is no list of chat messages"),
+        ({"prompt": [{"text": "3?"}]}, "'prompt' is no list of chat messages"),
+        ({"reward_model": {"style": "rule"}}, "'reward_model' has no 'ground_truth'"),
+        ({"reward_model": None}, "'reward_model' has no 'ground_truth'"),
+        ({"data_source": None}, "'data_source' is no text"),
+    ],
+)
+def test_a_bad_parquet_row_is_named(change, message, tmp_path):
+    file = parquet(tmp_path / "x.parquet", {**VERL, **change})
+    with pytest.raises(DataError, match=f"^{re.escape(str(file))}, row 1: {message}"):
+        load_rows(file)
+
+
+@pytest.mark.parametrize("column", ["data_source", "prompt", "reward_model"])
+def test_a_missing_parquet_column_is_named(column, tmp_path):
+    file = parquet(tmp_path / "x.parquet", {k: v for k, v in VERL.items() if k != column})
+    with pytest.raises(DataError, match=f"^{re.escape(str(file))}: there is no column '{column}'"):
+        load_rows(file)
+
+
+def test_an_empty_parquet_is_an_error(tmp_path):
+    pq.write_table(pa.Table.from_pylist([VERL]).slice(0, 0), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="the file is empty"):
+        load_rows(tmp_path / "x.parquet")
+
+
+def test_written_rows_are_named_by_content(tmp_path):
+    rows = verl_rows([GOOD], "mine")
+    first = write_parquet(rows, tmp_path)
+    assert write_parquet(rows, tmp_path) == first
+    assert write_parquet(verl_rows([{**GOOD, "question": "Else?"}], "mine"), tmp_path) != first
+    assert load_rows(first)[0][0]["prompt"] == rows[0]["prompt"]
+    assert not list(tmp_path.glob("*.part"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"):
+        write_parquet(rows, tmp_path / "file")
+
+
+def test_load_prompts_generates_or_reads(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "model")
+    data = options(train=None, val=None, prompts=8, train_size=40, val_size=10)
+    config = SimpleNamespace(data=data, seed=3, model=SimpleNamespace(path=str(tmp_path / "model")))
+    train, val = load_prompts(config)
+    assert (len(train), len(val), len(train.batch(1))) == (40, 10, 8)
+    assert not set(questions(train.all())) & set(questions(val.all()))
+    data.val = str(jsonl(tmp_path / "val.jsonl", GOOD))
+    _, val = load_prompts(config)
+    assert questions(val.all()) == ["What is 3 + 4?"]
+
+
+def test_a_tokenizer_that_cannot_be_used_is_one_sentence(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match="has no chat template"):
+        load_tokenizer(str(tmp_path / "plain"))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{}")
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ModelError, match="cannot be loaded") as caught:
+        load_tokenizer(str(tmp_path / "broken"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not beside this checkout")
+def test_gsm8k_is_read_whole(tokenizer):
+    rows, labels = load_rows(GSM8K / "test.jsonl")
+    assert len(rows) == len(labels) == 1319
+    made = PromptSource(rows, tokenizer, options(max_prompt_length=1024), 0, 32, "gsm8k", labels)
+    assert len({q for step in range(1, 42) for q in questions(made.batch(step))}) == 41 * 32
+    assert list(made.all(2)["ground_truth"]) == ["18", "3"]

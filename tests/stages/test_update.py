@@ -1,0 +1,111 @@
+"""The update sees to it that every sample trains once a step, with weights as new as the policy says."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataflow.batch import Batch
+from dataflow.errors import RunError
+from dataflow.graph import TaskInfo
+from dataflow.stages.update import TrainedOnce, actor_update, actor_update_kl, staleness, update_stage
+
+
+def samples(*groups: int, version: int | None = 0, **columns) -> Batch:
+    rows = [g for g in groups for _ in range(2)]
+    meta = {} if version is None else {"weights_version": version}
+    return Batch(rows, {"score": [0.0] * len(rows), **{n: [v] * len(rows) for n, v in columns.items()}}, meta)
+
+
+def info(step: int = 1, part: int = 0, parts: int = 2, max_staleness: int = 0) -> TaskInfo:
+    return TaskInfo(step=step, part=part, parts=parts, max_staleness=max_staleness)
+
+
+def test_each_group_trains_once_per_step():
+    once = TrainedOnce()
+    for step in (1, 2):
+        once.check(info(step, 0), samples(0, 3), 4)
+        once.check(info(step, 1), samples(1, 2), 4)
+
+
+def test_a_group_that_comes_twice_is_refused():
+    once = TrainedOnce()
+    once.check(info(1, 0), samples(0, 3), 4)
+    with pytest.raises(RunError, match=r"actor_update\[1\]: group 3 would be trained twice in this step"):
+        once.check(info(1, 1), samples(1, 3), 4)
+
+
+def test_a_group_that_is_missing_at_the_end_is_told():
+    once = TrainedOnce()
+    once.check(info(1, 0), samples(0, 3), 4)
+    with pytest.raises(RunError, match=r"actor_update\[1\]: 3 of 4 groups were trained; none may be lost"):
+        once.check(info(1, 1), samples(1), 4)
+
+
+@pytest.mark.parametrize(
+    ("step", "version", "allowed", "lag"), [(1, 0, 0, 0), (5, 4, 0, 0), (5, 3, 1, 1), (6, 1, 4, 4)]
+)
+def test_staleness_is_counted_from_the_weights_that_the_update_starts_from(step, version, allowed, lag):
+    assert staleness(info(step, max_staleness=allowed), samples(0, version=version)) == lag
+
+
+@pytest.mark.parametrize(("step", "version", "allowed"), [(5, 3, 0), (5, 2, 1), (9, 3, 4)])
+def test_samples_that_are_too_stale_are_refused(step, version, allowed):
+    with pytest.raises(RunError, match=f"{step - 1 - version} steps old, the policy allows 0 to {allowed}"):
+        staleness(info(step, max_staleness=allowed), samples(0, version=version))
+
+
+def test_samples_from_the_future_are_refused():
+    with pytest.raises(RunError, match="are -1 steps old"):
+        staleness(info(3, max_staleness=4), samples(0, version=3))
+
+
+def test_samples_without_a_version_are_refused():
+    with pytest.raises(RunError, match="carry no weights_version; did rollout stamp them"):
+        staleness(info(), samples(0, version=None))
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[int, ...], tuple[str, ...], bool]] = []
+
+    def update(self, batch: Batch, *, last: bool) -> dict[str, float]:
+        self.calls.append((batch.ids, tuple(sorted(batch.names)), last))
+        return {"actor/pg_loss": 0.5}
+
+
+def test_an_update_trains_on_all_columns_and_logs():
+    trainer = Trainer()
+    stage = actor_update.bind(trainer=trainer, groups=4)
+    for part, groups in enumerate([(2, 0), (1, 3)]):
+        task = info(3, part, max_staleness=1)
+        batch = samples(*groups, version=1)
+        more = batch.like(old_log_probs=[0.0] * 4), batch.like(advantages=[0.0] * 4)
+        assert stage(batch, *more, None, task=task, **stage.tools) == 3
+        assert task.metrics == {"actor/pg_loss": 0.5, "staleness/mean": 1.0, "staleness/max": 1.0}
+    names = ("advantages", "old_log_probs", "score")
+    assert trainer.calls == [((2, 0), names, False), ((1, 3), names, True)]
+
+
+def test_what_was_trained_is_remembered_by_the_trainer_not_the_stage():
+    trainer = Trainer()
+    batch = samples(0, 1, version=0)
+    for kind in (actor_update, actor_update.bind(name="other")):
+        run = kind.bind(trainer=trainer, groups=4)
+        if kind is actor_update:
+            run(batch, batch, batch, None, task=info(), **run.tools)
+        else:
+            with pytest.raises(RunError, match="trained twice"):
+                run(batch, batch, batch, None, task=info(part=1), **run.tools)
+
+
+def test_the_reference_is_read_only_where_it_is_used():
+    assert "ref_log_probs" not in [read.field for read in update_stage(False).reads]
+    with_reference = update_stage(True)
+    assert with_reference.name == "actor_update"
+    assert with_reference.fn is actor_update_kl.fn
+    trainer = Trainer()
+    batch = samples(0, 1, version=0)
+    reference = batch.like(ref_log_prob=[0.0] * 4)
+    run = with_reference.bind(trainer=trainer, groups=2)
+    run(batch, batch, reference, batch, None, task=info(parts=1), **run.tools)
+    assert "ref_log_prob" in trainer.calls[0][1]

@@ -1,0 +1,125 @@
+"""The command line with wrong input: one sentence on stderr, exit code 2, nothing written or started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataflow.cli import main
+
+ROOT = Path(__file__).parents[1]
+PIPELINE = str(ROOT / "pipelines" / "gsm8k_grpo.py")
+PROBLEM = {"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7"}
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *overrides: str) -> str:
+    """Runs with wrong input; returns the sentence that it ends with."""
+    code = main(["run", PIPELINE, *overrides, f"runs={tmp_path / 'runs'}"])
+    err = capsys.readouterr().err.strip()
+    assert code == 2, err
+    assert len(err.splitlines()) == 1, err
+    assert not (tmp_path / "runs").exists(), "a run that cannot start must leave nothing behind"
+    return err
+
+
+def test_unknown_policy_and_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "did you mean 'both'" in refused(capsys, tmp_path, "policy=bth")
+    assert "did you mean 'trainer.world_size'" in refused(capsys, tmp_path, "trainer.worldsize=2")
+
+
+def test_numbers_that_do_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = refused(capsys, tmp_path, "trainer.mini_batches=3", "data.prompts=64")
+    assert said == "PolicyError: mini_batches=3 does not divide 64 prompt groups; use 1, 2, 4, 8, 16, 32 or 64."
+    said = refused(capsys, tmp_path, "policy.split=3")
+    assert said == "PolicyError: split=3 does not divide mini_batches=4; use 1, 2 or 4."
+    assert "max_staleness=5" in refused(capsys, tmp_path, "policy.max_staleness=5")
+
+
+def test_an_estimator_over_the_whole_batch_cannot_be_split(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = refused(capsys, tmp_path, "algorithm.adv_estimator=reinforce_plus_plus", "policy=mini-batch")
+    assert said.startswith("PipelineError: stage 'advantage' needs the whole batch")
+
+
+def test_reward_function_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "no such file" in refused(capsys, tmp_path, f"custom_reward_function.path={tmp_path / 'no.py'}")
+    file = lines(tmp_path / "mine.py", "def compute_scores(**kwargs): return 1.0")
+    said = refused(capsys, tmp_path, f"custom_reward_function.path={file}")
+    assert "'compute_score'" in said
+    assert "compute_scores" in said
+
+
+@pytest.mark.heavy
+def test_bad_data(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_qwen: Path) -> None:
+    model = f"model.path={tiny_qwen}"
+
+    def said(file: Path, *more: str) -> str:
+        return refused(capsys, tmp_path, model, f"data.train={file}", *more)
+
+    assert "there is no such data file" in said(tmp_path / "missing.jsonl")
+    assert "line 2: this is no JSON" in said(lines(tmp_path / "cut.jsonl", PROBLEM, '{"question": "Wh'))
+    no_mark = {"question": "What is 3 + 4?", "answer": "7"}
+    assert "line 1: the answer has no '####'" in said(lines(tmp_path / "bare.jsonl", no_mark))
+    long = lines(tmp_path / "long.jsonl", *[PROBLEM] * 40, {**PROBLEM, "question": "many " * 100})
+    text = said(long)
+    assert "line 41" in text
+    assert "data.max_prompt_length=64" in text
+    assert "data.filter_overlong_prompts=true" in text
+    assert "fewer than the 32 of a step" in said(lines(tmp_path / "few.jsonl", PROBLEM))
+
+
+@pytest.mark.heavy
+def test_model_that_is_not_whole(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_qwen: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((tiny_qwen / "config.json").read_text())
+    assert "tokenizer" in refused(capsys, tmp_path, f"model.path={bare}")
+    assert "does not exist" in refused(capsys, tmp_path, "model.path=./nowhere")
+
+
+def test_files_that_are_no_pipeline_or_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["run", str(tmp_path / "no.py")]) == 2
+    assert "no pipeline file" in capsys.readouterr().err
+    assert main(["timeline", str(tmp_path / "no-run")]) == 2
+    assert "no run at" in capsys.readouterr().err
+    (tmp_path / "trace.json").write_text("{")
+    assert main(["timeline", str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert main(["compare", PIPELINE, "policy=both"]) == 2
+    assert "compare sets policy and name itself" in capsys.readouterr().err
+
+
+def test_show_prints_the_stages_and_the_unrolled_graph(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["show", PIPELINE, "policy=both", "steps=2"]) == 0
+    out = capsys.readouterr().out
+    assert "weights from sync_weights (of 1 + max_staleness steps before)" in out
+    assert "rollout[2]           gpu         at once" in out
+    assert main(["show", PIPELINE, "policy=baseline", "steps=2", "--json", "val.every=0"]) == 0
+    graph = json.loads(capsys.readouterr().out)
+    assert ["sync_weights[1]", "rollout[2]"] in graph["edges"]
+    for name in ("graph.mmd", "graph.svg"):
+        assert main(["show", PIPELINE, "-o", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).stat().st_size > 500
+
+
+def test_options_may_stand_between_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", PIPELINE, "steps=1", "--json", "val.every=0"]) == 0
+    assert "val_rollout" not in capsys.readouterr().out
+
+
+def test_help_shows_an_example() -> None:
+    for command in ("run", "show", "timeline", "compare"):
+        shown = subprocess.run(
+            [sys.executable, "-m", "dataflow.cli", command, "-h"], capture_output=True, text=True, timeout=30
+        )
+        assert f"example: dataflow {command}" in shown.stdout
