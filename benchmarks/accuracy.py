@@ -55,9 +55,7 @@ def main(arguments: list[str]) -> int:
             name, process = running.pop(0)
             curves[name] = finish(process)["evaluations"]
             out.write_text(json.dumps(curves, indent=0))
-            print(
-                f"{name}: {at(curves[name], steps):.3f}  ({len(todo) + len(running)} to go)", file=sys.stderr
-            )
+            print(f"{name}: {at(curves[name], steps):.3f}  ({len(todo) + len(running)} to go)", file=sys.stderr)
     print(report(curves, seeds, sorted({min(30, steps), steps})))
     return 0
 
@@ -68,9 +66,7 @@ def key(policy: str, correction: str | None, seed: int) -> str:
 
 def at(curve: dict[str, float], step: int) -> float:
     """Returns the mean of the last evaluations up to a step, the one before training left out."""
-    upto = [
-        value for when, value in sorted(curve.items(), key=lambda item: int(item[0])) if 0 < int(when) <= step
-    ]
+    upto = [value for when, value in sorted(curve.items(), key=lambda item: int(item[0])) if 0 < int(when) <= step]
     return sum(upto[-LAST:]) / len(upto[-LAST:])
 
 

@@ -15,7 +15,16 @@ PIPELINE = ROOT / "pipelines" / "gsm8k_grpo.py"
 def start(runs: Path, name: str, **overrides: Any) -> subprocess.Popen[str]:
     """Starts a run; ``trainer__lr=1e-4`` stands for ``trainer.lr=1e-4``."""
     keys = [f"{key.replace('__', '.')}={_text(value)}" for key, value in overrides.items()]
-    command = [sys.executable, "-m", "dataflow.cli", "run", str(PIPELINE), f"runs={runs}", f"name={name}", *keys]
+    command = [
+        sys.executable,
+        "-m",
+        "dataflow.cli",
+        "run",
+        str(PIPELINE),
+        f"runs={runs}",
+        f"name={name}",
+        *keys,
+    ]
     command += ["--json", "--quiet"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 

@@ -189,9 +189,7 @@ class Batch:
             for name in parts[0].tensors.keys()  # noqa: SIM118
         }
         for name in dict.fromkeys(name for part in parts for name in part.arrays):
-            columns[name] = np.concatenate(
-                [part.arrays.get(name, _objects([None] * len(part))) for part in parts]
-            )
+            columns[name] = np.concatenate([part.arrays.get(name, _objects([None] * len(part))) for part in parts])
         meta: dict[str, Any] = {}
         for part in parts:
             meta |= part.meta

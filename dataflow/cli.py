@@ -186,7 +186,8 @@ def _show(options: argparse.Namespace) -> int:
     else:
         print(pipeline.explain())
         if unroll:
-            print(f"\n{config.policy.preset}, {policy.split} parts, max_staleness {policy.max_staleness}, {steps} steps:\n")
+            facts = f"{policy.split} parts, max_staleness {policy.max_staleness}, {steps} steps"
+            print(f"\n{config.policy.preset}, {facts}:\n")
             print(graph.explain(1, steps))
     return 0
 
@@ -307,7 +308,9 @@ def _run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
         # The child prints its own error; stdout belongs to the table.
         code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
         if code:
-            raise (UserError if code == 2 else DataflowError)(f"compare: the run under '{name}' ended with exit code {code}.")
+            raise (UserError if code == 2 else DataflowError)(
+                f"compare: the run under '{name}' ended with exit code {code}."
+            )
         runs.append(str(directory))
     return runs
 

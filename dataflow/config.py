@@ -41,9 +41,7 @@ Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(
 class Section(BaseModel):
     """A group of keys. Unknown ones are errors, defaults are validated as values are."""
 
-    model_config = ConfigDict(
-        extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
     shorthand: ClassVar[str | None] = None
     """The key that a plain value given to the section sets (``policy=both`` sets ``policy.preset``)."""
 
@@ -100,7 +98,7 @@ class DataConfig(Section):
     """Held-out problems, .jsonl or .parquet; null generates word problems."""
     prompts: PositiveInt = 32
     """Prompt groups a step."""
-    max_prompt_length: PositiveInt = 64
+    max_prompt_length: PositiveInt = 1024
     """Longest prompt in tokens, chat template included."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """What becomes of a longer prompt: an error, or the side to cut."""
@@ -279,9 +277,7 @@ class RayConfig(Section):
 class TrackingConfig(Section):
     """Where metrics go, besides the run's metrics.jsonl."""
 
-    backends: Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = [
-        "tensorboard"
-    ]
+    backends: Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = ["tensorboard"]
     """Backends of verl's Tracking."""
     project: Text = "dataflow"
     """Project name there."""
@@ -330,9 +326,7 @@ class RunConfig(Section):
         rows = self.data.prompts // batches * self.engine.n
         if rows % world:
             sizes = "data.prompts / trainer.mini_batches x engine.n"
-            raise ConfigError(
-                f"trainer.world_size={world} does not divide a mini-batch's {rows} rows ({sizes})."
-            )
+            raise ConfigError(f"trainer.world_size={world} does not divide a mini-batch's {rows} rows ({sizes}).")
         estimator = self.algorithm.adv_estimator
         if self.engine.n < 2 and estimator not in ("gpg", "reinforce_plus_plus"):
             n = self.engine.n

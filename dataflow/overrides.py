@@ -55,9 +55,7 @@ def parse_overrides(cls: type[T], args: Sequence[str]) -> T:
             dotted = ".".join(path)
             for other in given:
                 if f"{dotted}.".startswith(f"{other}.") or f"{other}.".startswith(f"{dotted}."):
-                    raise ConfigError(
-                        f"key '{dotted}' is given twice ('{given[other]}' and '{arg}'); give it once."
-                    )
+                    raise ConfigError(f"key '{dotted}' is given twice ('{given[other]}' and '{arg}'); give it once.")
             given[dotted] = arg
             at = values
             for name in path[:-1]:

@@ -213,7 +213,12 @@ class _Unroller:
     """Makes the tasks of a step; holds what is the same for all steps."""
 
     def __init__(
-        self, pipeline: Pipeline, policy: SchedulingPolicy, steps: range, mini_batches: int, groups: int | None
+        self,
+        pipeline: Pipeline,
+        policy: SchedulingPolicy,
+        steps: range,
+        mini_batches: int,
+        groups: int | None,
     ) -> None:
         self.pipeline = pipeline
         self.steps = steps

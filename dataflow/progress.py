@@ -37,10 +37,21 @@ class Progress:
                 self._warm.stop()
 
     def _make_bar(self, what: str) -> Any:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
         from rich.progress import Progress as Bar
 
-        columns = (TextColumn(what), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"))
+        columns = (
+            TextColumn(what),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+        )
         bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
         bar.start()
         return bar

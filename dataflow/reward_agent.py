@@ -84,9 +84,7 @@ class RewardAgent:
         self._score = getattr(compute_score, "compute_score", compute_score)
         self._post = post_process_scores or getattr(compute_score, "post_process_scores", None)
         if isinstance(compute_score, type) or not callable(self._score):
-            raise ConfigError(
-                f"compute_score={compute_score!r}; give a function or an object with compute_score."
-            )
+            raise ConfigError(f"compute_score={compute_score!r}; give a function or an object with compute_score.")
         self.concurrency = concurrency
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="reward")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -164,9 +162,7 @@ class RewardAgent:
         if k is None and not take:
             raise DataflowError(f"reward agent: all groups of step {step} are being collected already.")
         if not 1 <= take <= state.left:
-            raise DataflowError(
-                f"reward agent: step {step} has {state.left} groups left to collect, not {take}."
-            )
+            raise DataflowError(f"reward agent: step {step} has {state.left} groups left to collect, not {take}.")
         waiter = Waiter(take, order, self._bind().create_future())
         state.waiters.append(waiter)
         self._serve(state)
@@ -228,9 +224,7 @@ class RewardAgent:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError as error:
-            raise DataflowError(
-                "reward agent: submit and collect must be called on a running event loop."
-            ) from error
+            raise DataflowError("reward agent: submit and collect must be called on a running event loop.") from error
         if self._loop not in (None, loop):
             raise DataflowError("reward agent: it lives on another event loop; use one agent a loop.")
         self._loop = loop
@@ -371,9 +365,7 @@ class RewardAgent:
             if task is not asyncio.current_task():
                 task.cancel()
 
-    def _end(
-        self, state: StepRequests, kind: type[DataflowError], message: str, cause: BaseException | None
-    ) -> None:
+    def _end(self, state: StepRequests, kind: type[DataflowError], message: str, cause: BaseException | None) -> None:
         del self._steps[state.key]
         self._ended[state.key] = (kind, message, cause)
         while len(self._ended) > _REMEMBERED:
@@ -390,9 +382,7 @@ class RewardAgent:
         return DataflowError(f"reward agent: step {step} was never submitted (in flight: {live}).")
 
 
-def build_agent(
-    custom: Mapping[str, Any] | None, default: Mapping[str, Any], concurrency: int = 64
-) -> RewardAgent:
+def build_agent(custom: Mapping[str, Any] | None, default: Mapping[str, Any], concurrency: int = 64) -> RewardAgent:
     """Returns the agent of a run; importable in the process that hosts it.
 
     Args:

@@ -125,7 +125,8 @@ class Runner:
 
     def _record(self, task: Task, waited_for: TaskId | None, done: Done) -> None:
         report = done.report
-        assert report is not None and self._origin is not None
+        assert report is not None
+        assert self._origin is not None
         i = task.id
         optional = {"optional": True} if task.stage.every is not None else {}
         span = Span(

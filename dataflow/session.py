@@ -70,16 +70,17 @@ class Session:
 
     def _inputs(self) -> dict[str, Callable[[int], Any]]:
         """Loads model path, tokenizer and data; returns the pipeline's input fields."""
-        from dataflow.data.prompts import load_prompts
+        from dataflow.data.prompts import load_prompts, read_problems
         from dataflow.models.tiny import check_model, tiny_model
 
-        path = self.config.model.path
         # A bad data file is said before a minute of warm-up.
+        problems = read_problems(self.config.data)
+        path = self.config.model.path
         if path:
             self.config.model.path = str(check_model(path))
         else:
             self.config.model.path = str(tiny_model(progress=self.progress.warm_up))
-        train, held_out = load_prompts(self.config)
+        train, held_out = load_prompts(self.config, *problems)
         val = held_out.all(self.config.data.val_size) if self.config.val.every else None
         return {"prompts": train.batch, "val_prompts": lambda step: val}
 
@@ -159,7 +160,9 @@ class Session:
                 runner.stop()
                 raise
             self.progress.stop()
-            self.summary = self._summarise(trace, await executor.ask("trainer", "digest"), await self._rewards(executor))
+            self.summary = self._summarise(
+                trace, await executor.ask("trainer", "digest"), await self._rewards(executor)
+            )
         except asyncio.CancelledError:
             trace.meta["status"] = "interrupted"
             raise Interrupted(f"stopped after {self._steps_seen} of {graph.steps} steps") from None
@@ -267,7 +270,9 @@ def make_directory(config: RunConfig, stem: str) -> Path:
                 path.mkdir()
                 return path
     except FileExistsError as error:
-        raise ConfigError(f"name={config.name}: {runs / config.name!s} exists; choose another name or remove it.") from error
+        raise ConfigError(
+            f"name={config.name}: {runs / config.name!s} exists; choose another name or remove it."
+        ) from error
     except OSError as error:
         raise ConfigError(f"runs={config.runs}: cannot write there: {error.strerror}.") from error
     raise ConfigError(f"runs={config.runs}: no free name for a run; give name=.")

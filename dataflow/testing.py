@@ -92,9 +92,7 @@ def val_score(val_responses: Any) -> Any:
     return val_responses
 
 
-def grpo_pipeline(
-    val_every: int | None = None, resources: Mapping[str, int | None] | None = None
-) -> Pipeline:
+def grpo_pipeline(val_every: int | None = None, resources: Mapping[str, int | None] | None = None) -> Pipeline:
     """Returns the stages of a GRPO step with nothing behind them, to schedule and to draw.
 
     Args:
@@ -297,9 +295,7 @@ def simulate(graph: TaskGraph, costs: Costs) -> tuple[Trace, dict[TaskId, Seen]]
     executor = RecordingExecutor(costs)
     trace = Trace(meta={"resources": dict(graph.pipeline.resources), "steps": graph.steps})
     inputs = dict.fromkeys(graph.pipeline.inputs, lambda step: None)
-    runner = Runner(
-        graph, executor, inputs=inputs, trace=trace, on_span=lambda span: runner.scheduler.check()
-    )
+    runner = Runner(graph, executor, inputs=inputs, trace=trace, on_span=lambda span: runner.scheduler.check())
     asyncio.run(runner.run())
     return trace, executor.seen
 
@@ -378,14 +374,10 @@ def _check_busy(
             continue
         assert slots is not None, f"{i} could start at {ready:.3f} s on {resource}, it did at {begin:.3f} s"
         while_waiting = levels[max(0, bisect_right(times, ready) - 1) : bisect_left(times, begin)]
-        assert min(while_waiting, default=0) >= slots, (
-            f"{i} waited from {ready:.3f} s beside a free slot of {resource}"
-        )
+        assert min(while_waiting, default=0) >= slots, f"{i} waited from {ready:.3f} s beside a free slot of {resource}"
 
 
-def _unrolled(
-    graph: TaskGraph, tasks: Mapping[TaskId, Task], spans: Mapping[TaskId, Span]
-) -> dict[int, float]:
+def _unrolled(graph: TaskGraph, tasks: Mapping[TaskId, Task], spans: Mapping[TaskId, Span]) -> dict[int, float]:
     """Returns when each step came into the window of steps that the scheduler looks at."""
     done = dict.fromkeys(range(graph.first, graph.steps + 1), 0.0)
     for i, task in tasks.items():
@@ -428,9 +420,7 @@ def _check_makespan(
     finish: dict[TaskId, float] = {}
     for i in nx.topological_sort(dag):
         finish[i] = max((finish[dep] for dep in tasks[i].deps), default=0.0) + spans[i].end - spans[i].begin
-    makespan = max((s.end for s in spans.values()), default=0.0) - min(
-        (s.begin for s in spans.values()), default=0.0
-    )
+    makespan = max((s.end for s in spans.values()), default=0.0) - min((s.begin for s in spans.values()), default=0.0)
     path = max(finish.values(), default=0.0)
     slack = tolerance * max(1, len(spans))
     assert makespan >= path - slack, f"makespan {makespan:.3f} s is below the critical path, {path:.3f} s"

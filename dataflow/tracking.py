@@ -97,9 +97,7 @@ class Tracker:
         self.close(exit_code=0 if kind is None else 1)
 
 
-def _open(
-    directory: Path, backends: list[str], project: str, name: str, config: dict[str, Any]
-) -> Tracking | None:
+def _open(directory: Path, backends: list[str], project: str, name: str, config: dict[str, Any]) -> Tracking | None:
     if not backends:
         return None
     from verl.utils.tracking import Tracking
@@ -108,8 +106,7 @@ def _open(
         if backend not in Tracking.supported_backend:
             known = Tracking.supported_backend
             raise ConfigError(
-                f"tracking.backends: no backend '{backend}'{nearest(backend, known)}"
-                f" (there are {', '.join(known)})."
+                f"tracking.backends: no backend '{backend}'{nearest(backend, known)} (there are {', '.join(known)})."
             )
     # verl's wandb backend looks up config["trainer"] whatever the config is.
     config = {**config, "trainer": config.get("trainer") or {}}
@@ -182,9 +179,7 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
     for span in own:
         by_stage.setdefault(span.stage, []).append(span)
     metrics = {
-        f"timing_s/{TIMINGS.get(stage, stage)}": covered(
-            [(s.begin, s.end) for s in spans], -math.inf, math.inf
-        )
+        f"timing_s/{TIMINGS.get(stage, stage)}": covered([(s.begin, s.end) for s in spans], -math.inf, math.inf)
         for stage, spans in by_stage.items()
     }
     waits = exposed_waits(trace, window=(begin, end))

@@ -1,13 +1,13 @@
 """START HERE: GRPO on GSM8K (or on generated problems of its form), the stages in the order of the data.
 
-    prompts -> rollout -> responses -> reward_request -> (judge, seconds) -> reward_collect -> rewards
-                  ^          |                                                                 |
-               weights       +-> old_log_prob -+                                               v
-                  |          +-> ref_log_prob -+-------------------------------> advantage -> actor_update
-                  +----------------- sync_weights <- gather_weights <--------------------------+
+prompts -> rollout -> responses -> reward_request -> (judge, seconds) -> reward_collect -> rewards
+              ^          |                                                                 |
+           weights       +-> old_log_prob -+                                               v
+              |          +-> ref_log_prob -+-------------------------------> advantage -> actor_update
+              +----------------- sync_weights <- gather_weights <--------------------------+
 
-    dataflow run pipelines/gsm8k_grpo.py policy=both
-    dataflow show pipelines/gsm8k_grpo.py policy=mini-batch steps=2
+dataflow run pipelines/gsm8k_grpo.py policy=both
+dataflow show pipelines/gsm8k_grpo.py policy=mini-batch steps=2
 """
 
 from __future__ import annotations

@@ -44,9 +44,7 @@ def test_numbers_that_do_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "max_staleness=5" in refused(capsys, tmp_path, "policy.max_staleness=5")
 
 
-def test_an_estimator_over_the_whole_batch_cannot_be_split(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_an_estimator_over_the_whole_batch_cannot_be_split(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     said = refused(capsys, tmp_path, "algorithm.adv_estimator=reinforce_plus_plus", "policy=mini-batch")
     assert said.startswith("PipelineError: stage 'advantage' needs the whole batch")
 
@@ -70,10 +68,10 @@ def test_bad_data(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_qwen:
     assert "line 2: this is no JSON" in said(lines(tmp_path / "cut.jsonl", PROBLEM, '{"question": "Wh'))
     no_mark = {"question": "What is 3 + 4?", "answer": "7"}
     assert "line 1: the answer has no '####'" in said(lines(tmp_path / "bare.jsonl", no_mark))
-    long = lines(tmp_path / "long.jsonl", *[PROBLEM] * 40, {**PROBLEM, "question": "many " * 100})
+    long = lines(tmp_path / "long.jsonl", *[PROBLEM] * 40, {**PROBLEM, "question": "many " * 300})
     text = said(long)
     assert "line 41" in text
-    assert "data.max_prompt_length=64" in text
+    assert "data.max_prompt_length=1024" in text
     assert "data.filter_overlong_prompts=true" in text
     assert "fewer than the 32 of a step" in said(lines(tmp_path / "few.jsonl", PROBLEM))
 

@@ -44,9 +44,7 @@ def test_a_stage_is_a_plain_function_with_named_fields():
 
 
 def test_bind_renames_and_leaves_the_stage_as_it_was():
-    other = rollout.bind(
-        name="val_rollout", on="io", every=5, renamed={"responses": "val_responses", "prompts": "val"}
-    )
+    other = rollout.bind(name="val_rollout", on="io", every=5, renamed={"responses": "val_responses", "prompts": "val"})
     assert (other.name, other.on, other.every, other.writes) == ("val_rollout", "io", 5, ("val_responses",))
     assert other.reads == (Read("val"), Read("weights", "carried"))
     assert rollout.name == "rollout"
@@ -138,8 +136,7 @@ WRONG = {
     ),
     "missing producer, nothing near": (
         build(advantage, reads_strange, inputs=["responses"]),
-        "stage 'reads_strange' reads field 'zzz', but no stage writes it; "
-        "known fields: advantages, w, responses.",
+        "stage 'reads_strange' reads field 'zzz', but no stage writes it; known fields: advantages, w, responses.",
     ),
     "two producers": (
         build(*GRPO, plain("mine", writes="advantages", on="io")),
@@ -155,8 +152,7 @@ WRONG = {
     ),
     "cycle": (
         build(sync, gather),
-        "the stages form a cycle: sync -> gather -> sync; "
-        "mark the field that comes from an earlier step as Carried.",
+        "the stages form a cycle: sync -> gather -> sync; mark the field that comes from an earlier step as Carried.",
     ),
     "undeclared resource": (
         build(*GRPO, plain("mine", writes="m", on="gpus")),
@@ -169,8 +165,7 @@ WRONG = {
     ),
     "optional feeds mandatory": (
         build(*GRPO, validate, report),
-        "stage 'report' reads 'accuracy' from 'validate', which runs only every 3 steps; "
-        "give both the same every=.",
+        "stage 'report' reads 'accuracy' from 'validate', which runs only every 3 steps; give both the same every=.",
     ),
     "optional state": (
         build(*GRPO, validate, reads_back),
@@ -191,11 +186,8 @@ WRONG = {
     ),
     "no tools at all": (lambda: rollout.bind(x=1), "stage 'rollout' takes no tool 'x' (it takes none)."),
     "two processes": (
-        lambda: Pipeline(
-            [*GRPO, scale.bind(factor=Hosted("one", dict), offset=Hosted("two", dict))], ["prompts"]
-        ),
-        "stage 'scale' uses tools of two processes (one, two); "
-        "split it in two stages and pass a value between them.",
+        lambda: Pipeline([*GRPO, scale.bind(factor=Hosted("one", dict), offset=Hosted("two", dict))], ["prompts"]),
+        "stage 'scale' uses tools of two processes (one, two); split it in two stages and pass a value between them.",
     ),
     "after nothing": (
         build(*GRPO, plain("mine", writes="m", on="io", after=["rolout"])),

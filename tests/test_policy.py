@@ -74,9 +74,7 @@ def test_a_whole_batch_estimator_refuses_a_split():
     pipeline = grpo_pipeline()
     why = {"batch": "it normalises over all groups", "group": None}
 
-    @stage(
-        writes="advantages", on="controller", splittable=True, whole_batch=lambda tools: why[tools["over"]]
-    )
+    @stage(writes="advantages", on="controller", splittable=True, whole_batch=lambda tools: why[tools["over"]])
     def advantage(responses, rewards, *, over): ...
 
     stages = [s if s.name != "advantage" else advantage.bind(over="batch") for s in pipeline.stages]

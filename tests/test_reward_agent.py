@@ -51,9 +51,7 @@ class Gates:
         self.changed = asyncio.Event()
         self.now = self.most = 0
 
-    async def compute_score(
-        self, data_source: str, solution_str: str, ground_truth: str, extra_info: Any
-    ) -> Any:
+    async def compute_score(self, data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
         self.started.append(solution_str)
         self.open[solution_str] = asyncio.get_running_loop().create_future()
         self.now += 1
@@ -347,9 +345,7 @@ def test_a_failure_names_the_sample_and_ends_the_step(value: Any, message: str, 
         agent.submit(13, samples(1))
         waiting = [await soon(agent.collect(12, 25, order="index")), await soon(agent.collect(12))]
         for each in waiting:
-            with pytest.raises(
-                RewardFailed, match=rf"^sample 1 of group 2 of step 12: 'score' {message}"
-            ) as error:
+            with pytest.raises(RewardFailed, match=rf"^sample 1 of group 2 of step 12: 'score' {message}") as error:
                 await each
             assert error.value.__cause__ is not None
             assert not isinstance(error.value.__cause__, RewardFailed)
@@ -479,9 +475,7 @@ def test_cancel_and_close_wake_those_who_wait(closing: bool) -> None:
         else:
             assert agent.cancel(1) == 3
             assert agent.cancel(1) == 0
-        with pytest.raises(
-            RewardFailed, match="closed" if closing else "step 1: its reward requests were cancelled"
-        ):
+        with pytest.raises(RewardFailed, match="closed" if closing else "step 1: its reward requests were cancelled"):
             await waiting
         assert gates.now == 0 or not closing
         assert agent.stats()["cancelled"] == 3

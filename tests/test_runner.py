@@ -34,9 +34,7 @@ DICE = st.randoms(use_true_random=False)
 QUICK = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def grpo(
-    policy: SchedulingPolicy, steps: int = 6, groups: int = 16, mini_batches: int = 4, **more
-) -> TaskGraph:
+def grpo(policy: SchedulingPolicy, steps: int = 6, groups: int = 16, mini_batches: int = 4, **more) -> TaskGraph:
     return expand(grpo_pipeline(**more), policy, steps, mini_batches, groups=groups)
 
 
@@ -93,9 +91,7 @@ def test_each_reader_sees_exactly_the_values_that_the_policy_says(dice, seed):
             elif read.field in pipeline.states:
                 assert got == tuple(sorted(source)[-1:]), f"{i} read {read.field} of {got}"
             else:
-                assert sorted(got) == sorted(t for t in source if covers(t, i)), (
-                    f"{i} read {read.field} of {got}"
-                )
+                assert sorted(got) == sorted(t for t in source if covers(t, i)), f"{i} read {read.field} of {got}"
 
 
 @QUICK
@@ -223,9 +219,7 @@ def test_it_keeps_nothing_of_finished_steps():
     most = [0]
 
     def look(span: Span) -> None:
-        most[0] = max(
-            most[0], sum(map(len, runner._values.values())), len(runner._fetched), len(runner._metrics)
-        )
+        most[0] = max(most[0], sum(map(len, runner._values.values())), len(runner._fetched), len(runner._metrics))
 
     executor = VirtualExecutor(RandomCosts(0))
     runner = Runner(graph, executor, inputs={"prompts": lambda step: None}, trace=Trace(), on_span=look)

@@ -77,7 +77,12 @@ def test_staleness_never_exceeds_the_policy_and_files_are_whole(keys: tuple[str,
     assert max(stale) == 1
     named = set().union(*metrics)
     assert {"actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/score/mean", "timing_s/gen"} <= named
-    assert {"timing_s/step", "response_length/mean", "overlap/exposed_wait_s", "overlap/gpu_busy_frac"} <= named
+    assert {
+        "timing_s/step",
+        "response_length/mean",
+        "overlap/exposed_wait_s",
+        "overlap/gpu_busy_frac",
+    } <= named
     assert {"reward/latency_p95", "val-core/dataflow/problems/reward/mean@1"} <= named
     trace = perfetto.read(directory / "trace.json")
     updates = [s for s in trace.spans if s.stage == "actor_update"]
@@ -163,7 +168,7 @@ def test_ctrl_c_stops_within_five_seconds_and_leaves_no_process(keys: tuple[str,
             process.kill()
     assert process.returncode == 130, err
     assert "interrupted: stopped after" in err
-    gone, alive = psutil.wait_procs(children, timeout=5)
+    _gone, alive = psutil.wait_procs(children, timeout=5)
     assert not alive, f"still there: {[p.cmdline() for p in alive]}"
     assert took < 5, f"took {took:.1f} s"
     assert perfetto.read(directory / "trace.json").meta["status"] == "interrupted"

@@ -12,7 +12,7 @@ import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from loguru import logger
 
@@ -25,27 +25,46 @@ from dataflow.models.tiny import cache_home
 PROBLEM_SEED = 0
 
 
-def load_prompts(config: Any) -> tuple[PromptSource, PromptSource]:
-    """Returns the training and the held-out prompts of a run.
+class Problems(NamedTuple):
+    """Rows of one file (or generated ones), what messages call each, and the file's name."""
 
-    Args:
-        config: a RunConfig whose ``model.path`` is a local directory.
+    rows: list[dict[str, Any]]
+    labels: list[str] | None
+    name: str
+
+
+def read_problems(data: Any) -> tuple[Problems, Problems]:
+    """Returns the training and the held-out problems that section ``data`` names.
 
     Raises:
-        DataError: a file is missing or holds a bad row, or there are too few prompts.
-        ModelError: the tokenizer cannot be loaded or has no chat template.
+        DataError: a file is missing or holds a bad row.
     """
-    data = config.data
-    tokenizer = load_tokenizer(config.model.path)
     if data.train is None or data.val is None:
         from dataflow.data.problems import generate
 
         made = generate(data.train_size, data.val_size, PROBLEM_SEED)
-    sources = []
-    for part, (path, prompts) in enumerate(((data.train, data.prompts), (data.val, 1))):
+    found = []
+    for part, path in enumerate((data.train, data.val)):
         name = path or f"generated {'held-out' if part else 'train'} problems"
         rows, labels = load_rows(Path(path).expanduser()) if path else (verl_rows(made[part], name), None)
-        sources.append(PromptSource(rows, tokenizer, data, config.seed, prompts, name, labels))
+        found.append(Problems(rows, labels, name))
+    return found[0], found[1]
+
+
+def load_prompts(config: Any, train: Problems, val: Problems) -> tuple[PromptSource, PromptSource]:
+    """Returns the prompts of a run, training and held-out.
+
+    Args:
+        config: a RunConfig whose ``model.path`` is a local directory.
+        train, val: the problems.
+
+    Raises:
+        DataError: a prompt is too long, or there are too few.
+        ModelError: the tokenizer cannot be loaded or has no chat template.
+    """
+    tokenizer = load_tokenizer(config.model.path)
+    of = [(train, config.data.prompts), (val, 1)]
+    sources = [PromptSource(p.rows, tokenizer, config.data, config.seed, n, p.name, p.labels) for p, n in of]
     return sources[0], sources[1]
 
 
@@ -61,13 +80,9 @@ def load_tokenizer(path: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path)
     # A broken file raises whatever its parser does; tokenizers' own is a plain Exception.
     except Exception as error:
-        raise ModelError(
-            f"model.path={path}: its tokenizer cannot be loaded: {first_line(error)}."
-        ) from error
+        raise ModelError(f"model.path={path}: its tokenizer cannot be loaded: {first_line(error)}.") from error
     if not tokenizer.chat_template:
-        raise ModelError(
-            f"model.path={path}: its tokenizer has no chat template; use an instruct model or add one."
-        )
+        raise ModelError(f"model.path={path}: its tokenizer has no chat template; use an instruct model or add one.")
     return tokenizer
 
 
@@ -125,9 +140,7 @@ class PromptSource:
             return list(range(len(ids)))
         if data.filter_overlong_prompts:
             if len(long) == len(ids):
-                raise DataError(
-                    f"{self.name}: every prompt is longer than data.max_prompt_length={limit} tokens."
-                )
+                raise DataError(f"{self.name}: every prompt is longer than data.max_prompt_length={limit} tokens.")
             logger.info(f"{self.name}: left out {len(long)} of {len(ids)} prompts over {limit} tokens")
             gone = set(long)
             return [i for i in range(len(ids)) if i not in gone]
@@ -237,9 +250,7 @@ def _open(rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any) -> Any:
         from verl.utils.dataset.rl_dataset import RLHFDataset
 
         # RLHFDataset's own filter is off: it forks, and takes a row that fails to tokenise for one too long.
-        options = OmegaConf.create(
-            {"max_prompt_length": data.max_prompt_length, "filter_overlong_prompts": False}
-        )
+        options = OmegaConf.create({"max_prompt_length": data.max_prompt_length, "filter_overlong_prompts": False})
         bars, arrow = datasets.is_progress_bar_enabled(), datasets.config.HF_DATASETS_CACHE
         datasets.disable_progress_bars()
         # RLHFDataset names no cache directory; left alone, datasets would use another one in the user's home.
@@ -254,9 +265,7 @@ def _open(rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any) -> Any:
 
 def prompt_ids(tokenizer: Any, chat: list[dict[str, str]]) -> list[int]:
     """Returns a chat's token ids, ending where the model's answer begins."""
-    return list(
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    )
+    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:

@@ -140,9 +140,7 @@ def _verl_row(problem: Mapping[str, Any], index: int, source: str, label: str) -
     for key in ("question", "answer"):
         value = problem.get(key)
         if not isinstance(value, str) or not value.strip():
-            raise DataError(
-                f"{label}: the problem has no {key!r}; it needs a question and an answer, both text."
-            )
+            raise DataError(f"{label}: the problem has no {key!r}; it needs a question and an answer, both text.")
     question, answer = problem["question"], problem["answer"]
     if "####" not in answer:
         raise DataError(f"{label}: the answer has no '####' before its final number (as in '#### 42').")

@@ -48,11 +48,12 @@ class RolloutEngine(Protocol):
 
         Returns:
             ``rows = prompts x n``, the samples of a group side by side, the other columns of ``prompts`` repeated:
-            ``prompts`` int64 ``[rows, P]`` left-padded, ``responses`` int64 ``[rows, R]`` right-padded,
-            ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[rows, P+R]``, ``response_mask`` int64
-            ``[rows, R]`` (1 up to and including eos), ``rollout_log_probs`` float32 ``[rows, R]`` (0 behind the
-            end; of the distribution sampled from at temperature 1 when greedy), ``response_text`` (str, special
-            tokens left out). ``meta["weights_version"]`` is ``version``.
+            ``prompts`` int64 ``[rows, P]``, left-padded to the batch's longest; ``responses`` int64 ``[rows, R]``,
+            right-padded; ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[rows, P+R]``;
+            ``response_mask`` int64 ``[rows, R]``, 1 up to and including eos; ``rollout_log_probs`` float32
+            ``[rows, R]``, 0 behind the end, of the model's distribution at the sampling temperature (at 1 when
+            greedy), before top_p and top_k; ``response_text`` (str, without special tokens).
+            ``meta["weights_version"]`` is ``version``.
         """
         ...
 

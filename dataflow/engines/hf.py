@@ -119,7 +119,7 @@ class HfRollout:
         """
         ids = [[int(token) for token in prompt] for prompt in prompts["prompt_ids"]]
         self._check(prompts, ids, sampling)
-        n, wide, long = sampling.n, self.max_prompt_length, sampling.max_tokens
+        n, wide, long = sampling.n, max(map(len, ids)), sampling.max_tokens
         rows = len(ids) * n
         uniforms = torch.from_numpy(_uniforms(prompts.groups, n, long, seed))
         owner = torch.arange(len(ids)).repeat_interleave(n)
@@ -163,15 +163,8 @@ class HfRollout:
         if not ids:
             raise DataflowError("rollout: the batch holds no prompt.")
         if len(prompts.ids) != len(ids):
-            raise DataflowError(
-                f"rollout: {len(ids)} prompts in {len(prompts.ids)} groups; give one prompt a group."
-            )
-        if (
-            sampling.n < 1
-            or sampling.max_tokens < 1
-            or sampling.temperature < 0
-            or not 0 < sampling.top_p <= 1
-        ):
+            raise DataflowError(f"rollout: {len(ids)} prompts in {len(prompts.ids)} groups; give one prompt a group.")
+        if sampling.n < 1 or sampling.max_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
             raise ConfigError(
                 f"rollout: {sampling} is out of range (n, max_tokens >= 1; temperature >= 0; 0 < top_p <= 1)."
             )
@@ -241,9 +234,7 @@ class HfRollout:
             logits = self._forward(token[:, None], mask, (place + t)[:, None], cache)
         return drawn.cpu(), kept.cpu(), scores.cpu()
 
-    def _forward(
-        self, tokens: torch.Tensor, mask: torch.Tensor, place: torch.Tensor, cache: Any
-    ) -> torch.Tensor:
+    def _forward(self, tokens: torch.Tensor, mask: torch.Tensor, place: torch.Tensor, cache: Any) -> torch.Tensor:
         """Returns the logits of the last position, ``[rows, vocabulary]``; the cache grows."""
         out = self.model(
             input_ids=tokens,
@@ -281,9 +272,7 @@ class HfRollout:
                 raise DataflowError(f"weight sync {version}: '{twin}' and '{name}' are tied but differ.")
         missing = [name for name, weight in own.items() if weight.data_ptr() not in given]
         if missing:
-            raise DataflowError(
-                f"weight sync {version}: {len(missing)} weights are missing, first '{missing[0]}'."
-            )
+            raise DataflowError(f"weight sync {version}: {len(missing)} weights are missing, first '{missing[0]}'.")
         with torch.no_grad():
             for name in given.values():
                 own[name].copy_(weights[name])
@@ -308,9 +297,7 @@ def _grouped_sdpa(
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return out, None
     shared = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
-    out = scaled_dot_product_attention(
-        shared, key, value, attn_mask=attention_mask, scale=options.get("scaling")
-    )
+    out = scaled_dot_product_attention(shared, key, value, attn_mask=attention_mask, scale=options.get("scaling"))
     return out.reshape(rows, 1, heads, width), None
 
 
@@ -325,18 +312,14 @@ def _uniforms(groups: np.ndarray, n: int, long: int, seed: int) -> np.ndarray:
     """
     return np.stack(
         [
-            np.random.Generator(
-                np.random.Philox(np.random.SeedSequence([seed % 2**64, int(group), i]))
-            ).random(long)
+            np.random.Generator(np.random.Philox(np.random.SeedSequence([seed % 2**64, int(group), i]))).random(long)
             for group in groups
             for i in range(n)
         ]
     )
 
 
-def _draw(
-    logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a token for each row, by inverting the distribution function, and its log-prob before cuts."""
     logits = logits.float()
     if sampling.temperature == 0:

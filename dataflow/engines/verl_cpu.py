@@ -184,9 +184,7 @@ def _engine() -> type:
             # The token at t + 1 is drawn from the logits at t.
             drawn = inside & (at >= prompt[:, None] - 1) & (at < offsets.diff()[:, None] - 1)
             flat = drawn.flatten().nonzero().squeeze(1)
-            labels = torch.nested.to_padded_tensor(ids, padding=0, output_size=(rows, length)).flatten()[
-                flat + 1
-            ]
+            labels = torch.nested.to_padded_tensor(ids, padding=0, output_size=(rows, length)).flatten()[flat + 1]
             log_probs = torch.log_softmax(
                 logits.reshape(-1, vocabulary).index_select(0, flat) / micro_batch["temperature"], dim=-1
             )

@@ -70,9 +70,7 @@ class VerlTrainer:
         if temperature <= 0:
             raise ConfigError(f"engine.temperature={temperature}: training divides by it; give more than 0.")
         if algorithm.use_kl_loss and not reference:
-            raise ConfigError(
-                "algorithm.use_kl_loss needs the reference: build the trainer with reference=True."
-            )
+            raise ConfigError("algorithm.use_kl_loss needs the reference: build the trainer with reference=True.")
         self.algorithm, self.temperature = algorithm, temperature
         self.micro_batch_size = trainer.micro_batch_size
         torch.set_num_threads(trainer.threads)

@@ -130,7 +130,9 @@ def results_of(stage: Stage, result: Any) -> tuple[Any, ...]:
     return result
 
 
-def prepare(stage: Stage, call: Call, values: Sequence[Any], tools: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], TaskInfo]:
+def prepare(
+    stage: Stage, call: Call, values: Sequence[Any], tools: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any], TaskInfo]:
     """Returns arguments, keyword arguments and the info object for one call of a stage function."""
     info = replace(call.info, metrics={}, marks=[])
     keywords = {name: tools.get(name, tool) for name, tool in stage.tools.items()}
@@ -148,7 +150,9 @@ def report(stage: Stage, info: TaskInfo, results: Sequence[Any], begin: float, e
             raise DataflowError(f"stage '{stage.name}' forms the parts of a step and so must return a Batch.")
         groups = batches[0].ids
         if info.take is not None and len(groups) != info.take:
-            raise DataflowError(f"stage '{stage.name}' was to deliver {info.take} groups (task.take), not {len(groups)}.")
+            raise DataflowError(
+                f"stage '{stage.name}' was to deliver {info.take} groups (task.take), not {len(groups)}."
+            )
     facts: dict[str, Any] = {"samples": len(batches[0])} if batches else {}
     if batches and "weights_version" in batches[0].meta:
         facts["weights_version"] = batches[0].meta["weights_version"]

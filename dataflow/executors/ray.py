@@ -156,7 +156,11 @@ class RayExecutor:
         if ray.is_initialized():
             return
         logging.getLogger("ray").setLevel(logging.ERROR)
-        options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
+        options: dict[str, Any] = {
+            "logging_level": "ERROR",
+            "log_to_driver": False,
+            "configure_logging": False,
+        }
         if self.address is None:
             cpus = self.num_cpus or os.cpu_count() or 1
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
@@ -194,8 +198,8 @@ class RayExecutor:
             await asyncio.wait_for(_first_failure(builds), BUILD_DEADLINE_S)
         except TimeoutError as error:
             raise RunError(
-                f"'{spec.name}' was not up after {BUILD_DEADLINE_S:.0f} s; it asks for {spec.ranks} x {spec.gpus:g} GPUs: "
-                "does the cluster have them ('ray status')?"
+                f"'{spec.name}' was not up after {BUILD_DEADLINE_S:.0f} s; it asks for {spec.ranks} x {spec.gpus:g} "
+                "GPUs: does the cluster have them ('ray status')?"
             ) from error
         except ray.exceptions.RayError as error:
             cause = _cause(error)
@@ -273,7 +277,7 @@ class RayExecutor:
             return
         closing = [asyncio.ensure_future(_fetch(a.close.remote())) for actors in self._hosts.values() for a in actors]
         if closing:
-            ended, slow = await asyncio.wait(closing, timeout=CLOSE_DEADLINE_S)
+            _ended, slow = await asyncio.wait(closing, timeout=CLOSE_DEADLINE_S)
             for task in slow:
                 task.cancel()
             await asyncio.gather(*closing, return_exceptions=True)

@@ -114,9 +114,7 @@ def tiny_model(
                     _make(Path(part) / "model", recipe, seed, progress)
                     os.rename(Path(part) / "model", place)
     except OSError as e:
-        raise ModelError(
-            f"model cache {home}: {e.strerror or e}; set XDG_CACHE_HOME to a writable directory."
-        ) from e
+        raise ModelError(f"model cache {home}: {e.strerror or e}; set XDG_CACHE_HOME to a writable directory.") from e
     return place
 
 
@@ -140,9 +138,7 @@ def check_model(path: str | Path) -> Path:
     if text and local.exists():
         raise ModelError(f"model.path={text} is a file; give the model's directory.")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text):
-        raise ModelError(
-            f"model.path={text} does not exist; give the directory of a Hugging Face model, or a hub id."
-        )
+        raise ModelError(f"model.path={text} does not exist; give the directory of a Hugging Face model, or a hub id.")
     from huggingface_hub import snapshot_download
 
     try:
@@ -158,15 +154,9 @@ def check_model(path: str | Path) -> Path:
 
 def _complete(path: Path) -> Path:
     if not (path / "config.json").is_file():
-        raise ModelError(
-            f"model {path} has no config.json; give a directory that save_pretrained has written."
-        )
-    if not any(
-        (path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    ):
-        raise ModelError(
-            f"model {path} has no tokenizer (tokenizer.json); save the tokenizer beside the model."
-        )
+        raise ModelError(f"model {path} has no config.json; give a directory that save_pretrained has written.")
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
+        raise ModelError(f"model {path} has no tokenizer (tokenizer.json); save the tokenizer beside the model.")
     return path
 
 
@@ -237,9 +227,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
     # in place of the saved one: any other split would come back from disk as another tokenizer. That split
     # cuts numbers into digits, so numbers are added tokens, which are matched before it.
     backend = Qwen2Tokenizer().backend_tokenizer
-    texts = [
-        story.text.format(name=n, item=i, a=1, b=2, c=3) for story in STORIES for n in NAMES for i in ITEMS
-    ]
+    texts = [story.text.format(name=n, item=i, a=1, b=2, c=3) for story in STORIES for n in NAMES for i in ITEMS]
     texts += ["user\n", "assistant\n", "It is 1 + 2 = 3.\n#### 3", "Then 3 - 2 = 1.\n", "Then 1 * 2 = 2.\n"]
     trainer = trainers.BpeTrainer(
         vocab_size=4096,  # never reached: merging stops when every word is one token
@@ -300,9 +288,7 @@ def warm_up(
     problems, _ = generate(recipe.problems, 0, seed)
     chances = habits(recipe, seed)
     prompts = [chat_ids(tokenizer, problem["question"]) for problem in problems]
-    facts = [
-        (a, op, b) for a in range(1, 21) for op in "+-*" for b in range(2, 10) if apply(a, op, b) is not None
-    ]
+    facts = [(a, op, b) for a in range(1, 21) for op in "+-*" for b in range(2, 10) if apply(a, op, b) is not None]
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=recipe.betas, weight_decay=0.0)
     ramp = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / recipe.ramp, 1.0, recipe.ramp)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, recipe.steps - recipe.ramp))
@@ -321,9 +307,7 @@ def warm_up(
             answer = _habitual(problems[at], chances, rng)
             rows.append((prompts[at], [*encode(answer), tokenizer.eos_token_id]))
         for a, op, b in rng.sample(facts, recipe.equations):
-            rows.append(
-                (encode(f"{rng.choice(('It is', 'Then'))} {a} {op} {b} ="), encode(f" {apply(a, op, b)}.\n"))
-            )
+            rows.append((encode(f"{rng.choice(('It is', 'Then'))} {a} {op} {b} ="), encode(f" {apply(a, op, b)}.\n")))
         batch = _padded(rows, tokenizer.pad_token_id)
         loss = model(**batch).loss
         loss.backward()
@@ -363,9 +347,7 @@ def habits(recipe: Recipe, seed: int) -> list[dict[str, float]]:
 def chat_ids(tokenizer: Any, question: str) -> list[int]:
     """Returns the token ids of a user's turn, up to where the model's answer begins."""
     messages = [{"role": "user", "content": question}]
-    found = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     return list(found)
 
 

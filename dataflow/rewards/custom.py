@@ -20,9 +20,7 @@ FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The keywords that verl calls a reward function with."""
 
 
-def load_reward(
-    path: str, name: str = "compute_score", reward_kwargs: Mapping[str, Any] | None = None
-) -> Any:
+def load_reward(path: str, name: str = "compute_score", reward_kwargs: Mapping[str, Any] | None = None) -> Any:
     """Returns the function or class that a Python file defines, ready for :func:`build_reward`.
 
     Cheap enough to call before a run starts, only to see it fail there.
@@ -49,10 +47,7 @@ def load_reward(
     found = getattr(module, name, None)
     if found is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        hint = (
-            nearest(name, names)
-            or f"; it defines {', '.join(sorted(names)) or 'nothing that can be called'}."
-        )
+        hint = nearest(name, names) or f"; it defines {', '.join(sorted(names)) or 'nothing that can be called'}."
         raise ConfigError(f"{where}: it has no '{name}'{hint}")
     if isinstance(found, type):
         if not callable(getattr(found, "compute_score", None)):
@@ -65,9 +60,7 @@ def load_reward(
     return found
 
 
-def _fits(
-    found: Callable[..., Any], what: str, fields: Mapping[str, Any], extra: Mapping[str, Any] | None
-) -> None:
+def _fits(found: Callable[..., Any], what: str, fields: Mapping[str, Any], extra: Mapping[str, Any] | None) -> None:
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):
@@ -91,9 +84,7 @@ def build_reward(found: Any, reward_kwargs: Mapping[str, Any] | None = None) -> 
         except Exception as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(
-                f"reward class '{found.__name__}' cannot be built: {describe(error)}."
-            ) from error
+            raise ConfigError(f"reward class '{found.__name__}' cannot be built: {describe(error)}.") from error
     return partial(found, **reward_kwargs) if reward_kwargs else found
 
 

@@ -114,17 +114,13 @@ class Judge:
                     raise JudgeError(f"{self.url} answered {reply.status}: {_short(text)}")
                 answer = await reply.json(content_type=None)
         except TimeoutError as error:
-            raise JudgeError(
-                f"{self.url} did not answer within {self.timeout:g} s (judge.timeout)"
-            ) from error
+            raise JudgeError(f"{self.url} did not answer within {self.timeout:g} s (judge.timeout)") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise JudgeError(f"{self.url}: {type(error).__name__}: {_short(str(error))}") from error
         try:
             content = answer["choices"][0]["message"]["content"]
         except (LookupError, TypeError) as error:
-            raise JudgeError(
-                f"{self.url} answered without choices[0].message.content: {_short(text)}"
-            ) from error
+            raise JudgeError(f"{self.url} answered without choices[0].message.content: {_short(text)}") from error
         return parse_score(content)
 
     def _opened(self) -> aiohttp.ClientSession:
@@ -172,9 +168,7 @@ def read_messages(chat: Sequence[Mapping[str, str]]) -> tuple[str, str, str, str
     Raises:
         ValueError: it is another chat.
     """
-    system, user = (
-        next((m["content"] for m in chat if m.get("role") == role), "") for role in ("system", "user")
-    )
+    system, user = (next((m["content"] for m in chat if m.get("role") == role), "") for role in ("system", "user"))
     found = _FIELDS.fullmatch(user)
     method = next((name for name, rule in RULES.items() if rule in system), None)
     if found is None or method is None:
@@ -193,9 +187,7 @@ def parse_score(content: Any) -> float:
     """
     found = _SCORE.findall(content) if isinstance(content, str) else []
     if len(found) != 1:
-        raise JudgeError(
-            f"the judge's reply has {len(found)} lines 'Score: <number>', not one: {_short(str(content))}"
-        )
+        raise JudgeError(f"the judge's reply has {len(found)} lines 'Score: <number>', not one: {_short(str(content))}")
     score = float(found[0])
     if not 0 <= score <= 1:
         raise JudgeError(f"the judge's score {score:g} is outside 0..1: {_short(str(content))}")

@@ -143,9 +143,7 @@ class JudgeProcess:
         self.close()
 
 
-def start_judge(
-    latency: str, time_scale: float = 1.0, seed: int = 0, *, deadline_s: float = 30.0
-) -> JudgeProcess:
+def start_judge(latency: str, time_scale: float = 1.0, seed: int = 0, *, deadline_s: float = 30.0) -> JudgeProcess:
     """Starts a judge server on a free port of this machine.
 
     Args:

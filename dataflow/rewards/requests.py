@@ -133,8 +133,6 @@ def rewards_of(state: StepRequests, chosen: Sequence[int]) -> Batch:
         {
             "latency_s": latency_s,
             "step_latency_s": list(state.latency_s),
-            "records": [
-                {"group": r.group, "sample": r.sample, "begin": r.begin, "end": r.end} for r in requests
-            ],
+            "records": [{"group": r.group, "sample": r.sample, "begin": r.begin, "end": r.end} for r in requests],
         },
     )

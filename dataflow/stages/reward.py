@@ -51,12 +51,7 @@ async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo)
     by_source: dict[str, list[float]] = {}
     for source, score in zip(sources, scores["score"].tolist(), strict=True):
         by_source.setdefault(str(source), []).append(score)
-    task.log(
-        {
-            f"val-core/{source}/reward/mean@{n}": sum(got) / len(got)
-            for source, got in sorted(by_source.items())
-        }
-    )
+    task.log({f"val-core/{source}/reward/mean@{n}": sum(got) / len(got) for source, got in sorted(by_source.items())})
     return scores
 
 

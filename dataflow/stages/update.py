@@ -97,5 +97,3 @@ def actor_update_kl(
 def update_stage(use_reference: bool) -> Stage:
     """Returns the update that reads the reference's log-probs, or the one that does without."""
     return actor_update_kl.bind(name="actor_update") if use_reference else actor_update
-
-

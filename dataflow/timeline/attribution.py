@@ -48,9 +48,7 @@ class Wait:
     task: str
 
 
-def exposed_waits(
-    trace: Trace, resource: str = "gpu", window: tuple[float, float] | None = None
-) -> list[Wait]:
+def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, float] | None = None) -> list[Wait]:
     """Returns every wait of a resource, in order of time.
 
     Args:

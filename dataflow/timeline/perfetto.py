@@ -149,9 +149,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
         raise DataError(f"trace {path} was not written by dataflow; give the trace.json of a run.")
     version, meta = other.get("version"), other.get("meta")
     if not isinstance(version, int) or version > VERSION or not isinstance(meta, dict):
-        raise DataError(
-            f"trace {path} is of version {version}, this dataflow reads {VERSION}; install a newer one."
-        )
+        raise DataError(f"trace {path} is of version {version}, this dataflow reads {VERSION}; install a newer one.")
     trace = Trace(meta=meta)
     for event in events:
         try:

@@ -270,9 +270,7 @@ def _save(figure: Figure, target: Path, kind: str) -> None:
     # Without a date and with fixed ids, the same trace gives the same file.
     quiet = {"Date": None} if kind == "svg" else {"Software": None}
     try:
-        with matplotlib.rc_context(
-            {"svg.hashsalt": "dataflow", "svg.fonttype": "none", "hatch.linewidth": 0.8}
-        ):
+        with matplotlib.rc_context({"svg.hashsalt": "dataflow", "svg.fonttype": "none", "hatch.linewidth": 0.8}):
             figure.savefig(temporary, format=kind, dpi=_PIXELS, metadata=quiet)
         temporary.replace(target)
     finally:

@@ -119,9 +119,7 @@ class Trace:
     @property
     def stages(self) -> list[str]:
         """Stages that ran, in order of their first begin."""
-        return list(
-            dict.fromkeys(s.stage for s in sorted(self.spans, key=lambda s: (s.begin, s.step, s.stage)))
-        )
+        return list(dict.fromkeys(s.stage for s in sorted(self.spans, key=lambda s: (s.begin, s.step, s.stage))))
 
     def on(self, resource: str) -> list[Span]:
         """Returns the spans on a resource, by begin; ties are decided by step, stage and part."""

@@ -11,7 +11,14 @@ import pytest
 from loguru import logger
 
 from dataflow.data.problems import generate
-from dataflow.data.prompts import PromptSource, load_prompts, load_tokenizer, prompt_ids, truncate
+from dataflow.data.prompts import (
+    PromptSource,
+    load_prompts,
+    load_tokenizer,
+    prompt_ids,
+    read_problems,
+    truncate,
+)
 from dataflow.data.rows import load_rows, verl_rows, write_parquet
 from dataflow.errors import DataError, ModelError
 from dataflow.models.tiny import build_tokenizer
@@ -66,9 +73,7 @@ def test_a_batch_has_a_group_per_prompt_and_the_contracts_columns(tokenizer):
         assert chat == [{"role": "user", "content": batch["extra_info"][row]["question"]}]
         ids = batch["prompt_ids"][row]
         assert isinstance(ids, list)
-        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=False
-        )
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         assert batch["extra_info"][row]["answer"].endswith(f"#### {batch['ground_truth'][row]}")
         assert batch["data_source"][row] == "dataflow/problems"
 
@@ -155,9 +160,7 @@ def test_truncation_cuts_as_verl_does(tokenizer, side):
         whole = prompt_ids(tokenizer, chat)
         assert len(whole) > 15
         tensor = torch.tensor([whole])
-        expected, _ = postprocess_data(
-            tensor, torch.ones_like(tensor), max_length=15, pad_token_id=0, truncation=side
-        )
+        expected, _ = postprocess_data(tensor, torch.ones_like(tensor), max_length=15, pad_token_id=0, truncation=side)
         assert ids == expected[0].tolist()
     assert truncate([1, 2, 3], 1, side) in ([1], [3])
 
@@ -206,9 +209,7 @@ BAD_LINES = {
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_a_bad_line_is_named(line, tmp_path):
     file = jsonl(tmp_path / "x.jsonl", GOOD, line)
-    with pytest.raises(
-        DataError, match=f"^{re.escape(str(file))}, line 2: {re.escape(BAD_LINES[line])}"
-    ) as e:
+    with pytest.raises(DataError, match=f"^{re.escape(str(file))}, line 2: {re.escape(BAD_LINES[line])}") as e:
         load_rows(file)
     assert "\n" not in str(e.value)
 
@@ -312,11 +313,11 @@ def test_load_prompts_generates_or_reads(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     data = options(train=None, val=None, prompts=8, train_size=40, val_size=10)
     config = SimpleNamespace(data=data, seed=3, model=SimpleNamespace(path=str(tmp_path / "model")))
-    train, val = load_prompts(config)
+    train, val = load_prompts(config, *read_problems(config.data))
     assert (len(train), len(val), len(train.batch(1))) == (40, 10, 8)
     assert not set(questions(train.all())) & set(questions(val.all()))
     data.val = str(jsonl(tmp_path / "val.jsonl", GOOD))
-    _, val = load_prompts(config)
+    _, val = load_prompts(config, *read_problems(config.data))
     assert questions(val.all()) == ["What is 3 + 4?"]
 
 

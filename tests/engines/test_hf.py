@@ -25,9 +25,7 @@ def save_model(path: Path, seed: int, tie: bool = True) -> str:
     words = {"<pad>": PAD, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(
-        path
-    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
@@ -61,8 +59,7 @@ def engine(model: str) -> HfRollout:
 
 def prompts(lengths: list[int], first: int = 0) -> Batch:
     ids = [
-        np.random.default_rng(first + i).integers(2, VOCAB, size=length).tolist()
-        for i, length in enumerate(lengths)
+        np.random.default_rng(first + i).integers(2, VOCAB, size=length).tolist() for i, length in enumerate(lengths)
     ]
     groups = list(range(first, first + len(lengths)))
     return Batch(groups, {"prompt_ids": ids, "data_source": [f"s{g}" for g in groups]}, {"epoch": 1})
@@ -78,9 +75,7 @@ def plain_log_probs(path: str, batch: Batch, temperature: float) -> torch.Tensor
             position_ids=batch["position_ids"],
         ).logits
     logits = logits[:, WIDE - 1 : -1] / temperature
-    return (
-        logits.log_softmax(-1).gather(2, batch["responses"][:, :, None]).squeeze(2) * batch["response_mask"]
-    )
+    return logits.log_softmax(-1).gather(2, batch["responses"][:, :, None]).squeeze(2) * batch["response_mask"]
 
 
 def test_greedy_equals_generate(model: str, engine: HfRollout) -> None:
@@ -110,9 +105,9 @@ def test_shapes_padding_and_columns(engine: HfRollout) -> None:
         assert response[length:] == [PAD] * (16 - length)
         assert not set(ENDS) & set(response[: length - 1])
         assert length == 16 or response[length - 1] in ENDS
-        assert out["attention_mask"][row].tolist() == [0] * (WIDE - len(ids)) + [1] * (len(ids) + length) + [
-            0
-        ] * (16 - length)
+        assert out["attention_mask"][row].tolist() == [0] * (WIDE - len(ids)) + [1] * (len(ids) + length) + [0] * (
+            16 - length
+        )
         real = out["attention_mask"][row].bool()
         assert out["position_ids"][row][real].tolist() == list(range(len(ids) + length))
         assert not out["rollout_log_probs"][row, length:].any()
@@ -148,9 +143,7 @@ def test_seeds(engine: HfRollout) -> None:
 def test_log_probs_are_the_trainers(engine: HfRollout, model: str, temperature: float) -> None:
     sampling = Sampling(n=3, temperature=temperature, top_p=0.7, top_k=9)
     out = engine.generate(prompts([2, 8, 12]), sampling, seed=0)
-    torch.testing.assert_close(
-        out["rollout_log_probs"], plain_log_probs(model, out, temperature), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(out["rollout_log_probs"], plain_log_probs(model, out, temperature), atol=1e-4, rtol=0)
 
 
 def first_tokens(engine: HfRollout, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,9 +201,7 @@ def test_sync_refuses_wrong_names(model: str, tmp_path: Path) -> None:
     def without(name: str) -> dict[str, torch.Tensor]:
         return {key: value for key, value in own.items() if key != name}
 
-    with pytest.raises(
-        DataflowError, match=r"no weight 'model\.norm\.wait'; did you mean 'model\.norm\.weight'\?"
-    ):
+    with pytest.raises(DataflowError, match=r"no weight 'model\.norm\.wait'; did you mean 'model\.norm\.weight'\?"):
         engine.sync({**without("model.norm.weight"), "model.norm.wait": torch.ones(32)}, 1)
     with pytest.raises(DataflowError, match=r"1 weights are missing, first 'model\.norm\.weight'"):
         engine.sync(without("model.norm.weight"), 1)

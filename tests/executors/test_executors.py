@@ -207,9 +207,7 @@ def test_a_pipeline_runs_to_its_end(executor, policy):
         assert sorted(groups) == list(range(GROUPS))
         if policy.split == 4:
             assert groups == [1, 3, 5, 7, 0, 2, 4, 6]  # in order of arrival
-    assert {s: told[s]["lag"] for s in told} == {
-        s: min(s - 1, policy.max_staleness) for s in range(1, steps + 1)
-    }
+    assert {s: told[s]["lag"] for s in told} == {s: min(s - 1, policy.max_staleness) for s in range(1, steps + 1)}
     facts = {s.task: s.args for s in runner.trace.spans}
     assert facts["rollout[5]"] == {"samples": GROUPS * N, "weights_version": 4 - policy.max_staleness}
     assert len(runner.trace.marks) == steps * policy.split

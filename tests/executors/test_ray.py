@@ -159,9 +159,7 @@ def test_values_travel_as_refs_and_hardly_a_byte_through_the_controller(executor
     def prompts(step):
         return Batch(range(groups), {"prompt_ids": [[1, 2, 3]] * groups})
 
-    runner, _ = run(
-        executor, [make, collect, use], steps, prompts, policy=policy, mini_batches=4, groups=groups
-    )
+    runner, _ = run(executor, [make, collect, use], steps, prompts, policy=policy, mini_batches=4, groups=groups)
     assert len(runner.trace.spans) == steps * 9
     assert not unpickled
     # Responses and rewards: each row's 4,096 floats, twice.
@@ -319,6 +317,4 @@ def test_no_cluster_at_an_address_is_one_sentence(address):
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        f"{ConfigError.__module__}.{ConfigError.__name__}: ray.address={address}: no Ray cluster"
-    )
+    assert last.startswith(f"{ConfigError.__module__}.{ConfigError.__name__}: ray.address={address}: no Ray cluster")

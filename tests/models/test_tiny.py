@@ -57,9 +57,7 @@ def test_problems_are_short(tokenizer):
 
 
 def test_chat_template_is_chatml(tokenizer):
-    assert tokenizer.decode(chat_ids(tokenizer, "Hi?")) == (
-        "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert tokenizer.decode(chat_ids(tokenizer, "Hi?")) == ("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n")
     assert (tokenizer.eos_token, tokenizer.padding_side) == ("<|im_end|>", "left")
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
 

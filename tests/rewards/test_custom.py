@@ -32,9 +32,7 @@ def test_a_users_file(tmp_path: Path) -> None:
     )
 
     async def score(custom: dict[str, Any]) -> list[float]:
-        agent = build_agent(
-            custom, {"target": f"{__name__}:plain"} if custom is None else {"target": "no:no"}, 4
-        )
+        agent = build_agent(custom, {"target": f"{__name__}:plain"} if custom is None else {"target": "no:no"}, 4)
         columns = {"response_text": ["x", "y"], "data_source": ["d", "d"], "ground_truth": ["3", "3.1"]}
         agent.submit(1, Batch([3, 3], columns))
         rewards = await agent.collect(1)
@@ -48,9 +46,7 @@ def test_a_users_file(tmp_path: Path) -> None:
 
 
 def test_the_default_reward() -> None:
-    agent = build_agent(
-        {"path": None}, {"target": "dataflow.rewards.judge:Judge", "kwargs": {"url": "http://h:1"}}, 3
-    )
+    agent = build_agent({"path": None}, {"target": "dataflow.rewards.judge:Judge", "kwargs": {"url": "http://h:1"}}, 3)
     assert agent.concurrency == 3
     with pytest.raises(ConfigError, match=r"judge:Jury' cannot be found"):
         build_agent(None, {"target": "dataflow.rewards.judge:Jury"})

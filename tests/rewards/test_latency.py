@@ -24,9 +24,7 @@ def test_bounds_and_median() -> None:
     uniform = [parse_latency("uniform:1:40").draw(rng) for _ in range(2000)]
     assert 1 <= min(uniform) < 1.5
     assert 39.5 < max(uniform) <= 40
-    assert median(parse_latency("lognormal:8:0.6").draw(rng) for _ in range(5000)) == pytest.approx(
-        8, rel=0.05
-    )
+    assert median(parse_latency("lognormal:8:0.6").draw(rng) for _ in range(5000)) == pytest.approx(8, rel=0.05)
 
 
 def test_numbers_are_constants() -> None:

@@ -136,11 +136,7 @@ def test_a_window_knows_what_was_done_before_it() -> None:
         task("sync_weights[1]", "gpu", 2, 3),
         task("actor_update[2]", "gpu", 4, 5, "reward_collect[1]"),
     )
-    assert (
-        exposed_waits(trace, window=(2, 5))
-        == exposed_waits(trace)
-        == [Wait(3, 4, "dispatch", "actor_update[2]")]
-    )
+    assert exposed_waits(trace, window=(2, 5)) == exposed_waits(trace) == [Wait(3, 4, "dispatch", "actor_update[2]")]
 
 
 def test_a_circle_of_names_ends() -> None:
@@ -191,9 +187,7 @@ def test_waits_are_in_order_and_sum_to_idle(trace: Trace, resource: str) -> None
     assert all(waits[i].end <= waits[i + 1].begin for i in range(len(waits) - 1))
     assert sum(w.end - w.begin for w in waits) == trace.wall - trace.busy(resource)
     for wait in waits:
-        assert not any(
-            s.begin < wait.end and s.end > wait.begin and s.end > s.begin for s in trace.on(resource)
-        )
+        assert not any(s.begin < wait.end and s.end > wait.begin and s.end > s.begin for s in trace.on(resource))
 
 
 @given(traces())

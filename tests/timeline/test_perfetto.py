@@ -54,9 +54,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 def example() -> Trace:
-    trace = Trace(
-        meta={"policy": "both", "seed": 0, "resources": {"gpu": 1, "reward": None}, "started": 1.7e9}
-    )
+    trace = Trace(meta={"policy": "both", "seed": 0, "resources": {"gpu": 1, "reward": None}, "started": 1.7e9})
     trace.add(
         Span("rollout", 1, 0, 1, "gpu", 0.1, 0.3, {"weights_version": 0, "samples": 256}),
         Span("reward_collect", 1, 0, 2, "reward", 0.3, 0.7, {}, "rollout[1]"),

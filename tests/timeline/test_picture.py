@@ -13,9 +13,7 @@ from dataflow.timeline.spans import Mark, Span, Trace
 
 
 def run(policy: str = "both", rest: float = 0.5) -> Trace:
-    trace = Trace(
-        meta={"policy": policy, "status": "finished", "resources": {"gpu": 1, "reward": None, "io": 1}}
-    )
+    trace = Trace(meta={"policy": policy, "status": "finished", "resources": {"gpu": 1, "reward": None, "io": 1}})
     for step in range(1, 4):
         at = step * 4.0
         trace.add(
@@ -71,9 +69,7 @@ def test_some_steps_of_one_run(tmp_path: Path) -> None:
     [
         Trace([Span("rollout", 1, 0, 1, "gpu", 0, 0)]),
         Trace([Span("rollout", 1, 0, 1, "sandbox", 0, 1)], [Mark("reward", "reward", 0, 1)]),
-        Trace(
-            [Span("val_rollout", 0, 0, 1, "gpu", 0, 1, {"optional": True})], meta={"status": "interrupted"}
-        ),
+        Trace([Span("val_rollout", 0, 0, 1, "gpu", 0, 1, {"optional": True})], meta={"status": "interrupted"}),
     ],
 )
 def test_odd_runs_are_drawn_too(tmp_path: Path, trace: Trace) -> None:

@@ -32,9 +32,7 @@ def test_a_task_is_called_as_the_task_graph_calls_it() -> None:
 
 def test_wall_ends_with_training_and_busy_stays_inside_it() -> None:
     trace = Trace()
-    trace.add(
-        span(1, 3), span(5, 8), span(9, 12, "val_rollout", optional=True), Mark("reward", "reward", 3, 6)
-    )
+    trace.add(span(1, 3), span(5, 8), span(9, 12, "val_rollout", optional=True), Mark("reward", "reward", 3, 6))
     assert trace.wall == 7
     assert trace.window == (1, 8)
     assert trace.busy("gpu") == 5

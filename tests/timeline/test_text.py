@@ -81,9 +81,7 @@ def test_a_run_of_no_length() -> None:
 
 
 def test_too_short_for_a_column_shows_where_nothing_else_is() -> None:
-    trace = Trace(
-        [Span("rollout", 1, 0, 1, "gpu", 0, 100), Span("advantage", 1, 0, 1, "controller", 50, 50.01)]
-    )
+    trace = Trace([Span("rollout", 1, 0, 1, "gpu", 0, 100), Span("advantage", 1, 0, 1, "controller", 50, 50.01)])
     row = next(line for line in gantt(trace, width=62).splitlines() if line.startswith("controller"))
     assert row == "controller" + " " * 27 + "A"
 

@@ -1,0 +1,254 @@
+"""Stages: plain functions with named inputs, named outputs and a resource, and where their tools live.
+
+Pure: no torch, no ray, no clock.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from dataflow.errors import PipelineError, nearest
+
+Grain: TypeAlias = Literal["step", "part", "mini-batch"]
+Lag: TypeAlias = Literal["none", "latest", "carried"]
+
+
+class Carried:
+    """Marks a field that a stage reads from an earlier step: 1 + max_staleness steps back (rollout's weights)."""
+
+
+class Latest:
+    """Marks a field that a stage reads from the step before, whatever the staleness (the trainer's weights)."""
+
+
+class Read(NamedTuple):
+    """One field that a stage reads, and from how far back."""
+
+    field: str
+    lag: Lag = "none"
+
+
+@dataclass
+class TaskInfo:
+    """What a stage function may ask of the task it runs as, through a keyword parameter named ``task``."""
+
+    step: int
+    stage: str = ""
+    part: int = 0
+    parts: int = 1
+    groups: tuple[int, ...] | None = None
+    """The groups it works on; None for all of the step's."""
+    take: int | None = None
+    """How many groups a stage that forms the parts is to deliver; None for all of the step's."""
+    order: Literal["arrival", "index"] = "arrival"
+    max_staleness: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    marks: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def first(self) -> bool:
+        return self.part == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the stage's last task of the step."""
+        return self.part == self.parts - 1
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to the step's; of several parts' values the mean counts, or the max or min if so named."""
+        self.metrics.update(metrics)
+
+    def mark(self, name: str, begin: float, end: float, **facts: Any) -> None:
+        """Adds a span inside this task to the trace (a reward request), in seconds of ``time.time()``."""
+        self.marks.append({"name": name, "begin": begin, "end": end, **facts})
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A tool that lives in a process of its own: an engine, a trainer, the reward agent.
+
+    The executor builds it there by ``factory(**options)`` and runs the stages that use it beside it.
+
+    Attributes:
+        name: of the host; tools of one name are one object.
+        factory: builds the tool; as ``"package.module:name"`` it is imported only where it is built.
+        options: keyword arguments of the factory.
+        ranks: processes that all run each call (SPMD); the first one's outputs count.
+        gpus: GPUs per process, shares allowed.
+        concurrent: calls run side by side on one event loop (for tools that wait).
+    """
+
+    name: str
+    factory: Callable[..., Any] | str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    gpus: float = 0.0
+    concurrent: bool = False
+
+    def build(self) -> Any:
+        """Returns the tool, built in this process."""
+        factory = self.factory
+        if isinstance(factory, str):
+            module, _, name = factory.partition(":")
+            factory = getattr(importlib.import_module(module), name)
+        return factory(**self.options)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A template of tasks: a function with named inputs, named outputs and a resource. Made by :func:`stage`."""
+
+    name: str
+    fn: Callable[..., Any]
+    reads: tuple[Read, ...]
+    writes: tuple[str, ...]
+    on: str
+    grain: Grain = "step"
+    forms_parts: bool = False
+    after: tuple[str, ...] = ()
+    every: int | None = None
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    accepts: tuple[str, ...] = ()
+    whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None
+    imports: tuple[str, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the plain function, as a test of it would."""
+        return self.fn(*args, **kwargs)
+
+    def bind(
+        self,
+        *,
+        name: str | None = None,
+        on: str | None = None,
+        every: int | None = None,
+        after: Sequence[str] | None = None,
+        renamed: Mapping[str, str] | None = None,
+        **tools: Any,
+    ) -> Stage:
+        """Returns the stage with tools bound to its keyword parameters.
+
+        Args:
+            name: another name, when one function serves as two stages.
+            on: another resource.
+            every: run only on every k-th step, and on the last.
+            after: stages that must have finished first, without data passing.
+            renamed: other names of fields it reads or writes.
+            **tools: engines, agents, configuration.
+
+        Raises:
+            PipelineError: the function takes no such keyword.
+        """
+        for tool in tools:
+            if tool not in self.accepts:
+                raise PipelineError(
+                    f"stage '{self.name}' takes no tool '{tool}'{nearest(tool, self.accepts)}"
+                    f" (it takes {', '.join(self.accepts) or 'none'})."
+                )
+        other = dict(renamed or {})
+        return replace(
+            self,
+            name=name or self.name,
+            on=on or self.on,
+            every=self.every if every is None else every,
+            after=self.after if after is None else tuple(after),
+            reads=tuple(Read(other.get(r.field, r.field), r.lag) for r in self.reads),
+            writes=tuple(other.get(w, w) for w in self.writes),
+            tools={**self.tools, **tools},
+        )
+
+    @property
+    def host(self) -> Hosted | None:
+        """The process its function runs in, if one of its tools has one."""
+        hosts = [tool for tool in self.tools.values() if isinstance(tool, Hosted)]
+        if len({h.name for h in hosts}) > 1:
+            raise PipelineError(
+                f"stage '{self.name}' uses tools of two processes ({', '.join(h.name for h in hosts)}); "
+                "split it in two stages and pass a value between them."
+            )
+        return hosts[0] if hosts else None
+
+    def load(self) -> None:
+        """Imports what the function will, in the process that will run it."""
+        for module in self.imports:
+            importlib.import_module(module)
+
+    def missing_tools(self) -> list[str]:
+        """Returns the keyword parameters without a default that nothing is bound to."""
+        parameters = inspect.signature(self.fn).parameters
+        return [
+            name
+            for name in self.accepts
+            if name not in self.tools and parameters[name].default is inspect.Parameter.empty
+        ]
+
+
+def stage(
+    *,
+    writes: str | Sequence[str] = (),
+    on: str,
+    splittable: bool = False,
+    forms_parts: bool = False,
+    per_mini_batch: bool = False,
+    after: Sequence[str] = (),
+    every: int | None = None,
+    whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None,
+    imports: Sequence[str] = (),
+) -> Callable[[Callable[..., Any]], Stage]:
+    """Makes a stage of a function: parameters before ``*`` are fields it reads, after ``*`` tools.
+
+    Args:
+        writes: fields it returns, in order; one name for a single value.
+        on: resource it occupies.
+        splittable: runs once for each part that the policy splits a step in, on the groups of that part.
+        forms_parts: the stage whose output decides which groups a part is made of (reward_collect).
+        per_mini_batch: runs once for each optimizer step.
+        after: stages that must have finished first, without data passing.
+        every: run only on every k-th step, and on the last.
+        whole_batch: called with the bound tools; returns why the stage needs all groups at once, or None.
+        imports: modules that its process imports before the run, so that the first call is not slow.
+
+    >>> @stage(writes="length", on="controller")
+    ... def measure(text, *, scale=1):
+    ...     return len(text) * scale
+    >>> measure.reads, measure.writes, measure("abc", scale=2)
+    ((Read(field='text', lag='none'),), ('length',), 6)
+    """
+
+    def wrap(fn: Callable[..., Any]) -> Stage:
+        reads: list[Read] = []
+        tools: list[str] = []
+        for name, parameter in inspect.signature(fn).parameters.items():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                if name != "task":
+                    tools.append(name)
+            elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                reads.append(Read(name, _lag(parameter.annotation)))
+            else:
+                raise PipelineError(f"stage '{fn.__name__}': parameter '*{name}' has no name to be a field.")
+        return Stage(
+            name=fn.__name__,
+            fn=fn,
+            reads=tuple(reads),
+            writes=(writes,) if isinstance(writes, str) else tuple(writes),
+            on=on,
+            grain="mini-batch" if per_mini_batch else "part" if splittable or forms_parts else "step",
+            forms_parts=forms_parts,
+            after=tuple(after),
+            every=every,
+            accepts=tuple(tools),
+            whole_batch=whole_batch,
+            imports=tuple(imports),
+        )
+
+    return wrap
+
+
+def _lag(annotation: Any) -> Lag:
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    lags: dict[str, Lag] = {"Carried": "carried", "Latest": "latest"}
+    return lags.get(name.rpartition(".")[2], "none")
