@@ -48,17 +48,20 @@ def run(keys: tuple[str, ...], *more: str, code: int = 0) -> dict[str, Any]:
     return {**summary, "directory": runs / name}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_mini_batch_by_index_gives_the_weights_of_baseline_bit_for_bit(keys: tuple[str, ...], ranks: int) -> None:
-    keys = (*keys, f"trainer.world_size={ranks}", "val.every=0", "policy.order=index")
+@pytest.mark.parametrize(("ranks", "executor"), [(1, "inline"), (2, "ray")])
+def test_mini_batch_by_index_gives_the_weights_of_baseline_bit_for_bit(
+    keys: tuple[str, ...], ranks: int, executor: str
+) -> None:
+    keys = (*keys, f"trainer.world_size={ranks}", f"executor={executor}", "val.every=0", "policy.order=index")
     first = run(keys, "policy=baseline")
     second = run(keys, "policy=mini-batch")
     assert first["weights_sha256"] == second["weights_sha256"]
-    assert first["weights_sha256"] != run(keys, "policy=mini-batch", "seed=1")["weights_sha256"]
+    if executor == "inline":
+        assert first["weights_sha256"] != run(keys, "policy=mini-batch", "seed=1")["weights_sha256"]
 
 
 def test_a_seed_decides_the_weights_whatever_the_order_of_rewards(keys: tuple[str, ...]) -> None:
-    keys = (*keys, "policy=both", "policy.order=index", "val.every=0")
+    keys = (*keys, "policy=both", "policy.order=index", "val.every=0", "executor=inline")
     fast = run(keys, "custom_reward_function.reward_kwargs={slowest: 0.0}")
     slow = run(keys, "custom_reward_function.reward_kwargs={slowest: 0.5}")
     assert fast["weights_sha256"] == slow["weights_sha256"]
@@ -117,7 +120,7 @@ def test_real_gsm8k_in_verls_schema(keys: tuple[str, ...], tmp_path: Path) -> No
     problem = {"question": "What is 3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}
     (tmp_path / "val.jsonl").write_text("\n".join(json.dumps(problem) for _ in range(3)))
     files = (f"data.train={tmp_path / 'train.parquet'}", f"data.val={tmp_path / 'val.jsonl'}")
-    summary = run(keys, *files, "steps=2", "executor=inline", "val.every=2")
+    summary = run(keys, *files, "executor=inline", "val.every=2")
     metrics = (summary["directory"] / "metrics.jsonl").read_text()
     assert "val-core/openai/gsm8k/reward/mean@1" in metrics
 

@@ -42,6 +42,9 @@ class Host:
         os.environ.update(environment)
         import cloudpickle
 
+        # What the first Batch to arrive would import: seconds that belong to start-up, not to a task.
+        import tensordict  # noqa: F401
+
         spec, self.stages = cloudpickle.loads(blob)
         for s in self.stages.values():
             s.load()
