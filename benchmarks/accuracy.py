@@ -5,7 +5,8 @@
 Each run trains the default pipeline with a nearly immediate judge (what a policy does to learning does not depend on
 how long the rewards take, only on which weights and groups it trains with) and evaluates 512 held-out problems every
 3 steps. Accuracy at step N is the mean of the last three evaluations up to N. Prints a table with means and standard
-errors, and writes every curve as JSON. Finished runs are kept in ``out`` as they end, so a stopped benchmark goes on.
+errors, writes every curve as JSON and draws them beside it. Finished runs are kept in ``out`` as they end, so a
+stopped benchmark goes on.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def main(arguments: list[str]) -> int:
             out.write_text(json.dumps(curves, indent=0))
             print(f"{name}: {at(curves[name], steps):.3f}  ({len(todo) + len(running)} to go)", file=sys.stderr)
     print(report(curves, seeds, sorted({min(30, steps), steps})))
+    draw(curves, seeds, out.with_suffix(".png"))
     return 0
 
 
@@ -85,6 +87,31 @@ def report(curves: dict[str, dict[str, float]], seeds: int, steps: list[int]) ->
             each = " ".join(f"{at(curve, steps[-1]):.3f}" for curve in found)
             rows.append((policy, correction or "none", _mean([curve["0"] for curve in found]), *cells, each))
     return table(rows)
+
+
+def draw(curves: dict[str, dict[str, float]], seeds: int, path: Path) -> None:
+    """Draws each policy's accuracy over the steps: a line a seed, the mean over the seeds bold."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    axes = figure.subplots(1, len(POLICIES), sharey=True)
+    for axis, policy in zip(axes, POLICIES, strict=True):
+        for correction, colour in ((None, "tab:blue"), ("token", "tab:orange")):
+            found = [curves[n] for n in (key(policy, correction, seed) for seed in range(seeds)) if n in curves]
+            if not found:
+                continue
+            steps = sorted(map(int, found[0]))
+            for curve in found:
+                axis.plot(steps, [curve[str(s)] for s in steps], color=colour, alpha=0.25, linewidth=0.8)
+            mean = [sum(curve[str(s)] for curve in found) / len(found) for s in steps]
+            label = f"mean of {len(found)} seeds" + (", rollout correction" if correction else "")
+            axis.plot(steps, mean, color=colour, linewidth=2, label=label)
+        axis.set_title(policy)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8, loc="lower right")
+    axes[0].set_ylabel("held-out greedy accuracy")
+    figure.savefig(path, dpi=110)
 
 
 def _mean(values: list[float]) -> str:

@@ -155,8 +155,9 @@ def _end_table(summary: dict[str, Any]) -> str:
         ("wall time", f"{wall:.1f} s ({summary['step_s']:.2f} s a step)"),
         ("GPU pool busy", f"{summary['gpu_busy_s'] / wall:.0%}" if wall else "-"),
         ("exposed wait", f"{summary['exposed_wait_s']:.1f} s" + _causes(summary["exposed_wait_by_cause"])),
-        ("rewards", f"{summary['rewards']['scored']} of {summary['rewards']['requested']} scored"),
     ]
+    if summary["rewards"]:
+        rows.append(("rewards", f"{summary['rewards']['scored']} of {summary['rewards']['requested']} scored"))
     return str(table(rows))
 
 

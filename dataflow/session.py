@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.config import RunConfig, dump_yaml
-from dataflow.errors import ConfigError, Interrupted
+from dataflow.errors import ConfigError, Interrupted, UserError
 from dataflow.executors.base import Executor
 from dataflow.graph import Pipeline, TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
@@ -69,7 +70,10 @@ class Session:
             parse_latency(judge.latency)
 
     def _inputs(self) -> dict[str, Callable[[int], Any]]:
-        """Loads model path, tokenizer and data; returns the pipeline's input fields."""
+        """Loads model path, tokenizer and data; returns the pipeline's input fields, a function of the step each.
+
+        A pipeline file may define ``inputs(config)`` and return further ones.
+        """
         from dataflow.data.prompts import load_prompts, read_problems
         from dataflow.models.tiny import check_model, tiny_model
 
@@ -82,7 +86,8 @@ class Session:
             self.config.model.path = str(tiny_model(progress=self.progress.warm_up))
         train, held_out = load_prompts(self.config, *problems)
         val = held_out.all(self.config.data.val_size) if self.config.val.every else None
-        return {"prompts": train.batch, "val_prompts": lambda step: val}
+        own = self.module.inputs(self.config) if hasattr(self.module, "inputs") else {}
+        return {"prompts": train.batch, "val_prompts": lambda step: val, **own}
 
     def expand(self) -> TaskGraph:
         """Returns the run's task graph (and keeps it)."""
@@ -112,6 +117,11 @@ class Session:
         try:
             with self._judge():
                 asyncio.run(self._run())
+        except UserError:
+            # It could not start (no cluster at that address): nothing half-written stays.
+            self.tracker.close()
+            shutil.rmtree(self.directory)
+            raise
         finally:
             self.tracker.close()
         return self.summary
@@ -140,7 +150,7 @@ class Session:
         try:
             with self.progress.phase("starting workers"):
                 await executor.open(graph.pipeline)
-            if self.config.val.every:
+            if set(VALIDATION) <= graph.pipeline.by_name.keys():
                 with self.progress.phase("evaluating"):
                     await self._evaluate(executor)
             runner = Runner(
@@ -160,9 +170,8 @@ class Session:
                 runner.stop()
                 raise
             self.progress.stop()
-            self.summary = self._summarise(
-                trace, await executor.ask("trainer", "digest"), await self._rewards(executor)
-            )
+            digest = await executor.ask("trainer", "digest") if "trainer" in graph.pipeline.hosts() else None
+            self.summary = self._summarise(trace, digest, await self._rewards(executor))
         except asyncio.CancelledError:
             trace.meta["status"] = "interrupted"
             raise Interrupted(f"stopped after {self._steps_seen} of {graph.steps} steps") from None
@@ -201,11 +210,16 @@ class Session:
             self.progress.accuracy(self._evaluations[step])
         if step > self._steps_seen:
             self._steps_seen = step
-            metrics = {**metrics, **step_metrics(self.trace, step)}
+            # The last steps' spans say all about this one; a long run is not read again from its beginning.
+            per_step = sum(self.graph.parts[s.grain] for s in self.graph.pipeline.stages)
+            recent = Trace(self.trace.spans[-(self.graph.ahead + 3) * per_step :], meta=self.trace.meta)
+            metrics = {**metrics, **step_metrics(recent, step)}
             self.progress.step(step, metrics)
         self.tracker.log(step, metrics)
 
     async def _rewards(self, executor: Executor) -> dict[str, Any]:
+        if "reward" not in self.graph.pipeline.hosts():
+            return {}
         stats = await executor.ask("reward", "stats")
         counts = {name: stats.get(name, 0) for name in ("requested", "scored", "failed", "retried", "cached")}
         return {**counts, "latency_s": {k: stats["latency_s"].get(k) for k in ("p50", "p95", "p99")}}
