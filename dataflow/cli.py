@@ -27,10 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     # Options may stand between key=value arguments, which argparse alone would not take.
     options, rest = parser.parse_known_args(arguments)
-    if rest and (any(text.startswith("-") for text in rest) or not hasattr(options, "overrides")):
+    takes_more = getattr(options, "overrides", getattr(options, "runs", None))
+    if rest and (takes_more is None or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        options.overrides += rest
+        takes_more += rest
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
