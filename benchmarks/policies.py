@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from run import finish, start, table
+from _run import finish, start, table
 
 POLICIES = ("baseline", "mini-batch", "off-policy", "both")
 CONCURRENCY, MEAN_DELAY_S, SAMPLES = 64, 20.5, 32 * 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,18 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_left() -> Iterator[None]:
+    """Fails the session if a worker, a judge or a Ray daemon that some test started outlives the tests."""
+    import psutil
+
+    yield
+    _gone, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=15)
+    # Python's own helper of multiprocessing; it ends with this process.
+    left = [p.cmdline() for p in alive if "resource_tracker" not in " ".join(p.cmdline())]
+    assert not left, f"tests left processes behind: {left}"
 
 
 @pytest.fixture(scope="session")
