@@ -29,7 +29,7 @@ EVERY, LAST = 3, 3
 def settings(seeds: int) -> Iterator[tuple[str, str | None, int]]:
     """Yields (policy, rollout correction, seed); on-policy samples have nothing to correct."""
     for seed in range(seeds):
-        for policy in reversed(POLICIES):
+        for policy in POLICIES:
             for correction in (None, "token") if policy in ("off-policy", "both") else (None,):
                 yield policy, correction, seed
 
@@ -49,7 +49,9 @@ def main(arguments: list[str]) -> int:
             while todo and len(running) < jobs:
                 policy, correction, seed = todo.pop(0)
                 keys = {"policy": policy, "seed": seed, "steps": steps, "algorithm__rollout_is": correction}
-                keys |= {"executor": "inline", "judge__time_scale": 0.002, "val__every": EVERY}
+                # All of a step's rewards are in flight at once: which groups make a mini-batch is left to chance.
+                keys |= {"executor": "inline", "reward__concurrency": 256, "judge__time_scale": 0.002}
+                keys["val__every"] = EVERY
                 running.append(
                     (key(policy, correction, seed), start(Path(runs), key(policy, correction, seed), **keys))
                 )

@@ -142,14 +142,19 @@ class Session:
         main = asyncio.current_task()
         assert main is not None
         loop = asyncio.get_running_loop()
-        for sign in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(sign, main.cancel)
+
+        def listen() -> None:
+            for sign in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(sign, main.cancel)
+
+        listen()
         graph = self.expand()  # again: the judge's address is known now
         executor = self._executor()
         trace = Trace(meta=self._meta())
         try:
             with self.progress.phase("starting workers"):
                 await executor.open(graph.pipeline)
+            listen()  # again: Ray takes SIGTERM for itself when it starts
             if set(VALIDATION) <= graph.pipeline.by_name.keys():
                 with self.progress.phase("evaluating"):
                     await self._evaluate(executor)

@@ -146,7 +146,10 @@ def test_a_reward_function_that_raises_ends_the_run_and_names_the_sample(
     assert perfetto.read(summary["directory"] / "trace.json").spans
 
 
-def test_ctrl_c_stops_within_five_seconds_and_leaves_no_process(keys: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_within_five_seconds_and_leaves_no_process(
+    keys: tuple[str, ...], tmp_path: Path, sign: signal.Signals
+) -> None:
     without = [k for k in keys if not k.startswith(("custom_reward", "steps"))]
     slow = ["steps=500", "name=cut", "val.every=0", "judge.latency=uniform:0.1:1", "judge.time_scale=1"]
     command = [sys.executable, "-m", "dataflow.cli", "run", PIPELINE, *without, *slow]
@@ -163,7 +166,8 @@ def test_ctrl_c_stops_within_five_seconds_and_leaves_no_process(keys: tuple[str,
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) > 4
         begin = time.monotonic()
-        os.killpg(process.pid, signal.SIGINT)
+        # Ctrl-C reaches the whole group, a scheduler's SIGTERM the command alone.
+        (os.killpg if sign == signal.SIGINT else os.kill)(process.pid, sign)
         _out, err = process.communicate(timeout=30)
         took = time.monotonic() - begin
     finally:
