@@ -59,7 +59,7 @@ class Runner:
         self._on_span = on_span
         self._tasks: dict[TaskId, tuple[Task, TaskId | None, float]] = {}
         self._values: dict[int, dict[tuple[TaskId, str], Any]] = {}
-        self._states: dict[str, tuple[int, Any]] = {}
+        self._states: dict[str, Any] = {}
         self._fetched: dict[int, dict[str, Any]] = {}
         self._metrics: dict[int, dict[str, list[float]]] = {}
         self._origin: float | None = None
@@ -106,7 +106,7 @@ class Runner:
         values = self._values.setdefault(task.id.step, {})
         for name, value in zip(task.stage.writes, done.values, strict=True):
             if name in self.graph.pipeline.states:
-                self._states[name] = (task.id.step, value)
+                self._states[name] = value
             else:
                 values[task.id, name] = value
         metrics = self._metrics.setdefault(task.id.step, {})
@@ -202,7 +202,7 @@ class Runner:
 
     def _find(self, item: Input, step: int) -> list[Any]:
         if item.state:
-            return [self._states[item.field][1]] if item.field in self._states else []
+            return [self._states[item.field]] if item.field in self._states else []
         if not item.sources:
             if item.field not in self._inputs:
                 return []
