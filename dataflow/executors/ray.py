@@ -200,9 +200,10 @@ class RayExecutor:
             ]
             await asyncio.wait_for(_first_failure(builds), BUILD_DEADLINE_S)
         except TimeoutError as error:
+            asks = f"it asks for {spec.ranks} x {spec.gpus:g} GPUs: does the cluster have them ('ray status')?"
+            busy = "is the machine out of memory, or busy with something else?"
             raise RunError(
-                f"'{spec.name}' was not up after {BUILD_DEADLINE_S:.0f} s; it asks for {spec.ranks} x {spec.gpus:g} "
-                "GPUs: does the cluster have them ('ray status')?"
+                f"'{spec.name}' was not up after {BUILD_DEADLINE_S:.0f} s; {asks if spec.gpus else busy}"
             ) from error
         except ray.exceptions.RayError as error:
             cause = _cause(error)
