@@ -65,13 +65,15 @@ class PolicyConfig(Section):
     shorthand = "preset"
 
     preset: Text = "both"
-    """Scheduling policy: baseline, mini-batch, off-policy or both."""
+    """Scheduling policy: baseline, mini-batch, off-policy or both; with +stream behind it the rollout streams."""
     split: PositiveInt | None = None
     """Parts in which a step's rewards are collected and used; null takes the preset's."""
     max_staleness: NonNegativeInt | None = None
     """Steps that the weights a sample comes from may lag behind its update; null takes the preset's."""
     order: Literal["arrival", "index"] = "arrival"
     """Which groups form a part: the first to be scored, or by index (reproducible bit for bit)."""
+    stream_rollout: bool | None = None
+    """Groups go out for their rewards as they finish; null takes the preset's. Needs an engine that streams."""
 
     def resolve(self, mini_batches: int) -> SchedulingPolicy:
         """Returns the preset for ``mini_batches`` optimizer steps a step, with what is given overridden.
@@ -86,6 +88,7 @@ class PolicyConfig(Section):
             split=base.split if self.split is None else self.split,
             max_staleness=base.max_staleness if self.max_staleness is None else self.max_staleness,
             order=self.order,
+            stream_rollout=base.stream_rollout if self.stream_rollout is None else self.stream_rollout,
         )
 
 
@@ -246,9 +249,9 @@ class JudgeConfig(Section):
     @field_validator("latency")
     @classmethod
     def _latency_is_a_law(cls, latency: str) -> str:
-        from dataflow.rewards.latency import parse_latency
+        from dataflow.law import parse_law
 
-        parse_latency(latency)
+        parse_law(latency)
         return latency
 
 
@@ -340,7 +343,7 @@ def dump_yaml(config: RunConfig) -> str:
 
     policy = config.policy.resolve(config.trainer.mini_batches)
     values = config.model_dump(mode="json")
-    values["policy"] |= {"split": policy.split, "max_staleness": policy.max_staleness, "order": policy.order}
+    values["policy"] |= dataclasses.asdict(policy)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 

@@ -5,7 +5,8 @@ Pure: no torch, no ray, no clock. What a scheduling policy means for the graph s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -73,6 +74,12 @@ class Pipeline:
         for s in self.stages:
             self._check(s)
         self.states = frozenset(r.field for s in self.stages for r in s.reads if r.lag != "none")
+        for s in self.stages:
+            if s.streams and (held := [w for w in s.writes if w in self.states]):
+                raise PipelineError(
+                    f"stage '{s.name}' streams, but '{held[0]}' is a state that a later step reads; "
+                    "a state changes at the end of a task, so let another stage write it."
+                )
         formers = [s.name for s in self.stages if s.forms_parts]
         if len(formers) > 1:
             raise PipelineError(f"stages {' and '.join(map(repr, formers))} both form the parts of a step.")
@@ -124,20 +131,22 @@ class Pipeline:
             )
         _ = s.host
 
-    def edges(self) -> Iterator[tuple[Stage, Stage, str, Lag]]:
-        """Yields (from, to, field, lag) for each data edge, then ("" for the field) each ``after``."""
+    @functools.cached_property
+    def edges(self) -> tuple[tuple[Stage, Stage, str, Lag], ...]:
+        """(from, to, field, lag) of each data edge, then ("" for the field) each ``after``."""
+        found: list[tuple[Stage, Stage, str, Lag]] = []
         for s in self.stages:
-            for read in s.reads:
-                if read.field in self.writer:
-                    yield self.writer[read.field], s, read.field, read.lag
-            for name in s.after:
-                yield self.by_name[name], s, "", "none"
+            found += [
+                (self.writer[read.field], s, read.field, read.lag) for read in s.reads if read.field in self.writer
+            ]
+            found += [(self.by_name[name], s, "", "none") for name in s.after]
+        return tuple(found)
 
     def _topological(self) -> tuple[Stage, ...]:
         import graphlib
 
         sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter({s.name: [] for s in self.stages})
-        for source, target, _field, lag in self.edges():
+        for source, target, _field, lag in self.edges:
             if lag == "none":
                 sorter.add(target.name, source.name)
         try:
@@ -164,14 +173,28 @@ class Pipeline:
         """Returns the processes that the stages need, by name."""
         return {s.host.name: s.host for s in self.stages if s.host is not None}
 
+    def follows_stream(self, s: Stage) -> bool:
+        """Whether the stage runs once for each set of groups that another one hands on."""
+        return s.grain == "emission" and any(r.field in self.writer and self.writer[r.field].streams for r in s.reads)
+
+    def owner(self, i: TaskId) -> TaskId:
+        """Returns the task itself, of the id of a task or of something that it hands on."""
+        if i.parts > 1 and self.by_name[i.stage].streams:
+            return TaskId(i.step, i.stage)
+        return i
+
     def explain(self) -> str:
         """Returns a line for each stage and each edge: which stage feeds which, through which field."""
         wide = max((len(s.name) for s in self.stages), default=0)
         lines = []
         for s in self.order:
             facts = [f"on {s.on}"]
-            if s.grain != "step":
+            if s.grain == "emission":
+                facts.append("once an emission where the policy streams")
+            elif s.grain != "step":
                 facts.append(f"once a {s.grain}")
+            if s.streams:
+                facts.append("can stream")
             if s.every is not None:
                 facts.append(f"every {s.every} steps")
             if s.host is not None:
@@ -196,7 +219,7 @@ class Pipeline:
         lines += [f"    {name}([{name}])" for name in self.inputs]
         for s in self.stages:
             lines += [f"    {r.field} --> {s.name}" for r in s.reads if r.field in self.inputs]
-        for source, target, name, lag in self.edges():
+        for source, target, name, lag in self.edges:
             arrow = "-->" if lag == "none" else "-.->"
             lines.append(f"    {source.name} {arrow}{f'|{name}|' if name else ''} {target.name}")
         return "\n".join(lines)
@@ -234,6 +257,7 @@ class Task:
         chosen_by: the task that decided which groups this one works on, if not all.
         share: (i, n): it works on the i-th of n equal shares of those groups.
         take: how many groups a task that forms a part delivers; None for all.
+        emits: sets of groups that it hands on while it runs; 1: all of them when it ends.
         rank: (place in the pipeline's order); breaks ties.
     """
 
@@ -244,6 +268,7 @@ class Task:
     chosen_by: TaskId | None = None
     share: tuple[int, int] = (0, 1)
     take: int | None = None
+    emits: int = 1
     rank: int = 0
 
     def __str__(self) -> str:
@@ -259,9 +284,12 @@ class TaskGraph:
         first, steps: the first and the last step; steps count from 1, 0 is what comes before training.
         ahead: how many steps past the oldest unfinished one must be unrolled for tasks to become ready.
         unroll: the tasks of a step, in the pipeline's order.
-        parts: tasks of a stage in one step, by its grain.
+        parts: tasks of each stage in one step.
         groups: prompt groups in a step, where known.
         order, max_staleness: of the policy, for the stage functions that ask.
+
+    A task may depend on what another one handed on before its end: that has the other's id, with the part and the
+    number of parts that it hands on.
     """
 
     pipeline: Pipeline
@@ -269,7 +297,7 @@ class TaskGraph:
     steps: int
     ahead: int
     unroll: Callable[[int], Sequence[Task]]
-    parts: Mapping[Grain, int]
+    parts: Mapping[str, int]
     groups: int | None = None
     order: Literal["arrival", "index"] = "arrival"
     max_staleness: int = 0
@@ -283,7 +311,8 @@ class TaskGraph:
         for t in tasks:
             graph.add_node(t.id, stage=t.stage.name, resource=t.stage.on, step=t.id.step)
         for t in tasks:
-            graph.add_edges_from((dep, t.id) for dep in t.deps if dep in graph)
+            deps = map(self.pipeline.owner, t.deps)
+            graph.add_edges_from((dep, t.id) for dep in deps if dep in graph)
         return graph
 
     def _range(self, first: int | None, last: int | None) -> range:

@@ -35,7 +35,7 @@ def _stages(pipeline: Pipeline) -> nx.DiGraph:
     for s in pipeline.order:
         graph.add_node(s.name, stage=s.name, resource=s.on)
     # Edges from an earlier step would close a cycle: the picture shows one step, the rest is in the unrolled one.
-    graph.add_edges_from((a.name, b.name) for a, b, _field, lag in pipeline.edges() if lag == "none")
+    graph.add_edges_from((a.name, b.name) for a, b, _field, lag in pipeline.edges if lag == "none")
     return graph
 
 

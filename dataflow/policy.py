@@ -15,6 +15,9 @@ from dataflow.graph import Grain, Input, Pipeline, Read, Stage, Task, TaskGraph,
 
 MAX_STALENESS = 4
 PRESETS = ("baseline", "mini-batch", "off-policy", "both")
+STREAM = "+stream"
+# Sets of groups that a streaming rollout hands on in a step: each costs a task, and more hardly start rewards earlier.
+EMISSIONS = 16
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,16 @@ class SchedulingPolicy:
         max_staleness: steps between the weights that generated a sample and those its update starts from, 0 to 4.
         order: which groups make a part: those whose rewards arrive first, or the next ones by index
             (reproducible bit for bit).
+        stream_rollout: groups are sent for their rewards as they finish, not when the whole rollout does.
 
     >>> SchedulingPolicy(split=4, max_staleness=1)
-    SchedulingPolicy(split=4, max_staleness=1, order='arrival')
+    SchedulingPolicy(split=4, max_staleness=1, order='arrival', stream_rollout=False)
     """
 
     split: int = 1
     max_staleness: int = 0
     order: Literal["arrival", "index"] = "arrival"
+    stream_rollout: bool = False
 
     def __post_init__(self) -> None:
         if self.split < 1:
@@ -47,21 +52,26 @@ class SchedulingPolicy:
 def preset(name: str, mini_batches: int) -> SchedulingPolicy:
     """Returns the policy of that name for a run of ``mini_batches`` optimizer steps a step.
 
+    Args:
+        name: one of :data:`PRESETS`, with ``+stream`` behind it if the rollout is to stream.
+        mini_batches: optimizer steps in a step.
+
     Raises:
         PolicyError: no preset of that name.
 
     >>> preset("both", mini_batches=4)
-    SchedulingPolicy(split=4, max_staleness=1, order='arrival')
+    SchedulingPolicy(split=4, max_staleness=1, order='arrival', stream_rollout=False)
     """
+    base = name.removesuffix(STREAM)
     split, staleness = {
         "baseline": (1, 0),
         "mini-batch": (mini_batches, 0),
         "off-policy": (1, 1),
         "both": (mini_batches, 1),
-    }.get(name, (0, 0))
+    }.get(base, (0, 0))
     if not split:
-        raise PolicyError(f"unknown policy '{name}'{nearest(name, PRESETS)} (policies: {', '.join(PRESETS)}).")
-    return SchedulingPolicy(split, staleness)
+        raise PolicyError(f"unknown policy '{name}'{nearest(base, PRESETS)} (policies: {', '.join(PRESETS)}).")
+    return SchedulingPolicy(split, staleness, stream_rollout=base != name)
 
 
 def divisors(n: int) -> list[int]:
@@ -153,6 +163,8 @@ def _check_stages(pipeline: Pipeline, policy: SchedulingPolicy) -> None:
     gathered: dict[str, str] = {}
     for s in pipeline.order:
         sources = [pipeline.writer[r.field].name for r in s.reads if r.lag == "none" and r.field in pipeline.writer]
+        if s.grain == "emission":
+            continue  # it runs ahead of the parts; whoever reads all of it waits for all of it
         if s.grain != "step" and pipeline.former is None and policy.split > 1:
             raise PipelineError(
                 f"stage '{s.name}' runs once a {s.grain}, but no stage forms the parts; "
@@ -192,7 +204,7 @@ def _reach(pipeline: Pipeline, policy: SchedulingPolicy, mini_batches: int, grou
     half = 4 * (policy.max_staleness + 1)
     steps = range(1, 2 * half + 1)
     unroller = _Unroller(always, policy, steps, mini_batches, groups)
-    deps = {t.id: t.deps for step in steps for t in unroller.step(step)}
+    deps = {t.id: [always.owner(dep) for dep in t.deps] for step in steps for t in unroller.step(step)}
     latest: dict[TaskId, int] = {}
     try:
         for i in graphlib.TopologicalSorter(deps).static_order():
@@ -209,6 +221,12 @@ def _reach(pipeline: Pipeline, policy: SchedulingPolicy, mini_batches: int, grou
     return ahead
 
 
+def _emissions(groups: int | None, mini_batches: int) -> int:
+    """Returns into how many sets of groups a streaming rollout is cut, so that parts are made of whole sets."""
+    fitting = [d for d in divisors(groups or mini_batches) if d % mini_batches == 0]
+    return max([d for d in fitting if d <= EMISSIONS], default=mini_batches)
+
+
 class _Unroller:
     """Makes the tasks of a step; holds what is the same for all steps."""
 
@@ -223,7 +241,12 @@ class _Unroller:
         self.pipeline = pipeline
         self.steps = steps
         self.take = groups // policy.split if groups is not None else None
-        self.parts: dict[Grain, int] = {"step": 1, "part": policy.split, "mini-batch": mini_batches}
+        emissions = _emissions(groups, mini_batches) if policy.stream_rollout else 1
+        self.emissions = emissions
+        of: dict[Grain, int] = {"step": 1, "emission": 1, "part": policy.split, "mini-batch": mini_batches}
+        self.parts = {s.name: emissions if pipeline.follows_stream(s) else of[s.grain] for s in pipeline.stages}
+        self.split = policy.split
+        self._known: dict[tuple[str, int], list[TaskId]] = {}
         self.lag = {"none": 0, "latest": 1, "carried": 1 + policy.max_staleness}
         self.readers: dict[str, list[tuple[Stage, int]]] = {f: [] for f in pipeline.states}
         for s in pipeline.stages:
@@ -235,20 +258,28 @@ class _Unroller:
         tasks = []
         for rank, s in enumerate(self.pipeline.order):
             if self._runs(s, step):
-                tasks += [self._task(s, step, part, rank) for part in range(self.parts[s.grain])]
+                tasks += [self._task(s, step, part, rank) for part in range(self.parts[s.name])]
         return tasks
 
     def _runs(self, s: Stage, step: int) -> bool:
         return step in self.steps and (s.every is None or step % s.every == 0 or step == self.steps[-1])
 
     def _ids(self, s: Stage, step: int) -> list[TaskId]:
-        n = self.parts[s.grain]
-        return [TaskId(step, s.name, part, n) for part in range(n)] if self._runs(s, step) else []
+        found = self._known.get((s.name, step))
+        if found is None:
+            n = self.parts[s.name]
+            found = [TaskId(step, s.name, part, n) for part in range(n)] if self._runs(s, step) else []
+            if len(self._known) > 1000:
+                self._known.clear()  # steps that are long over
+            self._known[s.name, step] = found
+        return found
 
     def _beside(self, source: Stage, reader: Stage, step: int, part: int) -> list[TaskId]:
         """The source's tasks whose groups the reader's part needs: one coarser or equal, or several finer ones."""
         ids = self._ids(source, step)
-        mine = self.parts[reader.grain]
+        mine = self.parts[reader.name]
+        if source.streams and reader.grain == "emission":
+            return [TaskId(step, source.name, part, mine)]
         if not ids:
             return ids
         if len(ids) <= mine:
@@ -272,9 +303,11 @@ class _Unroller:
         former = self.pipeline.former
         chosen_by = None
         share = (0, 1)
-        if former is not None and s.grain != "step" and not s.forms_parts:
+        if s.grain == "emission" and self.parts[s.name] > 1:
+            chosen_by = next(d for d in deps if d.parts > 1 and self.pipeline.by_name[d.stage].streams)
+        elif former is not None and s.grain in ("part", "mini-batch") and not s.forms_parts:
             chosen_by = self._beside(former, s, step, part)[0]
-            each = self.parts[s.grain] // self.parts["part"]
+            each = self.parts[s.name] // self.split
             share = (part % each, each)
             deps.append(chosen_by)
         for name in s.after:
@@ -292,6 +325,7 @@ class _Unroller:
             chosen_by=chosen_by,
             share=share,
             take=self.take if s.forms_parts else None,
+            emits=self.emissions if s.streams else 1,
             rank=rank,
         )
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from dataflow.errors import DataflowError
-from dataflow.executors.base import Call, Done, Executor, failure
+from dataflow.executors.base import Call, Done, Executor, Part, failure
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
 from dataflow.scheduler import (
     Cancel,
     Finish,
     Instruction,
+    PartEmitted,
     Release,
     Scheduler,
     Start,
@@ -58,6 +59,7 @@ class Runner:
         self._on_step = on_step
         self._on_span = on_span
         self._tasks: dict[TaskId, tuple[Task, TaskId | None, float]] = {}
+        self._emissions: dict[TaskId, list[float]] = {}
         self._values: dict[int, dict[tuple[TaskId, str], Any]] = {}
         self._states: dict[str, Any] = {}
         self._fetched: dict[int, dict[str, Any]] = {}
@@ -96,24 +98,35 @@ class Runner:
 
     # --- events in ----------------------------------------------------------------------------------------
 
-    def _event(self, done: Done) -> list[Instruction]:
-        if done.id not in self._tasks:
+    def _event(self, done: Done | Part) -> list[Instruction]:
+        if self.graph.pipeline.owner(done.id) not in self._tasks:
             return []  # cancelled before it ended
+        if isinstance(done, Part):
+            return self._emitted(done)
         task, waited_for, started = self._tasks.pop(done.id)
         if done.error is not None or done.report is None:
             return self._failed(task, done.error or DataflowError("no report"), started)
         report = done.report
-        values = self._values.setdefault(task.id.step, {})
-        for name, value in zip(task.stage.writes, done.values, strict=True):
-            if name in self.graph.pipeline.states:
-                self._states[name] = value
-            else:
-                values[task.id, name] = value
+        self._keep(task, task.id, done.values)
         metrics = self._metrics.setdefault(task.id.step, {})
         for name, number in report.metrics.items():
             metrics.setdefault(name, []).append(number)
         self._record(task, waited_for, done)
         return self.scheduler.handle(TaskFinished(task.id, report.end - report.begin, report.groups))
+
+    def _emitted(self, part: Part) -> list[Instruction]:
+        owner = self.graph.pipeline.owner(part.id)
+        self._keep(self._tasks[owner][0], part.id, part.values)
+        self._emissions.setdefault(owner, []).append(part.at)
+        return self.scheduler.handle(PartEmitted(part.id, part.groups))
+
+    def _keep(self, task: Task, source: TaskId, handles: tuple[Any, ...]) -> None:
+        values = self._values.setdefault(task.id.step, {})
+        for name, value in zip(task.stage.writes, handles, strict=True):
+            if name in self.graph.pipeline.states:
+                self._states[name] = value
+            else:
+                values[source, name] = value
 
     def _failed(self, task: Task, error: BaseException, started: float) -> list[Instruction]:
         instructions = self.scheduler.handle(TaskFailed(task.id, str(error)))
@@ -128,7 +141,11 @@ class Runner:
         assert report is not None
         assert self._origin is not None
         i = task.id
-        optional = {"optional": True} if task.stage.every is not None else {}
+        facts = dict(report.facts)
+        if task.stage.every is not None:
+            facts["optional"] = True
+        if emitted := self._emissions.pop(i, None):
+            facts["emitted_s"] = [at - self._origin for at in emitted]
         span = Span(
             stage=i.stage,
             step=i.step,
@@ -137,7 +154,7 @@ class Runner:
             resource=task.stage.on,
             begin=report.begin - self._origin,
             end=report.end - self._origin,
-            args={**report.facts, **optional},
+            args=facts,
             waited_for=str(waited_for) if waited_for else "",
         )
         self.trace.spans.append(span)

@@ -45,7 +45,15 @@ class TaskFailed:
     why: str = ""
 
 
-Event: TypeAlias = TaskFinished | TaskFailed
+@dataclass(frozen=True)
+class PartEmitted:
+    """A running task handed on some groups: ``id`` is the task's, with the part and the number of parts."""
+
+    id: TaskId
+    groups: tuple[int, ...] | None = None
+
+
+Event: TypeAlias = TaskFinished | TaskFailed | PartEmitted
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,8 @@ class Scheduler:
         self._unrolled = graph.first - 1
         self._oldest = graph.first  # below, every task that runs on all steps has finished
         self._tasks: dict[int, list[TaskId]] = {}
-        self._groups: dict[TaskId, tuple[int, ...]] = {}
+        self._groups: dict[TaskId, tuple[int, ...] | None] = {}
+        self._emitted: dict[int, set[TaskId]] = {}
         self._running: dict[str, int] = dict.fromkeys(graph.pipeline.resources, 0)
         self._ready: dict[str, list[_Key]] = {r: [] for r in self._running}
         self._priority: dict[str, tuple[float, float]] = {}
@@ -136,10 +145,12 @@ class Scheduler:
         Raises:
             DataflowError: the event names a task that is not running.
         """
-        entry = self._entries.get(event.id)
+        entry = self._entries.get(self.graph.pipeline.owner(event.id))
         if entry is None or entry.state != "running":
             state = entry.state if entry else "unknown or forgotten"
             raise DataflowError(f"scheduler: {type(event).__name__} for {event.id}, which is {state}, not running.")
+        if isinstance(event, PartEmitted):
+            return self._emit(entry, event)
         self._running[entry.task.stage.on] -= 1
         if isinstance(event, TaskFailed):
             return self._fail(entry, event)
@@ -174,8 +185,32 @@ class Scheduler:
 
     # --- events -------------------------------------------------------------------------------------------
 
+    def _emit(self, entry: _Entry, event: PartEmitted) -> list[Instruction]:
+        task, i = entry.task, event.id
+        emitted = self._emitted.setdefault(i.step, set())
+        if i.parts != task.emits or i == task.id or i in emitted:
+            raise DataflowError(f"scheduler: {task} emits {task.emits} parts, each once; {i} is none of those left.")
+        emitted.add(i)
+        self._groups[i] = event.groups
+        entry.history.append(f"emitted {i.part + 1} of {i.parts}")
+        self._release(i, task.id)
+        return self._dispatch([])
+
+    def _release(self, done: TaskId, owner: TaskId) -> None:
+        """Makes ready what waited only for this."""
+        for dependent in self._dependents.pop(done, ()):
+            waiter = self._entries[dependent]
+            waiter.waiting -= 1
+            waiter.last_dep = owner
+            if waiter.waiting == 0:
+                self._make_ready(waiter)
+
     def _finish(self, entry: _Entry, event: TaskFinished) -> list[Instruction]:
         task = entry.task
+        if task.emits > 1:
+            got = sum(i.stage == task.id.stage for i in self._emitted.get(task.id.step, ()))
+            if got != task.emits:
+                raise DataflowError(f"scheduler: {task} ended after {got} of the {task.emits} parts it was to emit.")
         entry.state = "done"
         entry.history.append("done")
         self._learn(task, event.elapsed)
@@ -183,12 +218,7 @@ class Scheduler:
             if event.groups is None:
                 raise DataflowError(f"scheduler: {task} forms a part but named no groups.")
             self._groups[task.id] = event.groups
-        for dependent in self._dependents.pop(task.id, ()):
-            waiter = self._entries[dependent]
-            waiter.waiting -= 1
-            waiter.last_dep = task.id
-            if waiter.waiting == 0:
-                self._make_ready(waiter)
+        self._release(task.id, task.id)
         out: list[Instruction] = []
         step = task.id.step
         self._open[step].discard(task.id)
@@ -212,6 +242,8 @@ class Scheduler:
         for task in self._tasks.pop(step):
             del self._entries[task]
             self._groups.pop(task, None)
+        for part in self._emitted.pop(step, ()):
+            self._groups.pop(part, None)
         del self._open[step], self._required[step]
         out.append(Release(step))
 
@@ -252,7 +284,9 @@ class Scheduler:
         if task.step <= self._unrolled and task.step not in self._open:
             return True
         entry = self._entries.get(task)
-        return entry is not None and entry.state == "done"
+        if entry is None:
+            return task in self._emitted.get(task.step, ())
+        return entry.state == "done"
 
     def _make_ready(self, entry: _Entry) -> None:
         entry.state = "ready"
@@ -269,7 +303,7 @@ class Scheduler:
         seconds = {s.name: self._seconds(s) for s in pipeline.stages}
         upward: dict[str, float] = {}
         for s in reversed(pipeline.order):
-            behind = [upward[t.name] for _s, t, _field, lag in pipeline.edges() if _s is s and lag == "none"]
+            behind = [upward[t.name] for _s, t, _field, lag in pipeline.edges if _s is s and lag == "none"]
             upward[s.name] = max(behind, default=0.0) + seconds[s.name]
         away = _work_until_a_wait(pipeline, seconds)
         self._priority = {s.name: (away[s.name], -upward[s.name]) for s in pipeline.stages}
@@ -282,7 +316,7 @@ class Scheduler:
         known = self._estimate.get(s.name)
         if known is None:
             known = GUESS_WAIT_S if self.graph.pipeline.resources[s.on] is None else GUESS_S
-        return known * self.graph.parts[s.grain]
+        return known * self.graph.parts[s.name]
 
     def _learn(self, task: Task, elapsed: float) -> None:
         known = self._estimate.get(task.stage.name)
@@ -308,6 +342,8 @@ class Scheduler:
         if task.chosen_by is None:
             return None
         groups = self._groups[task.chosen_by]
+        if groups is None:
+            return None
         i, n = task.share
         if len(groups) % n:
             raise DataflowError(f"scheduler: {task} cannot take 1/{n} of {len(groups)} groups.")
@@ -323,7 +359,7 @@ def _work_until_a_wait(pipeline: Pipeline, seconds: Mapping[str, float]) -> dict
     """
     waits = {s.name for s in pipeline.stages if pipeline.resources[s.on] is None and not s.every}
     before: dict[str, list[str]] = {s.name: [] for s in pipeline.stages}
-    for source, target, _field, _lag in pipeline.edges():
+    for source, target, _field, _lag in pipeline.edges:
         if not target.every:
             before[target.name].append(source.name)
     away = dict.fromkeys(before, math.inf)

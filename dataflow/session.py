@@ -18,7 +18,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.config import RunConfig, dump_yaml
-from dataflow.errors import ConfigError, Interrupted, UserError
+from dataflow.errors import ConfigError, Interrupted, PolicyError, UserError
 from dataflow.executors.base import Executor
 from dataflow.graph import Pipeline, TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
@@ -54,6 +54,11 @@ class Session:
         self.summary: dict[str, Any] = {}
         self._evaluations: dict[int, float] = {}
         self._steps_seen = 0
+        if self.policy.stream_rollout:
+            raise PolicyError(
+                "stream_rollout: the transformers engine hands on its responses all at once; leave it out "
+                "('dataflow plan' says what it would gain)."
+            )
         self._check_reward()
         self.expand()  # before the model is made: a wrong policy is said at once
         self.inputs = self._inputs()
@@ -65,9 +70,9 @@ class Session:
 
             load_reward(custom.path, custom.name, custom.reward_kwargs)
         elif not judge.url:
-            from dataflow.rewards.latency import parse_latency
+            from dataflow.law import parse_law
 
-            parse_latency(judge.latency)
+            parse_law(judge.latency)
 
     def _inputs(self) -> dict[str, Callable[[int], Any]]:
         """Loads model path, tokenizer and data; returns the pipeline's input fields, a function of the step each.
@@ -216,7 +221,7 @@ class Session:
         if step > self._steps_seen:
             self._steps_seen = step
             # The last steps' spans say all about this one; a long run is not read again from its beginning.
-            per_step = sum(self.graph.parts[s.grain] for s in self.graph.pipeline.stages)
+            per_step = sum(self.graph.parts.values())
             recent = Trace(self.trace.spans[-(self.graph.ahead + 3) * per_step :], meta=self.trace.meta)
             metrics = {**metrics, **step_metrics(recent, step)}
             self.progress.step(step, metrics)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from dataflow.errors import PipelineError, nearest
 
-Grain: TypeAlias = Literal["step", "part", "mini-batch"]
+Grain: TypeAlias = Literal["step", "emission", "part", "mini-batch"]
 Lag: TypeAlias = Literal["none", "latest", "carried"]
 
 
@@ -109,6 +109,7 @@ class Stage:
     on: str
     grain: Grain = "step"
     forms_parts: bool = False
+    streams: bool = False
     after: tuple[str, ...] = ()
     every: int | None = None
     tools: Mapping[str, Any] = field(default_factory=dict)
@@ -194,6 +195,8 @@ def stage(
     splittable: bool = False,
     forms_parts: bool = False,
     per_mini_batch: bool = False,
+    streams: bool = False,
+    per_emission: bool = False,
     after: Sequence[str] = (),
     every: int | None = None,
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None,
@@ -207,6 +210,8 @@ def stage(
         splittable: runs once for each part that the policy splits a step in, on the groups of that part.
         forms_parts: the stage whose output decides which groups a part is made of (reward_collect).
         per_mini_batch: runs once for each optimizer step.
+        streams: can hand on whole groups as they finish, if the policy streams (rollout).
+        per_emission: runs once for each set of groups that a streaming stage hands on, if the policy streams.
         after: stages that must have finished first, without data passing.
         every: run only on every k-th step, and on the last.
         whole_batch: called with the bound tools; returns why the stage needs all groups at once, or None.
@@ -219,7 +224,15 @@ def stage(
     ((Read(field='text', lag='none'),), ('length',), 6)
     """
 
+    grain: Grain = "emission" if per_emission else "mini-batch" if per_mini_batch else "step"
+    if splittable or forms_parts:
+        grain = "part"
+
     def wrap(fn: Callable[..., Any]) -> Stage:
+        if streams and grain != "step":
+            raise PipelineError(
+                f"stage '{fn.__name__}' runs once a {grain}, so it cannot stream; let it run once a step."
+            )
         reads: list[Read] = []
         tools: list[str] = []
         for name, parameter in inspect.signature(fn).parameters.items():
@@ -236,8 +249,9 @@ def stage(
             reads=tuple(reads),
             writes=(writes,) if isinstance(writes, str) else tuple(writes),
             on=on,
-            grain="mini-batch" if per_mini_batch else "part" if splittable or forms_parts else "step",
+            grain=grain,
             forms_parts=forms_parts,
+            streams=streams,
             after=tuple(after),
             every=every,
             accepts=tuple(tools),

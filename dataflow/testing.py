@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from dataflow.executors.base import Call, Done
-from dataflow.executors.virtual import Costs, VirtualExecutor
+from dataflow.executors.base import Call, Done, Part
+from dataflow.executors.virtual import Costs, End, VirtualExecutor
 from dataflow.graph import Carried, Grain, Lag, Latest, Pipeline, Read, Stage, Task, TaskGraph, TaskId, stage
 from dataflow.policy import SchedulingPolicy, divisors, expand
 from dataflow.runner import Runner
@@ -34,13 +34,13 @@ SECONDS = {
 }
 
 
-@stage(writes="responses", on="gpu")
+@stage(writes="responses", on="gpu", streams=True)
 def rollout(prompts: Any, weights: Carried) -> Any:
     """Returns the version of the weights it sampled from."""
     return weights or 0
 
 
-@stage(writes="ticket", on="controller")
+@stage(writes="ticket", on="controller", per_emission=True)
 def reward_request(responses: Any) -> Any:
     """Returns what it was given."""
     return responses
@@ -159,14 +159,30 @@ def random_pipeline(dice: random.Random) -> Pipeline:
                 every=every,
             )
         )
+    _stream(stages, dice, former or count, needs_all)
     for _ in range(dice.randint(0, 3)):
         # States: read from an earlier step, by any stage, its own writer too.
-        writer = dice.choice([m for m in range(count) if stages[m].every is None])
+        writer = dice.choice([m for m in range(count) if stages[m].every is None and not stages[m].streams] or [-1])
+        if writer < 0:
+            break
         reader = dice.randrange(count)
         lag: Lag = dice.choice(["latest", "carried"])
         if all(read.field != f"f{writer}" for read in stages[reader].reads):
             stages[reader] = replace(stages[reader], reads=(*stages[reader].reads, Read(f"f{writer}", lag)))
     return Pipeline(stages, inputs=["prompts"], resources=resources)
+
+
+def _stream(stages: list[Stage], dice: random.Random, before: int, needs_all: set[int]) -> None:
+    """Lets the first stage stream, and some that read from it follow what it hands on, as the dice fall."""
+    if stages[0].grain != "step" or dice.random() < 0.5:
+        return
+    stages[0] = replace(stages[0], streams=True)
+    whole = {s.writes[0] for s in stages if s.grain == "step" and s.every is None} | {"prompts"}
+    for m, s in enumerate(stages[:before]):
+        fields = {r.field for r in s.reads}
+        if s.writes[0] in whole and m not in needs_all and "f0" in fields <= whole and dice.random() < 0.7:
+            stages[m] = replace(s, grain="emission")
+            whole.discard(s.writes[0])
 
 
 def random_graph(dice: random.Random) -> TaskGraph:
@@ -178,12 +194,13 @@ def random_graph(dice: random.Random) -> TaskGraph:
     pipeline = random_pipeline(dice)
     mini_batches = dice.choice([1, 2, 3, 4, 6])
     split = dice.choice(divisors(mini_batches)) if pipeline.former else 1
-    policy = SchedulingPolicy(split, dice.randint(0, 4), dice.choice(["arrival", "index"]))
+    streams = dice.random() < 0.5
+    policy = SchedulingPolicy(split, dice.randint(0, 4), dice.choice(["arrival", "index"]), streams)
     groups = mini_batches * dice.randint(1, 3)
     return expand(pipeline, policy, dice.randint(1, 8), mini_batches, groups=groups)
 
 
-class SteadyCosts:
+class SteadyCosts(Costs):
     """The same seconds for every task of a stage; the rewards of a step come evenly spread over ``latency``.
 
     Args:
@@ -209,20 +226,20 @@ class SteadyCosts:
         self.request = request
         self._sent: dict[int, float] = {}
 
-    def end(self, task: Task, now: float) -> tuple[float, tuple[int, ...] | None]:
+    def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End:
         """Returns when the task ends; the groups' rewards come in order of their index."""
         i = task.id
         if i.stage == self.former:
             done = self._sent[i.step] + self.latency * (i.part + 1) / i.parts
             each = task.take or self.groups
-            return max(now, done), tuple(range(i.part * each, (i.part + 1) * each))
+            return End(max(now, done), groups=tuple(range(i.part * each, (i.part + 1) * each)))
         end = now + self.seconds[i.stage]
         if i.stage == self.request:
-            self._sent[i.step] = end
-        return end, None
+            self._sent.setdefault(i.step, end)
+        return End(end, parts=even_parts(task, self.groups, now, end))
 
 
-class RandomCosts:
+class RandomCosts(Costs):
     """Durations and orders of arrival that follow from a seed and the task alone, whatever ran before.
 
     Args:
@@ -238,18 +255,27 @@ class RandomCosts:
         self.order = order
         self.grain = grain
 
-    def end(self, task: Task, now: float) -> tuple[float, tuple[int, ...] | None]:
+    def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End:
         """Returns when the task ends, and the groups it collected if it forms parts."""
         i = task.id
         dice = random.Random(f"{self.seed}/{i}")
         seconds = dice.randrange(6) * self.grain if self.grain else dice.expovariate(1.0)
         if not task.stage.forms_parts:
-            return now + seconds, None
+            return End(now + seconds, parts=even_parts(task, self.groups, now, now + seconds))
         ids = list(range(self.groups))
         if self.order == "arrival":
             random.Random(f"{self.seed}/{i.step}").shuffle(ids)
         each = task.take or self.groups
-        return now + seconds, tuple(ids[i.part * each : (i.part + 1) * each])
+        return End(now + seconds, groups=tuple(ids[i.part * each : (i.part + 1) * each]))
+
+
+def even_parts(task: Task, groups: int, begin: float, end: float) -> tuple[tuple[float, tuple[int, ...] | None], ...]:
+    """Returns what a streaming task hands on from ``begin`` to ``end``, evenly in time; nothing if it does not."""
+    n = task.emits
+    if n == 1:
+        return ()
+    each = groups // n
+    return tuple((begin + (end - begin) * (k + 1) / n, tuple(range(k * each, (k + 1) * each))) for k in range(n))
 
 
 @dataclass
@@ -281,8 +307,8 @@ class RecordingExecutor(VirtualExecutor):
         self.seen[task.id] = Seen(fields, call.groups)
         super().start(task, call, values)
 
-    async def events(self) -> AsyncIterator[Done]:
-        """Yields what ended, with the task's own id as each of its values."""
+    async def events(self) -> AsyncIterator[Done | Part]:
+        """Yields what ended or was handed on, with its own id as each of its values."""
         async for done in super().events():
             yield replace(done, values=(done.id,) * len(done.values))
 
@@ -327,7 +353,7 @@ def check_trace(trace: Trace, graph: TaskGraph, tolerance: float = 1e-9, busy: b
     assert not missing, f"never ran: {', '.join(missing)}"
     for i, task in tasks.items():
         for dep in task.deps:
-            assert spans[dep].end <= spans[i].begin + tolerance, f"{i} began before {dep} ended"
+            assert _ready_at(spans, graph, dep) <= spans[i].begin + tolerance, f"{i} began before {dep} ended"
     _check_versions(graph, spans, tolerance)
     for resource, slots in graph.pipeline.resources.items():
         on = [s for s in trace.spans if s.resource == resource]
@@ -335,6 +361,12 @@ def check_trace(trace: Trace, graph: TaskGraph, tolerance: float = 1e-9, busy: b
         if busy:
             _check_busy(graph, tasks, spans, resource, slots)
     _check_makespan(graph, tasks, spans, tolerance)
+
+
+def _ready_at(spans: Mapping[TaskId, Span], graph: TaskGraph, dep: TaskId) -> float:
+    """When a task ended, or handed on the part that the id means."""
+    span = spans[graph.pipeline.owner(dep)]
+    return float(span.args["emitted_s"][dep.part]) if graph.pipeline.owner(dep) != dep else span.end
 
 
 def _check_slots(resource: str, slots: int | None, spans: Sequence[Span], tolerance: float) -> None:
@@ -368,7 +400,7 @@ def _check_busy(
     for i, task in tasks.items():
         if task.stage.on != resource:
             continue
-        ready = max([unrolled[i.step], *(spans[dep].end for dep in task.deps)])
+        ready = max([unrolled[i.step], *(_ready_at(spans, graph, dep) for dep in task.deps)])
         begin = spans[i].begin
         if begin <= ready:
             continue
@@ -419,7 +451,10 @@ def _check_makespan(
     dag = graph.window()
     finish: dict[TaskId, float] = {}
     for i in nx.topological_sort(dag):
-        finish[i] = max((finish[dep] for dep in tasks[i].deps), default=0.0) + spans[i].end - spans[i].begin
+        took = spans[i].end - spans[i].begin
+        # A task that follows a part follows the time up to it, not the whole task.
+        left = {dep: spans[graph.pipeline.owner(dep)].end - _ready_at(spans, graph, dep) for dep in tasks[i].deps}
+        finish[i] = max((finish[graph.pipeline.owner(dep)] - left[dep] for dep in left), default=0.0) + took
     makespan = max((s.end for s in spans.values()), default=0.0) - min((s.begin for s in spans.values()), default=0.0)
     path = max(finish.values(), default=0.0)
     slack = tolerance * max(1, len(spans))

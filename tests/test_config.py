@@ -110,7 +110,7 @@ def test_a_value_arrives(arg: str, at: str, value: object) -> None:
         ),
         (
             "judge.latency=unifrm:1:40",
-            "latency 'unifrm:1:40': no latency law is named 'unifrm'; did you mean 'uniform'?",
+            "latency 'unifrm:1:40': no law is named 'unifrm'; did you mean 'uniform'?",
         ),
         ("engine.n=1", "engine.n=1: 'grpo' compares one prompt's responses; give 2 or more."),
         (
@@ -169,7 +169,7 @@ def test_a_pipeline_may_add_keys_and_defaults_and_an_override_leaves_the_others(
 def test_dump_is_resolved_and_reads_back() -> None:
     config = parse_overrides(RunConfig, ["policy=off-policy", "trainer.lr=1e-5", "name=x"])
     values = yaml.safe_load(dump_yaml(config))
-    assert values["policy"] == {"preset": "off-policy", "split": 1, "max_staleness": 1, "order": "arrival"}
+    assert values["policy"] == {"preset": "off-policy", "split": 1, "max_staleness": 1, "order": "arrival", "stream_rollout": False}
     assert values["trainer"]["lr"] == 1e-5
     again = build(RunConfig, values)
     assert again.policy.resolve(4) == config.policy.resolve(4)

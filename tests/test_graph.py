@@ -53,7 +53,7 @@ def test_bind_renames_and_leaves_the_stage_as_it_was():
 
 def test_edges_come_from_names():
     pipeline = Pipeline(GRPO, inputs=["prompts"])
-    assert [(a.name, b.name, field, lag) for a, b, field, lag in pipeline.edges()] == [
+    assert [(a.name, b.name, field, lag) for a, b, field, lag in pipeline.edges] == [
         ("actor_update", "rollout", "weights", "carried"),
         ("rollout", "advantage", "responses", "none"),
         ("rollout", "actor_update", "responses", "none"),
@@ -235,3 +235,13 @@ def test_the_unrolled_graph_explains_itself():
     assert "reward_collect[2.2]  reward      after reward_collect[2.1], reward_request[2]" in lines
     assert "rollout[2]           gpu         at once" in lines
     assert graph.window().number_of_nodes() == 3 * len(graph.unroll(1))
+
+
+def test_what_cannot_stream_is_said() -> None:
+    def loop(prompts, weights: Carried):
+        return prompts
+
+    with pytest.raises(PipelineError, match="'loop' streams, but 'weights' is a state that a later step reads"):
+        Pipeline([stage(writes="weights", on="gpu", streams=True)(loop)], ["prompts"])
+    with pytest.raises(PipelineError, match="'loop' runs once a mini-batch, so it cannot stream"):
+        stage(writes="x", on="gpu", streams=True, per_mini_batch=True)(loop)

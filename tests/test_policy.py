@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dataflow.errors import PipelineError, PolicyError
 from dataflow.graph import Carried, Latest, Pipeline, TaskId, stage
 from dataflow.policy import PRESETS, SchedulingPolicy, check_batch, check_split, divisors, expand, preset
-from dataflow.testing import grpo_pipeline
+from dataflow.testing import SteadyCosts, check_trace, grpo_pipeline, simulate
 
 
 def graph_of(policy: SchedulingPolicy, steps: int = 6, mini_batches: int = 4, groups: int | None = 16):
@@ -213,3 +213,31 @@ def test_it_may_begin_at_any_step():
     assert task(graph, 6, "rollout").inputs[1].sources == ()
     assert task(graph, 7, "rollout").inputs[1].sources == (TaskId(5, "sync_weights"),)
     assert {dep.step for t in graph.unroll(5) for dep in t.deps} <= {5, 6}
+
+
+def test_streaming_starts_the_rewards_as_groups_finish():
+    def run(name):
+        graph = expand(grpo_pipeline(val_every=2), preset(name, 4), 4, 4, groups=16)
+        costs = SteadyCosts(latency=20.0, groups=16, seconds={"reward_request": 0.0})
+        trace, seen = simulate(graph, costs)
+        check_trace(trace, graph)
+        return trace, seen
+
+    whole, _ = run("baseline")
+    trace, seen = run("baseline+stream")
+    # The first sixteenth of the rewards is asked for after a sixteenth of the rollout (3 s).
+    assert whole.wall - trace.wall == pytest.approx(4 * 3.0 * 15 / 16)
+    first = next(s for s in trace.spans if s.task == "rollout[1]")
+    assert first.args["emitted_s"] == pytest.approx([3.0 * (k + 1) / 16 for k in range(16)])
+    asked = [s for s in trace.spans if s.stage == "reward_request" and s.step == 1]
+    assert [s.begin for s in asked] == pytest.approx(first.args["emitted_s"])
+    parts = [seen[TaskId(1, "reward_request", k, 16)] for k in range(16)]
+    assert [p.groups for p in parts] == [(k,) for k in range(16)]
+    assert parts[3].fields["responses"] == (TaskId(1, "rollout", 3, 16),)
+
+
+@pytest.mark.parametrize(("groups", "mini_batches", "emissions"), [(1024, 4, 16), (24, 4, 12), (18, 18, 18), (7, 1, 7)])
+def test_a_rollout_is_handed_on_in_whole_shares_of_the_mini_batches(groups, mini_batches, emissions):
+    graph = expand(grpo_pipeline(), preset("both+stream", mini_batches), 2, mini_batches, groups=groups)
+    assert graph.unroll(1)[0].emits == emissions
+    assert graph.window(1, 1).number_of_nodes() == len(graph.unroll(1))

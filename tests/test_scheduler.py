@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from dataflow.errors import DataflowError, PipelineError
 from dataflow.graph import Pipeline, Task, TaskGraph, TaskId, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
-from dataflow.scheduler import Cancel, Finish, Release, Scheduler, Start, StepDone, TaskFailed, TaskFinished
+from dataflow.scheduler import (
+    Cancel,
+    Finish,
+    PartEmitted,
+    Release,
+    Scheduler,
+    Start,
+    StepDone,
+    TaskFailed,
+    TaskFinished,
+)
 from dataflow.testing import grpo_pipeline, random_graph
 
 DICE = st.randoms(use_true_random=False)
@@ -32,8 +42,9 @@ def chosen(task: Task, groups: int, order: list[int]) -> tuple[int, ...] | None:
 
 
 def drive(scheduler: Scheduler, groups: int, dice: random.Random):
-    """Ends running tasks in a random order; yields who ended (at first None) and the instructions."""
+    """Ends running tasks in a random order, after what they emit; yields what ended (at first None) and the rest."""
     running: list[Task] = []
+    emitted: dict[TaskId, int] = {}
     orders: dict[int, list[int]] = {}
     instructions = scheduler.start()
     ended: TaskId | None = None
@@ -48,6 +59,14 @@ def drive(scheduler: Scheduler, groups: int, dice: random.Random):
         task = running.pop(dice.randrange(len(running)))
         if task.id.step not in orders:
             orders[task.id.step] = dice.sample(range(groups), groups)
+        part = emitted.get(task.id, 0)
+        if part < task.emits > 1:
+            running.append(task)
+            emitted[task.id] = part + 1
+            ended = task.id._replace(part=part, parts=task.emits)
+            each = groups // task.emits
+            instructions = scheduler.handle(PartEmitted(ended, tuple(range(part * each, (part + 1) * each))))
+            continue
         event = TaskFinished(task.id, float(dice.randrange(5)), chosen(task, groups, orders[task.id.step]))
         ended, instructions = task.id, scheduler.handle(event)
 
@@ -210,3 +229,19 @@ def test_a_pipeline_that_runs_on_some_steps_only_ends_all_the_same():
         order += starts
         instructions = s.handle(TaskFinished(starts[0]))
     assert [i.step for i in order] == [3, 6, 7]
+
+
+def test_what_a_rollout_hands_on_starts_its_rewards_while_it_runs():
+    graph = expand(grpo_pipeline(), preset("baseline+stream", 1), 1, 1, groups=2)
+    scheduler = Scheduler(graph)
+    scheduler.start()
+    first = scheduler.handle(PartEmitted(TaskId(1, "rollout", 1, 2), (0,)))
+    assert [(str(i.task), i.groups) for i in first] == [("reward_request[1.2]", (0,))]
+    assert str(first[0].waited_for) == "rollout[1]"
+    assert scheduler.story(TaskId(1, "rollout")) == "waiting -> ready -> running -> emitted 2 of 2"
+    with pytest.raises(DataflowError, match=r"emits 2 parts, each once; rollout\[1.2\] is none of those left"):
+        scheduler.handle(PartEmitted(TaskId(1, "rollout", 1, 2), (0,)))
+    with pytest.raises(DataflowError, match=r"rollout\[1.3\] is none of those left"):
+        scheduler.handle(PartEmitted(TaskId(1, "rollout", 2, 3), (0,)))
+    with pytest.raises(DataflowError, match=r"ended after 1 of the 2 parts it was to emit"):
+        scheduler.handle(TaskFinished(TaskId(1, "rollout")))

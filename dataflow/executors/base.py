@@ -37,6 +37,19 @@ class Done:
     error: BaseException | None = None
 
 
+@dataclass
+class Part:
+    """A running task handed on some groups: when, which, and a handle per field it writes.
+
+    ``id`` is the task's, with the part and the number of parts it hands on.
+    """
+
+    id: TaskId
+    at: float
+    groups: tuple[int, ...] | None = None
+    values: tuple[Any, ...] = ()
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a stage function, as it travels to where it runs.
@@ -55,7 +68,7 @@ class Call:
 
 
 class Executor(Protocol):
-    """Runs tasks. ``start`` returns at once; what ended comes out of ``events``."""
+    """Runs tasks. ``start`` returns at once; what ended, or was handed on meanwhile, comes out of ``events``."""
 
     async def open(self, pipeline: Pipeline) -> None:
         """Builds the processes that the pipeline's stages need."""
@@ -73,8 +86,8 @@ class Executor(Protocol):
         """Starts a task; ``values`` are the handles of its fields, laid out as ``call.layout`` says."""
         ...
 
-    def events(self) -> AsyncIterator[Done]:
-        """Yields what ended, as it ends; woken, never polling."""
+    def events(self) -> AsyncIterator[Done | Part]:
+        """Yields what ended or was handed on, as it happens; woken, never polling."""
         ...
 
     def cancel(self, task: TaskId) -> None:

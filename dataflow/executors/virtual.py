@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from dataflow.errors import DataflowError
-from dataflow.executors.base import Call, Done, Report
+from dataflow.executors.base import Call, Done, Part, Report
 from dataflow.graph import Pipeline, Task, TaskId
 
 
-class Costs(Protocol):
-    """How long tasks take."""
+@dataclass(frozen=True)
+class End:
+    """When a task ends, in seconds of the virtual clock.
 
-    def end(self, task: Task, now: float) -> tuple[float, tuple[int, ...] | None]:
-        """Returns when a task that starts at ``now`` ends, and the groups it chose if it forms parts."""
-        ...
+    Attributes:
+        at: its end.
+        begin: when its work began, if later than its start: what came before was on the way to its worker.
+        groups: that it chose, if it forms parts.
+        parts: (time, groups) of each set of groups that it hands on while it runs, in order of time.
+    """
+
+    at: float
+    begin: float | None = None
+    groups: tuple[int, ...] | None = None
+    parts: tuple[tuple[float, tuple[int, ...] | None], ...] = ()
+
+
+class Costs:
+    """How long tasks take. A subclass says it in :meth:`start`, or later, in :meth:`advance`."""
+
+    def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End | None:
+        """Returns when a task that starts at ``now`` ends; None if that is not known yet.
+
+        Args:
+            task: that starts.
+            groups: it works on; None for all of the step.
+            now: seconds.
+        """
+        raise NotImplementedError
+
+    def advance(self, until: float) -> tuple[TaskId, End] | None:
+        """Returns the next of the tasks whose end was not known, if it ends by ``until``."""
+        return None
 
 
 class VirtualExecutor:
@@ -26,7 +55,8 @@ class VirtualExecutor:
         self.costs = costs
         self._now = 0.0
         self._sequence = 0
-        self._heap: list[tuple[float, int, Done]] = []
+        self._heap: list[tuple[float, int, Done | Part]] = []
+        self._open: dict[TaskId, tuple[Task, float]] = {}
         self._cancelled: set[TaskId] = set()
 
     async def open(self, pipeline: Pipeline) -> None:
@@ -39,20 +69,37 @@ class VirtualExecutor:
         return None
 
     def start(self, task: Task, call: Call, values: Sequence[Any]) -> None:
-        end, groups = self.costs.end(task, self._now)
-        if not end >= self._now:
-            raise DataflowError(f"virtual clock: {task} would end at {end}, before it starts at {self._now}.")
-        done = Done(task.id, Report(self._now, end, groups), (None,) * len(task.stage.writes))
-        heapq.heappush(self._heap, (end, self._sequence, done))
+        self._open[task.id] = (task, self._now)
+        end = self.costs.start(task, call.groups, self._now)
+        if end is not None:
+            self._ends(task.id, end)
+
+    def _ends(self, i: TaskId, end: End) -> None:
+        task, start = self._open.pop(i)
+        begin = start if end.begin is None else end.begin
+        if not start <= begin <= end.at:
+            raise DataflowError(f"virtual clock: {task} started at {start}, would begin at {begin}, end at {end.at}.")
+        blank = (None,) * len(task.stage.writes)
+        for number, (at, groups) in enumerate(end.parts):
+            self._push(at, Part(i._replace(part=number, parts=len(end.parts)), at, groups, blank))
+        self._push(end.at, Done(i, Report(begin, end.at, end.groups), blank))
+
+    def _push(self, at: float, event: Done | Part) -> None:
+        heapq.heappush(self._heap, (at, self._sequence, event))
         self._sequence += 1
 
-    async def events(self) -> AsyncIterator[Done]:
-        while self._heap:
-            end, _sequence, done = heapq.heappop(self._heap)
-            if done.id in self._cancelled:
+    async def events(self) -> AsyncIterator[Done | Part]:
+        while True:
+            until = self._heap[0][0] if self._heap else math.inf
+            if self._open and (found := self.costs.advance(until)):
+                self._ends(*found)
+            if not self._heap:
+                return
+            end, _sequence, event = heapq.heappop(self._heap)
+            if event.id in self._cancelled:
                 continue
             self._now = end
-            yield done
+            yield event
 
     def cancel(self, task: TaskId) -> None:
         self._cancelled.add(task)
@@ -62,3 +109,4 @@ class VirtualExecutor:
 
     async def close(self) -> None:
         self._heap.clear()
+        self._open.clear()

@@ -24,9 +24,9 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from dataflow.errors import ConfigError, DataflowError, RunError
+from dataflow.law import Law, parse_law
 from dataflow.rewards.gsm8k import compute_score
 from dataflow.rewards.judge import read_messages
-from dataflow.rewards.latency import Law, parse_latency
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -147,7 +147,7 @@ def start_judge(latency: str, time_scale: float = 1.0, seed: int = 0, *, deadlin
     """Starts a judge server on a free port of this machine.
 
     Args:
-        latency: a law, see :func:`~dataflow.rewards.latency.parse_latency`, in seconds.
+        latency: a law, see :func:`~dataflow.law.parse_law`, in seconds.
         time_scale: what its delays are multiplied by.
         seed: of the delays.
         deadline_s: seconds it has to come up.
@@ -156,7 +156,7 @@ def start_judge(latency: str, time_scale: float = 1.0, seed: int = 0, *, deadlin
         ConfigError: a bad law or scale.
         RunError: it did not come up.
     """
-    parse_latency(latency)
+    parse_law(latency)
     _check_scale(time_scale)
     command = [sys.executable, "-m", "dataflow.rewards.judge_server", "--latency", str(latency)]
     command += ["--time-scale", repr(float(time_scale)), "--seed", str(seed), "--port", "0"]
@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     given: Any = parser.parse_args(arguments)
     try:
-        law = parse_latency(given.latency)
+        law = parse_law(given.latency)
         _check_scale(given.time_scale)
         asyncio.run(serve(law, given.time_scale, given.seed, given.port))
     except ConfigError as error:

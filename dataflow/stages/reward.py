@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dataflow.reward_agent import RewardAgent, Ticket
 
 
-@stage(writes="reward_ticket", on="controller")
+@stage(writes="reward_ticket", on="controller", per_emission=True)
 async def reward_request(responses: Batch, *, agent: RewardAgent, task: TaskInfo) -> Ticket:
     """Hands the responses to the agent and returns at once; the calls go on behind it."""
     return agent.submit(task.step, responses)

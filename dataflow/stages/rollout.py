@@ -13,7 +13,7 @@ from dataflow.graph import Carried, TaskInfo, stage
 VALIDATION_SEED = 1 << 40
 
 
-@stage(writes="responses", on="gpu")
+@stage(writes="responses", on="gpu", streams=True)
 def rollout(
     prompts: Batch,
     weights: Carried,

@@ -406,14 +406,14 @@ def test_inline_has_one_process():
 
 
 def test_virtual_refuses_what_it_cannot_do():
-    from dataflow.executors.virtual import VirtualExecutor
+    from dataflow.executors.virtual import Costs, End, VirtualExecutor
 
-    class Back:
-        def end(self, task, now):
-            return now - 1.0, None
+    class Back(Costs):
+        def start(self, task, groups, now):
+            return End(now - 1.0)
 
     graph = expand(Pipeline([fine], inputs=["prompts"]), SchedulingPolicy(), 1)
-    with pytest.raises(DataflowError, match=r"fine\[1\] would end at -1.0, before it starts at 0.0"):
+    with pytest.raises(DataflowError, match=r"fine\[1\] started at 0.0, would begin at 0.0, end at -1.0"):
         run(VirtualExecutor(Back()), graph)
     with pytest.raises(DataflowError, match=r"nobody is there to ask 'trainer.digest'"):
         asyncio.run(VirtualExecutor(Back()).ask("trainer", "digest"))

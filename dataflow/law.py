@@ -1,0 +1,144 @@
+"""Laws of durations: how long a reward call or a stage takes, in seconds.
+
+Written as ``2.5``, ``uniform:1:40``, ``lognormal:8:0.6`` or ``empirical:FILE``, a file with a number on each line.
+Pure: who draws brings the dice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from dataflow.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from random import Random
+
+_FORMS = {"uniform": "uniform:LOW:HIGH", "lognormal": "lognormal:MEDIAN:SIGMA", "empirical": "empirical:FILE"}
+
+
+@dataclass(frozen=True)
+class Law:
+    """A distribution of durations, in seconds.
+
+    Attributes:
+        kind: its name.
+        a: the constant, the low end or the median.
+        b: the high end, or the standard deviation of the duration's logarithm.
+        values: what was measured, each as likely as the next.
+        factor: every draw is so many times as long.
+    """
+
+    kind: Literal["constant", "uniform", "lognormal", "empirical"]
+    a: float = 0.0
+    b: float = 0.0
+    values: tuple[float, ...] = ()
+    factor: float = 1.0
+
+    def draw(self, rng: Random) -> float:
+        """Returns one duration, in seconds."""
+        return self.draws(rng, 1)[0]
+
+    def draws(self, rng: Random, count: int) -> list[float]:
+        """Returns that many durations, in seconds."""
+        if self.kind == "constant":
+            return [self.a * self.factor] * count
+        if self.kind == "empirical":
+            values = rng.choices(self.values, k=count)
+            return values if self.factor == 1.0 else [v * self.factor for v in values]
+        if self.kind == "uniform":
+            low, wide = self.a * self.factor, (self.b - self.a) * self.factor
+            dice = rng.random
+            return [low + wide * dice() for _ in range(count)]
+        mu = math.log(self.a * self.factor)
+        return [rng.lognormvariate(mu, self.b) for _ in range(count)]
+
+    @property
+    def mean(self) -> float:
+        """The expected duration, in seconds."""
+        if self.kind == "uniform":
+            return self.factor * (self.a + self.b) / 2
+        if self.kind == "lognormal":
+            return self.factor * self.a * math.exp(self.b**2 / 2)
+        if self.kind == "empirical":
+            return self.factor * math.fsum(self.values) / len(self.values)
+        return self.factor * self.a
+
+    def scaled(self, factor: float) -> Law:
+        """Returns the law of durations ``factor`` times as long."""
+        return replace(self, factor=self.factor * factor)
+
+    def __str__(self) -> str:
+        times = "" if self.factor == 1.0 else f" x {self.factor:.3f}"
+        if self.kind == "constant":
+            return f"{self.a:g} s{times}"
+        if self.kind == "empirical":
+            return f"{len(self.values)} measured values (mean {self.mean:.3g} s)"
+        return f"{self.kind}:{self.a:g}:{self.b:g}{times}"
+
+
+def parse_law(text: str | float, what: str = "latency", folder: Path | None = None) -> Law:
+    """Returns the law that a text names.
+
+    Args:
+        text: a number of seconds, or a law by name.
+        what: what is timed, for the message.
+        folder: that the file of ``empirical:FILE`` is looked up in; by default the current one.
+
+    Raises:
+        ConfigError: an unknown law, a number that is none, or one out of range; a file that cannot be used.
+
+    >>> parse_law("uniform:1:40").mean
+    20.5
+    >>> parse_law("2.5").mean
+    2.5
+    """
+    word, *rest = str(text).strip().split(":")
+    if not rest and (value := _number(word)) is not None:
+        if value < 0:
+            raise ConfigError(f"{what} '{text}' is negative; give seconds of 0 or more.")
+        return Law("constant", value)
+    if word not in _FORMS:
+        *forms, last = _FORMS.values()
+        hint = nearest(word, _FORMS) or f"; give a number of seconds, {', '.join(forms)} or {last}."
+        raise ConfigError(f"{what} '{text}': no law is named '{word}'{hint}")
+    if word == "empirical":
+        return _measured(str(text), what, (folder or Path()) / ":".join(rest))
+    numbers = [_number(part) for part in rest]
+    if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
+        raise ConfigError(f"{what} '{text}' is not of the form {_FORMS[word]} (finite numbers).")
+    a, b = numbers[0], numbers[1]
+    if word == "uniform":
+        if not 0 <= a <= b:
+            raise ConfigError(f"{what} '{text}': give 0 <= LOW <= HIGH.")
+        return Law("uniform", a, b)
+    if a <= 0 or b < 0:
+        raise ConfigError(f"{what} '{text}': give MEDIAN > 0 and SIGMA >= 0.")
+    return Law("lognormal", a, b)
+
+
+def _measured(text: str, what: str, path: Path) -> Law:
+    try:
+        words = path.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(f"{what} '{text}': cannot read {path}: {why}; give a file with a number a line.") from error
+    values = []
+    for word in words:
+        value = _number(word)
+        if value is None or value < 0:
+            raise ConfigError(f"{what} '{text}': {path} holds '{word[:40]}'; give seconds of 0 or more, one a line.")
+        values.append(value)
+    if not values:
+        raise ConfigError(f"{what} '{text}': {path} holds no numbers; give seconds, one a line.")
+    return Law("empirical", values=tuple(values))
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
