@@ -1,4 +1,4 @@
-"""The command line: run, show, timeline, compare. Wrong input is one sentence on stderr and exit code 2."""
+"""The command line: run, show, plan, timeline, compare. Wrong input is one sentence on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dataflow.policy import PRESETS
 EXAMPLES = {
     "run": "dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
     "show": "dataflow show pipelines/gsm8k_grpo.py policy=both steps=2",
+    "plan": "dataflow plan runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png",
     "timeline": "dataflow timeline runs/gsm8k_grpo-both-1 -o timeline.png",
     "compare": "dataflow compare runs/a runs/b -o compare.png",
 }
@@ -93,6 +94,15 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("overrides", nargs="*", metavar="key=value")
     show.add_argument("-o", dest="out", metavar="FILE.mmd|.svg|.png", help="draw it")
     show.add_argument("--json", action="store_true", help="print nodes and edges as JSON")
+
+    plan = add("plan", _plan, "Predicts every policy from a run, a verl log or costs written by hand (costs.yaml).")
+    plan.add_argument(
+        "source", nargs="?", metavar="SOURCE", help="a run's directory, a verl CSV or TensorBoard directory, a .yaml"
+    )
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="what SOURCE does not hold; --keys lists them")
+    plan.add_argument("-o", dest="out", metavar="FILE.png|.svg|.html", help="draw it")
+    plan.add_argument("--keys", action="store_true", help="list every key with its default, and stop")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
 
     timeline = add("timeline", _timeline, "Shows one run's overlap.")
     timeline.add_argument("run", metavar="RUN", help="a run's directory, or its trace.json")
@@ -191,6 +201,33 @@ def _show(options: argparse.Namespace) -> int:
             facts = f"{policy.split} parts, max_staleness {policy.max_staleness}, {steps} steps"
             print(f"\n{config.policy.preset}, {facts}:\n")
             print(graph.explain(1, steps))
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if options.keys:
+        from dataflow.overrides import describe
+        from dataflow.plan_config import PlanConfig
+
+        print(describe(PlanConfig))
+        return 0
+    if options.source is None:
+        raise ConfigError("plan: give a SOURCE: a run's directory, a verl log or a costs.yaml.")
+    if options.out and Path(options.out).suffix.lower() not in (".png", ".svg", ".html"):
+        raise DataError(f"picture {options.out}: no such kind; give a name in .png, .svg or .html.")
+    from rich.console import Console
+
+    from dataflow.plan import make_plan
+
+    with Console(stderr=True).status("") as status:
+        plan = make_plan(options.source, options.overrides, status.update)
+    if options.out:
+        from dataflow.plan_picture import draw_plan
+
+        draw_plan(plan.rows, plan.sweeps, options.out, f"predicted: {Path(options.source).name}")
+    print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.text())
+    if options.out and not options.json:
+        print(f"\npicture: {options.out}")
     return 0
 
 

@@ -6,6 +6,7 @@ Whatever is wrong with a key or value is a ConfigError of one sentence that name
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal

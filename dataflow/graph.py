@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dataflow.errors import PipelineError, nearest
 from dataflow.stage import Carried, Grain, Hosted, Lag, Latest, Read, Stage, TaskInfo, stage
@@ -32,6 +32,10 @@ __all__ = [
     "TaskInfo",
     "stage",
 ]
+
+
+def _uncallable() -> None:
+    raise PipelineError("this pipeline was read from a trace; it can be planned, not run.")
 
 
 class Pipeline:
@@ -157,6 +161,48 @@ class Pipeline:
                 f"the stages form a cycle: {cycle}; mark the field that comes from an earlier step as Carried."
             ) from error
 
+    def facts(self) -> dict[str, Any]:
+        """Returns the graph without its functions and tools, JSON-able: what a plan of it needs."""
+        stages = [
+            {
+                "name": s.name,
+                "reads": [list(r) for r in s.reads],
+                "writes": list(s.writes),
+                "on": s.on,
+                "grain": s.grain,
+                "forms_parts": s.forms_parts,
+                "streams": s.streams,
+                "after": list(s.after),
+                "every": s.every,
+            }
+            for s in self.stages
+        ]
+        return {"stages": stages, "inputs": list(self.inputs), "resources": self.resources}
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Pipeline:
+        """Returns the pipeline that :meth:`facts` were of; its stages cannot be called.
+
+        Raises:
+            PipelineError: the facts are not whole.
+        """
+        try:
+            stages = [
+                Stage(
+                    **{
+                        **s,
+                        "fn": _uncallable,
+                        "reads": tuple(Read(*r) for r in s["reads"]),
+                        "writes": tuple(s["writes"]),
+                        "after": tuple(s["after"]),
+                    }
+                )
+                for s in facts["stages"]
+            ]
+            return cls(stages, facts["inputs"], facts["resources"])
+        except (KeyError, TypeError) as error:
+            raise PipelineError(f"the pipeline's description is not whole: {error}; make the run again.") from error
+
     def subset(self, names: Iterable[str]) -> Pipeline:
         """Returns a pipeline of these stages alone, on every step; what the others wrote becomes its inputs."""
         chosen = set(names)
@@ -172,6 +218,11 @@ class Pipeline:
     def hosts(self) -> dict[str, Hosted]:
         """Returns the processes that the stages need, by name."""
         return {s.host.name: s.host for s in self.stages if s.host is not None}
+
+    @property
+    def streaming(self) -> bool:
+        """Whether a policy that streams finds a stage that hands on, and one that follows it."""
+        return any(map(self.follows_stream, self.stages))
 
     def follows_stream(self, s: Stage) -> bool:
         """Whether the stage runs once for each set of groups that another one hands on."""

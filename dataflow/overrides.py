@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -11,10 +11,7 @@ from pydantic.fields import FieldInfo
 
 from dataflow.errors import ConfigError, nearest
 
-if TYPE_CHECKING:
-    from dataflow.config import RunConfig
-
-T = TypeVar("T", bound="RunConfig")
+T = TypeVar("T", bound=BaseModel)
 
 # What a value of that pydantic error should have been.
 WANTED = {
@@ -30,13 +27,14 @@ WANTED = {
 BOUNDS = {"gt": "greater than", "ge": "of at least", "lt": "less than", "le": "of at most"}
 
 
-def parse_overrides(cls: type[T], args: Sequence[str]) -> T:
+def parse_overrides(cls: type[T], args: Sequence[str], base: Mapping[str, Any] | None = None) -> T:
     """Returns a configuration with ``key=value`` arguments laid over the defaults of ``cls``.
 
     Args:
         cls: the pipeline's Config.
         args: such as ``policy=both``, ``trainer.lr=1e-4``, ``tracking.backends=[tensorboard,wandb]``; values
             are YAML scalars and lists, except that a key for text takes it as it stands.
+        base: values from a file, which lie over the defaults and below the arguments.
 
     Raises:
         ConfigError: one sentence that names key and value, and the nearest valid key.
@@ -61,7 +59,18 @@ def parse_overrides(cls: type[T], args: Sequence[str]) -> T:
             for name in path[:-1]:
                 at = at.setdefault(name, {})
             at[path[-1]] = value
-    return build(cls, values, {key: arg.partition("=")[2].strip() for key, arg in given.items()})
+    return build(
+        cls, _laid_over(base or {}, values), {key: arg.partition("=")[2].strip() for key, arg in given.items()}
+    )
+
+
+def _laid_over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in values.items():
+        below = base.get(name)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[name] = _laid_over(below, value) if both else value  # type: ignore[arg-type]
+    return merged
 
 
 def build(cls: type[T], values: Mapping[str, Any], typed: Mapping[str, str] | None = None) -> T:

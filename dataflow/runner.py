@@ -92,6 +92,10 @@ class Runner:
                     raise DataflowError("the run stands still: tasks are left, but none is running.")
                 finished = self._obey(self._event(done))
 
+    def running_since(self, resource: str) -> float | None:
+        """Returns when the oldest of the tasks was started that run on a resource; None if none does."""
+        return min((since for task, _, since in self._tasks.values() if task.stage.on == resource), default=None)
+
     def stop(self) -> None:
         """Cancels what runs; ``run`` does so by itself when it is cancelled or fails."""
         self._obey(self.scheduler.stop())

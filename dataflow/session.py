@@ -245,6 +245,14 @@ class Session:
             "status": "running",
             "resources": dict(self.graph.pipeline.resources),
             "started": time.time(),
+            # What 'dataflow plan' needs to run it again on the virtual clock.
+            "job": {
+                "pipeline": self.graph.pipeline.facts(),
+                "prompts": self.config.data.prompts,
+                "responses": self.config.engine.n,
+                "mini_batches": self.config.trainer.mini_batches,
+                "concurrency": self.config.reward.concurrency,
+            },
         }
 
     def _summarise(self, trace: Trace, digest: str | None, rewards: dict[str, Any]) -> dict[str, Any]:

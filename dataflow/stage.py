@@ -162,6 +162,10 @@ class Stage:
             tools={**self.tools, **tools},
         )
 
+    def also_reads(self, name: str, lag: Lag = "none") -> Stage:
+        """Returns a stage that reads one more field, to model a graph; its function is not given it."""
+        return replace(self, reads=(*self.reads, Read(name, lag)))
+
     @property
     def host(self) -> Hosted | None:
         """The process its function runs in, if one of its tools has one."""

@@ -169,7 +169,8 @@ def test_a_pipeline_may_add_keys_and_defaults_and_an_override_leaves_the_others(
 def test_dump_is_resolved_and_reads_back() -> None:
     config = parse_overrides(RunConfig, ["policy=off-policy", "trainer.lr=1e-5", "name=x"])
     values = yaml.safe_load(dump_yaml(config))
-    assert values["policy"] == {"preset": "off-policy", "split": 1, "max_staleness": 1, "order": "arrival", "stream_rollout": False}
+    numbers = {"split": 1, "max_staleness": 1, "order": "arrival", "stream_rollout": False}
+    assert values["policy"] == {"preset": "off-policy", **numbers}
     assert values["trainer"]["lr"] == 1e-5
     again = build(RunConfig, values)
     assert again.policy.resolve(4) == config.policy.resolve(4)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,10 @@ COLOURS = {
 }
 _SPARE = ("#6A51A3", "#B2912F", "#117733", "#882255", "#44AA99", "#999933", "#332288", "#AA4466")
 _BAND = "#F3C766"
-_HATCHED: dict[str, Any] = {"facecolor": "#F4F4F4", "edgecolor": "#8A8A8A", "hatch": "////", "linewidth": 0}
-_INK = "#222222"
+HATCHED: dict[str, Any] = {"facecolor": "#F4F4F4", "edgecolor": "#8A8A8A", "hatch": "////", "linewidth": 0}
+INK = "#222222"
 _PIXELS = 100  # per inch
-_WIDTH = 14.0  # inches
+WIDTH = 14.0  # inches
 _HEIGHTS = {"gpu": 0.62, "reward": 0.5}
 _THIN = 0.2
 
@@ -83,10 +84,10 @@ def draw(
     longest = max(p.end - p.begin for p in panels) or 1.0
     inches = [p.height for p in panels]
     handles = _handles(panels, colour)
-    columns = _columns([h.get_label() for h in handles], _WIDTH * 0.915)
+    columns = columns_that_fit([h.get_label() for h in handles], WIDTH * 0.915)
     top, gap, bottom = (0.75 if title else 0.4), 0.5, 0.75 + 0.2 * -(-len(handles) // columns)
     total = top + sum(inches) + gap * (len(panels) - 1) + bottom
-    figure = Figure(figsize=(_WIDTH, total), dpi=_PIXELS, facecolor="white")
+    figure = Figure(figsize=(WIDTH, total), dpi=_PIXELS, facecolor="white")
     at = total - top
     axes: list[Axes] = []
     for panel, height in zip(panels, inches, strict=True):
@@ -97,11 +98,11 @@ def draw(
     for axis in axes[:-1]:
         axis.tick_params(labelbottom=False)
     since = "from the first task" if steps is None else f"from the first task of step {steps[0]}"
-    axes[-1].set_xlabel(f"seconds {since}", color=_INK, fontsize=10)
+    axes[-1].set_xlabel(f"seconds {since}", color=INK, fontsize=10)
     _legend(figure, handles, columns, total)
     if title:
-        figure.text(0.075, 1 - 0.28 / total, title, fontsize=14, fontweight="bold", color=_INK, va="center")
-    _save(figure, target, kind)
+        figure.text(0.075, 1 - 0.28 / total, title, fontsize=14, fontweight="bold", color=INK, va="center")
+    save(figure, target, kind)
 
 
 class _Panel:
@@ -130,7 +131,7 @@ class _Panel:
     def draw(self, axis: Axes, colour: Mapping[str, str], longest: float, reference: _Panel) -> None:
         axis.set_xlim(0, longest * 1.005)
         axis.set_ylim(0, self.height)
-        pixels = _WIDTH * 0.915 * _PIXELS / (longest * 1.005)  # per second
+        pixels = WIDTH * 0.915 * _PIXELS / (longest * 1.005)  # per second
         at = self.height - 0.07
         middles, names = [], []
         for resource, rows, height in self.rows:
@@ -147,9 +148,9 @@ class _Panel:
             middles.append(below + height / 2)
             names.append(resource)
             at = below - 0.07
-        axis.set_yticks(middles, names, fontsize=10, color=_INK)
+        axis.set_yticks(middles, names, fontsize=10, color=INK)
         axis.tick_params(axis="y", length=0)
-        axis.tick_params(axis="x", labelsize=9, colors=_INK)
+        axis.tick_params(axis="x", labelsize=9, colors=INK)
         size = tick(longest, 14)
         axis.set_xticks([i * size for i in range(int(longest / size + 1e-9) + 1)])
         axis.grid(axis="x", color="#DDDDDD", linewidth=0.6)
@@ -158,11 +159,11 @@ class _Panel:
             axis.spines[side].set_visible(False)
         wall_end = self.trace.window[1]
         if self.begin < wall_end <= self.end:
-            axis.axvline(wall_end - self.begin, color=_INK, linewidth=1.2, linestyle=(0, (3, 2)))
+            axis.axvline(wall_end - self.begin, color=INK, linewidth=1.2, linestyle=(0, (3, 2)))
         self._title(axis, reference)
 
     def _title(self, axis: Axes, reference: _Panel) -> None:
-        name = axis.set_title(self.name, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=5)
+        name = axis.set_title(self.name, loc="left", fontsize=11, fontweight="bold", color=INK, pad=5)
         wall = self.trace.wall
         facts = f"{wall:.1f} s"
         if self is not reference and reference.trace.wall > 0:
@@ -174,7 +175,7 @@ class _Panel:
         if (status := self.trace.meta.get("status", "finished")) != "finished":
             facts += f",  {status}"
         axis.annotate(facts, xy=(1, 0), xycoords=name, xytext=(8, 0), textcoords="offset points", va="bottom",
-                      fontsize=11, color=_INK)  # fmt: skip
+                      fontsize=11, color=INK)  # fmt: skip
 
     def _lane(
         self,
@@ -207,7 +208,7 @@ class _Panel:
 
     def _waits(self, axis: Axes, below: float, height: float) -> None:
         places = [(w.begin - self.begin, w.end - w.begin) for w in self.waits]
-        axis.broken_barh(places, (below, height), **_HATCHED)
+        axis.broken_barh(places, (below, height), **HATCHED)
 
     def _band(self, axis: Axes, below: float, height: float, own_lanes: int) -> None:
         """Requests in flight, up to the run's most; a stroke where the rewards of a part were complete."""
@@ -227,18 +228,18 @@ def _handles(panels: Sequence[_Panel], colour: Mapping[str, str]) -> list[Any]:
     shown = {s.stage for p in panels for _, rows, _ in p.rows for lane in rows for s in lane}
     order = [*COLOURS, *sorted(s for s in shown if s not in COLOURS)]
     handles: list[Any] = [Patch(color=colour[s], label=s) for s in order if s in shown]
-    handles.append(Patch(**_HATCHED, label="exposed wait"))
+    handles.append(Patch(**HATCHED, label="exposed wait"))
     if any(p.levels for p in panels):
         most = max(level for p in panels for _, level in p.levels)
         handles.append(Patch(color=_BAND, label=f"rewards in flight (at most {most})"))
         stroke = Line2D([], [], color=COLOURS["reward_request"], marker="|", markersize=11, linestyle="none")
         stroke.set_label("rewards of a part complete")
         handles.append(stroke)
-    handles.append(Line2D([], [], color=_INK, linewidth=1.2, linestyle=(0, (3, 2)), label="end of training"))
+    handles.append(Line2D([], [], color=INK, linewidth=1.2, linestyle=(0, (3, 2)), label="end of training"))
     return handles
 
 
-def _columns(words: Sequence[str], inches: float) -> int:
+def columns_that_fit(words: Sequence[str], inches: float) -> int:
     """The most columns, up to 8, in which a legend fits a width; it is filled column by column."""
     for columns in range(8, 1, -1):
         rows = -(-len(words) // columns)
@@ -256,25 +257,33 @@ def _legend(figure: Figure, handles: Sequence[Any], columns: int, total: float) 
         ncols=columns,
         fontsize=9.5,
         frameon=False,
-        labelcolor=_INK,
+        labelcolor=INK,
         handlelength=1.4,
         columnspacing=1.4,
         borderaxespad=0,
     )
 
 
-def _save(figure: Figure, target: Path, kind: str) -> None:
-    import matplotlib
-
+@contextmanager
+def replaced(target: Path) -> Iterator[Path]:
+    """Gives a file beside the target to write into; it takes the target's place, unless something is raised."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    # Without a date and with fixed ids, the same trace gives the same file.
-    quiet = {"Date": None} if kind == "svg" else {"Software": None}
     try:
-        with matplotlib.rc_context({"svg.hashsalt": "dataflow", "svg.fonttype": "none", "hatch.linewidth": 0.8}):
-            figure.savefig(temporary, format=kind, dpi=_PIXELS, metadata=quiet)
+        yield temporary
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def save(figure: Figure, target: Path, kind: str) -> None:
+    """Writes a figure as ``png`` or ``svg``, in one go; the same figure gives the same file."""
+    import matplotlib
+
+    # Without a date and with fixed ids.
+    quiet = {"Date": None} if kind == "svg" else {"Software": None}
+    look = {"svg.hashsalt": "dataflow", "svg.fonttype": "none", "hatch.linewidth": 0.8}
+    with replaced(target) as temporary, matplotlib.rc_context(look):
+        figure.savefig(temporary, format=kind, dpi=_PIXELS, metadata=quiet)
 
 
 def _contrast(colour: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.errors import DataError
-from dataflow.timeline.picture import COLOURS, _columns, colours, draw
+from dataflow.timeline.picture import COLOURS, colours, columns_that_fit, draw
 from dataflow.timeline.spans import Mark, Span, Trace
 
 
@@ -96,6 +96,6 @@ def test_users_stages_have_colours_of_their_own() -> None:
 
 
 def test_a_legend_of_long_names_takes_fewer_columns() -> None:
-    assert _columns(["rollout"] * 8, 12.8) == 8
-    assert _columns(["a_stage_with_a_very_long_name_" * 2] * 8, 12.8) == 2
-    assert _columns(["x" * 500], 12.8) == 1
+    assert columns_that_fit(["rollout"] * 8, 12.8) == 8
+    assert columns_that_fit(["a_stage_with_a_very_long_name_" * 2] * 8, 12.8) == 2
+    assert columns_that_fit(["x" * 500], 12.8) == 1
