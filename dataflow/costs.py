@@ -91,7 +91,9 @@ class WorkloadCosts(Costs):
         if n == 1:
             return ()
         each = self.workload.prompts // n
-        return tuple((begin + (end - begin) * (k + 1) / n, tuple(range(k * each, (k + 1) * each))) for k in range(n))
+        return tuple(
+            (min(end, begin + (end - begin) * (k + 1) / n), tuple(range(k * each, (k + 1) * each))) for k in range(n)
+        )
 
     def advance(self, until: float) -> tuple[TaskId, End] | None:
         """Returns the next task that its rewards have come for."""

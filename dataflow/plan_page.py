@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dataflow.plan_picture import BOUND, CAUSES, GPU, Bars, Line, Panel, change_of, seconds_of, styles_of
-from dataflow.timeline.picture import HATCHED
+from dataflow.plan_picture import BESIDE, BOUND, GPU, Bars, Line, Panel, Style, change_of, seconds_of, styles_of
+from dataflow.timeline.picture import HATCHED, WIDTH
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -32,6 +32,7 @@ body {{ margin: 1rem auto; max-width: 1400px; min-width: 720px; }}
 
 
 def page(bars: Bars, panels: Sequence[Panel], title: str) -> str:
+    import plotly.graph_objects as go
     from plotly.io import to_html
     from plotly.subplots import make_subplots
 
@@ -48,11 +49,16 @@ def page(bars: Bars, panels: Sequence[Panel], title: str) -> str:
         vertical_spacing=gap / inside if down else 0,
         horizontal_spacing=0.07,
     )
-    styles = styles_of(line.policy for panel in panels for line in panel.lines)
+    styles = styles_of(panels)
     _add_bars(figure, bars, inside)
     known: set[str] = set()
     for i, panel in enumerate(panels):
-        _add_sweep(figure, panel, styles, (2 + i // across, 1 + i % across), known)
+        _add_sweep(figure, panel, styles, (2 + i // across, 1 + i % across), WIDTH / across, known)
+    if any(panel.crowded for panel in panels):
+        # A line of its own in the legend, that shows nothing but its name.
+        figure.add_trace(
+            go.Scatter(x=[None], y=[None], mode="markers", marker={"opacity": 0}, name=BESIDE), row=2, col=1
+        )
     top = 90 if title else 50
     figure.update_layout(
         template="none",
@@ -70,7 +76,7 @@ def page(bars: Bars, panels: Sequence[Panel], title: str) -> str:
         bold = f"<b>{html.escape(title)}</b>"
         figure.update_layout(title={"text": bold, "x": 0, "xanchor": "left", "xref": "paper", "y": 1, "yanchor": "top",
                                     "pad": {"t": 18}, "font": {"size": 18}})  # fmt: skip
-    figure.update_xaxes(gridcolor="rgba(128,128,128,0.25)", zeroline=False)
+    figure.update_xaxes(gridcolor="rgba(128,128,128,0.25)", zeroline=False, linecolor=BOUND, ticks="outside")
     figure.update_yaxes(gridcolor="rgba(128,128,128,0.25)", zeroline=False)
     options = {"displaylogo": False, "responsive": True}
     # With an id of its own, the same plan gives the same file.
@@ -79,8 +85,16 @@ def page(bars: Bars, panels: Sequence[Panel], title: str) -> str:
 
 
 def _heading(figure: go.Figure, row: int, column: int, text: str) -> None:
-    figure.add_annotation(text=f"<b>{text}</b>", x=0, y=1, xref="x domain", yref="y domain", xanchor="left",
-                          yanchor="bottom", yshift=6, showarrow=False, row=row, col=column)  # fmt: skip
+    where = {
+        "x": 0,
+        "xref": "x domain",
+        "xanchor": "left",
+        "y": 1,
+        "yref": "y domain",
+        "yanchor": "bottom",
+        "yshift": 6,
+    }
+    figure.add_annotation(text=f"<b>{text}</b>", showarrow=False, row=row, col=column, **where)
 
 
 def _add_bars(figure: go.Figure, bars: Bars, inside: int) -> None:
@@ -95,11 +109,11 @@ def _add_bars(figure: go.Figure, bars: Bars, inside: int) -> None:
     ]
     for what, seconds in bars.parts:
         look: dict[str, Any] = {"color": GPU}
-        if what != "GPU work":
-            tint, _, shape = CAUSES.get(what, CAUSES["other"])
+        if what in bars.hatching:
+            tint, _, shape = bars.hatching[what]
             pattern = {"shape": shape, "fgcolor": HATCHED["edgecolor"], "bgcolor": tint, "size": 7, "solidity": 0.2}
             look = {"color": tint, "pattern": pattern}
-        said = html.escape(bars.legend(what))
+        said = html.escape(bars.names[what])
         hover = [f"<b>{n}</b><br>{said}: {seconds_of(s)}<br>{w}" for n, s, w in zip(names, seconds, whole, strict=True)]
         bar = go.Bar(x=seconds, y=list(range(count)), orientation="h", width=0.62, name=said, marker=look,
                      hovertext=hover, hoverinfo="text", legend="legend2")  # fmt: skip
@@ -120,40 +134,43 @@ def _add_bars(figure: go.Figure, bars: Bars, inside: int) -> None:
     figure.update_yaxes(range=[count - 0.5, -0.5], ticksuffix=" ", **ticks, row=1, col=1)
     _heading(figure, 1, 1, "predicted time per step, and its change against baseline")
     bottom = figure.layout.yaxis.domain[0]
-    figure.update_layout(legend2={"orientation": "h", "x": 0, "y": bottom - 52 / inside, "yanchor": "top"})
+    figure.update_layout(legend2={"orientation": "h", "x": 0, "y": bottom - 56 / inside, "yanchor": "top"})
 
 
 def _add_sweep(
     figure: go.Figure,
     panel: Panel,
-    styles: Mapping[str, tuple[str, str, str, float]],
+    styles: Mapping[str, Style],
     at: tuple[int, int],
+    inches: float,
     known: set[str],
 ) -> None:
     import plotly.graph_objects as go
 
     row, column = at
 
-    def add(name: str, **facts: Any) -> None:
-        figure.add_trace(
-            go.Scatter(name=html.escape(name), legendgroup=name, showlegend=name not in known, **facts),
-            row=row,
-            col=column,
-        )
-        known.add(name)
+    def add(name: str, points: Iterable[tuple[float | None, float | None]], named: bool = True, **facts: Any) -> None:
+        xs, ys = zip(*points, strict=True)
+        shown = named and name not in known
+        known.update([name] if named else [])
+        line = go.Scatter(x=xs, y=ys, name=html.escape(name), legendgroup=name, showlegend=shown, **facts)
+        figure.add_trace(line, row=row, col=column)
 
     for line in panel.lines:
-        colour, _, symbol, size = styles[line.policy]
-        marker = {"symbol": symbol, "size": 7 + 10 * size, "line": {"color": "white", "width": 1}}
-        stroke = {"color": colour, "width": 1.6 + 4 * size}
-        hover = [_hover(panel, line, i) for i in range(len(panel.places))]
-        add(line.policy, x=panel.places, y=line.times, mode="lines+markers", line=stroke, marker=marker,
-            hovertext=hover, hoverinfo="text", cliponaxis=False)  # fmt: skip
+        stroke = {"color": styles[line.policy].colour, "width": styles[line.policy].thickness * 1.3}
+        points = zip(panel.places, line.times, strict=True)
+        add(line.policy, points, named=False, mode="lines", line=stroke, hoverinfo="skip")
     for name, lines in sorted(panel.bounds().items()):
-        points = [p for points in lines for p in (*points, (None, None))]
-        stroke = {"color": styles[name][0] if name else BOUND, "width": 2, "dash": "5px,4px"}
-        add(f"lower bound of {name}" if name else "lower bound", x=[x for x, _ in points], y=[y for _, y in points],
-            mode="lines", line=stroke, hoverinfo="skip")  # fmt: skip
+        dashes = {"color": styles[name].colour if name else BOUND, "width": 2, "dash": "5px,4px"}
+        gaps = [p for points in lines for p in (*points, (None, None))]
+        add(f"lower bound of {name}" if name else "lower bound", gaps, mode="lines", line=dashes, hoverinfo="skip")
+    for line, places in zip(panel.lines, panel.beside(inches), strict=True):
+        style = styles[line.policy]
+        edge = {"color": "white", "width": 1}
+        marker = {"color": style.colour, "symbol": style.symbol, "size": style.size * 1.3, "line": edge}
+        hover = [_hover(panel, line, i) for i in range(len(places))]
+        facts = {"mode": "markers", "marker": marker, "hovertext": hover, "hoverinfo": "text", "cliponaxis": False}
+        add(line.policy, zip(places, line.times, strict=True), **facts)
     _heading(figure, row, column, html.escape(panel.knob))
     ticks = {"tickvals": panel.places, "ticktext": panel.words, "title": html.escape(panel.unit)}
     figure.update_xaxes(range=list(panel.range), **ticks, row=row, col=column)
@@ -162,11 +179,9 @@ def _add_sweep(
 
 
 def _hover(panel: Panel, line: Line, at: int) -> str:
-    """What is said at a point, for all policies that have theirs there: only the uppermost can be pointed at."""
-    here = [html.escape(o.policy) for o in panel.lines if panel.same(o.times[at], line.times[at])]
     row = line.rows[at]
     return (
-        f"<b>{', '.join(here)}</b><br>{html.escape(panel.knob)} = {panel.words[at]}<br>"
+        f"<b>{html.escape(line.policy)}</b>, {html.escape(panel.knob)} = {panel.words[at]}<br>"
         f"{seconds_of(row.step_s)} a step, {change_of(row)} against baseline<br>"
-        f"lower bound of {html.escape(line.policy)}: {seconds_of(line.bounds[at])} ({html.escape(row.bound_by)})"
+        f"lower bound {seconds_of(line.bounds[at])} ({html.escape(row.bound_by)})"
     )

@@ -150,16 +150,16 @@ def _prediction(
     total = total_s(account)
     steps = workload.steps
     # Requests of all but the last rollout that is not counted may be answered before the count begins.
-    early = account.begin if policy.max_staleness > 1 else 0.0
+    early = account.begin if policy.max_staleness > 1 or policy.stream_rollout else 0.0
     bounds = {"gpu": account.gpu_s, "reward": max(0.0, costs.load_s - early)}
-    bounds["path"] = _path_s(workload, policy, below=max(bounds.values()))
+    bounds["path"] = max(0.0, _path_s(workload, policy, below=max(bounds.values())) - account.begin)
     bound_by = max(bounds, key=lambda key: bounds[key])
     waits = {cause: s / steps for cause, s in sorted(account.waits_s.items(), key=lambda i: -i[1])}
     return Prediction(
         policy=name,
         step_s=total / steps,
         total_s=total,
-        change=total / base - 1,
+        change=total / base - 1 if base else 0.0,
         gpu_idle=1 - account.busy_s / total if total else 0.0,
         exposed_wait_s=sum(waits.values()),
         exposed_wait_by_cause=waits,
@@ -170,16 +170,16 @@ def _prediction(
 
 
 def _path_s(workload: Workload, policy: SchedulingPolicy, below: float) -> float:
-    """The critical path: what the run would take if nothing ever waited for a slot.
+    """The critical path: when the run would end if nothing ever waited for a slot.
 
     Far below what is a bound anyway it is told from its first steps.
     """
     if workload.steps > FEW:
         few = replace(workload, steps=FEW)
-        path = total_s(_run(few, policy, unlimited=True)[0]) * workload.steps / FEW
+        path = _run(few, policy, unlimited=True)[0].end * workload.steps / FEW
         if path < 0.8 * below:
             return path
-    return total_s(_run(workload, policy, unlimited=True)[0])
+    return _run(workload, policy, unlimited=True)[0].end
 
 
 def simulate(workload: Workload, policy: SchedulingPolicy, whole: bool = False) -> tuple[Account, WorkloadCosts]:
@@ -202,7 +202,7 @@ def _run(
     graph = expand(pipeline, policy, workload.steps, workload.mini_batches, groups=workload.prompts)
     costs = WorkloadCosts(workload, graph, unlimited)
     trace = Trace(meta={"resources": dict(pipeline.resources), "steps": workload.steps, "status": "predicted"})
-    account = Account(trace, workload.steps)
+    account = Account(trace, workload.steps, begin=workload.dispatch_s)  # from the first task on
     left_out = policy.max_staleness if workload.uncounted else 0
     executor = VirtualExecutor(costs)
     ends: dict[int, float] = {}

@@ -269,7 +269,7 @@ class _Unroller:
         if found is None:
             n = self.parts[s.name]
             found = [TaskId(step, s.name, part, n) for part in range(n)] if self._runs(s, step) else []
-            if len(self._known) > 1000:
+            if len(self._known) > 256:
                 self._known.clear()  # steps that are long over
             self._known[s.name, step] = found
         return found

@@ -275,7 +275,9 @@ def even_parts(task: Task, groups: int, begin: float, end: float) -> tuple[tuple
     if n == 1:
         return ()
     each = groups // n
-    return tuple((begin + (end - begin) * (k + 1) / n, tuple(range(k * each, (k + 1) * each))) for k in range(n))
+    return tuple(
+        (min(end, begin + (end - begin) * (k + 1) / n), tuple(range(k * each, (k + 1) * each))) for k in range(n)
+    )
 
 
 @dataclass
