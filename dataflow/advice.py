@@ -10,6 +10,9 @@ from dataflow.planner import BOUNDS, Prediction, simulate, total_s
 from dataflow.policy import MAX_STALENESS, PRESETS, STREAM, SchedulingPolicy, preset
 from dataflow.workload import Workload
 
+LEAST = 0.002
+"""Gains below this share are not worth a sentence."""
+
 
 def advise(workload: Workload, rows: Sequence[Prediction]) -> list[str]:
     """Returns what to do about it: a sentence each, with its predicted gain.
@@ -49,7 +52,7 @@ def advise(workload: Workload, rows: Sequence[Prediction]) -> list[str]:
         changes.append((name, workload, replace(policy, stream_rollout=True)))
     for what, other, under in changes:
         change = gain(other, under)
-        if change < -0.002:
+        if change < -LEAST:
             said.append(f"{what} would take {-change:.1%} off {best.policy}.")
     return said
 
@@ -86,11 +89,10 @@ def _about_the_bound(workload: Workload, policy: SchedulingPolicy, best: Predict
             f"the GPU pool bounds {best.policy}: {gpu:.4g} s of work a step, {best.gpu_idle:.1%} idle; more rewards in "
             f"flight cannot help; its largest stage is {largest} ({shares[largest] / gpu:.0%})."
         )
+    said = f"the critical path bounds {best.policy}: a step waits for its slowest rewards, or for its validation"
     if policy.max_staleness < MAX_STALENESS:
         more = replace(policy, max_staleness=policy.max_staleness + 1)
         change = total_s(simulate(workload, more)[0]) / best.total_s - 1
-        return (
-            f"the critical path bounds {best.policy}: a step waits for its slowest rewards; "
-            f"max_staleness={more.max_staleness} would change it by {change:+.1%}."
-        )
-    return f"the critical path bounds {best.policy}: a step waits for its slowest rewards."
+        if change < -LEAST:
+            return f"{said}; max_staleness={more.max_staleness} would take {-change:.1%} off it."
+    return f"{said}."

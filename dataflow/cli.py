@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     compare = add("compare", _compare, "Shows several runs on one time axis; given a pipeline, runs all four policies.")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or PIPELINE.py key=value ...")
     compare.add_argument("-o", dest="out", metavar="FILE.png|.svg")
+    compare.add_argument("--predicted", action="store_true", help="one RUN beside its own prediction, stage by stage")
     compare.add_argument("--json", action="store_true", help="print the table as JSON")
     return parser
 
@@ -271,6 +272,8 @@ def _compare(options: argparse.Namespace) -> int:
     from dataflow.timeline.text import table
 
     runs = options.runs
+    if options.predicted:
+        return _compare_predicted(options)
     if runs[0].endswith(".py"):
         runs = _run_all(runs[0], runs[1:])
     traces: dict[str, Any] = {}
@@ -321,6 +324,36 @@ def _compare(options: argparse.Namespace) -> int:
             )
         )
     print(table(lines))
+    if options.out:
+        print(f"\npicture: {options.out}")
+    return 0
+
+
+def _compare_predicted(options: argparse.Namespace) -> int:
+    from dataflow.backtest import backtest
+    from dataflow.timeline.text import table
+
+    if len(options.runs) != 1 or options.runs[0].endswith(".py"):
+        raise ConfigError("compare --predicted: give one RUN, to lay beside its own prediction.")
+    run = options.runs[0]
+    trace = _trace(run)
+    lines, predicted = backtest(trace, run)
+    if options.out:
+        from dataflow.timeline.picture import draw
+
+        draw({str(trace.meta.get("policy", "measured")): trace, "predicted": predicted}, options.out)
+    if options.json:
+        rows = [
+            {"what": at.what, "measured_s": at.measured_s, "predicted_s": at.predicted_s, "error": at.error}
+            for at in lines
+        ]
+        print(json.dumps(rows, indent=1))
+        return 0
+    cells = [("seconds in all", "measured", "predicted", "error")]
+    for at in lines:
+        error = "-" if at.error is None else f"{at.error:+.1%}"
+        cells.append((at.what, f"{at.measured_s:.2f}", f"{at.predicted_s:.2f}", error))
+    print(table(cells))
     if options.out:
         print(f"\npicture: {options.out}")
     return 0

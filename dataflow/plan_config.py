@@ -6,14 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from dataflow.config import PolicyConfig, Section, Text
+from dataflow.config import PolicyConfig, Section
 from dataflow.errors import ConfigError
+
+LawText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 
 
 class RewardPlan(Section):
     """The reward service."""
 
-    latency: Text | None = None
+    latency: LawText | None = None
     """Seconds of one request: a number, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, empirical:FILE; null is measured."""
     concurrency: PositiveInt | None = None
     """Requests in flight at most."""
@@ -62,7 +64,7 @@ class PlanConfig(Section):
     """Seconds from a task's being ready until its worker begins; null is measured, or 0."""
     balance_batch: bool | None = None
     """verl deals a batch over its ranks by length before it is scored, so that a group's requests are spread."""
-    stages: dict[str, Annotated[str, Field(coerce_numbers_to_str=True)]] = Field(default_factory=dict)
+    stages: dict[str, LawText] = Field(default_factory=dict)
     """Seconds of each stage in a step: a number or a law, as for reward.latency."""
     policy: PolicyConfig | None = None
     """One more policy to predict."""

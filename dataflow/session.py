@@ -240,6 +240,7 @@ class Session:
             "split": self.policy.split,
             "max_staleness": self.policy.max_staleness,
             "order": self.policy.order,
+            "stream_rollout": self.policy.stream_rollout,
             "steps": self.config.steps,
             "seed": self.config.seed,
             "status": "running",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -126,8 +127,6 @@ def test_validation_behind_training_requests_waits_for_them() -> None:
 
 
 def test_the_uncounted_first_rollout_is_left_out() -> None:
-    from dataclasses import replace
-
     counted = load()
     assert total(replace(counted, uncounted=True), "both") == pytest.approx(total(counted, "both") - ROLLOUT)
     assert total(replace(counted, uncounted=True), "baseline") == pytest.approx(total(counted, "baseline"))

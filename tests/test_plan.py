@@ -1,0 +1,120 @@
+"""The plan as a user sees it: table, JSON, advice, command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dataflow.cli import main
+from dataflow.plan import make_plan
+
+COSTS = """
+steps: 6
+prompts: 8
+responses: 4
+mini_batches: 4
+stages: {rollout: 10, old_log_prob: 5, actor_update: 8, sync_weights: 1, val_rollout: 2, save_checkpoint: 3}
+reward: {latency: 20, concurrency: 8}
+validation: {every: 3, samples: 4, overlap: false}
+checkpoint: {every: 3}
+"""
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> str:
+    (tmp_path / "costs.yaml").write_text(COSTS)
+    return str(tmp_path / "costs.yaml")
+
+
+def test_the_json_is_what_the_documentation_says(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", costs, "--json", "sweep=mini_batches:1:4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"source", "steps", "assumptions", "policies", "advice", "sweeps"}
+    assert [row["policy"] for row in found["policies"]] == [
+        "baseline",
+        "mini-batch",
+        "off-policy",
+        "both",
+        "both+stream",
+    ]
+    for row in found["policies"]:
+        assert set(row) == {
+            "policy", "step_s", "total_s", "change", "gpu_idle", "exposed_wait_s", "exposed_wait_by_cause",
+            "lower_bound_s", "bound_by", "bounds_s",
+        }  # fmt: skip
+        assert row["total_s"] == pytest.approx(6 * row["step_s"])
+        assert row["exposed_wait_s"] == pytest.approx(sum(row["exposed_wait_by_cause"].values()))
+        assert row["gpu_idle"] == pytest.approx(row["exposed_wait_s"] / row["step_s"])
+    assert found["sweeps"][0]["values"] == [1, 2, 4]
+    assert len(found["sweeps"][0]["policies"]) == 5
+
+
+def test_the_table_shows_rows_advice_and_sweep(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", costs, "policy=mini-batch+stream", "policy.split=2", "sweep=reward.concurrency:8:32"]) == 0
+    out = capsys.readouterr().out
+    assert "6 steps of 8 x 4 samples, 4 mini-batches" in out
+    assert "\nmini-batch+stream " in out
+    assert "\nsplit=2 staleness=1 " in out
+    assert "seconds a step over reward.concurrency:" in out
+    assert "reward service" in out
+
+
+def test_advice_names_the_bound_the_knob_and_the_gain(costs: str) -> None:
+    advice = make_plan(costs, []).advice
+    assert advice[0].startswith("both is the fastest: ")
+    assert "the reward service bounds both: 32 calls x 20.0 s / 8 in flight = 80 s a step against" in advice[1]
+    assert "in flight would make the GPUs the limit (-" in advice[1]
+    assert any(sentence.startswith("validation beside training (validation.overlap=true)") for sentence in advice)
+    limited = make_plan(costs, ["reward.rpm=12"]).advice
+    assert "32 calls at 12 a minute = 160 s a step" in limited[1]
+    quick = make_plan(costs, ["reward.concurrency=999", "reward.latency=1", "validation.overlap=true"]).advice
+    assert "no policy gains" in quick[0]
+    assert "the GPU pool bounds" in quick[1]
+    lonely = make_plan(costs, ["reward.concurrency=999", "reward.latency=200"]).advice
+    assert "the critical path bounds both" in lonely[1]
+    assert "max_staleness=2 would take" in lonely[1]
+    stepwise = make_plan(costs, ["reward.agent=per-step", "reward.concurrency=9", "validation.overlap=true"]).advice
+    assert any("reward.agent=continuous" in sentence for sentence in stepwise)
+
+
+@pytest.mark.parametrize("suffix", ["png", "html"])
+def test_a_plan_is_drawn(costs: str, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / f"plan.{suffix}"
+    assert main(["plan", costs, "-o", str(picture), "sweep=mini_batches:1:4"]) == 0
+    assert picture.stat().st_size > 10_000
+    assert f"picture: {picture}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["steps=0"], "steps=0: give a number greater than 0"),
+        (["reward.concurrency=0"], "reward.concurrency=0: give a number greater than 0"),
+        (["reward.latency=nan"], "latency 'nan'"),
+        (["policy=bothe"], "unknown policy 'bothe'; did you mean 'both'?"),
+        (["policy="], "policy=: the name is missing"),
+        (["policy.split=3"], "split=3 does not divide mini_batches=4"),
+        (["sweep=reward.concurency:1:4"], "did you mean 'reward.concurrency'?"),
+        (["-o", "plan.pdf"], "no such kind; give a name in .png, .svg or .html"),
+        (["latency=3"], "unknown key 'latency'; did you mean 'reward.latency'?"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(
+    costs: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", costs, *arguments]) == 2
+    err = capsys.readouterr().err.strip()
+    assert message in err
+    assert "\n" not in err
+
+
+def test_a_plan_of_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trace.json").write_text("")
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "is empty; give the trace.json of another run" in capsys.readouterr().err
+    assert main(["plan"]) == 2
+    assert "give a SOURCE" in capsys.readouterr().err
+    assert main(["plan", "--keys"]) == 0
+    assert "reward.concurrency=null" in capsys.readouterr().out
