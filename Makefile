@@ -64,7 +64,7 @@ test: setup  ## all tests
 	$(BIN)/python -m pytest -q $(ARGS)
 
 test-fast: setup  ## the tests that need no engine, in under a minute
-	$(BIN)/python -m pytest -q -m 'not heavy' $(ARGS)
+	$(BIN)/python -m pytest -q -m 'not heavy' --hypothesis-profile=fast $(ARGS)
 
 check: setup  ## lint, format, types, the direction of imports
 	$(BIN)/ruff check .

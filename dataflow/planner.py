@@ -219,9 +219,10 @@ def _run(
         if unlimited:
             trace.spans.clear()
         elif not whole:
-            # Before what runs, and up to the last that ran, no task can begin any more.
+            # Before what runs, and up to the last that ran, no task can begin any more. A task that takes no time
+            # ends no wait, so a wait is not cut in two there.
             since = runner.running_since("gpu")
-            last = max((s.end for s in trace.spans if s.resource == "gpu"), default=0.0)
+            last = max((s.end for s in trace.spans if s.resource == "gpu" and s.end > s.begin), default=0.0)
             account.fold(last if since is None else min(since, last), keep)
 
     inputs: dict[str, Callable[[int], Any]] = dict.fromkeys(pipeline.inputs, lambda step: None)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before anything imports torch, ray or transformers: they read these once. Ray's workers inherit them.
 os.environ |= {
@@ -16,6 +17,11 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+# `make test-fast` takes the second: pytest --hypothesis-profile=fast.
+settings.register_profile("full", max_examples=60)
+settings.register_profile("fast", max_examples=20)
+settings.load_profile("full")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

@@ -192,7 +192,7 @@ def policies(draw: st.DrawFn, mini_batches: int) -> SchedulingPolicy:
     return SchedulingPolicy(split, draw(st.integers(0, 3)), order, draw(st.booleans()))
 
 
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @QUICK
@@ -236,6 +236,7 @@ def test_the_same_seed_gives_the_same_plan() -> None:
     assert predict(drawn) == predict(drawn)
 
 
+@pytest.mark.heavy
 def test_memory_does_not_follow_the_steps() -> None:
     def peak(steps: int) -> int:
         workload = load("uniform:1:40", steps=steps)

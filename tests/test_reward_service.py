@@ -21,7 +21,7 @@ SECONDS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.0, 2.0, 3.75])
 RPMS = st.sampled_from([None, 120.0, 15.0, 7.5, 3.75, 0.9375])
 SERVERS = st.integers(1, 4)
 
-some_examples = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+some_examples = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Submission(NamedTuple):
@@ -433,7 +433,7 @@ def test_less_than_one_request_per_minute_starts_the_first_at_once() -> None:
     assert starts_of_instant_requests(RewardService(4, rpm=0.5), "s", 0.0, 3) == [0.0, 120.0, 240.0]
 
 
-@settings(some_examples, max_examples=25)
+@some_examples
 @given(rpm=st.floats(0.5, 100), servers=SERVERS, seconds=st.floats(0, 3), times=st.lists(st.floats(0, 200), max_size=3))
 def test_no_minute_sees_more_starts_than_a_bucket_and_what_flows_into_it(
     rpm: float, servers: int, seconds: float, times: list[float]

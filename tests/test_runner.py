@@ -31,7 +31,7 @@ from dataflow.timeline.text import gantt
 
 GOLDEN = Path(__file__).parent / "golden"
 DICE = st.randoms(use_true_random=False)
-QUICK = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def grpo(policy: SchedulingPolicy, steps: int = 6, groups: int = 16, mini_batches: int = 4, **more) -> TaskGraph:

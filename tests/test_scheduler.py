@@ -71,7 +71,7 @@ def drive(scheduler: Scheduler, groups: int, dice: random.Random):
         ended, instructions = task.id, scheduler.handle(event)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(DICE)
 def test_every_task_starts_once_after_what_it_depends_on(dice):
     graph = some_graph(dice)
@@ -95,7 +95,7 @@ def test_every_task_starts_once_after_what_it_depends_on(dice):
     assert sorted(finished) == sorted(released) == list(range(1, graph.steps + 1))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(DICE, st.integers(0, 99))
 def test_the_same_events_give_the_same_instructions(dice, seed):
     graph = some_graph(dice)
@@ -103,7 +103,7 @@ def test_the_same_events_give_the_same_instructions(dice, seed):
     assert first == second
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(DICE)
 def test_each_group_is_in_one_part_and_one_mini_batch_of_a_step(dice):
     graph = some_graph(dice)
