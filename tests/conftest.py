@@ -20,7 +20,7 @@ os.environ |= {
 
 # `make test-fast` takes the second: pytest --hypothesis-profile=fast.
 settings.register_profile("full", max_examples=60)
-settings.register_profile("fast", max_examples=20)
+settings.register_profile("fast", max_examples=12)
 settings.load_profile("full")
 
 CHAT_TEMPLATE = (
