@@ -2,10 +2,10 @@
 
     python benchmarks/prediction.py steps=15
 
-Each round runs the four policies one after another, another one first each time, and predicts them from its own baseline's trace, which knows nothing
-of the others. A shared machine changes its speed from minute to minute, and the prediction cannot know that: so the
-median of the rounds counts, and beside it stands what is left when each run's stages are given the times that they
-really took (the error of the schedule's model alone). Prints a table and writes JSON.
+Each round runs the four policies one after another, another one first each time, and predicts them from its own
+baseline's trace, which knows nothing of the others. A shared machine changes its speed from minute to minute, and the
+prediction cannot know that: so the median of the rounds counts, and beside it stands what is left when each run's
+stages are given the times that they really took (the error of the schedule's model alone). Prints a table, writes JSON.
 """
 
 from __future__ import annotations

@@ -3,58 +3,63 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from dataflow.planner import BOUNDS, Prediction, simulate, total_s
-from dataflow.policy import MAX_STALENESS, PRESETS, STREAM, SchedulingPolicy, preset
+from dataflow.policy import MAX_STALENESS, STREAM, SchedulingPolicy, preset
 from dataflow.workload import Workload
 
 LEAST = 0.002
 """Gains below this share are not worth a sentence."""
 
 
-def advise(workload: Workload, rows: Sequence[Prediction]) -> list[str]:
+def advise(workload: Workload, rows: Sequence[Prediction], policies: Mapping[str, SchedulingPolicy]) -> list[str]:
     """Returns what to do about it: a sentence each, with its predicted gain.
 
     Args:
         workload: that was planned.
         rows: its predictions.
+        policies: of the rows, by name.
     """
-    if not rows:
+    whole = [row for row in rows if not policies[row.policy].stream_rollout]
+    if not whole:
         return []
-    base = rows[0].total_s / (1 + rows[0].change)
-    best = min((r for r in rows if not r.policy.endswith(STREAM)), key=lambda r: r.total_s, default=rows[0])
-    policy = preset(best.policy, workload.mini_batches) if best.policy in PRESETS else None
-    said = []
+    best = min(whole, key=lambda row: row.total_s)
+    base = best.total_s / (1 + best.change)
+    policy = policies[best.policy]
     if best.change < -0.005:
-        said.append(f"{best.policy} is the fastest: {best.step_s:.4g} s a step, {best.change:+.0%} against baseline.")
+        said = [f"{best.policy} is the fastest: {best.step_s:.4g} s a step, {best.change:+.0%} against baseline."]
     else:
-        said.append("no policy gains: rewards hardly keep the GPUs waiting.")
-    if policy is None:
-        return said
+        said = ["no policy gains: rewards hardly keep the GPUs waiting."]
     said.append(_about_the_bound(workload, policy, best, base))
-
-    def gain(other: Workload, what: SchedulingPolicy) -> float:
-        return total_s(simulate(other, what)[0]) / best.total_s - 1
-
-    changes: list[tuple[str, Workload, SchedulingPolicy]] = []
-    if workload.rewards.agent == "per-step":
-        steady = replace(workload, rewards=replace(workload.rewards, agent="continuous"))
-        changes.append(("a reward agent that keeps all slots busy (reward.agent=continuous)", steady, policy))
-    if workload.validation is not None and not workload.validation.overlap:
-        changes.append(("validation beside training (validation.overlap=true)", workload.overlapping(), policy))
-    if len(changes) == 2:
-        both = changes[0][1].overlapping()
-        changes.append(("the two together", both, policy))
-    if workload.pipeline.streaming:
-        name = f"rewards asked for as groups finish ({best.policy}{STREAM})"
-        changes.append((name, workload, replace(policy, stream_rollout=True)))
-    for what, other, under in changes:
-        change = gain(other, under)
-        if change < -LEAST:
-            said.append(f"{what} would take {-change:.1%} off {best.policy}.")
+    for what, other, under in _changes(workload, best.policy, policy):
+        gain = 1 - total_s(simulate(other, under)[0]) / best.total_s
+        if gain > LEAST:
+            said.append(f"{what} would take {gain:.1%} off {best.policy}.")
+    if policy.max_staleness and workload.pipeline.streaming:
+        name = f"mini-batch{STREAM}"
+        change = total_s(simulate(workload, preset(name, workload.mini_batches))[0]) / base - 1
+        said.append(f"strictly on-policy, {name} would take {change:+.0%} against baseline.")
     return said
+
+
+def _changes(
+    workload: Workload, name: str, policy: SchedulingPolicy
+) -> Iterator[tuple[str, Workload, SchedulingPolicy]]:
+    """What could be done: in words, and the workload and policy that it leads to."""
+    steady = replace(workload, rewards=replace(workload.rewards, agent="continuous"))
+    stepwise = workload.rewards.agent == "per-step"
+    stops = workload.validation is not None and not workload.validation.overlap
+    if stepwise:
+        yield "a reward agent that keeps all slots busy (reward.agent=continuous)", steady, policy
+    if stops:
+        yield "validation beside training (validation.overlap=true)", workload.overlapping(), policy
+    if stepwise and stops:
+        yield "the two together", steady.overlapping(), policy
+    if workload.pipeline.streaming:
+        streamed = replace(policy, stream_rollout=True)
+        yield f"rewards asked for as groups finish ({name}{STREAM})", workload, streamed
 
 
 def _about_the_bound(workload: Workload, policy: SchedulingPolicy, best: Prediction, base: float) -> str:

@@ -51,10 +51,14 @@ class WorkloadCosts(Costs):
         rated = (self.requests - max(1.0, spec.rpm)) * 60.0 / spec.rpm if spec.rpm else 0.0
         return max(self.requests_s / spec.concurrency, rated)
 
+    def begin(self, task: Task, now: float = 0.0) -> float:
+        """Returns when the work of a task that starts at ``now`` begins."""
+        return now + self.workload.dispatch_s.get(task.id.stage, 0.0)
+
     def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End | None:
         """Returns when the task ends; None for one that waits for rewards."""
         load, i = self.workload, task.id
-        begin = now + load.dispatch_s
+        begin = self.begin(task, now)
         roles = load.roles
         if i.stage == roles.collect:
             count = task.take or load.prompts

@@ -81,7 +81,7 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     policies = _policies(workload, config, named)
     rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"))
     on_work("looking for advice")
-    advice = advise(workload, rows)
+    advice = advise(workload, rows, policies)
     found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work) for text in sweeps]
     return Plan(workload, rows, advice, found)
 
@@ -101,7 +101,6 @@ def _policies(workload: Workload, config: PlanConfig, named: Sequence[str]) -> d
 def _table(rows: Sequence[Prediction]) -> str:
     lines = [("policy", "s/step", "total", "change", "GPU idle", "exposed wait s/step", "bound s/step", "bound by")]
     for row in rows:
-        steps = row.total_s / row.step_s
         causes = [f"{c} {s:.3g}" for c, s in row.exposed_wait_by_cause.items() if s >= 0.005 * row.step_s]
         lines.append(
             (
@@ -111,7 +110,7 @@ def _table(rows: Sequence[Prediction]) -> str:
                 f"{row.change:+.1%}",
                 f"{row.gpu_idle:.0%}",
                 f"{row.exposed_wait_s:.3g}" + (f" ({', '.join(causes)})" if causes else ""),
-                f"{row.lower_bound_s / steps:.4g}",
+                f"{row.lower_bound_step_s:.4g}",
                 row.bound_by,
             )
         )

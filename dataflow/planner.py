@@ -105,6 +105,11 @@ class Prediction:
     bound_by: str
     bounds_s: dict[str, float]
 
+    @property
+    def lower_bound_step_s(self) -> float:
+        """The lower bound per step."""
+        return self.lower_bound_s * self.step_s / self.total_s if self.total_s else 0.0
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
         return asdict(self)
@@ -202,7 +207,7 @@ def _run(
     graph = expand(pipeline, policy, workload.steps, workload.mini_batches, groups=workload.prompts)
     costs = WorkloadCosts(workload, graph, unlimited)
     trace = Trace(meta={"resources": dict(pipeline.resources), "steps": workload.steps, "status": "predicted"})
-    account = Account(trace, workload.steps, begin=workload.dispatch_s)  # from the first task on
+    account = Account(trace, workload.steps, begin=min(costs.begin(t) for t in graph.unroll(1) if not t.deps))
     left_out = policy.max_staleness if workload.uncounted else 0
     executor = VirtualExecutor(costs)
     ends: dict[int, float] = {}
@@ -251,9 +256,8 @@ class Sweep:
         """JSON-able: {"knob", "values", "policies": [{"policy", "step_s", "lower_bound_s"}]}, seconds a step."""
         policies = []
         for at, first in enumerate(self.rows[0]):
-            steps = [row[at].total_s / row[at].step_s for row in self.rows]
-            bounds = [row[at].lower_bound_s / n for row, n in zip(self.rows, steps, strict=True)]
             times = [row[at].step_s for row in self.rows]
+            bounds = [row[at].lower_bound_step_s for row in self.rows]
             policies.append({"policy": first.policy, "step_s": times, "lower_bound_s": bounds})
         return {"knob": self.knob, "values": list(self.values), "policies": policies}
 

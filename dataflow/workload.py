@@ -138,7 +138,7 @@ class Workload:
         rewards: the reward service.
         validation: None where there is none.
         roles: what the reward service has to do with which stage.
-        dispatch_s: seconds from a task's being ready until its worker begins.
+        dispatch_s: stage -> seconds from a task's being ready until its worker begins; 0 for those left out.
         uncounted: the rollouts of the first ``max_staleness`` steps come before what is counted, as in verl's logs.
         assumptions: sentences about what was not in the source.
         logged: what the source's own policy took: (its name, seconds in all, steps).
@@ -155,7 +155,7 @@ class Workload:
     rewards: Rewards
     validation: Validation | None = None
     roles: Roles = field(default_factory=Roles)
-    dispatch_s: float = 0.0
+    dispatch_s: Mapping[str, float] = field(default_factory=dict)
     uncounted: bool = False
     assumptions: tuple[str, ...] = ()
     logged: tuple[str, float, int] | None = None

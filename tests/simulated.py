@@ -25,7 +25,7 @@ def job(steps: int = 8, dispatch_s: float = 0.01) -> Workload:
         times={name: Drawn(Law("constant", s)) for name, s in SECONDS.items()},
         rewards=Rewards(parse_law("uniform:1:3"), 8),
         validation=validation,
-        dispatch_s=dispatch_s,
+        dispatch_s=dict.fromkeys([*SECONDS, "reward_request", "reward_collect", "advantage", "val_score"], dispatch_s),
     )
 
 

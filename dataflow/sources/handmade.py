@@ -93,7 +93,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
             bool(config.balance_batch),
         ),
         validation=validation,
-        dispatch_s=config.dispatch or 0.0,
+        dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
         assumptions=tuple(said),
         seed=config.seed,
     )

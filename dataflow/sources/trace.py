@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from dataflow.errors import DataError
+from dataflow.errors import ConfigError, DataError
 from dataflow.graph import Pipeline
 from dataflow.law import Law, parse_law
 from dataflow.plan_config import PlanConfig
@@ -31,6 +31,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         raise DataError(f"trace {source} does not say what its pipeline was; run it again with this dataflow.")
     if not trace.spans:
         raise DataError(f"trace {source} holds no task; give a run that trained at least one step.")
+    _refuse(config, source)
     pipeline = Pipeline.from_facts(job["pipeline"])
     roles = _roles(pipeline)
     steps = config.steps or int(trace.meta.get("steps") or max(s.step for s in trace.spans))
@@ -57,15 +58,20 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         if samples is None:
             samples = scored // times_scored if times_scored else 0
         validation = Validation(optional.every, samples, config.validation.pool)
-    dispatch = _dispatch(trace) if config.dispatch is None else config.dispatch
-    if config.dispatch is None:
-        said.append(f"a task begins {dispatch * 1000:.1f} ms after it could, the run's median (dispatch=SECONDS).")
+    dispatch = _dispatch(trace)
+    if config.dispatch is not None:
+        dispatch = dict.fromkeys(pipeline.by_name, config.dispatch)
+    elif dispatch:
+        mean = 1000 * statistics.fmean(dispatch.values())
+        said.append(
+            f"a task begins {mean:.1f} ms after it could, as in the run, more or less by stage (dispatch=SECONDS)."
+        )
     return Workload(
         source=source,
         pipeline=pipeline,
         steps=steps,
-        prompts=config.prompts or int(job["prompts"]),
-        responses=config.responses or int(job["responses"]),
+        prompts=int(job["prompts"]),
+        responses=int(job["responses"]),
         mini_batches=config.mini_batches or int(job["mini_batches"]),
         times=times,
         rewards=Rewards(law, concurrency, config.reward.rpm, config.reward.agent, bool(config.balance_batch)),
@@ -76,6 +82,26 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         logged=(str(trace.meta.get("policy")), trace.wall, int(trace.meta.get("steps") or steps)),
         seed=config.seed,
     )
+
+
+def _refuse(config: PlanConfig, source: str) -> None:
+    """Refuses keys that would not fit the times that were measured, instead of passing over them.
+
+    Raises:
+        ConfigError: one was given.
+    """
+    held = {
+        "prompts": config.prompts,
+        "responses": config.responses,
+        "stages": config.stages or None,
+        "validation.every": config.validation.every,
+        "validation.overlap": config.validation.overlap,
+        "checkpoint.every": config.checkpoint.every,
+    }
+    if given := [key for key, value in held.items() if value is not None]:
+        raise ConfigError(
+            f"{given[0]}: the trace of {source} says what it was; leave it out, or plan from a costs.yaml."
+        )
 
 
 def _whole(steps: dict[int, list[Span]]) -> dict[int, tuple[float, ...]]:
@@ -94,14 +120,16 @@ def _roles(pipeline: Pipeline) -> Roles:
     return Roles(senders[0] if senders else None, former.name, scoring[0] if scoring else None)
 
 
-def _dispatch(trace: Trace) -> float:
-    """The median time from when a task of the GPU pool could begin to when it did."""
+def _dispatch(trace: Trace) -> dict[str, float]:
+    """The mean time of each stage's tasks from when they could begin to when they did."""
     by_task = {s.task: s for s in trace.spans}
-    gaps: list[float] = []
-    before = 0.0
-    for s in trace.on("gpu"):
+    gaps: dict[str, list[float]] = {}
+    before: dict[str, float] = {}
+    slots = trace.meta.get("resources") or {}
+    for s in sorted(trace.spans, key=lambda s: (s.begin, s.end)):
         waited = by_task.get(s.waited_for)
-        could = max(before, waited.end if waited else 0.0)
-        gaps.append(max(0.0, s.begin - could))
-        before = s.end
-    return statistics.median(gaps[1:]) if len(gaps) > 1 else 0.0
+        if waited is not None:
+            busy = before.get(s.resource, 0.0) if slots.get(s.resource) == 1 else 0.0
+            gaps.setdefault(s.stage, []).append(max(0.0, s.begin - max(busy, waited.end)))
+        before[s.resource] = max(before.get(s.resource, 0.0), s.end)
+    return {stage: statistics.fmean(of) for stage, of in gaps.items()}

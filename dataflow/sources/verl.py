@@ -29,7 +29,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         DataError: the log cannot be read, or lacks a column.
         ConfigError: something that a log does not hold is missing.
     """
-    log = read_scalars(path)
+    log = _from_one(read_scalars(path))
     prompts, mini_batches = config.need("prompts", path, 1024), config.need("mini_batches", path, 4)
     check_batch(prompts, mini_batches)
     responses = config.need("responses", path, 5)
@@ -62,9 +62,10 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     if config.reward.agent == "per-step":
         said.append("off-policy rows leave out the first rollout, as timing_s/step does.")
     logged = log.series("timing_s/step")
+    pipeline = grpo("ref_log_prob" in known, validation, checkpoints or None)
     return Workload(
         source=str(path),
-        pipeline=grpo("ref_log_prob" in known, validation, checkpoints or None),
+        pipeline=pipeline,
         steps=steps,
         prompts=prompts,
         responses=responses,
@@ -72,12 +73,21 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         times=known,
         rewards=rewards,
         validation=validation,
-        dispatch_s=config.dispatch or 0.0,
+        dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
         uncounted=config.reward.agent == "per-step",
         assumptions=tuple(said),
         logged=("baseline", math.fsum(logged.values()), len(logged)) if logged else None,
         seed=config.seed,
     )
+
+
+def _from_one(log: Scalars) -> Scalars:
+    """The log with its first training step as step 1: a resumed run's begins later."""
+    first = min(log.series("timing_s/gen"), default=1)
+    if first == 1:
+        return log
+    columns = {name: {step - first + 1: s for step, s in of.items()} for name, of in log.columns.items()}
+    return Scalars(log.path, columns)
 
 
 def _measured(log: Scalars, name: str, less: float = 0.0) -> Measured | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.errors import DataError, PipelineError
+from dataflow.errors import ConfigError, DataError, PipelineError
 from dataflow.graph import Pipeline
 from dataflow.plan_config import PlanConfig
 from dataflow.planner import simulate
@@ -23,7 +23,8 @@ from tests.simulated import job, run
 def test_a_baselines_trace_foretells_every_policy(policy: str) -> None:
     workload = job(steps=40)
     found = of_trace(run(workload), "a run", PlanConfig())
-    assert found.dispatch_s == pytest.approx(0.01)
+    assert found.dispatch_s["old_log_prob"] == pytest.approx(0.01)
+    assert found.dispatch_s["actor_update"] == pytest.approx(0.01)
     real = simulate(workload, preset(policy, 4))[0]
     told = simulate(found, preset(policy, 4))[0]
     assert told.end - told.begin == pytest.approx(real.end - real.begin, rel=0.02)
@@ -68,12 +69,19 @@ def test_a_trace_that_cannot_be_planned_from_is_said(change: object, message: st
         of_trace(trace, "a run", PlanConfig())
 
 
+@pytest.mark.parametrize("key", ["prompts=4", "stages.rollout=3", "validation.every=2", "checkpoint.every=0"])
+def test_keys_that_would_not_fit_what_was_measured_are_refused(tmp_path: Path, key: str) -> None:
+    perfetto.write(run(job()), tmp_path / "trace.json")
+    with pytest.raises(ConfigError, match="says what it was; leave it out"):
+        read_workload(str(tmp_path), [key])
+
+
 def test_a_run_is_read_from_its_directory_or_its_file(tmp_path: Path) -> None:
     perfetto.write(run(job()), tmp_path / "trace.json")
     from_directory, _ = read_workload(str(tmp_path), ["reward.concurrency=16", "dispatch=0.5"])
     from_file, _ = read_workload(str(tmp_path / "trace.json"))
     assert from_directory.rewards.concurrency == 16
-    assert from_directory.dispatch_s == 0.5
+    assert set(from_directory.dispatch_s.values()) == {0.5}
     assert from_file.rewards.concurrency == 8
 
 

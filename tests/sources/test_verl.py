@@ -143,6 +143,19 @@ def test_steps_beyond_the_log_repeat_it_without_its_warm_up(log: str) -> None:
     assert [rollout.seconds(step, 0, 1) for step in range(1, 10)] == [20, *[10] * 8]
 
 
+def test_the_log_of_a_resumed_run_begins_with_its_first_step(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", {"gen": [20, 10, 10], "update_actor": [4, 4, 4], "testing": ["", 7, ""]})
+    lines = (tmp_path / "a.csv").read_text().splitlines()
+    later = [lines[0], *(f"{60 + n}{line[1:]}" for n, line in enumerate(lines[1:], start=1))]
+    (tmp_path / "a.csv").write_text("\n".join(later))
+    workload, _ = read_workload(path, NEEDED)
+    rollout = workload.times["rollout"]
+    assert isinstance(rollout, Measured)
+    assert [rollout.seconds(step, 0, 1) for step in (1, 2, 3)] == [20, 10, 10]
+    assert workload.validation is not None
+    assert workload.validation.every == 2
+
+
 FACTS = (
     "steps=105", "prompts=1024", "responses=5", "mini_batches=4", "reward.latency=uniform:1:40",
     "reward.concurrency=256", "reward.agent=per-step", "validation.every=5", "validation.samples=1319",
