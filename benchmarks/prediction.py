@@ -57,7 +57,7 @@ def measure(runs: Path, first: int, keys: dict[str, Any]) -> list[dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the pipeline, such as steps=15")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("-o", dest="out", default="prediction.json")
     parser.add_argument("--runs", help="keep the runs here; those that are there are not made again")
     options = parser.parse_args()
