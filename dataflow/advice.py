@@ -40,7 +40,7 @@ def advise(workload: Workload, rows: Sequence[Prediction], policies: Mapping[str
     if policy.max_staleness and workload.pipeline.streaming:
         name = f"mini-batch{STREAM}"
         change = total_s(simulate(workload, preset(name, workload.mini_batches))[0]) / base - 1
-        said.append(f"strictly on-policy, {name} would take {change:+.0%} against baseline.")
+        said.append(f"strictly on-policy, {name} is the way: {change:+.0%} against baseline.")
     return said
 
 

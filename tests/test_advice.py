@@ -31,7 +31,7 @@ def test_advice_names_the_bound_the_knob_and_the_gain(costs: str) -> None:
     assert advice[0].startswith("both is the fastest: ")
     assert "the reward service bounds both: 32 calls x 20.0 s / 8 in flight = 80 s a step against" in advice[1]
     assert "in flight would make the GPUs the limit (-" in advice[1]
-    assert any(s.startswith("strictly on-policy, mini-batch+stream would take -") for s in advice)
+    assert any(s.startswith("strictly on-policy, mini-batch+stream is the way: -") for s in advice)
     assert any(sentence.startswith("validation beside training (validation.overlap=true)") for sentence in advice)
     limited = make_plan(costs, ["reward.rpm=12"]).advice
     assert "32 calls at 12 a minute = 160 s a step" in limited[1]
