@@ -214,17 +214,16 @@ def _plan(options: argparse.Namespace) -> int:
         return 0
     if options.source is None:
         raise ConfigError("plan: give a SOURCE: a run's directory, a verl log or a costs.yaml.")
-    if options.out and Path(options.out).suffix.lower() not in (".png", ".svg", ".html"):
-        raise DataError(f"picture {options.out}: no such kind; give a name in .png, .svg or .html.")
     from rich.console import Console
 
     from dataflow.plan import make_plan
+    from dataflow.plan_picture import KINDS, draw_plan
 
+    if options.out and Path(options.out).suffix.lower() not in KINDS:
+        raise DataError(f"picture {options.out}: no such kind; give a name in .png, .svg or .html.")
     with Console(stderr=True).status("") as status:
         plan = make_plan(options.source, options.overrides, status.update)
     if options.out:
-        from dataflow.plan_picture import draw_plan
-
         draw_plan(plan.rows, plan.sweeps, options.out, f"predicted: {Path(options.source).name}")
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.text())
     if options.out and not options.json:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import DataError
+from dataflow.files import replaced
 from dataflow.planner import Prediction, Sweep
-from dataflow.timeline.picture import HATCHED, INK, WIDTH, columns_that_fit, replaced, save
+from dataflow.timeline.picture import HATCHED, INK, WIDTH, columns_that_fit, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +34,7 @@ _SPARE = (
     ("#6A51A3", "p", 9.5, "pentagon"),
     ("#B0413E", "<", 9.5, "triangle-left"),
 )
+KINDS = (".png", ".svg", ".html")
 GPU = "#5F7A8A"
 BOUND = "#808080"
 _DASHES = (0, (3, 2))
@@ -72,9 +74,9 @@ def draw_plan(
         DataError: another kind of file, or nothing to draw.
     """
     target = Path(path)
-    kind = target.suffix.lower().lstrip(".")
-    if kind not in ("png", "svg", "html"):
+    if target.suffix.lower() not in KINDS:
         raise DataError(f"picture {path}: no such kind, '{target.suffix}'; give a name in .png, .svg or .html.")
+    kind = target.suffix.lower().lstrip(".")
     if not rows:
         raise DataError(f"picture {path}: there is no policy to draw; give the prediction of one.")
     for sweep in sweeps:
@@ -122,7 +124,7 @@ class Bars:
 
     def __init__(self, rows: Sequence[Prediction]) -> None:
         self.rows = list(rows)
-        self.bounds = [_bound(row) for row in rows]
+        self.bounds = [row.lower_bound_step_s for row in rows]
         self.longest = max(*(row.step_s for row in rows), *self.bounds) or 1.0
         waits = [row.exposed_wait_by_cause for row in rows]
         most = {cause: max(w.get(cause, 0.0) for w in waits) for cause in dict.fromkeys(c for w in waits for c in w)}
@@ -150,7 +152,9 @@ class Panel:
         self.words = [f"{v:,.10g}" for v in sweep.values]
         self.unit = _KNOBS.get(sweep.knob, sweep.knob) + ("" if self.even else " (log2)")
         columns = list(zip(*sweep.rows, strict=True))
-        self.lines = [Line(c[0].policy, [r.step_s for r in c], [_bound(r) for r in c], list(c)) for c in columns]
+        self.lines = [
+            Line(c[0].policy, [r.step_s for r in c], [r.lower_bound_step_s for r in c], list(c)) for c in columns
+        ]
         self.highest = max(y for line in self.lines for y in (*line.times, *line.bounds)) or 1.0
         self.gap = min((b - a for a, b in pairwise(self.places)), default=1.0) or 1.0
         pad = 0.05 * (self.places[-1] - self.places[0]) or 0.5
@@ -211,11 +215,6 @@ class Panel:
                 else:
                     lines.append([begin, end])
         return found
-
-
-def _bound(row: Prediction) -> float:
-    """The lower bound, seconds a step."""
-    return row.lower_bound_s * row.step_s / row.total_s if row.total_s else 0.0
 
 
 def seconds_of(value: float) -> str:

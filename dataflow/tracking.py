@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from dataflow.errors import ConfigError, nearest
+from dataflow.files import replaced
 from dataflow.timeline.attribution import exposed_waits
 from dataflow.timeline.spans import Span, Trace, covered
 
@@ -143,13 +144,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
     """Writes a summary as JSON; a reader sees the old file or the new one, never half of it."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
+    with replaced(path) as temporary:
         temporary.write_text(json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def step_metrics(trace: Trace, step: int) -> dict[str, float]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataError
+from dataflow.files import replaced
 from dataflow.timeline.attribution import exposed_waits
 from dataflow.timeline.spans import VERSION, Mark, Span, Trace, in_flight, lanes
 
@@ -34,20 +35,14 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
         trace: what to write. NaN and infinities in ``args`` become null, numpy scalars become numbers.
         path: of the JSON file; its directory must exist.
     """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     other = {"format": "dataflow", "version": VERSION, "meta": _plain(trace.meta)}
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write('{"traceEvents": [')
-            for i, event in enumerate(_events(trace)):
-                file.write(",\n" if i else "\n")
-                file.write(json.dumps(event, allow_nan=False, separators=(",", ":")))
-            file.write('\n], "displayTimeUnit": "ms", "otherData": ')
-            file.write(json.dumps(other, allow_nan=False) + "}\n")
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write('{"traceEvents": [')
+        for i, event in enumerate(_events(trace)):
+            file.write(",\n" if i else "\n")
+            file.write(json.dumps(event, allow_nan=False, separators=(",", ":")))
+        file.write('\n], "displayTimeUnit": "ms", "otherData": ')
+        file.write(json.dumps(other, allow_nan=False) + "}\n")
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:

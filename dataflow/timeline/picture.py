@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import DataError
+from dataflow.files import replaced
 from dataflow.timeline.attribution import exposed_waits
 from dataflow.timeline.spans import Span, Trace, in_flight, lanes
 from dataflow.timeline.text import extent, tick
@@ -262,17 +262,6 @@ def _legend(figure: Figure, handles: Sequence[Any], columns: int, total: float) 
         columnspacing=1.4,
         borderaxespad=0,
     )
-
-
-@contextmanager
-def replaced(target: Path) -> Iterator[Path]:
-    """Gives a file beside the target to write into; it takes the target's place, unless something is raised."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        yield temporary
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def save(figure: Figure, target: Path, kind: str) -> None:
