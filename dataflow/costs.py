@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from dataflow.errors import ConfigError
-from dataflow.executors.virtual import Costs, End
+from dataflow.executors.virtual import Costs, End, even_parts
 from dataflow.graph import Task, TaskGraph, TaskId
 from dataflow.law import Law
 from dataflow.reward_service import Delivery, RewardService
@@ -37,8 +37,7 @@ class WorkloadCosts(Costs):
             return RewardService(spec.concurrency, spec.rpm, per_step)
 
         self.service = service()
-        self._drawn: dict[int, list[float]] = {}
-        self._asked: dict[int, int] = {}
+        self._drawn: tuple[int, list[float]] = (0, [])
         self.requests = 0
         self.requests_s = 0.0
         self._held: dict[RewardService, Delivery] = {}
@@ -73,31 +72,14 @@ class WorkloadCosts(Costs):
         end = begin + load.seconds(i.stage, i.step, i.part, i.parts)
         if i.stage == roles.request:
             asked = range(load.prompts) if groups is None else groups
-            samples = load.requests(i.step, asked, self._latencies(i))
+            if self._drawn[0] != i.step:
+                # Once a step, though a streaming rollout asks for it piece by piece.
+                self._drawn = (i.step, load.latencies(i.step))
+            samples = load.requests(i.step, asked, self._drawn[1])
             self.requests += len(samples)
             self.requests_s += sum(seconds for _group, seconds in samples)
             self.service.submit(i.step, end, samples, (0, i.step))
-        return End(end, begin, parts=self._parts(task, begin, end))
-
-    def _latencies(self, i: TaskId) -> list[float]:
-        """The step's latencies: drawn once, though a streaming rollout asks for them piece by piece."""
-        drawn = self._drawn.pop(i.step, None) or self.workload.latencies(i.step)
-        asked = self._asked.get(i.step, 0) + 1
-        if asked < i.parts:
-            self._drawn[i.step], self._asked[i.step] = drawn, asked
-        else:
-            self._asked.pop(i.step, None)
-        return drawn
-
-    def _parts(self, task: Task, begin: float, end: float) -> tuple[tuple[float, tuple[int, ...] | None], ...]:
-        """What a streaming rollout hands on: its groups finish evenly over its time."""
-        n = task.emits
-        if n == 1:
-            return ()
-        each = self.workload.prompts // n
-        return tuple(
-            (min(end, begin + (end - begin) * (k + 1) / n), tuple(range(k * each, (k + 1) * each))) for k in range(n)
-        )
+        return End(end, begin, parts=even_parts(task, load.prompts, begin, end))
 
     def advance(self, until: float) -> tuple[TaskId, End] | None:
         """Returns the next task that its rewards have come for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,9 +31,21 @@ class End:
     parts: tuple[tuple[float, tuple[int, ...] | None], ...] = ()
 
 
-class Costs:
+def even_parts(task: Task, groups: int, begin: float, end: float) -> tuple[tuple[float, tuple[int, ...] | None], ...]:
+    """Returns what a streaming task hands on from ``begin`` to ``end``, evenly in time; nothing if it does not."""
+    n = task.emits
+    if n == 1:
+        return ()
+    each = groups // n
+    return tuple(
+        (min(end, begin + (end - begin) * (k + 1) / n), tuple(range(k * each, (k + 1) * each))) for k in range(n)
+    )
+
+
+class Costs(ABC):
     """How long tasks take. A subclass says it in :meth:`start`, or later, in :meth:`advance`."""
 
+    @abstractmethod
     def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End | None:
         """Returns when a task that starts at ``now`` ends; None if that is not known yet.
 
@@ -41,7 +54,6 @@ class Costs:
             groups: it works on; None for all of the step.
             now: seconds.
         """
-        raise NotImplementedError
 
     def advance(self, until: float) -> tuple[TaskId, End] | None:
         """Returns the next of the tasks whose end was not known, if it ends by ``until``."""

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import random
-from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from dataflow.executors.base import Call, Done, Part
-from dataflow.executors.virtual import Costs, End, VirtualExecutor
+from dataflow.executors.virtual import Costs, End, VirtualExecutor, even_parts
 from dataflow.graph import Carried, Grain, Lag, Latest, Pipeline, Read, Stage, Task, TaskGraph, TaskId, stage
 from dataflow.policy import SchedulingPolicy, divisors, expand
 from dataflow.runner import Runner
-from dataflow.timeline.spans import Span, Trace
+from dataflow.testing.checks import check_trace
+from dataflow.timeline.spans import Trace
+
+__all__ = [
+    "SECONDS",
+    "RandomCosts",
+    "RecordingExecutor",
+    "Seen",
+    "SteadyCosts",
+    "check_trace",
+    "grpo_pipeline",
+    "random_graph",
+    "random_pipeline",
+    "sequence",
+    "simulate",
+]
 
 SECONDS = {
     "rollout": 3.0,
@@ -269,17 +282,6 @@ class RandomCosts(Costs):
         return End(now + seconds, groups=tuple(ids[i.part * each : (i.part + 1) * each]))
 
 
-def even_parts(task: Task, groups: int, begin: float, end: float) -> tuple[tuple[float, tuple[int, ...] | None], ...]:
-    """Returns what a streaming task hands on from ``begin`` to ``end``, evenly in time; nothing if it does not."""
-    n = task.emits
-    if n == 1:
-        return ()
-    each = groups // n
-    return tuple(
-        (min(end, begin + (end - begin) * (k + 1) / n), tuple(range(k * each, (k + 1) * each))) for k in range(n)
-    )
-
-
 @dataclass
 class Seen:
     """What a task was started with.
@@ -326,144 +328,6 @@ def simulate(graph: TaskGraph, costs: Costs) -> tuple[Trace, dict[TaskId, Seen]]
     runner = Runner(graph, executor, inputs=inputs, trace=trace, on_span=lambda span: runner.scheduler.check())
     asyncio.run(runner.run())
     return trace, executor.seen
-
-
-def check_trace(trace: Trace, graph: TaskGraph, tolerance: float = 1e-9, busy: bool = True) -> None:
-    """Asserts that a trace is one that this graph may leave behind.
-
-    Every task ran exactly once, after all it depends on; no resource had more tasks than slots; no ready task
-    sat beside a free slot; each reader of a state ran between the write of the version that the policy says
-    and the next write; the makespan is at least the critical path, and each resource's load over its slots.
-
-    Args:
-        trace: of a finished run.
-        graph: that was run.
-        tolerance: seconds that clocks may differ by.
-        busy: whether to assert that no slot was left free; a real executor takes time between two tasks.
-
-    Raises:
-        AssertionError: naming the tasks.
-    """
-    tasks = {t.id: t for step in range(graph.first, graph.steps + 1) for t in graph.unroll(step)}
-    spans: dict[TaskId, Span] = {}
-    for span in trace.spans:
-        i = TaskId(span.step, span.stage, span.part, span.parts)
-        assert i not in spans, f"{i} ran twice"
-        assert i in tasks, f"{i} is no task of the graph"
-        spans[i] = span
-    missing = [str(i) for i in tasks if i not in spans]
-    assert not missing, f"never ran: {', '.join(missing)}"
-    for i, task in tasks.items():
-        for dep in task.deps:
-            assert _ready_at(spans, graph, dep) <= spans[i].begin + tolerance, f"{i} began before {dep} ended"
-    _check_versions(graph, spans, tolerance)
-    for resource, slots in graph.pipeline.resources.items():
-        on = [s for s in trace.spans if s.resource == resource]
-        _check_slots(resource, slots, on, tolerance)
-        if busy:
-            _check_busy(graph, tasks, spans, resource, slots)
-    _check_makespan(graph, tasks, spans, tolerance)
-
-
-def _ready_at(spans: Mapping[TaskId, Span], graph: TaskGraph, dep: TaskId) -> float:
-    """When a task ended, or handed on the part that the id means."""
-    span = spans[graph.pipeline.owner(dep)]
-    return float(span.args["emitted_s"][dep.part]) if graph.pipeline.owner(dep) != dep else span.end
-
-
-def _check_slots(resource: str, slots: int | None, spans: Sequence[Span], tolerance: float) -> None:
-    if slots is None:
-        return
-    changes = sorted([(s.begin + tolerance, 1) for s in spans] + [(s.end, -1) for s in spans])
-    level = 0
-    for time, change in changes:
-        level += change
-        assert level <= slots, f"{level} tasks on {resource} at {time:.3f} s, it has {slots} slots"
-
-
-def _check_busy(
-    graph: TaskGraph,
-    tasks: Mapping[TaskId, Task],
-    spans: Mapping[TaskId, Span],
-    resource: str,
-    slots: int | None,
-) -> None:
-    """No task waited, from when it could start, while its resource had a free slot."""
-    changes: dict[float, int] = {}
-    for span in spans.values():
-        if span.resource == resource:
-            changes[span.begin] = changes.get(span.begin, 0) + 1
-            changes[span.end] = changes.get(span.end, 0) - 1
-    times = sorted(changes)
-    levels: list[int] = []
-    for time in times:
-        levels.append((levels[-1] if levels else 0) + changes[time])
-    unrolled = _unrolled(graph, tasks, spans)
-    for i, task in tasks.items():
-        if task.stage.on != resource:
-            continue
-        ready = max([unrolled[i.step], *(_ready_at(spans, graph, dep) for dep in task.deps)])
-        begin = spans[i].begin
-        if begin <= ready:
-            continue
-        assert slots is not None, f"{i} could start at {ready:.3f} s on {resource}, it did at {begin:.3f} s"
-        while_waiting = levels[max(0, bisect_right(times, ready) - 1) : bisect_left(times, begin)]
-        assert min(while_waiting, default=0) >= slots, f"{i} waited from {ready:.3f} s beside a free slot of {resource}"
-
-
-def _unrolled(graph: TaskGraph, tasks: Mapping[TaskId, Task], spans: Mapping[TaskId, Span]) -> dict[int, float]:
-    """Returns when each step came into the window of steps that the scheduler looks at."""
-    done = dict.fromkeys(range(graph.first, graph.steps + 1), 0.0)
-    for i, task in tasks.items():
-        if task.stage.every is None:
-            done[i.step] = max(done[i.step], spans[i].end)
-    for before, step in pairwise(done):
-        done[step] = max(done[step], done[before])
-    return {step: done.get(step - graph.ahead - 1, 0.0) for step in done}
-
-
-def _check_versions(graph: TaskGraph, spans: Mapping[TaskId, Span], tolerance: float) -> None:
-    """Each reader of a state ran after the write of its version and before the next."""
-    lags = {"none": 0, "latest": 1, "carried": 1 + graph.max_staleness}
-    writes: dict[tuple[str, int], tuple[float, float]] = {}
-    for i, span in spans.items():
-        begin, end = writes.get((i.stage, i.step), (span.begin, span.end))
-        writes[i.stage, i.step] = (min(begin, span.begin), max(end, span.end))
-    for i, span in spans.items():
-        for read in graph.pipeline.by_name[i.stage].reads:
-            writer = graph.pipeline.writer.get(read.field)
-            if writer is None or writer.name == i.stage or read.field not in graph.pipeline.states:
-                continue
-            version = i.step - lags[read.lag]
-            if version >= graph.first:
-                assert writes[writer.name, version][1] <= span.begin + tolerance, (
-                    f"{i} began before {writer.name}[{version}], whose {read.field} it reads, ended"
-                )
-            later = writes.get((writer.name, max(version + 1, graph.first)))
-            assert later is None or span.end <= later[0] + tolerance, (
-                f"{i} reads {read.field} of step {version}, but {writer.name} overwrote it meanwhile"
-            )
-
-
-def _check_makespan(
-    graph: TaskGraph, tasks: Mapping[TaskId, Task], spans: Mapping[TaskId, Span], tolerance: float
-) -> None:
-    import networkx as nx
-
-    dag = graph.window()
-    finish: dict[TaskId, float] = {}
-    for i in nx.topological_sort(dag):
-        took = spans[i].end - spans[i].begin
-        # A task that follows a part follows the time up to it, not the whole task.
-        left = {dep: spans[graph.pipeline.owner(dep)].end - _ready_at(spans, graph, dep) for dep in tasks[i].deps}
-        finish[i] = max((finish[graph.pipeline.owner(dep)] - left[dep] for dep in left), default=0.0) + took
-    makespan = max((s.end for s in spans.values()), default=0.0) - min((s.begin for s in spans.values()), default=0.0)
-    path = max(finish.values(), default=0.0)
-    slack = tolerance * max(1, len(spans))
-    assert makespan >= path - slack, f"makespan {makespan:.3f} s is below the critical path, {path:.3f} s"
-    for resource, slots in graph.pipeline.resources.items():
-        load = sum(s.end - s.begin for s in spans.values() if s.resource == resource)
-        assert slots is None or makespan >= load / slots - slack, f"makespan is below the load of {resource}"
 
 
 def sequence(trace: Trace, resource: str) -> list[str]:
