@@ -84,11 +84,7 @@ def _about_the_bound(workload: Workload, policy: SchedulingPolicy, best: Predict
             f"{turn} would make the GPUs the limit ({change:+.0%} against baseline)."
         )
     if best.bound_by == BOUNDS["gpu"]:
-        shares = {
-            s.name: workload.times[s.name].mean / (s.every or 1)
-            for s in workload.pipeline.stages
-            if s.on == "gpu" and s.name in workload.times
-        }
+        shares = workload.work_s("gpu")
         largest = max(shares, key=lambda name: shares[name])
         return (
             f"the GPU pool bounds {best.policy}: {gpu:.4g} s of work a step, {best.gpu_idle:.1%} idle; more rewards in "

@@ -10,7 +10,7 @@ from dataflow.advice import advise
 from dataflow.errors import ConfigError
 from dataflow.plan_config import PlanConfig
 from dataflow.planner import ROWS, Prediction, Sweep, parse_sweep, predict, sweep
-from dataflow.policy import SchedulingPolicy, preset
+from dataflow.policy import STREAM, SchedulingPolicy, preset
 from dataflow.sources.read import read_workload
 from dataflow.timeline.text import table
 from dataflow.workload import Workload
@@ -89,11 +89,11 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
 def _policies(workload: Workload, config: PlanConfig, named: Sequence[str]) -> dict[str, SchedulingPolicy]:
     if "" in named:
         raise ConfigError("policy=: the name is missing; give policy=both, or another policy.")
-    names = dict.fromkeys([*(n for n in ROWS if workload.pipeline.streaming or not n.endswith("+stream")), *named])
+    names = dict.fromkeys([*(n for n in ROWS if workload.pipeline.streaming or not n.endswith(STREAM)), *named])
     policies = {name: preset(name, workload.mini_batches) for name in names}
     if config.policy is not None:
         own = config.policy.resolve(workload.mini_batches)
-        name = f"split={own.split} staleness={own.max_staleness}" + ("+stream" if own.stream_rollout else "")
+        name = f"split={own.split} staleness={own.max_staleness}" + (STREAM if own.stream_rollout else "")
         policies[name] = own
     return policies
 

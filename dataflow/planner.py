@@ -181,26 +181,23 @@ def _path_s(workload: Workload, policy: SchedulingPolicy, below: float) -> float
     """
     if workload.steps > FEW:
         few = replace(workload, steps=FEW)
-        path = _run(few, policy, unlimited=True)[0].end * workload.steps / FEW
+        path = simulate(few, policy, unlimited=True)[0].end * workload.steps / FEW
         if path < 0.8 * below:
             return path
-    return _run(workload, policy, unlimited=True)[0].end
+    return simulate(workload, policy, unlimited=True)[0].end
 
 
-def simulate(workload: Workload, policy: SchedulingPolicy, whole: bool = False) -> tuple[Account, WorkloadCosts]:
+def simulate(
+    workload: Workload, policy: SchedulingPolicy, whole: bool = False, unlimited: bool = False
+) -> tuple[Account, WorkloadCosts]:
     """Runs a workload under a policy on the virtual clock.
 
     Args:
         workload: what to run.
         policy: how its steps overlap.
         whole: keep every task in ``Account.trace``, to draw it.
+        unlimited: with a slot and a server for everybody; only when it ends is counted.
     """
-    return _run(workload, policy, whole=whole)
-
-
-def _run(
-    workload: Workload, policy: SchedulingPolicy, whole: bool = False, unlimited: bool = False
-) -> tuple[Account, WorkloadCosts]:
     pipeline = workload.pipeline
     if unlimited:
         pipeline = Pipeline(pipeline.stages, pipeline.inputs, dict.fromkeys(pipeline.resources))

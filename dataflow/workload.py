@@ -161,10 +161,6 @@ class Workload:
     logged: tuple[str, float, int] | None = None
     seed: int = 0
 
-    def assume(self, *sentences: str) -> Workload:
-        """Returns it with further assumptions."""
-        return replace(self, assumptions=(*self.assumptions, *sentences))
-
     def overlapping(self) -> Workload:
         """Returns it with validation and checkpoints beside training, where they stopped it."""
         if self.validation is None or self.validation.overlap:
@@ -174,13 +170,14 @@ class Workload:
         validation = replace(self.validation, overlap=True)
         return replace(self, pipeline=grpo("ref_log_prob" in of, validation, saved), validation=validation)
 
+    def work_s(self, resource: str = "gpu") -> dict[str, float]:
+        """Seconds that each stage takes of a resource for one step; those of a validation are spread over its steps."""
+        stages = [s for s in self.pipeline.stages if s.on == resource and s.name in self.times]
+        return {s.name: self.times[s.name].mean / (s.every or 1) for s in stages}
+
     def mean_s(self, resource: str = "gpu") -> float:
-        """Seconds that a resource works for one step, validation and checkpoints spread over the steps between."""
-        total = 0.0
-        for s in self.pipeline.stages:
-            if s.on == resource and s.name in self.times:
-                total += self.times[s.name].mean / (s.every or 1)
-        return total
+        """Seconds that a resource works for one step."""
+        return math.fsum(self.work_s(resource).values())
 
     def seconds(self, name: str, step: int, part: int, parts: int) -> float:
         """Returns the seconds of one task of a stage that does not wait for the reward service."""

@@ -30,6 +30,17 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+COSTS = """
+steps: 6
+prompts: 8
+responses: 4
+mini_batches: 4
+stages: {rollout: 10, old_log_prob: 5, actor_update: 8, sync_weights: 1, val_rollout: 2, save_checkpoint: 3}
+reward: {latency: 20, concurrency: 8}
+validation: {every: 3, samples: 4, overlap: false}
+checkpoint: {every: 3}
+"""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_process_left() -> Iterator[None]:
@@ -79,3 +90,10 @@ def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Qwen2ForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> str:
+    """A costs.yaml of a job that its rewards bound."""
+    (tmp_path / "costs.yaml").write_text(COSTS)
+    return str(tmp_path / "costs.yaml")

@@ -2,28 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from dataflow.plan import make_plan
-
-COSTS = """
-steps: 6
-prompts: 8
-responses: 4
-mini_batches: 4
-stages: {rollout: 10, old_log_prob: 5, actor_update: 8, sync_weights: 1, val_rollout: 2, save_checkpoint: 3}
-reward: {latency: 20, concurrency: 8}
-validation: {every: 3, samples: 4, overlap: false}
-checkpoint: {every: 3}
-"""
-
-
-@pytest.fixture
-def costs(tmp_path: Path) -> str:
-    (tmp_path / "costs.yaml").write_text(COSTS)
-    return str(tmp_path / "costs.yaml")
 
 
 def test_advice_names_the_bound_the_knob_and_the_gain(costs: str) -> None:

@@ -9,23 +9,6 @@ import pytest
 
 from dataflow.cli import main
 
-COSTS = """
-steps: 6
-prompts: 8
-responses: 4
-mini_batches: 4
-stages: {rollout: 10, old_log_prob: 5, actor_update: 8, sync_weights: 1, val_rollout: 2, save_checkpoint: 3}
-reward: {latency: 20, concurrency: 8}
-validation: {every: 3, samples: 4, overlap: false}
-checkpoint: {every: 3}
-"""
-
-
-@pytest.fixture
-def costs(tmp_path: Path) -> str:
-    (tmp_path / "costs.yaml").write_text(COSTS)
-    return str(tmp_path / "costs.yaml")
-
 
 def test_the_json_is_what_the_documentation_says(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", costs, "--json", "sweep=mini_batches:1:4"]) == 0
