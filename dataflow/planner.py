@@ -165,7 +165,8 @@ def _prediction(
         step_s=total / steps,
         total_s=total,
         change=total / base - 1 if base else 0.0,
-        gpu_idle=1 - account.busy_s / total if total else 0.0,
+        # Sums of the same spans in another order may pass the total by a rounding.
+        gpu_idle=max(0.0, 1 - account.busy_s / total) if total else 0.0,
         exposed_wait_s=sum(waits.values()),
         exposed_wait_by_cause=waits,
         lower_bound_s=bounds[bound_by],

@@ -228,7 +228,7 @@ def test_no_schedule_beats_its_lower_bound(data: st.DataObject) -> None:
     workload = data.draw(workloads())
     row = predict(workload, {"x": data.draw(policies(workload.mini_batches))})[0]
     assert row.total_s >= row.lower_bound_s - 1e-6
-    assert 0 <= row.gpu_idle <= 1 + 1e-9
+    assert 0 <= row.gpu_idle <= 1
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:
