@@ -49,7 +49,7 @@ def lines(parser: configparser.RawConfigParser, section: str, key: str) -> list[
 
 def test_extras_and_entry_point(setup_cfg: configparser.RawConfigParser) -> None:
     assert setup_cfg["metadata"]["name"] == "dataflow-rl"
-    assert set(setup_cfg["options.extras_require"]) == {"cpu", "gpu", "dev"}
+    assert set(setup_cfg["options.extras_require"]) == {"cpu", "gpu", "openai", "dev"}
     assert lines(setup_cfg, "options.entry_points", "console_scripts") == ["dataflow = dataflow.cli:main"]
 
 
