@@ -80,8 +80,12 @@ class Trainer(Protocol):
     def update(self, batch: Batch, *, last: bool) -> dict[str, float]:
         """Takes one optimizer step on all rows; ``last`` says it is the step's last one (LR scheduler steps).
 
+        Rows with an empty ``response_mask`` (samples that were dropped) have no part in it; if no row has one, no step
+        is taken.
+
         Returns:
-            verl's metrics: ``actor/pg_loss``, ``actor/grad_norm``, ``actor/lr``, ...
+            verl's metrics: ``actor/pg_loss``, ``actor/grad_norm``, ``actor/lr``, ...; ``actor/skipped_updates`` is 1
+            where no step was taken.
         """
         ...
 

@@ -7,6 +7,8 @@ Every rank makes the same calls with the same whole batch and works on its own s
 
 All micro-batches have one size, since verl wants it so. Where the rows do not divide, a piece is filled up
 with a row whose response mask is empty: it adds to no loss and to no gradient, and its log-probs are dropped.
+Rows that come to an update with an empty mask are taken out before all that: a mean over sequences is then over
+those that train, and the micro-batches and the metrics are theirs alone.
 """
 
 from __future__ import annotations
@@ -103,7 +105,9 @@ class VerlTrainer:
         return batch.like(ref_log_prob=self._infer(self.reference, batch)["log_probs"])
 
     def update(self, batch: Batch, *, last: bool) -> dict[str, float]:
-        """Takes one optimizer step on all rows, whatever the number of micro-batches and ranks.
+        """Takes one optimizer step on all rows that have a token to train on, however they are cut.
+
+        If none has, no step is taken: weights and optimizer stay bit for bit, and only the learning rate goes on.
 
         Args:
             batch: columns of the responses, ``old_log_probs``, ``advantages``; ``ref_log_prob`` for the KL
@@ -112,10 +116,16 @@ class VerlTrainer:
 
         Returns:
             verl's metrics, the same on every rank; ``actor/lr`` is the rate this step was taken with.
+            Of a step that was not taken, this rate and ``actor/skipped_updates``, 1.
         """
         from verl.trainer.ppo.core_algos import agg_loss
         from verl.utils import tensordict_utils as tu
 
+        trains = batch["response_mask"].any(dim=1).numpy()
+        if len(batch) and not trains.any():
+            return self._skip(last)
+        if not trains.all():
+            batch = batch.rows(np.flatnonzero(trains))
         columns = {name: batch[name] for name in (*INPUTS, "old_log_probs", "advantages")}
         if self.algorithm.use_kl_loss:
             columns["ref_log_prob"] = batch["ref_log_prob"]
@@ -159,6 +169,13 @@ class VerlTrainer:
         if self._joined:
             dist.destroy_process_group()
             self._joined = False
+
+    def _skip(self, last: bool) -> dict[str, float]:
+        """Goes on without a step. Every rank holds the whole batch, so all of them come here or none."""
+        metrics = {"actor/lr": self.worker.engine.optimizer.param_groups[0]["lr"], "actor/skipped_updates": 1.0}
+        if last:
+            self.worker.engine.lr_scheduler_step()
+        return metrics
 
     def _infer(self, worker: TrainingWorker, batch: Batch, entropy: bool = False) -> dict[str, torch.Tensor]:
         """Returns ``log_probs`` (and ``entropy``) of all rows, on every rank, float32 ``[rows, R]``."""

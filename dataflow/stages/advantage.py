@@ -1,14 +1,23 @@
-"""Advantages: verl's estimators over whole groups, from one score per response."""
+"""Advantages: verl's estimators over whole groups, from one score per response.
+
+A sample whose reward failed and was not kept has no part in its group's baseline, and an empty ``response_mask``
+from here on, so that it trains nothing. Rows and groups stay as many as they were.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, PipelineError, nearest
 from dataflow.graph import TaskInfo, stage
+
+if TYPE_CHECKING:
+    import torch
 
 # What each of verl's estimators looks at beyond a group's own scores, read in verl's core_algos (0.9.1).
 GROUPWISE = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo")
@@ -18,6 +27,8 @@ WHOLE_BATCH = {
     "reinforce_plus_plus": "whitens the returns over the whole batch",
     "reinforce_plus_plus_baseline": "whitens the advantages over the whole batch",
 }
+# These compare a sample with all others of the batch, so that one can stand alone in its group.
+WITHOUT_BASELINE = ("reinforce_plus_plus",)
 UNFED = {
     "gae": "the values of a critic",
     "remax": "the reward of a greedy response as a baseline",
@@ -68,28 +79,80 @@ def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInf
 
     Args:
         responses: columns of a rollout.
-        rewards: ``score`` of each response, the same groups in the same order.
+        rewards: ``score`` of each response, the same groups in the same order. ``kept`` (bool ``[rows]``), if there,
+            says which of them count: the others get neither advantage nor mask, nor does the rest of a group that
+            lost so many that less than two are left to make a baseline of.
         algorithm: the options of section ``algorithm``: adv_estimator, norm_adv_by_std_in_grpo.
-        task: takes verl's metrics of scores, advantages and lengths.
+        task: takes verl's metrics of scores, advantages and lengths, of the samples that count; with ``kept`` also
+            ``reward/dropped_samples`` and ``reward/dropped_groups``, those of the step that train nothing.
+
+    Returns:
+        ``advantages`` and ``returns``; with ``kept`` also ``response_mask``, int64 ``[rows, R]``, 0 for the samples
+        that do not count.
 
     Raises:
         ConfigError: an unknown estimator.
         PipelineError: an estimator that needs more than scores.
         DataflowError: responses and rewards are not of the same groups.
     """
+    check_estimator(algorithm.adv_estimator)
+    data = responses.merge(rewards)
+    if "kept" not in rewards:
+        return responses.like(**_estimate(data, algorithm, task))
+    counts = _counting(rewards, algorithm.adv_estimator)
+    _log_dropped(rewards.groups, counts, task)
+    mask = responses["response_mask"] * counts[:, None]
+    if counts.all():
+        columns = _estimate(data, algorithm, task)
+    elif counts.any():
+        few = _estimate(data.rows(np.flatnonzero(counts.numpy())), algorithm, task)
+        columns = {name: _spread(values, counts) for name, values in few.items()}
+    else:
+        columns = dict.fromkeys(("advantages", "returns"), mask.float())
+    return responses.like(**columns, response_mask=mask)
+
+
+def _counting(rewards: Batch, estimator: str) -> torch.Tensor:
+    """Returns which samples take part, bool ``[rows]``: those that were kept, if their group has a baseline left."""
     import torch
 
-    name = algorithm.adv_estimator
-    check_estimator(name)
+    kept: torch.Tensor = rewards["kept"]
+    if estimator in WITHOUT_BASELINE:
+        return kept
+    _, group, size = np.unique(rewards.groups, return_inverse=True, return_counts=True)
+    left = np.bincount(group, weights=kept.numpy())
+    # verl takes the raw score of a lone sample for its advantage. A group that was of one from the start may have that.
+    whole = (left >= 2) | (left == size)
+    return kept & torch.from_numpy(whole[group])
+
+
+def _log_dropped(groups: np.ndarray, counts: torch.Tensor, task: TaskInfo) -> None:
+    trained = len(np.unique(groups[counts.numpy()]))
+    dropped = {"samples": int((~counts).sum()), "groups": len(np.unique(groups)) - trained}
+    # A step's metrics are means over its parts: what is multiplied by their number comes out as their sum.
+    task.log({f"reward/dropped_{what}": float(n * task.parts) for what, n in dropped.items()})
+
+
+def _spread(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Returns the values in the rows that count, 0 in the others."""
+    whole = values.new_zeros((len(counts), *values.shape[1:]))
+    whole[counts] = values
+    return whole
+
+
+def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch.Tensor]:
+    """Returns verl's ``advantages`` and ``returns`` of all these samples, and logs verl's metrics of them."""
+    import torch
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
     from verl.trainer.ppo.metric_utils import compute_data_metrics
 
-    data = responses.merge(rewards).to_dataproto()
+    data = samples.to_dataproto()
     mask = data.batch["response_mask"]
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     # A response's one score stands on its last token.
     scores[torch.arange(len(mask)), (mask.sum(dim=-1) - 1).clamp(min=0)] = data.batch["score"].float()
+    name = algorithm.adv_estimator
     estimate = get_adv_estimator_fn(name)
     by_std = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}
     # Some of verl's estimators take this option as an argument, some from the configuration.
@@ -101,12 +164,8 @@ def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInf
         config=AlgoConfig(adv_estimator=name, **by_std),
         **(by_std if "norm_adv_by_std_in_grpo" in takes else {}),
     )
-    for column, values in {
-        "token_level_scores": scores,
-        "token_level_rewards": scores,
-        "advantages": advantages,
-        "returns": returns,
-    }.items():
+    found = {"advantages": advantages, "returns": returns}
+    for column, values in {"token_level_scores": scores, "token_level_rewards": scores, **found}.items():
         data.batch[column] = values
     task.log(compute_data_metrics(data, use_critic=False))
-    return responses.like(advantages=advantages, returns=returns)
+    return found

@@ -1,6 +1,12 @@
-"""Actor update: one optimizer step on one mini-batch, which sees to it that each sample trains once per step."""
+"""Actor update: one optimizer step on one mini-batch, which sees to it that each sample trains once per step.
+
+What a step has trained on so far is the value of the field ``actor``, so it goes from each update to the next.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Trainer
@@ -8,29 +14,26 @@ from dataflow.errors import RunError
 from dataflow.graph import Latest, Stage, TaskInfo, stage
 
 
-class TrainedOnce:
-    """Remembers which groups a step has trained on, so that none is trained twice or left out."""
+@dataclass(frozen=True)
+class Trained:
+    """What made the actor's weights: a step, and those of its groups that were trained on until now."""
 
-    def __init__(self) -> None:
-        self.step = 0
-        self.trained: set[int] = set()
+    step: int = 0
+    groups: frozenset[int] = frozenset()
 
-    def check(self, task: TaskInfo, batch: Batch, groups: int) -> None:
-        """Takes one mini-batch of a step.
+    def then(self, task: TaskInfo, batch: Batch, groups: int) -> Trained:
+        """Returns what is trained on after one more mini-batch of a step that has this many groups.
 
         Raises:
-            RunError: a group comes twice in a step, is missing at its end, or its samples are too stale.
+            RunError: a group comes twice in a step, or is missing at its end.
         """
-        if task.step != self.step:
-            self.step, self.trained = task.step, set()
-        for group in batch.ids:
-            if group in self.trained:
-                raise RunError(f"actor_update[{task.step}]: group {group} would be trained twice in this step.")
-            self.trained.add(group)
-        if task.last and len(self.trained) != groups:
-            raise RunError(
-                f"actor_update[{task.step}]: {len(self.trained)} of {groups} groups were trained; none may be lost."
-            )
+        before = self.groups if self.step == task.step else frozenset()
+        if twice := [group for group in batch.ids if group in before]:
+            raise RunError(f"actor_update[{task.step}]: group {twice[0]} would be trained twice in this step.")
+        now = before.union(batch.ids)
+        if task.last and len(now) != groups:
+            raise RunError(f"actor_update[{task.step}]: {len(now)} of {groups} groups were trained; none may be lost.")
+        return Trained(task.step, now)
 
 
 def staleness(task: TaskInfo, batch: Batch) -> int:
@@ -51,16 +54,16 @@ def staleness(task: TaskInfo, batch: Batch) -> int:
     return lag
 
 
-def _update(trainer: Trainer, groups: int, task: TaskInfo, batch: Batch) -> int:
+def _update(trainer: Trainer, groups: int, task: TaskInfo, actor: Any, responses: Batch, *columns: Batch) -> Trained:
+    batch = responses.merge(*columns)
     lag = staleness(task, batch)
-    once: TrainedOnce | None = getattr(trainer, "trained_once", None)
-    if once is None:
-        once = TrainedOnce()
-        trainer.trained_once = once  # type: ignore[attr-defined]
-    once.check(task, batch, groups)
-    task.log(trainer.update(batch, last=task.last))
-    task.log({"staleness/mean": float(lag), "staleness/max": float(lag)})
-    return task.step
+    trained = (actor or Trained()).then(task, batch, groups)
+    found = trainer.update(batch, last=task.last)
+    task.log({**found, "staleness/mean": float(lag), "staleness/max": float(lag)})
+    if any("response_mask" in more for more in columns):
+        # Samples may be dropped. A step's metrics are means over its updates: this one comes out as their sum.
+        task.log({"actor/skipped_updates": task.parts * found.get("actor/skipped_updates", 0.0)})
+    return trained
 
 
 @stage(writes="actor", on="gpu", per_mini_batch=True)
@@ -73,9 +76,23 @@ def actor_update(
     trainer: Trainer,
     groups: int,
     task: TaskInfo,
-) -> int:
-    """Takes one optimizer step on the mini-batch's whole groups; returns the step whose weights these are."""
-    return _update(trainer, groups, task, responses.merge(old_log_probs, advantages))
+) -> Trained:
+    """Takes one optimizer step on the mini-batch's whole groups; returns what these weights are trained on.
+
+    Args:
+        responses: columns of a rollout.
+        old_log_probs: their log-probs under the weights that the step started from.
+        advantages: their advantages; a ``response_mask`` in them takes the place of the responses' own.
+        actor: what the weights were trained on until now; None for the initial ones.
+        trainer: holds the weights.
+        groups: prompt groups in a step.
+        task: takes the trainer's metrics, ``staleness/*``, and ``actor/skipped_updates`` of the step where samples
+            may be dropped.
+
+    Raises:
+        RunError: a group is trained twice in a step or not at all, or its samples are too stale.
+    """
+    return _update(trainer, groups, task, actor, responses, old_log_probs, advantages)
 
 
 @stage(writes="actor", on="gpu", per_mini_batch=True)
@@ -89,9 +106,9 @@ def actor_update_kl(
     trainer: Trainer,
     groups: int,
     task: TaskInfo,
-) -> int:
+) -> Trained:
     """Like :func:`actor_update`, with the reference's log-probs for the KL term."""
-    return _update(trainer, groups, task, responses.merge(old_log_probs, ref_log_probs, advantages))
+    return _update(trainer, groups, task, actor, responses, old_log_probs, ref_log_probs, advantages)
 
 
 def update_stage(use_reference: bool) -> Stage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import socket
 import subprocess
@@ -18,6 +19,8 @@ import torch
 from dataflow.batch import Batch
 from dataflow.engines.verl_trainer import VerlTrainer, digest
 from dataflow.errors import ConfigError, DataflowError
+from dataflow.graph import TaskInfo
+from dataflow.stages.advantage import advantage
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
@@ -329,7 +332,112 @@ def test_what_cannot_be_trained_with_is_said_in_one_sentence(make: Make, tiny_qw
         trainer.old_log_probs(batch.rows([]))
 
 
-# Two ranks: each is a process that runs `scenario`, the same that this process runs alone.
+# Samples whose reward failed: they come with an empty mask.
+
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KEPT = [1, 1, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 1, 1]  # of four groups of four: one loses all, one all but one
+
+
+def kept_and_dropped(batch: Batch, keep: list[int]) -> tuple[Batch, Batch]:
+    """Returns the batch as the advantage stage leaves it with these samples kept, and one without the others."""
+    draw = torch.Generator().manual_seed(7)
+    kept = torch.tensor(keep, dtype=torch.bool)
+    scores = torch.rand(len(batch), generator=draw)
+    rewards = batch.like(score=scores.masked_fill(~kept, torch.nan), kept=kept)
+    grpo = SimpleNamespace(adv_estimator="grpo", norm_adv_by_std_in_grpo=True)
+    whole = batch.merge(advantage(batch, rewards, algorithm=grpo, task=TaskInfo(step=1)))
+    trains = whole["response_mask"].any(dim=1).nonzero().flatten()
+    few, alone = batch.rows(trains), rewards.rows(trains).like(score=scores[trains])
+    if len(few):
+        few = few.merge(advantage(few, alone, algorithm=grpo, task=TaskInfo(step=1)))
+    return whole, few
+
+
+def spoilt(batch: Batch) -> Batch:
+    """Returns the batch with numbers that would show in any sum, where nothing trains."""
+    off = ~batch["response_mask"].any(dim=1, keepdim=True)
+    columns = ("old_log_probs", "advantages", "ref_log_prob", "rollout_log_probs", "entropy")
+    return batch.merge(batch.like(**{name: batch[name].masked_fill(off, 1e3) for name in columns}))
+
+
+def plain_aggregate(loss: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
+    """The five modes as their names say them."""
+    by_row = (loss * mask).sum(dim=1)
+    if mode.startswith("token"):
+        return by_row.sum() / (mask.sum() if mode == "token-mean" else 1)
+    each = {"seq-mean-token-sum": 1, "seq-mean-token-mean": mask.sum(dim=1), "seq-mean-token-sum-norm": R}[mode]
+    return (by_row / each).mean()
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("mode", MODES)
+def test_dropped_rows_leave_no_trace_in_loss_kl_and_entropy(make: Make, tiny_qwen: Path, mode: str, size: int) -> None:
+    more = {"use_kl_loss": True, "reference": True, "entropy_coeff": 0.01, "rollout_is": "token"}
+    seen = []
+    for which in ("dropped", "removed"):
+        trainer = make(tiny_qwen, micro_batch_size=size, loss_agg_mode=mode, **more)
+        batch = responses(16, group=4)
+        scored = trainer.old_log_probs(batch)
+        batch = batch.merge(scored, trainer.ref_log_probs(batch))
+        off = 0.3 * torch.randn((16, R), generator=torch.Generator().manual_seed(3)) * batch["response_mask"]
+        batch = batch.merge(batch.like(rollout_log_probs=batch["old_log_probs"] + off))
+        dropped, removed = kept_and_dropped(batch, KEPT)
+        assert (len(dropped), len(removed)) == (16, 6)
+        batch = spoilt(dropped) if which == "dropped" else removed
+        # The reference differs from the second update on; then all three terms have a gradient.
+        metrics = [trainer.update(batch, last=i == 1) for i in range(3)]
+        seen.append((metrics, trainer.digest()))
+    assert seen[0] == seen[1]
+    assert seen[0][0][2]["actor/kl_loss"] > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_loss_of_the_kept_rows_is_the_one_by_hand(make: Make, tiny_qwen: Path, mode: str) -> None:
+    trainer, model = make(tiny_qwen, micro_batch_size=3, loss_agg_mode=mode, entropy_coeff=0.5), load(tiny_qwen)
+    batch = responses(16, group=4)
+    scored = training_batch(trainer.old_log_probs(batch)["old_log_probs"], batch)
+    dropped, removed = kept_and_dropped(batch.merge(scored.like(old_log_probs=scored["old_log_probs"])), KEPT)
+    metrics = trainer.update(dropped, last=True)
+    with torch.no_grad():
+        log_probs, entropy = plain_log_probs(model, removed)
+    mask, advantages = removed["response_mask"], removed["advantages"]
+    ratio = (log_probs - removed["old_log_probs"]).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
+    loss, spread = plain_aggregate(-gain, mask, mode), plain_aggregate(entropy, mask, mode)
+    assert metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-5)
+    assert metrics["actor/entropy_loss"] == pytest.approx(spread.item(), rel=1e-5)
+    assert metrics["actor/loss"] == pytest.approx((loss - 0.5 * spread).item(), rel=1e-4, abs=1e-5)
+
+
+def optimizer_state(trainer: VerlTrainer) -> list[torch.Tensor]:
+    state = trainer.worker.engine.optimizer.state.values()
+    return [value.clone() for one in state for value in one.values()]
+
+
+def test_a_mini_batch_of_dropped_rows_takes_no_step(make: Make, tiny_qwen: Path) -> None:
+    trainer = make(tiny_qwen, warmup_steps=4, lr=4e-4)
+    batch = responses(8, group=4)
+    data = training_batch(trainer.old_log_probs(batch)["old_log_probs"], batch)
+    nothing = data.merge(data.like(response_mask=torch.zeros_like(data["response_mask"])))
+    trainer.update(data, last=False)
+    weights, moments = trainer.digest(), optimizer_state(trainer)
+    assert trainer.update(nothing, last=False) == {
+        "actor/lr": pytest.approx(1e-4),
+        "actor/skipped_updates": 1.0,
+    }
+    # The rate moves on after a step's last update, taken or not.
+    assert trainer.update(nothing, last=True)["actor/lr"] == pytest.approx(1e-4)
+    assert trainer.digest() == weights
+    after = optimizer_state(trainer)
+    assert len(after) == len(moments) > 0
+    assert all(map(torch.equal, after, moments))
+    metrics = trainer.update(data, last=True)
+    assert metrics["actor/lr"] == pytest.approx(2e-4)
+    assert "actor/skipped_updates" not in metrics
+    assert trainer.digest() != weights
+
+
+# Two ranks: each is a process that runs a scenario, the same that this process runs alone.
 
 
 def scenario(trainer: VerlTrainer) -> dict[str, Any]:
@@ -348,6 +456,30 @@ def scenario(trainer: VerlTrainer) -> dict[str, Any]:
     }
 
 
+def with_drops(trainer: VerlTrainer, drop: bool = True) -> dict[str, Any]:
+    """Updates on what would leave the second rank nothing, on one row, on none, on all; or without those rows."""
+    batch = responses(12, group=4)
+    scored, reference = trainer.old_log_probs(batch), trainer.ref_log_probs(batch)
+    data = batch.merge(reference, scored)
+    metrics = []
+    for keep in ([1] * 6 + [0] * 6, [0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0], [0] * 12, [1] * 12):
+        dropped, removed = kept_and_dropped(data, keep)
+        if drop or len(removed):
+            metrics.append(trainer.update(dropped if drop else removed, last=False))
+    one = data.merge(data.like(advantages=torch.ones(12, R) * data["response_mask"])).rows([3])
+    if drop:
+        filler = data.rows([0, 1]).merge(data.rows([0, 1]).like(advantages=torch.zeros(2, R)))
+        filler = filler.merge(filler.like(response_mask=torch.zeros_like(filler["response_mask"])))
+        one = Batch([0, 0, 0], {n: torch.cat([filler[n], one[n]]) for n in one.tensors.keys()})  # noqa: SIM118
+    metrics.append(trainer.update(one, last=True))
+    return {"metrics": metrics, "digest": trainer.digest(), "weights": trainer.weights()}
+
+
+def without_drops(trainer: VerlTrainer) -> dict[str, Any]:
+    return with_drops(trainer, drop=False)
+
+
+SCENARIOS = {f.__name__: f for f in (scenario, with_drops, without_drops)}
 OPTIONS = {"micro_batch_size": 2, "reference": True, "use_kl_loss": True, "warmup_steps": 2}
 
 
@@ -357,9 +489,9 @@ def alone() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ranks}
 
 
-def run_ranks(models: list[Path], world: int, out: Path) -> list[list[dict[str, Any]]]:
-    """Runs the scenario for each model on that many processes; returns results by rank and model."""
-    found = [socket.create_server(("127.0.0.1", 0)) for _ in models]
+def run_ranks(jobs: list[tuple[str, Path]], world: int, out: Path) -> list[list[dict[str, Any]]]:
+    """Runs each (scenario, model) on that many processes, one after another; returns results by rank and job."""
+    found = [socket.create_server(("127.0.0.1", 0)) for _ in jobs]
     ports = [str(server.getsockname()[1]) for server in found]
     for server in found:
         server.close()
@@ -371,7 +503,8 @@ def run_ranks(models: list[Path], world: int, out: Path) -> list[list[dict[str, 
             "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
         }
-        command = [sys.executable, __file__, str(out / f"{rank}.pt"), *ports, *map(str, models)]
+        words = [word for port, (name, model) in zip(ports, jobs, strict=True) for word in (port, name, str(model))]
+        command = [sys.executable, __file__, str(out / f"{rank}.pt"), *words]
         ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     try:
         for process in ranks:
@@ -383,21 +516,30 @@ def run_ranks(models: list[Path], world: int, out: Path) -> list[list[dict[str, 
     return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
-def be_a_rank(out: str, *ports_and_models: str) -> None:
+def be_a_rank(out: str, *jobs: str) -> None:
     results = []
-    half = len(ports_and_models) // 2
-    for port, model in zip(ports_and_models[:half], ports_and_models[half:], strict=True):
+    for port, name, model in zip(jobs[::3], jobs[1::3], jobs[2::3], strict=True):
         os.environ["MASTER_PORT"] = port
         trainer = build(model, **OPTIONS)
-        results.append(scenario(trainer))
+        results.append(SCENARIOS[name](trainer))
         trainer.close()
     torch.save(results, out)
 
 
-def test_two_ranks_do_what_one_does(make: Make, tiny_qwen: Path, untied_qwen: Path, tmp_path: Path) -> None:
-    models = [tiny_qwen, untied_qwen]
-    ranks = run_ranks(models, 2, tmp_path)
-    again = run_ranks(models, 2, tmp_path)
+@pytest.fixture(scope="module")
+def two_ranks(
+    tiny_qwen: Path, untied_qwen: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[list[dict[str, Any]]]:
+    """Results by rank of the scenario with two models, then of the one with drops and the one without."""
+    jobs = [("scenario", tiny_qwen), ("scenario", untied_qwen), ("with_drops", tiny_qwen), ("without_drops", tiny_qwen)]
+    return run_ranks(jobs, 2, tmp_path_factory.mktemp("ranks"))
+
+
+def test_two_ranks_do_what_one_does(
+    make: Make, tiny_qwen: Path, untied_qwen: Path, two_ranks: list[list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    models, ranks = [tiny_qwen, untied_qwen], two_ranks
+    again = run_ranks([("scenario", model) for model in models], 2, tmp_path)
     for i, model in enumerate(models):
         one, first, second = scenario(make(model, **OPTIONS)), ranks[0][i], ranks[1][i]
         assert first["digest"] == second["digest"] == digest(first["weights"])
@@ -412,6 +554,23 @@ def test_two_ranks_do_what_one_does(make: Make, tiny_qwen: Path, untied_qwen: Pa
         assert largest_difference(first["weights"], one["weights"]) < 1e-4
         # The same once more, in other processes: bit for bit.
         assert again[0][i]["digest"] == first["digest"]
+
+
+def test_two_ranks_leave_out_dropped_rows_and_skip_together(
+    make: Make, tiny_qwen: Path, two_ranks: list[list[dict[str, Any]]]
+) -> None:
+    ranks = [results[2:] for results in two_ranks]
+    one = with_drops(make(tiny_qwen, **OPTIONS))
+    for dropped, removed in ranks:
+        assert dropped["digest"] == removed["digest"] == ranks[0][0]["digest"]
+        taken = [metrics for metrics in dropped["metrics"] if "actor/skipped_updates" not in metrics]
+        assert taken == removed["metrics"]
+        assert len(dropped["metrics"]) == 5 == len(taken) + 1
+        assert all(math.isfinite(value) for metrics in taken for value in metrics.values())
+    for at_two, at_one in zip(ranks[0][0]["metrics"], one["metrics"], strict=True):
+        for name in ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/lr"):
+            assert at_two.get(name) == pytest.approx(at_one.get(name), abs=1e-5)
+    assert largest_difference(ranks[0][0]["weights"], one["weights"]) < 1e-4
 
 
 if __name__ == "__main__":

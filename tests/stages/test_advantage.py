@@ -11,6 +11,7 @@ import torch
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, PipelineError
 from dataflow.graph import TaskInfo
+from dataflow.runner import _reduce
 from dataflow.stages.advantage import GROUPWISE, UNFED, WHOLE_BATCH, advantage, check_estimator
 
 heavy = pytest.mark.heavy
@@ -149,3 +150,99 @@ def test_rewards_of_other_groups_are_refused() -> None:
     responses, rewards = random_step()
     with pytest.raises(DataflowError, match="groups differ"):
         advantage(responses, rewards.select(rewards.ids[::-1]), algorithm=options(), task=TaskInfo(step=1))
+
+
+# Samples that were not kept: `kept` beside their scores.
+
+
+def with_kept(rewards: Batch, kept: list[list[int]]) -> Batch:
+    """Returns the rewards with NaN for the scores of samples that were not kept."""
+    keep = torch.tensor(kept, dtype=torch.bool).reshape(-1)
+    return rewards.merge(rewards.like(kept=keep, score=rewards["score"].masked_fill(~keep, torch.nan)))
+
+
+@heavy
+@pytest.mark.parametrize("name", [*GROUPWISE, *WHOLE_BATCH])
+def test_all_kept_is_as_if_nothing_was_said(name: str) -> None:
+    responses, rewards = random_step()
+    plain, kept = TaskInfo(step=1), TaskInfo(step=1)
+    expected = advantage(responses, rewards, algorithm=options(name), task=plain)
+    result = advantage(responses, with_kept(rewards, [[1] * 4] * 6), algorithm=options(name), task=kept)
+    for column in ("advantages", "returns"):
+        assert result[column].dtype == expected[column].dtype
+        assert torch.equal(result[column], expected[column])
+    assert torch.equal(result["response_mask"], responses["response_mask"])
+    assert result["response_mask"].dtype == responses["response_mask"].dtype
+    assert kept.metrics == {**plain.metrics, "reward/dropped_samples": 0.0, "reward/dropped_groups": 0.0}
+
+
+@heavy
+@pytest.mark.parametrize("name", [*GROUPWISE, *WHOLE_BATCH])
+def test_dropped_samples_count_neither_in_the_baseline_nor_in_the_metrics(name: str) -> None:
+    responses, rewards = random_step()
+    keep = [[1, 1, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 1]]
+    rows = [row for row, kept in enumerate(np.ravel(keep)) if kept]
+    fewer, alone = TaskInfo(step=1), TaskInfo(step=1)
+    result = advantage(responses, with_kept(rewards, keep), algorithm=options(name), task=fewer)
+    expected = advantage(responses.rows(rows), rewards.rows(rows), algorithm=options(name), task=alone)
+    assert expected["advantages"].any()
+    left_out = [row for row in range(24) if row not in rows]
+    for column in ("advantages", "returns"):
+        assert torch.equal(result[column][rows], expected[column])
+        assert not result[column][left_out].any()
+    assert torch.equal(result["response_mask"][rows], responses["response_mask"][rows])
+    assert not result["response_mask"][left_out].any()
+    assert fewer.metrics == {**alone.metrics, "reward/dropped_samples": 8.0, "reward/dropped_groups": 1.0}
+
+
+@heavy
+@pytest.mark.parametrize("name", [*GROUPWISE, *WHOLE_BATCH])
+def test_a_lone_sample_has_no_baseline_and_is_left_out_too(name: str) -> None:
+    responses, rewards = step([[0.9, 0.5, 0.1], [0.7, 0.0, 0.2]], [[2, 5, 1], [3, 2, 4]])
+    task = TaskInfo(step=1)
+    result = advantage(responses, with_kept(rewards, [[1, 1, 1], [1, 0, 0]]), algorithm=options(name), task=task)
+    trains = result["response_mask"].any(dim=1).tolist()
+    # REINFORCE++ compares with the whole batch, so it needs no second sample of the group.
+    lone = name == "reinforce_plus_plus"
+    assert trains == [True, True, True, lone, False, False]
+    assert bool(result["advantages"][3].any()) == lone
+    assert task.metrics["reward/dropped_samples"] == (2.0 if lone else 3.0)
+    assert task.metrics["reward/dropped_groups"] == (0.0 if lone else 1.0)
+    assert task.metrics["critic/score/min"] == pytest.approx(0.1)
+
+
+@heavy
+def test_groups_of_one_sample_keep_verls_advantage() -> None:
+    responses, rewards = step([[0.9], [0.5], [0.1]], [[2], [5], [1]])
+    task = TaskInfo(step=1)
+    result = advantage(responses, with_kept(rewards, [[1], [0], [1]]), algorithm=options(), task=task)
+    assert result["response_mask"].any(dim=1).tolist() == [True, False, True]
+    assert result["advantages"][:, 0].tolist() == pytest.approx([0.9, 0, 0.1], abs=1e-5)
+    assert task.metrics["reward/dropped_groups"] == 1.0
+
+
+@pytest.mark.parametrize("keep", [[0, 0, 0, 0], [0, 1, 0, 0]], ids=["none kept", "one kept"])
+def test_a_part_with_nothing_to_train_on_calls_no_estimator(keep: list[int]) -> None:
+    responses, rewards = step([[1.0, 0.0, 0.0, 0.0]], [[2, 5, 1, 3]])
+    task = TaskInfo(step=1)
+    result = advantage(responses, with_kept(rewards, [keep]), algorithm=options(), task=task)
+    for column in ("advantages", "returns", "response_mask"):
+        assert result[column].shape == (4, R)
+        assert not result[column].any()
+    assert result["advantages"].dtype == result["returns"].dtype == torch.float32
+    assert task.metrics == {"reward/dropped_samples": 4.0, "reward/dropped_groups": 1.0}
+
+
+@heavy
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_dropped_samples_add_up_over_the_parts_of_a_step(parts: int) -> None:
+    responses, rewards = random_step()
+    keep = [[1, 1, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 1]]
+    rewards = with_kept(rewards, keep)
+    told = []
+    for i, part in enumerate(responses.split(parts)):
+        task = TaskInfo(step=1, part=i, parts=parts)
+        advantage(part, rewards.select(part.ids), algorithm=options(), task=task)
+        told.append(task.metrics)
+    for name, expected in {"reward/dropped_samples": 12.0, "reward/dropped_groups": 2.0}.items():
+        assert _reduce(name, [metrics[name] for metrics in told]) == expected

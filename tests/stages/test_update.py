@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from dataflow.batch import Batch
 from dataflow.errors import RunError
 from dataflow.graph import TaskInfo
-from dataflow.stages.update import TrainedOnce, actor_update, actor_update_kl, staleness, update_stage
+from dataflow.runner import _reduce
+from dataflow.stages.update import Trained, actor_update, actor_update_kl, staleness, update_stage
 
 
 def samples(*groups: int, version: int | None = 0, **columns) -> Batch:
@@ -21,24 +23,24 @@ def info(step: int = 1, part: int = 0, parts: int = 2, max_staleness: int = 0) -
 
 
 def test_each_group_trains_once_per_step():
-    once = TrainedOnce()
+    trained = Trained()
     for step in (1, 2):
-        once.check(info(step, 0), samples(0, 3), 4)
-        once.check(info(step, 1), samples(1, 2), 4)
+        trained = trained.then(info(step, 0), samples(0, 3), 4)
+        assert trained == Trained(step, frozenset({0, 3}))
+        trained = trained.then(info(step, 1), samples(1, 2), 4)
+        assert trained == Trained(step, frozenset(range(4)))
 
 
 def test_a_group_that_comes_twice_is_refused():
-    once = TrainedOnce()
-    once.check(info(1, 0), samples(0, 3), 4)
+    trained = Trained().then(info(1, 0), samples(0, 3), 4)
     with pytest.raises(RunError, match=r"actor_update\[1\]: group 3 would be trained twice in this step"):
-        once.check(info(1, 1), samples(1, 3), 4)
+        trained.then(info(1, 1), samples(1, 3), 4)
 
 
 def test_a_group_that_is_missing_at_the_end_is_told():
-    once = TrainedOnce()
-    once.check(info(1, 0), samples(0, 3), 4)
+    trained = Trained().then(info(1, 0), samples(0, 3), 4)
     with pytest.raises(RunError, match=r"actor_update\[1\]: 3 of 4 groups were trained; none may be lost"):
-        once.check(info(1, 1), samples(1), 4)
+        trained.then(info(1, 1), samples(1), 4)
 
 
 @pytest.mark.parametrize(
@@ -67,35 +69,58 @@ def test_samples_without_a_version_are_refused():
 class Trainer:
     def __init__(self) -> None:
         self.calls: list[tuple[tuple[int, ...], tuple[str, ...], bool]] = []
+        self.masks: list[list[int]] = []
 
     def update(self, batch: Batch, *, last: bool) -> dict[str, float]:
         self.calls.append((batch.ids, tuple(sorted(batch.names)), last))
+        if "response_mask" in batch:
+            self.masks.append(batch["response_mask"].tolist())
+            if not any(self.masks[-1]):
+                return {"actor/skipped_updates": 1.0}
         return {"actor/pg_loss": 0.5}
 
 
 def test_an_update_trains_on_all_columns_and_logs():
     trainer = Trainer()
     stage = actor_update.bind(trainer=trainer, groups=4)
+    actor = Trained(2, frozenset(range(4)))
     for part, groups in enumerate([(2, 0), (1, 3)]):
         task = info(3, part, max_staleness=1)
         batch = samples(*groups, version=1)
         more = batch.like(old_log_probs=[0.0] * 4), batch.like(advantages=[0.0] * 4)
-        assert stage(batch, *more, None, task=task, **stage.tools) == 3
+        actor = stage(batch, *more, actor, task=task, **stage.tools)
         assert task.metrics == {"actor/pg_loss": 0.5, "staleness/mean": 1.0, "staleness/max": 1.0}
+    assert actor == Trained(3, frozenset(range(4)))
     names = ("advantages", "old_log_probs", "score")
     assert trainer.calls == [((2, 0), names, False), ((1, 3), names, True)]
 
 
-def test_what_was_trained_is_remembered_by_the_trainer_not_the_stage():
+def test_what_was_trained_goes_with_the_actor_whatever_the_stage():
     trainer = Trainer()
     batch = samples(0, 1, version=0)
-    for kind in (actor_update, actor_update.bind(name="other")):
-        run = kind.bind(trainer=trainer, groups=4)
-        if kind is actor_update:
-            run(batch, batch, batch, None, task=info(), **run.tools)
-        else:
-            with pytest.raises(RunError, match="trained twice"):
-                run(batch, batch, batch, None, task=info(part=1), **run.tools)
+    first, second = (kind.bind(trainer=trainer, groups=4) for kind in (actor_update, actor_update.bind(name="other")))
+    actor = first(batch, batch, batch, None, task=info(), **first.tools)
+    with pytest.raises(RunError, match="trained twice"):
+        second(batch, batch, batch, actor, task=info(part=1), **second.tools)
+    assert len(trainer.calls) == 1
+
+
+def test_dropped_samples_train_with_an_empty_mask_and_skipped_updates_add_up():
+    trainer = Trainer()
+    stage = actor_update.bind(trainer=trainer, groups=6)
+    actor, told = None, []
+    masks = [[1, 1, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+    for part, mask in enumerate(masks):
+        batch = samples(2 * part, 2 * part + 1, version=0)
+        batch = batch.merge(batch.like(response_mask=torch.ones(4, dtype=torch.long)))
+        task = info(1, part, parts=3)
+        advantages = batch.like(response_mask=torch.tensor(mask))
+        actor = stage(batch, batch, advantages, actor, task=task, **stage.tools)
+        told.append(task.metrics["actor/skipped_updates"])
+    assert trainer.masks == masks
+    assert [last for _, _, last in trainer.calls] == [False, False, True]
+    assert actor.groups == frozenset(range(6))
+    assert _reduce("actor/skipped_updates", told) == 2
 
 
 def test_the_reference_is_read_only_where_it_is_used():
