@@ -289,11 +289,15 @@ class TaskId(NamedTuple):
 
 
 class Input(NamedTuple):
-    """Where a task's field comes from: the tasks that wrote it, none for an input or an initial state."""
+    """Where a task's field comes from: the tasks that wrote it, none for an input or an initial state.
+
+    A field is whole if the task is to see all of it, whatever groups it works on.
+    """
 
     field: str
     sources: tuple[TaskId, ...]
     state: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -305,7 +309,7 @@ class Task:
         stage: what to run.
         deps: tasks that must have finished, each once; some only free the state that this one overwrites.
         inputs: its fields, in the order of the function's parameters.
-        chosen_by: the task that decided which groups this one works on, if not all.
+        chosen_by: the tasks that decided which groups this one works on; none if it works on all there are.
         share: (i, n): it works on the i-th of n equal shares of those groups.
         take: how many groups a task that forms a part delivers; None for all.
         emits: sets of groups that it hands on while it runs; 1: all of them when it ends.
@@ -316,7 +320,7 @@ class Task:
     stage: Stage
     deps: tuple[TaskId, ...]
     inputs: tuple[Input, ...]
-    chosen_by: TaskId | None = None
+    chosen_by: tuple[TaskId, ...] = ()
     share: tuple[int, int] = (0, 1)
     take: int | None = None
     emits: int = 1

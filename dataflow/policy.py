@@ -6,7 +6,7 @@ Two integers make all of them: `split`, in how many parts a step's rewards are c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -122,7 +122,8 @@ def expand(
         policy: how steps overlap.
         steps: the last step.
         mini_batches: optimizer steps in a step; ``policy.split`` must divide them.
-        groups: prompt groups in a step; needed when the policy splits it.
+        groups: prompt groups that a step trains on; needed when the policy splits it. The step may have more: the
+            stage that forms the parts takes this many of them, and what reads from it works on those alone.
         first: the first step; states that it reads are then the initial ones.
 
     A state that an engine holds in place (a field some stage reads as Carried or Latest) gets more than data
@@ -227,6 +228,39 @@ def _emissions(groups: int | None, mini_batches: int) -> int:
     return max([d for d in fitting if d <= EMISSIONS], default=mini_batches)
 
 
+def _behind(pipeline: Pipeline) -> frozenset[str]:
+    """Returns the stages that read, themselves or through others of the step, what the parts are formed of."""
+    former = pipeline.former
+    return frozenset(s.name for s in _downstream(pipeline, former.writes)) if former else frozenset()
+
+
+def _grouped(pipeline: Pipeline) -> frozenset[str]:
+    """Returns the fields whose rows are of the groups that parts are formed of: what leads there, and what it becomes.
+
+    Others hold groups of their own, which only share the numbers (the prompts of a validation).
+    """
+    found = set(pipeline.former.writes) if pipeline.former else set()
+    for s in reversed(pipeline.order):
+        if found.intersection(s.writes):
+            found.update(_values(pipeline, s))
+    return frozenset(found.union(*(s.writes for s in _downstream(pipeline, found))))
+
+
+def _downstream(pipeline: Pipeline, fields: Iterable[str]) -> list[Stage]:
+    """Returns the stages that read values of these fields, or what others of the same step made of them."""
+    found, stages = set(fields), []
+    for s in pipeline.order:
+        if found.intersection(_values(pipeline, s)):
+            found.update(s.writes)
+            stages.append(s)
+    return stages
+
+
+def _values(pipeline: Pipeline, s: Stage) -> list[str]:
+    """Returns the fields of its own step that a stage reads; a state goes from step to step and is of no groups."""
+    return [r.field for r in s.reads if r.field not in pipeline.states]
+
+
 class _Unroller:
     """Makes the tasks of a step; holds what is the same for all steps."""
 
@@ -246,6 +280,7 @@ class _Unroller:
         of: dict[Grain, int] = {"step": 1, "emission": 1, "part": policy.split, "mini-batch": mini_batches}
         self.parts = {s.name: emissions if pipeline.follows_stream(s) else of[s.grain] for s in pipeline.stages}
         self.split = policy.split
+        self.behind, self.grouped = _behind(pipeline), _grouped(pipeline)
         self._known: dict[tuple[str, int], list[TaskId]] = {}
         self.lag = {"none": 0, "latest": 1, "carried": 1 + policy.max_staleness}
         self.readers: dict[str, list[tuple[Stage, int]]] = {f: [] for f in pipeline.states}
@@ -287,29 +322,37 @@ class _Unroller:
         each = len(ids) // mine
         return ids[part * each : (part + 1) * each]
 
+    def _gathers(self, s: Stage) -> bool:
+        """Whether the stage runs once, on the groups of all parts together."""
+        return s.name in self.behind and s.grain not in ("part", "mini-batch") and self.parts[s.name] == 1
+
     def _input(self, s: Stage, step: int, part: int, read: Read) -> Input:
         writer = self.pipeline.writer.get(read.field)
+        foreign = self._gathers(s) and read.field not in self.grouped
         if writer is None:
-            return Input(read.field, ())
+            return Input(read.field, (), whole=foreign)
         if read.field in self.pipeline.states:
             # A state has one holder: what counts is the last task that changed it.
             return Input(read.field, tuple(self._ids(writer, step - self.lag[read.lag])[-1:]), state=True)
-        return Input(read.field, tuple(self._beside(writer, s, step, part)))
+        sources = tuple(self._beside(writer, s, step, part))
+        return Input(read.field, sources, whole=foreign and len(sources) == 1)
 
     def _task(self, s: Stage, step: int, part: int, rank: int) -> Task:
         me = self._ids(s, step)
         inputs = tuple(self._input(s, step, part, read) for read in s.reads)
         deps = [source for item in inputs for source in item.sources]
         former = self.pipeline.former
-        chosen_by = None
+        chosen_by: tuple[TaskId, ...] = ()
         share = (0, 1)
         if s.grain == "emission" and self.parts[s.name] > 1:
-            chosen_by = next(d for d in deps if d.parts > 1 and self.pipeline.by_name[d.stage].streams)
+            chosen_by = (next(d for d in deps if d.parts > 1 and self.pipeline.by_name[d.stage].streams),)
         elif former is not None and s.grain in ("part", "mini-batch") and not s.forms_parts:
-            chosen_by = self._beside(former, s, step, part)[0]
+            chosen_by = (self._beside(former, s, step, part)[0],)
             each = self.parts[s.name] // self.split
             share = (part % each, each)
-            deps.append(chosen_by)
+            deps += chosen_by
+        elif former is not None and self._gathers(s):
+            chosen_by = tuple(self._ids(former, step))
         for name in s.after:
             deps += self._beside(self.pipeline.by_name[name], s, step, part)
         writes_state = any(w in self.pipeline.states for w in s.writes)

@@ -21,7 +21,7 @@ from dataflow.scheduler import (
     TaskFailed,
     TaskFinished,
 )
-from dataflow.timeline.spans import Mark, Span, Trace
+from dataflow.timeline.spans import Level, Mark, Span, Trace
 
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
@@ -163,6 +163,9 @@ class Runner:
         )
         self.trace.spans.append(span)
         for mark in report.marks:
+            if "value" in mark:
+                self.trace.levels.append(Level(mark["name"], mark["at"] - self._origin, float(mark["value"])))
+                continue
             facts = {k: v for k, v in mark.items() if k not in ("name", "begin", "end")}
             begin, end = mark["begin"] - self._origin, mark["end"] - self._origin
             self.trace.marks.append(Mark(mark["name"], task.stage.on, begin, end, {"step": i.step, **facts}))
@@ -203,7 +206,7 @@ class Runner:
         values: list[Any] = []
         for item in task.inputs:
             found = self._find(item, i.step)
-            layout.append((item.field, len(found), item.state))
+            layout.append((item.field, len(found), item.state or item.whole))
             values += found
         info = TaskInfo(
             step=i.step,

@@ -339,12 +339,12 @@ class Scheduler:
         return out
 
     def _groups_of(self, task: Task) -> tuple[int, ...] | None:
-        if task.chosen_by is None:
+        chosen = [groups for i in task.chosen_by if (groups := self._groups[i]) is not None]
+        if not chosen:
             return None
-        groups = self._groups[task.chosen_by]
-        if groups is None:
-            return None
-        i, n = task.share
+        if len(chosen) > 1:
+            return tuple(sorted(group for groups in chosen for group in groups))
+        groups, (i, n) = chosen[0], task.share
         if len(groups) % n:
             raise DataflowError(f"scheduler: {task} cannot take 1/{n} of {len(groups)} groups.")
         size = len(groups) // n

@@ -66,6 +66,10 @@ class TaskInfo:
         """Adds a span inside this task to the trace (a reward request), in seconds of ``time.time()``."""
         self.marks.append({"name": name, "begin": begin, "end": end, **facts})
 
+    def level(self, name: str, at: float, value: float) -> None:
+        """Adds to the trace what a number is from a time on (a limit), in seconds of ``time.time()``."""
+        self.marks.append({"name": name, "at": at, "value": value})
+
 
 @dataclass(frozen=True)
 class Hosted:
@@ -80,6 +84,8 @@ class Hosted:
         ranks: processes that all run each call (SPMD); the first one's outputs count.
         gpus: GPUs per process, shares allowed.
         concurrent: calls run side by side on one event loop (for tools that wait).
+        restarts: how often in a run it may be built anew when its process dies; stages that replay then run again,
+            and after them what was under way. For tools whose state can be given again, as an agent's can.
     """
 
     name: str
@@ -88,6 +94,7 @@ class Hosted:
     ranks: int = 1
     gpus: float = 0.0
     concurrent: bool = False
+    restarts: int = 0
 
     def build(self) -> Any:
         """Returns the tool, built in this process."""
@@ -116,6 +123,7 @@ class Stage:
     accepts: tuple[str, ...] = ()
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None
     imports: tuple[str, ...] = ()
+    replays: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the plain function, as a test of it would."""
@@ -205,6 +213,7 @@ def stage(
     every: int | None = None,
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None,
     imports: Sequence[str] = (),
+    replays: bool = False,
 ) -> Callable[[Callable[..., Any]], Stage]:
     """Makes a stage of a function: parameters before ``*`` are fields it reads, after ``*`` tools.
 
@@ -220,6 +229,8 @@ def stage(
         every: run only on every k-th step, and on the last.
         whole_batch: called with the bound tools; returns why the stage needs all groups at once, or None.
         imports: modules that its process imports before the run, so that the first call is not slow.
+        replays: leaves the groups it reads in its tool's memory, for a later stage of the tool to hand out
+            (reward_request); a tool that died and was built anew is given those again that it still owes.
 
     >>> @stage(writes="length", on="controller")
     ... def measure(text, *, scale=1):
@@ -261,6 +272,7 @@ def stage(
             accepts=tuple(tools),
             whole_batch=whole_batch,
             imports=tuple(imports),
+            replays=replays,
         )
 
     return wrap

@@ -184,9 +184,36 @@ def test_grpo_expands_to_the_parts_and_versions_of_its_policy(staleness, mini_ba
         assert len(updates) == mini_batches
         for m, update in enumerate(updates):
             part = m * split // mini_batches
-            assert update.chosen_by == TaskId(step, "reward_collect", part, split)
+            assert update.chosen_by == (TaskId(step, "reward_collect", part, split),)
             assert update.share == (m % (mini_batches // split), mini_batches // split)
         assert [t.take for t in graph.unroll(step) if t.stage.forms_parts] == [groups // split] * split
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_what_reads_the_parts_once_a_step_works_on_their_groups(split):
+    @stage(writes="scaled", on="controller")
+    def scale(rewards, prompts, held_out): ...
+
+    @stage(writes="report", on="io")
+    def report(scaled, responses, weights, val_responses): ...
+
+    @stage(writes="val_responses", on="gpu")
+    def validate(held_out, weights): ...
+
+    @stage(on="io")
+    def late(responses): ...
+
+    stages = [*grpo_pipeline().stages, scale, report, validate, late.bind(after=["reward_collect"])]
+    pipeline = Pipeline(stages, inputs=["prompts", "held_out"])
+    graph = expand(pipeline, SchedulingPolicy(split), 2, 2, groups=8)
+    parts = tuple(TaskId(2, "reward_collect", part, split) for part in range(split))
+    for name in ("scale", "report"):
+        assert task(graph, 2, name).chosen_by == parts
+    # A validation only waits for the weights, and its groups share no more than numbers with the step's.
+    for name in ("validate", "late", "gather_weights", "old_log_prob"):
+        assert task(graph, 2, name).chosen_by == ()
+    whole = {name: [i.field for i in task(graph, 2, name).inputs if i.whole] for name in ("scale", "report")}
+    assert whole == {"scale": ["held_out"], "report": ["val_responses"]}
 
 
 def test_a_state_is_overwritten_only_after_its_readers():

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+from dataflow.batch import Batch
 from dataflow.errors import DataflowError, PipelineError
 from dataflow.executors.virtual import VirtualExecutor
-from dataflow.graph import TaskGraph, TaskId
+from dataflow.graph import Carried, Latest, Pipeline, TaskGraph, TaskId, stage
 from dataflow.policy import PRESETS, SchedulingPolicy, divisors, expand, preset
 from dataflow.runner import Runner
 from dataflow.scheduler import Scheduler
@@ -138,6 +139,127 @@ def test_each_group_trains_once_a_step_with_its_own_rewards(drawn, seed):
             assert set(groups) <= set(by_stage["advantage"][m // per])
         if policy.order == "index":
             assert [g for part in by_stage["actor_update"] for g in part] == list(range(graph.groups))
+
+
+# --- spare groups: a step is offered more than it trains on ------------------------------------------------
+
+
+@QUICK
+@given(policies(), st.integers(0, 999), st.integers(1, 9))
+def test_a_step_trains_on_as_many_groups_as_asked_of_those_it_is_offered(drawn, seed, spare):
+    policy, mini_batches = drawn
+    graph = grpo(policy, 5, mini_batches * 3, mini_batches)
+    costs = RandomCosts(seed, graph.groups + spare, policy.order)
+    trace, seen = simulate(graph, costs)
+    check_trace(trace, graph)
+    plain, _ = simulate(graph, RandomCosts(seed, graph.groups, policy.order))
+    assert trace.spans == plain.spans, "spare groups alone change neither order nor times"
+    for step in range(1, 6):
+        taken = {
+            name: [g for i in sorted(seen) if i.step == step and i.stage == name for g in seen[i].groups or ()]
+            for name in ("advantage", "actor_update")
+        }
+        assert taken["advantage"] == taken["actor_update"]
+        assert len(set(taken["advantage"])) == len(taken["advantage"]) == graph.groups
+        assert set(taken["advantage"]) <= set(range(graph.groups + spare))
+        if policy.order == "index":
+            assert taken["advantage"] == list(range(graph.groups))
+
+
+class Offer:
+    """Hands out an offer's groups from the last to the first, and counts what nobody took."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, list[int]] = {}
+        self.cancelled: dict[int, list[int]] = {}
+
+
+@stage(writes="responses", on="gpu")
+def answer(prompts, weights: Carried):
+    rows = prompts.repeat(2)
+    return Batch(rows.groups, {"said": [f"{w}" for w in rows["question"]]}, {"weights_version": weights or 0})
+
+
+@stage(writes="ticket", on="controller")
+def request(responses, *, offer, task):
+    offer.open[task.step] = list(responses.ids)
+    return task.step
+
+
+@stage(writes="rewards", on="reward", forms_parts=True)
+async def collect(ticket, *, offer, task):
+    await asyncio.sleep(0)
+    taken = [offer.open[ticket].pop() for _ in range(task.take)]
+    if task.last:
+        offer.cancelled[ticket] = offer.open.pop(ticket)
+    rows = [group for group in taken for _ in range(2)]
+    return Batch(rows, {"score": [float(group) for group in rows]})
+
+
+def log_probs(responses, actor: Latest):
+    return responses.like(saw=[len(responses.ids)] * len(responses))
+
+
+@stage(writes="advantages", on="controller", splittable=True)
+def center(responses, rewards):
+    return responses.merge(rewards).like(advantage=rewards["score"])
+
+
+@stage(writes="report", on="io")
+def tell(responses, rewards, early, advantages, held_out, *, told, task):
+    whole = responses.merge(rewards, early, advantages)
+    told[task.step] = (whole.ids, whole["score"].tolist(), held_out.ids)
+
+
+@stage(writes="actor", on="gpu", per_mini_batch=True)
+def learn(responses, early, late, advantages, actor: Latest, *, trained, task):
+    batch = responses.merge(early, late, advantages)
+    assert batch["advantage"].tolist() == [float(g) for g in batch.groups]
+    trained.setdefault(task.step, []).append((batch.ids, set(batch["saw"])))
+    return task.step
+
+
+@stage(writes="weights", on="gpu")
+def hand_over(actor):
+    return actor
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_spare_groups_are_computed_on_until_the_collects_have_chosen(split, staleness):
+    from dataflow.executors.inline import InlineExecutor
+
+    offer, told, trained = Offer(), {}, {}
+    log_prob = stage(writes="early", on="gpu")(log_probs)
+    stages = [
+        answer,
+        request.bind(offer=offer),
+        log_prob.bind(name="before"),
+        # One behind the collects: it still runs on all rows, since it reads nothing of them.
+        log_prob.bind(name="behind", renamed={"early": "late"}, after=["collect"]),
+        collect.bind(offer=offer),
+        center,
+        tell.bind(told=told),
+        learn.bind(trained=trained),
+        hand_over,
+    ]
+    graph = expand(Pipeline(stages, inputs=["prompts", "held_out"]), SchedulingPolicy(split, staleness), 3, 4, groups=8)
+    inputs = {
+        "prompts": lambda step: Batch(range(11), {"question": [f"{step}/{g}" for g in range(11)]}),
+        "held_out": lambda step: Batch([4, 50], {"question": ["a", "b"]}),
+    }
+    run(graph, InlineExecutor(), inputs=inputs)
+    for step in (1, 2, 3):
+        assert offer.cancelled[step] == [0, 1, 2]
+        mini_batches = [ids for ids, _ in trained[step]]
+        assert mini_batches == [(10, 9), (8, 7), (6, 5), (4, 3)]
+        assert all(saw == {11} for _, saw in trained[step]), "log-probs are of all that was offered"
+        ids, scores, held_out = told[step]
+        assert ids == ((10, 9, 8, 7, 6, 5, 4, 3) if split == 1 else (3, 4, 5, 6, 7, 8, 9, 10))
+        assert scores == [float(g) for g in ids for _ in range(2)]
+        assert held_out == (4, 50)
+    assert not offer.open
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])

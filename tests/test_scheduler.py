@@ -110,7 +110,7 @@ def test_each_group_is_in_one_part_and_one_mini_batch_of_a_step(dice):
     seen: dict[tuple[int, str], list[int]] = {}
     for _ended, instructions in drive(Scheduler(graph), graph.groups, dice):
         for start in instructions:
-            if isinstance(start, Start) and start.task.chosen_by is not None:
+            if isinstance(start, Start) and start.task.chosen_by:
                 seen.setdefault((start.task.id.step, start.task.stage.name), []).extend(start.groups)
     for key, groups in seen.items():
         assert sorted(groups) == list(range(graph.groups)), key
@@ -207,6 +207,54 @@ def test_an_event_out_of_place_is_an_error():
         s.handle(TaskFinished(TaskId(1, "one")))
     with pytest.raises(DataflowError, match="unknown or forgotten"):
         s.handle(TaskFinished(TaskId(7, "one")))
+
+
+@stage(writes="report", on="io")
+def report(responses, rewards, table): ...
+
+
+def spare(split: int) -> tuple[Scheduler, dict[str, tuple[int, ...] | None]]:
+    """Runs one step of four groups that was offered six; returns the scheduler and who worked on what."""
+    pipeline = Pipeline([*grpo_pipeline().stages, report], inputs=["prompts", "table"])
+    scheduler = Scheduler(expand(pipeline, SchedulingPolicy(split), 1, 2, groups=4))
+    taken = [(5, 0, 3, 4)] if split == 1 else [(5, 0), (4, 3)]
+    worked: dict[str, tuple[int, ...] | None] = {}
+    todo = scheduler.start()
+    while todo:
+        instruction = todo.pop(0)
+        if isinstance(instruction, Start):
+            task = instruction.task
+            worked[str(task)] = instruction.groups
+            groups = taken[task.id.part] if task.stage.forms_parts else None
+            todo += scheduler.handle(TaskFinished(task.id, 1.0, groups))
+            scheduler.check()
+    return scheduler, worked
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_the_groups_that_were_taken_are_those_of_what_follows(split):
+    _, worked = spare(split)
+    before = ("rollout[1]", "reward_request[1]", "old_log_prob[1]", "gather_weights[1]", "sync_weights[1]")
+    assert {worked.pop(name) for name in before} == {None}
+    collects = ["reward_collect[1]"] if split == 1 else ["reward_collect[1.1]", "reward_collect[1.2]"]
+    assert {worked.pop(name) for name in collects} == {None}
+    expected = {
+        1: {
+            "advantage[1]": (5, 0, 3, 4),
+            "actor_update[1.1]": (5, 0),
+            "actor_update[1.2]": (3, 4),
+            "report[1]": (5, 0, 3, 4),
+        },
+        2: {
+            "advantage[1.1]": (5, 0),
+            "advantage[1.2]": (4, 3),
+            "actor_update[1.1]": (5, 0),
+            "actor_update[1.2]": (4, 3),
+            # Once for all parts: in the order of the groups, as their values are joined.
+            "report[1]": (0, 3, 4, 5),
+        },
+    }
+    assert worked == expected[split]
 
 
 def test_a_former_must_name_its_groups():

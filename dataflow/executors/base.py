@@ -57,7 +57,7 @@ class Call:
     Attributes:
         stage: name of the stage; the place where it runs knows the function.
         info: what the function may ask of its task.
-        layout: for each field the number of values that make it up, and whether it is a state.
+        layout: for each field the number of values that make it up, and whether it is taken as it is (a state).
         groups: groups to pick out of the values; None for all.
     """
 
@@ -107,12 +107,12 @@ def fields_of(call: Call, values: Sequence[Any]) -> list[Any]:
     """Returns the stage function's arguments: several values of one field joined, groups picked out."""
     fields: list[Any] = []
     at = 0
-    for name, count, state in call.layout:
+    for name, count, as_it_is in call.layout:
         mine = list(values[at : at + count])
         at += count
         if not mine:
             fields.append(None)
-        elif state or not all(isinstance(value, Batch) for value in mine):
+        elif as_it_is or not all(isinstance(value, Batch) for value in mine):
             if len(mine) > 1:
                 raise DataflowError(
                     f"{call.stage}: field '{name}' comes in {len(mine)} parts that are no Batch; return a Batch."

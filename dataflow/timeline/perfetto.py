@@ -1,8 +1,8 @@
 """The trace as a file: Trace Event JSON, which https://ui.perfetto.dev opens as it is, and the way back.
 
 A process per run, a track per resource (further ones where its tasks overlap), one for the GPU's waits, async
-spans for reward requests and a counter of those in flight. Timestamps are whole microseconds, so that
-neighbours on a track never overlap by rounding; the exact times stand in ``args``.
+spans for reward requests, counters of those in flight and of the limits that changed. Timestamps are whole
+microseconds, so that neighbours on a track never overlap by rounding; the exact times stand in ``args``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from dataflow.errors import DataError
 from dataflow.files import replaced
 from dataflow.timeline.attribution import exposed_waits
-from dataflow.timeline.spans import VERSION, Mark, Span, Trace, in_flight, lanes
+from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, in_flight, lanes
 
 PID = 1
-TASK, REQUEST, WAIT = "task", "request", "wait"
+TASK, REQUEST, WAIT, LEVEL = "task", "request", "wait", "level"
 
 # Key in an event's args -> attribute of the span or mark.
 _SPAN = {k: k for k in ("stage", "step", "part", "parts", "resource", "waited_for")}
@@ -83,6 +83,10 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     for time, level in in_flight(trace.marks):
         counter = {"ph": "C", "name": "rewards in flight", "pid": PID, "ts": round(time * 1e6)}
         yield {**counter, "args": {"requests": level}}
+    for known in trace.levels:
+        counter = {"ph": "C", "cat": LEVEL, "name": known.name, "pid": PID, "ts": round(known.at * 1e6)}
+        # The exact time stands beside the args, all of which Perfetto would draw.
+        yield {**counter, "at_s": known.at, "args": {"value": known.value}}
 
 
 def _about(kind: str, tid: int, **args: Any) -> dict[str, Any]:
@@ -155,6 +159,9 @@ def read(path: str | os.PathLike[str]) -> Trace:
             elif kind == ("b", REQUEST):
                 own, args = _unpack(_MARK, event["args"])
                 trace.add(Mark(str(event["name"]), **own, args=args))
+            elif kind == ("C", LEVEL):
+                level = float(event["args"]["value"])
+                trace.levels.append(Level(str(event["name"]), _seconds(event["at_s"]), level))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 f"trace {path} has a broken event ({type(error).__name__}: {error}) in "

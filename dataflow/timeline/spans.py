@@ -70,6 +70,15 @@ class Mark:
     args: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
+@dataclass(frozen=True)
+class Level:
+    """What a number that goes up and down (a limit) is from a time on, in seconds from the run's first task."""
+
+    name: str
+    at: float
+    value: float
+
+
 @dataclass
 class Trace:
     """All spans of a run.
@@ -77,12 +86,14 @@ class Trace:
     Attributes:
         spans: in the order they were added (usually that of their ends).
         marks: reward requests.
+        levels: changes of limits.
         meta: ``policy``, ``steps``, ``seed``, ``status`` ("finished", "interrupted" or "failed"),
             ``resources`` {name: slots, None for as many as come}, ``started`` (unix time), ``version``.
     """
 
     spans: list[Span] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+    levels: list[Level] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

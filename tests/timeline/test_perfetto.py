@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dataflow.errors import DataError
 from dataflow.timeline import perfetto
-from dataflow.timeline.spans import Mark, Span, Trace
+from dataflow.timeline.spans import Level, Mark, Span, Trace
 
 times = st.floats(0, 1e5, allow_nan=False)
 plain = st.recursive(
@@ -50,7 +50,11 @@ def traces(draw: st.DrawFn) -> Trace:
     marks = st.builds(Mark, name=st.text(max_size=8), resource=resources, begin=times, end=times, args=args)
     meta = draw(st.dictionaries(st.text(), plain, max_size=3))
     meta.pop("resources", None)
-    return Trace(draw(st.lists(spans, max_size=6)), draw(st.lists(marks, max_size=6)), meta)
+    levels = st.builds(
+        Level, name=st.text(max_size=8), at=times, value=st.floats(allow_nan=False, allow_infinity=False)
+    )
+    few = [draw(st.lists(kind, max_size=6)) for kind in (spans, marks, levels)]
+    return Trace(*few, meta)
 
 
 def example() -> Trace:
