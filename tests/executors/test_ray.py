@@ -214,6 +214,44 @@ def test_a_process_that_dies_while_idle_fails_the_next_task(executor):
         run(executor, [quick.bind(victim=Hosted("victim", Victim))], during=kill)
 
 
+class Mortal:
+    """Kills the second rank of its first life in the midst of a call."""
+
+    def __init__(self, journal: str) -> None:
+        self.journal = journal
+        with open(journal, "a") as f:
+            f.write(f"{os.getpid()}\n")
+
+    def work(self) -> int:
+        with open(self.journal) as f:
+            first_life = len(f.readlines()) == 2
+        if first_life and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if first_life:
+            time.sleep(300)
+        return 7
+
+
+@stage(writes="out", on="gpu")
+def work(prompts, *, tool):
+    return tool.work()
+
+
+@stage(on="gpu")
+def check_seven(out):
+    assert out == 7
+
+
+def test_all_ranks_of_a_tool_are_built_anew(executor, tmp_path):
+    journal = tmp_path / "journal"
+    tool = Hosted("tool", Mortal, {"journal": str(journal)}, ranks=2, restarts=1)
+    runner, _ = run(executor, [work.bind(tool=tool), check_seven])
+    assert [span.args.get("restarted") for span in runner.trace.spans] == [1, None]
+    pids = [int(line) for line in journal.read_text().split()]
+    assert len(set(pids)) == 4
+    assert gone(pids)
+
+
 @stage(writes="broken", on="gpu")
 def breaks(out, *, victim):
     raise ValueError("a bad batch")

@@ -1,0 +1,171 @@
+"""The worker's side of the Ray executor: builds a hosted tool in an actor's process and runs its stages beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from dataflow.batch import Batch
+from dataflow.errors import DataflowError
+from dataflow.executors.base import Call, prepare, report, results_of
+from dataflow.graph import Hosted, Stage, TaskInfo
+
+
+class Host:
+    """One process of a hosted tool (in its own actor): builds it and runs the stages that use it."""
+
+    def address(self) -> tuple[str, int]:
+        """Returns an address and a free port of this process, where the ranks can meet."""
+        import socket
+
+        import ray
+
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return ray.util.get_node_ip_address(), s.getsockname()[1]
+
+    def build(self, blob: bytes, environment: Mapping[str, str]) -> int:
+        """Builds the tool; returns this process's id."""
+        os.environ.update(environment)
+        import cloudpickle  # type: ignore[import-untyped]
+
+        # What the first Batch to arrive would import: seconds that belong to start-up, not to a task.
+        import tensordict  # noqa: F401
+
+        spec, self.stages = cloudpickle.loads(blob)
+        for s in self.stages.values():
+            s.load()
+        self.name, self.tool = spec.name, spec.build()
+        # What was imported and built stays: no garbage collection need walk it again (a fifth of a reward's CPU time).
+        gc.collect()
+        gc.freeze()
+        return os.getpid()
+
+    def add(self, blob: bytes) -> None:
+        """Takes further stages."""
+        import cloudpickle
+
+        _spec, stages = cloudpickle.loads(blob)
+        self.stages |= stages
+
+    def run(self, call: Call, keep: bool, *values: Any) -> Any:
+        """Runs a stage function; returns its pickled answer, then, if kept, a value per field.
+
+        The answer is the report and, of a stage that replays, the groups that it was given.
+        """
+        begin = time.time()
+        stage, arguments, keywords, info = self._prepare(call, values)
+        held = _groups_of(stage, arguments)
+        result = stage.fn(*arguments, **keywords)
+        if asyncio.iscoroutine(result):
+            result = asyncio.run(result)
+        return _answer(stage, info, result, begin, keep, held)
+
+    def ask(self, method: str) -> Any:
+        """Calls a method of the tool."""
+        return getattr(self.tool, method)()
+
+    def close(self) -> None:
+        """Lets the tool end well, if it can."""
+        if hasattr(self.tool, "close"):
+            closed = self.tool.close()
+            if asyncio.iscoroutine(closed):
+                asyncio.run(closed)
+
+    def _prepare(self, call: Call, values: Sequence[Any]) -> tuple[Stage, list[Any], dict[str, Any], TaskInfo]:
+        stage = self.stages[call.stage]
+        bound = {n: self.tool for n, t in stage.tools.items() if isinstance(t, Hosted) and t.name == self.name}
+        return (stage, *prepare(stage, call, values, bound))
+
+
+class WaitingHost(Host):
+    """A host whose calls run side by side on one event loop: for tools that wait."""
+
+    async def build(self, blob: bytes, environment: Mapping[str, str]) -> int:  # type: ignore[override]
+        return super().build(blob, environment)
+
+    async def run(self, call: Call, keep: bool, *values: Any) -> Any:
+        begin = time.time()
+        stage, arguments, keywords, info = self._prepare(call, values)
+        held = _groups_of(stage, arguments)
+        result = stage.fn(*arguments, **keywords)
+        if asyncio.iscoroutine(result):
+            result = await result
+        return _answer(stage, info, result, begin, keep, held)
+
+    async def ask(self, method: str) -> Any:
+        answer = getattr(self.tool, method)()
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+    async def close(self) -> None:  # type: ignore[override]
+        if hasattr(self.tool, "close"):
+            closed = self.tool.close()
+            if asyncio.iscoroutine(closed):
+                await closed
+
+
+def _groups_of(stage: Stage, arguments: Sequence[Any]) -> tuple[int, ...] | None:
+    """Returns the groups that a stage that replays leaves in its tool; None of any other stage."""
+    if not stage.replays:
+        return None
+    found = next((a.ids for a in arguments if isinstance(a, Batch)), None)
+    if found is None:
+        raise DataflowError(
+            f"stage '{stage.name}' replays, so what it leaves in its tool must be groups; let it read a Batch."
+        )
+    return found
+
+
+def _answer(
+    stage: Stage, info: TaskInfo, result: Any, begin: float, keep: bool, held: tuple[int, ...] | None
+) -> tuple[Any, ...] | bytes:
+    values = results_of(stage, result)
+    small = pickle.dumps((report(stage, info, values, begin, time.time()), held))
+    return (small, *values) if values and keep else small
+
+
+def pickled(spec: Hosted, stages: Mapping[str, Stage]) -> bytes:
+    """Pickles a host and its stages; functions whose module only this process can import travel whole.
+
+    That is a pipeline file loaded from its path, under a name that a worker would not find.
+    """
+    import sys
+
+    import cloudpickle
+
+    names = {getattr(f, "__module__", None) for f in (spec.factory, *(s.fn for s in stages.values()))}
+    mine = [sys.modules[name] for name in sorted(filter(None, names)) if name in sys.modules]
+    registered = cloudpickle.list_registry_pickle_by_value()
+    loose = [m for m in mine if not _importable(m) and m.__name__ not in registered]
+    for module in loose:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        blob: bytes = cloudpickle.dumps((spec, stages))
+    finally:
+        for module in loose:
+            cloudpickle.unregister_pickle_by_value(module)
+    return blob
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether an import by the module's name finds its file; cloudpickle sends ``__main__`` whole by itself."""
+    from importlib.machinery import PathFinder
+
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__ == "__main__":
+        return True
+    where: Sequence[str] | None = None
+    found = None
+    parts = module.__name__.split(".")
+    for n in range(1, len(parts) + 1):
+        found = PathFinder.find_spec(".".join(parts[:n]), where)
+        if found is None:
+            return False
+        where = list(found.submodule_search_locations or ())
+    return found is not None and found.origin == file

@@ -1,0 +1,390 @@
+"""A hosted tool that dies in the midst of a run and is built anew: each group is used once, none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loguru import logger
+
+from dataflow.batch import Batch
+from dataflow.errors import RunError, StageFailed
+from dataflow.executors.ray import RayExecutor
+from dataflow.graph import Carried, Hosted, Latest, Pipeline, stage
+from dataflow.policy import SchedulingPolicy, expand, preset
+from dataflow.runner import Runner
+from dataflow.testing import check_trace
+from dataflow.timeline.spans import Span, Trace
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
+
+GROUPS, N, PARTS = 8, 2, 4
+WIDE = 8192  # floats a row: values above 100 kB live in the object store, not in the controller
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    import ray
+
+    RayExecutor(num_cpus=2)._init()
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def nothing_lost(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No asyncio task may end with an error that nobody looked at."""
+    yield
+    gc.collect()
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    yield lines
+    logger.remove(sink)
+
+
+class Desk:
+    """Scores groups one after another in the background, and knows of them only in its memory, as the agent does.
+
+    Args:
+        journal: a file that outlives it.
+        lives: what each of its processes does, in turn: "scores"; "half": never ends the second half of the groups;
+            "dies": at its first collect; "dies in build", "hangs in build", "raises in build", "raises in submit".
+            The last one goes on.
+    """
+
+    def __init__(self, journal: str, lives: Sequence[str] = ("scores",)) -> None:
+        self.journal = journal
+        self.note("built")
+        life = sum(line["what"] == "built" for line in read(journal)) - 1
+        self.life = lives[min(life, len(lives) - 1)]
+        if self.life == "dies in build":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.life == "hangs in build":
+            with open(f"{journal}.hangs", "w") as fifo:
+                fifo.write("now")
+            time.sleep(300)
+        if self.life == "raises in build":
+            raise ValueError("no luck")
+        self.changed = asyncio.Condition()
+        self.arrived: dict[int | str, list[int]] = {}
+        self.scoring: set[asyncio.Task[None]] = set()
+
+    def note(self, what: str, **facts: Any) -> None:
+        with open(self.journal, "a") as f:
+            f.write(json.dumps({"what": what, "pid": os.getpid(), **facts}) + "\n")
+
+    def submit(self, step: int | str, samples: Batch) -> int | str:
+        assert step not in self.arrived, f"{step} was submitted twice"
+        if self.life == "raises in submit":
+            raise ValueError("no room")
+        self.note("submitted", step=step, groups=samples.ids)
+        self.arrived[step] = []
+        self.scoring.add(asyncio.create_task(self._score(step, samples.ids)))
+        return step
+
+    async def _score(self, step: int | str, groups: Sequence[int]) -> None:
+        for group in groups:
+            if self.life == "half" and group >= GROUPS // 2:
+                return
+            await asyncio.sleep(0.03)
+            async with self.changed:
+                self.arrived[step].append(group)
+                self.changed.notify_all()
+
+    async def collect(self, step: int | str, k: int) -> Batch:
+        if self.life == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.arrived[step]) >= k)
+            mine, self.arrived[step] = self.arrived[step][:k], self.arrived[step][k:]
+        return scored(mine, step)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class LastBreath(Desk):
+    """Dies of being closed."""
+
+    def close(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def scored(groups: Sequence[int], step: int | str) -> Batch:
+    import torch
+
+    rows = [g for g in sorted(groups) for _ in range(N)]
+    return Batch(rows, {"score": [f"{step}/{g}" for g in rows], "wide": torch.zeros(len(rows), WIDE)})
+
+
+def read(journal: str | Path) -> list[dict[str, Any]]:
+    with open(journal) as f:
+        return [json.loads(line) for line in f]
+
+
+@stage(writes="responses", on="gpu")
+async def rollout(prompts, weights: Carried):
+    import torch
+
+    rows = prompts.repeat(N)
+    return Batch(rows.groups, {"question": rows["question"], "wide": torch.zeros(len(rows), WIDE)})
+
+
+@stage(writes="ticket", on="controller", replays=True)
+async def request(responses, *, desk, task):
+    return desk.submit(task.step, responses)
+
+
+@stage(writes="rewards", on="reward", forms_parts=True)
+async def collect(ticket, *, desk, task):
+    return await desk.collect(ticket, task.take)
+
+
+@stage(writes="actor", on="gpu", per_mini_batch=True)
+async def use(responses, rewards, actor: Latest, *, task):
+    assert responses.ids == rewards.ids
+    assert list(rewards["score"]) == [f"{q}" for q in responses["question"]]
+    task.mark("used", time.time(), time.time(), groups=rewards.ids)
+
+
+@stage(writes="weights", on="gpu")
+async def sync(actor): ...
+
+
+@stage(writes="accuracy", on="reward", every=2)
+async def validate(responses, *, desk, task):
+    step = f"val:{task.step}"
+    scores = await desk.collect(desk.submit(step, responses), GROUPS)
+    assert scores.ids == tuple(range(GROUPS))
+    return set(scores["score"]) == {f"{step}/{g}" for g in range(GROUPS)}
+
+
+def prompts(step: int) -> Batch:
+    return Batch(range(GROUPS), {"question": [f"{step}/{g}" for g in range(GROUPS)]})
+
+
+def pipeline(path: Path, kind: type[Desk] = Desk, restarts: int = 2, **options: Any) -> Pipeline:
+    """The training loop around a desk; validation rides along where ``lives`` is not given."""
+    desk = Hosted("desk", kind, {"journal": str(path), **options}, concurrent=True, restarts=restarts)
+    stages = [rollout, request.bind(desk=desk), collect.bind(desk=desk), use, sync]
+    if not options:
+        stages.append(validate.bind(desk=desk))
+    return Pipeline(stages, inputs=["prompts"])
+
+
+class Run:
+    """One run of a pipeline; ``on_span`` is called with it and each span."""
+
+    def __init__(
+        self, pipeline: Pipeline, policy: SchedulingPolicy, steps: int, on_span: Callable[[Run, Span], None] | None
+    ) -> None:
+        self.graph = expand(pipeline, policy, steps, PARTS, groups=GROUPS)
+        self.executor = RayExecutor(num_cpus=2)
+        self.trace = Trace(meta={"resources": dict(pipeline.resources)})
+        self.on_span = on_span
+        self.most_kept = 0
+        self.used: dict[int, list[int]] = {}
+
+    @property
+    def crew(self) -> Any:
+        return self.executor._hosts["desk"]
+
+    async def main(self) -> None:
+        def seen(span: Span) -> None:
+            self.most_kept = max(self.most_kept, len(self.crew.replays))
+            if self.on_span is not None:
+                self.on_span(self, span)
+
+        runner = Runner(self.graph, self.executor, inputs={"prompts": prompts}, trace=self.trace, on_span=seen)
+        try:
+            async with asyncio.timeout(180):
+                await self.executor.open(self.graph.pipeline)
+                crew = self.crew
+                await runner.run()
+                self.left = (len(crew.replays), dict(crew._running), crew._reviving)
+                self.deaths = crew.deaths
+        finally:
+            await self.executor.close()
+        for mark in self.trace.marks:
+            self.used.setdefault(mark.args["step"], []).extend(mark.args["groups"])
+
+
+def run(
+    pipeline: Pipeline,
+    policy: SchedulingPolicy | None = None,
+    steps: int = 1,
+    on_span: Callable[[Run, Span], None] | None = None,
+) -> Run:
+    made = Run(pipeline, policy or SchedulingPolicy(PARTS), steps, on_span)
+    asyncio.run(made.main())
+    return made
+
+
+def gone(pids: set[int], deadline: float = 20.0) -> bool:
+    import psutil
+
+    _gone, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], timeout=deadline)
+    return not alive
+
+
+def pids(journal: Path) -> set[int]:
+    return {line["pid"] for line in read(journal)}
+
+
+class Killer:
+    """Kills the desk once by Ray and once by a signal, each a random while after a random task ended."""
+
+    def __init__(self, seed: int, journal: Path) -> None:
+        self.dice = random.Random(seed)
+        self.journal = journal
+        self.kills = 0
+        self.wait = self.dice.randint(1, 8)
+
+    def __call__(self, run: Run, span: Span) -> None:
+        crew = run.crew
+        if self.kills == 2 or crew.deaths < self.kills or crew._reviving is not None:
+            return
+        self.wait -= 1
+        if self.wait == 0:
+            asyncio.get_running_loop().call_later(self.dice.uniform(0, 0.2), self._kill, crew)
+
+    def _kill(self, crew: Any) -> None:
+        import ray
+
+        self.kills += 1
+        self.wait = self.dice.randint(1, 12)
+        if self.kills == 1:
+            ray.kill(crew.actors[0], no_restart=True)
+        else:
+            os.kill(read(self.journal)[-1]["pid"], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("policy", "seed"), [("baseline", 0), ("mini-batch", 1), ("both", 2)])
+def test_killed_at_random_moments_the_run_uses_each_group_once(policy, seed, tmp_path, warnings):
+    journal, steps = tmp_path / "journal", 6
+    killer = Killer(seed, journal)
+    done = run(pipeline(journal), preset(policy, PARTS), steps, killer)
+    assert killer.kills == done.deaths == 2
+    assert {step: sorted(groups) for step, groups in done.used.items()} == {
+        step: list(range(GROUPS)) for step in range(1, steps + 1)
+    }
+    check_trace(done.trace, done.graph, tolerance=0.01, busy=False)
+    assert [line.split(":")[1].split(";")[0] for line in warnings] == [" restart 1 of 2", " restart 2 of 2"]
+    assert done.left == (0, {}, None)
+    assert done.most_kept <= done.graph.max_staleness + 1
+    built = [line["pid"] for line in read(journal) if line["what"] == "built"]
+    assert len(set(built)) == 3
+    assert gone(pids(journal))
+
+
+def test_what_was_handed_out_is_not_asked_for_again(tmp_path, warnings):
+    journal = tmp_path / "journal"
+
+    def kill_in_the_middle(run: Run, span: Span) -> None:
+        if span.task == "collect[1.2]":
+            os.kill(read(journal)[0]["pid"], signal.SIGKILL)
+
+    done = run(pipeline(journal, lives=["half", "dies in build", "scores"]), on_span=kill_in_the_middle)
+    lines = read(journal)
+    lives = [line["pid"] for line in lines if line["what"] == "built"]
+    assert len(set(lives)) == 3
+    asked = [(lives.index(line["pid"]), line["step"], line["groups"]) for line in lines if line["what"] == "submitted"]
+    assert asked == [(0, 1, [0, 1, 2, 3, 4, 5, 6, 7]), (2, 1, [4, 5, 6, 7])]
+    assert done.used == {1: [0, 1, 2, 3, 4, 5, 6, 7]}
+    again = "it is built anew, then runs again request[1] for 4 groups, collect[1.3]."
+    assert warnings == [f"'desk' died (killed, or out of memory): restart {n} of 2; {again}" for n in (1, 2)]
+    facts = {span.task: span.args.get("restarted") for span in done.trace.spans if span.stage == "collect"}
+    assert facts == {"collect[1.1]": None, "collect[1.2]": None, "collect[1.3]": 1, "collect[1.4]": None}
+    assert gone(set(lives))
+
+
+def test_a_tool_that_dies_of_each_task_ends_the_run(tmp_path, warnings):
+    journal = tmp_path / "journal"
+    with pytest.raises(StageFailed) as error:
+        run(pipeline(journal, restarts=1, lives=["dies"]))
+    said = str(error.value)
+    assert "the process that ran it died (killed, or out of memory): 2 deaths of 'desk' with restarts=1" in said
+    assert isinstance(error.value.__cause__, RunError)
+    assert len(warnings) == 1
+    assert len(pids(journal)) == 2
+    assert gone(pids(journal))
+
+
+@pytest.mark.parametrize(
+    ("lives", "message"),
+    [
+        (["dies", "raises in build"], "'desk' could not be built: ValueError: no luck"),
+        (
+            ["dies", "raises in submit"],
+            "'desk' died, and request[1] could not run again in the new one: ValueError: no room",
+        ),
+    ],
+    ids=["in build", "in submit"],
+)
+def test_a_new_tool_that_raises_ends_the_run(lives, message, tmp_path, warnings):
+    journal = tmp_path / "journal"
+    with pytest.raises(StageFailed) as error:
+        run(pipeline(journal, lives=lives))
+    assert message in str(error.value)
+    assert len(warnings) == 1
+    assert gone(pids(journal))
+
+
+def test_an_interrupt_ends_the_building_of_a_new_tool(tmp_path, warnings):
+    journal = tmp_path / "journal"
+    made = Run(pipeline(journal, lives=["dies", "hangs in build"]), SchedulingPolicy(PARTS), 1, None)
+    os.mkfifo(f"{journal}.hangs")
+    fifo = os.open(f"{journal}.hangs", os.O_RDONLY | os.O_NONBLOCK)
+
+    async def main() -> None:
+        hangs = asyncio.Event()
+        asyncio.get_running_loop().add_reader(fifo, hangs.set)
+        running = asyncio.create_task(made.main())
+        async with asyncio.timeout(150):
+            await hangs.wait()
+            asyncio.get_running_loop().remove_reader(fifo)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+
+    try:
+        asyncio.run(main())
+    finally:
+        os.close(fifo)
+    assert len(warnings) == 1
+    assert len(pids(journal)) == 2
+    assert gone(pids(journal))
+
+
+def test_a_death_between_tasks_is_seen_by_who_asks_and_one_in_close_by_nobody(tmp_path, warnings):
+    journal = tmp_path / "journal"
+    executor = RayExecutor(num_cpus=2)
+
+    async def main() -> None:
+        try:
+            async with asyncio.timeout(150):
+                await executor.open(pipeline(journal, LastBreath))
+                first = await executor.ask("desk", "pid")
+                os.kill(first, signal.SIGKILL)
+                assert gone({first})
+                assert await executor.ask("desk", "pid") != first
+        finally:
+            await executor.close()
+
+    asyncio.run(main())
+    assert warnings == ["'desk' died (killed, or out of memory): restart 1 of 2; it is built anew."]
+    assert gone(pids(journal))

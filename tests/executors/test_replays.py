@@ -1,0 +1,154 @@
+"""What is kept for a tool that may be built anew: what was submitted, less what was handed out, while needed."""
+
+from __future__ import annotations
+
+from dataflow.executors.base import Call
+from dataflow.executors.replays import Replays, Submission
+from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId, TaskInfo, stage
+
+DESK = Hosted("desk", dict)
+OTHER = Hosted("other", dict)
+GROUPS = tuple(range(8))
+
+
+@stage(writes="ticket", on="controller", per_emission=True, replays=True)
+def request(prompts, *, desk): ...
+
+
+@stage(writes="rewards", on="reward", forms_parts=True)
+def collect(ticket, *, desk): ...
+
+
+@stage(writes="through", on="controller")
+def elsewhere(ticket): ...
+
+
+@stage(writes="late", on="reward")
+def collect_late(through, *, desk): ...
+
+
+def replays(*stages: Stage) -> Replays:
+    found = Replays("desk")
+    found.learn(Pipeline(stages, inputs=["prompts"]))
+    return found
+
+
+def usual() -> Replays:
+    return replays(request.bind(desk=DESK), collect.bind(desk=DESK))
+
+
+def task(s: Stage, step: int, part: int = 0, parts: int = 1) -> Task:
+    return Task(TaskId(step, s.name, part, parts), s, (), ())
+
+
+def submitted(step: int, groups: tuple[int, ...] = GROUPS, part: int = 0, parts: int = 1) -> Submission:
+    """A finished request; one of several names its groups in the call."""
+    named = groups if parts > 1 else None
+    call = Call("request", TaskInfo(step, "request", part, parts, named), (("prompts", 1, False),), named)
+    return Submission(task(request, step, part, parts), call, (f"prompts {step}",), groups)
+
+
+def submit(kept: Replays, submission: Submission) -> None:
+    kept.ended(submission, submission.task, None)
+
+
+def hand_out(kept: Replays, step: int, part: int, parts: int, groups: tuple[int, ...]) -> None:
+    kept.ended(None, task(collect, step, part, parts), groups)
+
+
+def test_what_nobody_collected_is_submitted_again_as_it_was() -> None:
+    kept = usual()
+    submit(kept, submitted(2))
+    submit(kept, submitted(1))
+    assert kept.left() == [submitted(1), submitted(2)], "the older step first"
+
+
+def test_what_was_handed_out_is_left_out() -> None:
+    kept = usual()
+    submit(kept, submitted(1))
+    hand_out(kept, 1, 0, 4, (5, 2))
+    hand_out(kept, 1, 1, 4, (0, 7))
+    (again,) = kept.left()
+    assert again.groups == again.call.groups == again.call.info.groups == (1, 3, 4, 6)
+    assert (again.values, again.call.layout) == (("prompts 1",), submitted(1).call.layout)
+    assert again.task.id == TaskId(1, "request")
+
+
+def test_a_second_death_finds_what_the_first_left_over() -> None:
+    kept = usual()
+    submit(kept, submitted(1))
+    hand_out(kept, 1, 0, 4, (0, 1))
+    (again,) = kept.left()
+    submit(kept, again)  # as it ends in the new tool
+    assert kept.left() == [again]
+    hand_out(kept, 1, 1, 4, (6, 7))
+    assert [s.groups for s in kept.left()] == [(2, 3, 4, 5)]
+    assert len(kept) == 1
+
+
+def test_several_submissions_of_a_step_each_for_its_rest() -> None:
+    kept = usual()
+    submit(kept, submitted(1, (0, 1), 0, 3))
+    submit(kept, submitted(1, (2, 3), 1, 3))
+    hand_out(kept, 1, 0, 3, (0, 1, 2))
+    assert [(s.task.id.part, s.groups) for s in kept.left()] == [(1, (3,))]
+    # The third one had reached the tool, which handed a group of it out, but its answer was lost.
+    hand_out(kept, 1, 1, 3, (4,))
+    under_way = submitted(1, (4, 5), 2, 3)
+    call = kept.narrowed(under_way.task, under_way.call)
+    assert call.groups == call.info.groups == (5,)
+    whole = submitted(2)
+    assert kept.narrowed(whole.task, whole.call) is whole.call
+
+
+def test_a_step_is_forgotten_when_its_last_part_was_collected() -> None:
+    kept = usual()
+    submit(kept, submitted(1))
+    for part in range(4):
+        assert len(kept) == 1
+        hand_out(kept, 1, part, 4, (part,))  # not all groups: a failure rule may drop some
+    assert len(kept) == 0
+    assert kept.left() == []
+
+
+def test_a_long_run_keeps_no_more_than_the_steps_in_flight() -> None:
+    kept = usual()
+    most = 0
+    submit(kept, submitted(1))
+    for step in range(1, 1000):
+        submit(kept, submitted(step + 1))  # off-policy: the next step's before this one's are collected
+        most = max(most, len(kept))
+        for part in range(2):
+            hand_out(kept, step, part, 2, GROUPS[4 * part : 4 * part + 4])
+    assert most == 2
+    assert len(kept) == 1
+
+
+def test_who_collects_may_lie_behind_a_stage_elsewhere() -> None:
+    kept = replays(request.bind(desk=DESK), elsewhere, collect_late.bind(desk=DESK))
+    submit(kept, submitted(1))
+    kept.ended(None, task(elsewhere, 1), None)
+    assert [s.groups for s in kept.left()] == [GROUPS], "it hands out nothing: it is no stage of the tool"
+    kept.ended(None, task(collect_late, 1), None)
+    assert len(kept) == 0
+
+
+def test_what_no_stage_of_the_tool_collects_is_not_kept() -> None:
+    for stages in (
+        (request.bind(desk=DESK),),
+        (request.bind(desk=DESK), collect.bind(desk=OTHER)),
+        (request.bind(desk=OTHER), collect.bind(desk=DESK)),
+        (request.bind(desk=DESK), elsewhere, collect_late.bind(desk=DESK, every=2)),
+    ):
+        kept = replays(*stages)
+        submit(kept, submitted(1))
+        assert len(kept) == 0
+
+
+def test_a_pipeline_opened_beside_changes_nothing() -> None:
+    kept = usual()
+    kept.learn(Pipeline([elsewhere.bind(renamed={"ticket": "prompts"})], inputs=["prompts"]))
+    kept.ended(None, task(elsewhere, 1), None)
+    submit(kept, submitted(1))
+    hand_out(kept, 1, 0, 2, (3,))
+    assert [s.groups for s in kept.left()] == [(0, 1, 2, 4, 5, 6, 7)]
