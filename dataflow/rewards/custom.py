@@ -7,33 +7,55 @@ import importlib.util
 import inspect
 import math
 import numbers
+import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dataflow.errors import ConfigError, nearest
 
 FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""The keywords that verl calls a reward function with."""
+"""The keywords that verl calls a reward function with, in its order."""
+
+CONTEXT = {"reward_router_address": "reward.router_address", "reward_model_tokenizer": "reward.model_tokenizer"}
+"""verl's further keywords, passed to those that take them, and the configuration key of each."""
+
+MADE = "_dataflow_made"
+"""The attribute of a built reward that holds what :func:`build_reward` was given."""
+
+LABEL = "dataflow_reward_"
+"""What the names of modules loaded from users' files begin with."""
+
+# These frames say nothing about where the user's code failed.
+_MACHINERY = (
+    "<frozen ",
+    os.path.join(os.path.dirname(inspect.__file__), "asyncio"),
+    os.path.join(os.path.dirname(__file__), ""),
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "reward_agent.py"),
+)
 
 
-def load_reward(path: str, name: str = "compute_score", reward_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Returns the function or class that a Python file defines, ready for :func:`build_reward`.
+def load_file(path: str, where: str) -> ModuleType:
+    """Runs a Python file of the user's and returns it as a module.
 
-    Cheap enough to call before a run starts, only to see it fail there.
+    Args:
+        path: of the file.
+        where: the setting that named it, to begin an error with.
 
     Raises:
-        ConfigError: no such file or name, a file that does not import, something that cannot score, or
-            ``reward_kwargs`` that it does not take.
+        ConfigError: no such file, or it does not import.
     """
-    where = f"custom_reward_function.path={path}"
-    file = Path(path).expanduser()
+    file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"{where}: there is no such file.")
-    label = f"dataflow_reward_{file.stem}"
+    # Another file of the same name must not take its place in sys.modules.
+    label = f"{LABEL}{file.stem}_{zlib.crc32(str(file).encode()):08x}"
     spec = importlib.util.spec_from_file_location(label, file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{where}: it is no Python file; give one that ends in .py.")
@@ -44,48 +66,193 @@ def load_reward(path: str, name: str = "compute_score", reward_kwargs: Mapping[s
     except (Exception, SystemExit) as error:
         del sys.modules[label]
         raise ConfigError(f"{where}: importing it raised {describe(error)}.") from error
+    return module
+
+
+def pick(module: ModuleType, name: str, where: str) -> Any:
+    """Returns what a loaded file calls by a name.
+
+    Raises:
+        ConfigError: it has no such name.
+    """
     found = getattr(module, name, None)
     if found is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         hint = nearest(name, names) or f"; it defines {', '.join(sorted(names)) or 'nothing that can be called'}."
         raise ConfigError(f"{where}: it has no '{name}'{hint}")
+    return found
+
+
+def load_reward(
+    path: str,
+    name: str = "compute_score",
+    reward_kwargs: Mapping[str, Any] | None = None,
+    context: Mapping[str, Any] | None = None,
+) -> Any:
+    """Returns the function, class or object that a Python file defines, ready for :func:`build_reward`.
+
+    Cheap enough to call before a run starts, only to see it fail there.
+
+    Args:
+        path: of the file.
+        name: of what to take from it.
+        reward_kwargs: further keywords of a function, or of a class's constructor.
+        context: the values of :data:`CONTEXT` that are configured; None leaves unchecked whether they suffice.
+
+    Raises:
+        ConfigError: no such file or name, a file that does not import, something that cannot score,
+            ``reward_kwargs`` that it does not take, or a keyword of :data:`CONTEXT` that it cannot do without.
+    """
+    where = f"custom_reward_function.path={path}"
+    found = pick(load_file(path, where), name, where)
+    what, given = f"{where}: '{name}'", reward_kwargs or {}
     if isinstance(found, type):
         if not callable(getattr(found, "compute_score", None)):
             raise ConfigError(f"{where}: class '{name}' has no method compute_score.")
-        _fits(found, f"{where}: '{name}'", {}, reward_kwargs)
-    elif callable(found):
-        _fits(found, f"{where}: '{name}'", dict.fromkeys(FIELDS), reward_kwargs)
+        _check(what, _signature(found), (), given, context)
+        _check(f"{where}: '{name}.compute_score'", _method_signature(found), FIELDS, {}, context)
+    elif callable(score := scorer_of(found)):
+        _check(what, _signature(score), FIELDS, given, context)
     else:
         raise ConfigError(f"{where}: '{name}' is a {type(found).__name__}; give a function or a class.")
     return found
 
 
-def _fits(found: Callable[..., Any], what: str, fields: Mapping[str, Any], extra: Mapping[str, Any] | None) -> None:
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
-        signature = inspect.signature(found)
+        return inspect.signature(function)
     except (TypeError, ValueError):
-        return  # a builtin without a signature: the first call will tell
-    try:
-        signature.bind(**fields, **(extra or {}))
-    except TypeError as error:
-        called = ", ".join([*fields, *(extra or {})]) or "nothing"
+        # A builtin without one: the first call will tell.
+        return inspect.signature(lambda **_keywords: None)
+
+
+def _method_signature(kind: Any) -> inspect.Signature:
+    """Returns the signature of a class's compute_score as its instances have it."""
+    signature = _signature(kind.compute_score)
+    if inspect.isfunction(inspect.getattr_static(kind, "compute_score")):
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+    return signature
+
+
+def _check(
+    what: str,
+    signature: inspect.Signature,
+    fields: Sequence[str],
+    given: Mapping[str, Any],
+    context: Mapping[str, Any] | None,
+) -> None:
+    """Sees that it can be called with these fields, what is given and, unless it is None, what the context holds."""
+    error = _misfit(signature, given, **dict.fromkeys(fields))
+    if error is not None and not (fields and _by_order(signature, given)):
+        called = ", ".join([*fields, *given]) or "nothing"
         raise ConfigError(f"{what} cannot be called with {called} ({error}).") from error
+    if context is not None:
+        _from_context(what, signature, given, context)
 
 
-def build_reward(found: Any, reward_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Returns an instance of a class, or the function with the arguments filled in.
+def _misfit(signature: inspect.Signature, given: Mapping[str, Any], /, *order: Any, **fields: Any) -> TypeError | None:
+    """Returns why it cannot be called so, whatever the context may hold."""
+    asked = {name: None for name in CONTEXT if name in signature.parameters}
+    try:
+        signature.bind(*order, **fields, **{**asked, **given})
+    except TypeError as error:
+        return error
+    return None
+
+
+def _by_order(signature: inspect.Signature, given: Mapping[str, Any]) -> bool:
+    """Whether it takes verl's four by position alone, so that no parameter's name speaks against it."""
+    if _misfit(signature, given, **dict.fromkeys(FIELDS)) is None or _misfit(signature, given, *FIELDS) is not None:
+        return False
+    places = [each for each in signature.parameters.values() if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
+    places += places[-1:] * len(FIELDS)  # a last *args takes all that are left
+    nameless = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    return all(each.kind in nameless or each.name == name for each, name in zip(places, FIELDS, strict=False))
+
+
+def _from_context(
+    what: str, signature: inspect.Signature, given: Mapping[str, Any], context: Mapping[str, Any], named: bool = False
+) -> dict[str, Any]:
+    """Returns the values of the context that a callable names or, unless it has to, takes as part of ``**kwargs``."""
+    takes_all = not named and any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    taken = {}
+    for name, key in CONTEXT.items():
+        parameter, value = signature.parameters.get(name), context.get(name)
+        if name in given:
+            continue
+        if value is not None and (parameter is not None or takes_all):
+            taken[name] = value
+        elif parameter is not None and parameter.default is parameter.empty:
+            raise ConfigError(f"{what} needs {name}, which is not configured; set {key}.")
+    return taken
+
+
+def build_reward(
+    found: Any, reward_kwargs: Mapping[str, Any] | None = None, context: Mapping[str, Any] | None = None
+) -> Any:
+    """Returns the reward, called with verl's four keywords: an instance of a class, or the rest filled in.
+
+    Args:
+        found: a function, a class, or an object that is called or has a method ``compute_score``.
+        reward_kwargs: keywords of the class's constructor, else of each call.
+        context: values for :data:`CONTEXT`, passed to a constructor that names them, and to a function or
+            ``compute_score`` that names them or takes ``**kwargs``.
 
     Raises:
-        ConfigError: the class cannot be built.
+        ConfigError: the class cannot be built, or it needs what the context lacks.
     """
+    given, known, what = dict(reward_kwargs or {}), dict(context or {}), f"reward '{name_of(found)}'"
+    owner = found
     if isinstance(found, type):
-        try:
-            return found(**(reward_kwargs or {}))
-        except Exception as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"reward class '{found.__name__}' cannot be built: {describe(error)}.") from error
-    return partial(found, **reward_kwargs) if reward_kwargs else found
+        owner = _instance(found, {**_from_context(what, _signature(found), given, known, named=True), **given})
+    score = scorer_of(owner)
+    asked = given if owner is found else {}
+    filled = _filled(score, {**_from_context(what, _signature(score), asked, known), **asked})
+    reward = owner if filled is score else filled if owner is score else Filled(owner, filled)
+    with suppress(AttributeError, TypeError):  # one that takes no attributes
+        setattr(reward, MADE, (found, given, known))
+    return reward
+
+
+def _instance(kind: type, given: dict[str, Any]) -> Any:
+    try:
+        return kind(**given)
+    except Exception as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"reward class '{kind.__name__}' cannot be built: {describe(error)}.") from error
+
+
+def scorer_of(reward: Any) -> Any:
+    """Returns what is called: the object's method ``compute_score``, or itself."""
+    return getattr(reward, "compute_score", reward)
+
+
+def _filled(score: Callable[..., Any], given: dict[str, Any]) -> Callable[..., Any]:
+    if not _by_order(_signature(score), given):
+        return partial(score, **given) if given else score
+
+    async def later(**keywords: Any) -> Any:
+        return await score(*(keywords[name] for name in FIELDS), **given)
+
+    def now(**keywords: Any) -> Any:
+        return score(*(keywords[name] for name in FIELDS), **given)
+
+    later.__name__ = now.__name__ = name_of(score)
+    return later if is_async(score) else now
+
+
+class Filled:
+    """A reward object whose ``compute_score`` is called with more than verl's four keywords."""
+
+    def __init__(self, owner: Any, score: Callable[..., Any]) -> None:
+        self._owner = owner
+        self.compute_score = score
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._owner, name)
 
 
 def find_reward(target: str) -> Any:
@@ -120,12 +287,16 @@ def is_async(function: Any) -> bool:
 def describe(error: BaseException) -> str:
     """Returns an exception in one line: its type, message and the line of user code it came through."""
     text = " ".join(str(error).split())
+    place = place_of(error)
+    return f"{type(error).__name__}{': ' + text if text else ''}{' (' + place + ')' if place else ''}"
+
+
+def place_of(error: BaseException) -> str:
+    """Returns file and line of the user's code that an exception came through, as far as is known."""
     frames = traceback.extract_tb(error.__traceback__)
-    # The machinery's own frames say nothing about where the user's code failed.
-    hidden = (str(Path(__file__).parent.parent / "reward_agent.py"), __file__, "<frozen ")
-    user = next((frame for frame in frames if not frame.filename.startswith(hidden)), None)
-    place = f" ({Path(user.filename).name}:{user.lineno})" if user else ""
-    return f"{type(error).__name__}{': ' + text if text else ''}{place}"
+    user = next((frame for frame in frames if not frame.filename.startswith(_MACHINERY)), None)
+    # One that comes from another process has lost its frames, and carries the place with it.
+    return f"{Path(user.filename).name}:{user.lineno}" if user else str(getattr(error, "_place", ""))
 
 
 def outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -143,14 +314,26 @@ def raised(where: str, function: Any, error: BaseException) -> str:
     return f"{where}: '{name_of(function)}' raised {describe(error)}; {fix}."
 
 
+RESERVED = frozenset({"attention_mask", "input_ids", "kept", "position_ids", "prompts", "response_mask", "responses"})
+"""Columns that a reward's own must not take the place of."""
+
+
 def read_number(value: Any) -> float:
-    """Returns a finite number as float.
+    """Returns a finite number as float; an array or tensor of one element counts as that element.
 
     Raises:
         ValueError: it is none; the message names what it is.
     """
-    if not isinstance(value, numbers.Real) and type(value).__name__ not in ("bool", "bool_"):
-        raise ValueError("None" if value is None else f"a {type(value).__name__}")
+    if type(value) is float and math.isfinite(value):
+        return value  # by far the most, and the checks below cost more than all else that is done with it
+    what = "None" if value is None else f"a {type(value).__name__}"
+    shape = getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "item"):
+        if math.prod(shape) != 1:
+            raise ValueError(f"{what} of shape {tuple(shape)}")
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise ValueError(what)
     try:
         number = float(value)
     except OverflowError as error:
@@ -169,12 +352,16 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
     >>> read_result((1, "2 + 2?", "right"))
     (1.0, {'query': '2 + 2?', 'explanation': 'right'})
     """
+    if type(result) is float:
+        return read_number(result), {}
     if isinstance(result, Mapping):
         if "score" not in result:
             raise ValueError(f"a dict without 'score' (keys: {', '.join(map(repr, result)) or 'none'})")
         odd = next((key for key in result if not isinstance(key, str)), None)
         if odd is not None:
             raise ValueError(f"a dict with the key {odd!r}, which is no column name")
+        if taken := RESERVED.intersection(result):
+            raise ValueError(f"a dict with the key {min(taken)!r}, which is a column of the rollout's")
         extras = {key: value for key, value in result.items() if key != "score"}
         return _part(result["score"], "a dict whose 'score' is"), extras
     if isinstance(result, tuple):
