@@ -20,16 +20,23 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from dataflow.errors import ConfigError, DataflowError, RunError
-from dataflow.law import Law, parse_law
+from dataflow.law import parse_law
+from dataflow.rewards.budget import estimate
 from dataflow.rewards.gsm8k import compute_score
 from dataflow.rewards.judge import read_messages
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+    from dataflow.law import Law
+
+_BACKLOG = 4096  # connections that may wait to be accepted, as far as net.core.somaxconn lets them
+_FILES = 1 << 16
 
 
 def grade(chat: list[dict[str, str]]) -> float:
@@ -56,25 +63,14 @@ def application(law: Law, time_scale: float, seed: int) -> web.Application:
     rng = random.Random(seed)
 
     async def complete(request: web.Request) -> web.Response:
-        delay = law.draw(rng) * time_scale
+        delay_s = law.draw(rng) * time_scale
         try:
-            body = await request.json()
+            body = json.loads(await request.read())
             score = grade(body["messages"])
         except (DataflowError, ValueError, LookupError, TypeError, AttributeError) as error:
             return web.json_response({"error": {"message": f"{type(error).__name__}: {error}"}}, status=400)
-        await asyncio.sleep(delay)
-        message = {"role": "assistant", "content": f"Score: {score:g}"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return web.json_response(
-            {
-                "id": f"judge-{rng.getrandbits(48):x}",
-                "object": "chat.completion",
-                "created": int(time.time()),
-                "model": body.get("model", "judge"),
-                "choices": [choice],
-                "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
-            }
-        )
+        await asyncio.sleep(delay_s)
+        return web.json_response(completion(body, f"Score: {score:g}", f"judge-{rng.getrandbits(48):x}"))
 
     async def health(_request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -85,8 +81,28 @@ def application(law: Law, time_scale: float, seed: int) -> web.Application:
     return app
 
 
-async def serve(law: Law, time_scale: float, seed: int, port: int) -> None:
-    """Serves until SIGTERM, SIGINT or the end of standard input."""
+def completion(body: Mapping[str, Any], content: str, name: str) -> dict[str, Any]:
+    """Returns the reply to a request, its usage estimated from the lengths of the texts."""
+    asked = estimate(sum(len(turn["content"]) for turn in body["messages"]))
+    replied = estimate(len(content))
+    return {
+        "id": name,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": body.get("model", "judge"),
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": asked, "completion_tokens": replied, "total_tokens": asked + replied},
+    }
+
+
+async def serve(app: web.Application, port: int, **options: Any) -> None:
+    """Serves on loopback until SIGTERM, SIGINT or the end of standard input; prints its address first.
+
+    Args:
+        app: what to serve.
+        port: 0 takes a free one.
+        options: of aiohttp's AppRunner.
+    """
     from aiohttp import web
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
@@ -99,20 +115,29 @@ async def serve(law: Law, time_scale: float, seed: int, port: int) -> None:
             pass
         loop.call_soon_threadsafe(stop.set)
 
+    _allow_files()
     # Who waits for a delay that is being slept through gets no answer any more: nobody is left to read it.
-    runner = web.AppRunner(
-        application(law, time_scale, seed), access_log=None, shutdown_timeout=0.1, keepalive_timeout=3600.0
-    )
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, keepalive_timeout=3600.0, **options)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024)
-        await site.start()
+        # An agent opens all its connections at once.
+        await web.TCPSite(runner, "127.0.0.1", port, backlog=_BACKLOG).start()
         bound = runner.addresses[0][1]
         print(json.dumps({"port": bound, "url": f"http://127.0.0.1:{bound}"}), flush=True)
         threading.Thread(target=watch, daemon=True).start()
         await stop.wait()
     finally:
         await runner.cleanup()
+
+
+def _allow_files() -> None:
+    """Lets the process hold many connections, if the system does: the usual soft limit is 1,024 files."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class JudgeProcess:
@@ -133,6 +158,11 @@ class JudgeProcess:
     def close(self) -> None:
         """Ends the server and waits for it; may be called twice."""
         _stop(self._process)
+
+    def kill(self) -> None:
+        """Ends the server with SIGKILL and waits for it."""
+        self._process.kill()
+        self.close()
 
     def __enter__(self) -> JudgeProcess:
         return self
@@ -160,6 +190,15 @@ def start_judge(latency: str, time_scale: float = 1.0, seed: int = 0, *, deadlin
     _check_scale(time_scale)
     command = [sys.executable, "-m", "dataflow.rewards.judge_server", "--latency", str(latency)]
     command += ["--time-scale", repr(float(time_scale)), "--seed", str(seed), "--port", "0"]
+    return start_server(command, deadline_s)
+
+
+def start_server(command: Sequence[str], deadline_s: float) -> JudgeProcess:
+    """Starts a process that calls :func:`serve`.
+
+    Raises:
+        RunError: it did not come up in so many seconds.
+    """
     with tempfile.TemporaryFile() as errors:
         # A session of its own: Ctrl-C goes to the run, which ends the judge after its last request.
         process = subprocess.Popen(
@@ -218,10 +257,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     given: Any = parser.parse_args(arguments)
+    import uvloop
+
     try:
         law = parse_law(given.latency)
         _check_scale(given.time_scale)
-        asyncio.run(serve(law, given.time_scale, given.seed, given.port))
+        uvloop.run(serve(application(law, given.time_scale, given.seed), given.port))
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return 2

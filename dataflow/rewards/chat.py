@@ -1,0 +1,324 @@
+"""Chat: the transport to an OpenAI-style chat server: the bytes of a request out, the bytes of its reply back.
+
+An exchange that fails ends in a :class:`JudgeError` that says whether another try may succeed; the tries themselves
+are the agent's. Of a reply no more than ``max_bytes`` is ever held, whatever the server sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import ssl
+import sys
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dataflow.errors import ConfigError, nearest
+from dataflow.rewards.retry import read_retry_after
+
+if TYPE_CHECKING:
+    import aiohttp
+
+COMPLETIONS = "/chat/completions"
+CLIENTS = ("aiohttp", "openai")
+CONNECT_S = 30.0
+"""Seconds a connection may take to be made where no other time-out is set."""
+
+ERROR_BYTES = 64 * 1024
+"""Bytes of an error's text that are read: enough for any message, little enough to hold for each request."""
+
+_AGAIN = (408, 425, 429)
+_FIXES = {
+    400: "correct what the server objects to: judge.model, judge.options, or a prompt that is too long for the model",
+    401: "see that the environment variable that judge.api_key_env names holds a key which this server takes",
+    404: "correct judge.url or judge.model: the server has no such address or no such model",
+    429: "lower reward.rpm or reward.concurrency",
+}
+_FIXES |= {422: _FIXES[400], 403: _FIXES[401]}
+
+
+class JudgeError(Exception):
+    """The judge did not answer, or not with a score.
+
+    Attributes:
+        status: HTTP status of the answer, if there was one that says what went wrong.
+        retry: whether another try may succeed.
+        retry_after: seconds to wait before it, if the server says so.
+        fatal: whether no failure rule may handle it.
+        fix: what the user can do.
+    """
+
+    fatal = False
+    fix = "see that the judge at judge.url is up and replies with one line 'Score: <0..1>'"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        retry: bool = True,
+        retry_after: float | None = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry = retry
+        self.retry_after = retry_after
+        if fix:
+            self.fix = fix
+
+
+class JudgeTimeout(JudgeError, TimeoutError):
+    """The judge did not answer in time."""
+
+    fix = "raise judge.timeout, or lower reward.concurrency if the judge is asked more than it can answer"
+
+
+class Chat(Protocol):
+    """What sends a request."""
+
+    async def ask(self, url: str, body: bytes) -> bytes:
+        """Returns the reply to a JSON body, itself JSON if the server is in order.
+
+        Args:
+            url: full address, ending in ``/chat/completions``.
+            body: JSON with ``model`` and ``messages``.
+
+        Raises:
+            JudgeError: an HTTP error, no answer, a broken or an overlong one.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        ...
+
+
+def make_chat(client: str, key: str | None, timeout: float | None, max_bytes: int) -> Chat:
+    """Returns the transport of that name; it connects with its first request.
+
+    Args:
+        client: ``aiohttp``, or ``openai`` for that package's own client.
+        key: the API key, if the server wants one.
+        timeout: seconds for a whole exchange; None leaves them to who asks, but for :data:`CONNECT_S`.
+        max_bytes: of a reply.
+
+    Raises:
+        ConfigError: an unknown client, or its package is not installed.
+    """
+    if client not in CLIENTS:
+        hint = nearest(client, CLIENTS) or f"; give {' or '.join(CLIENTS)}."
+        raise ConfigError(f"judge.client={client} is unknown{hint}")
+    if client == "aiohttp":
+        return AiohttpChat(key, timeout, max_bytes)
+    if importlib.util.find_spec("openai") is None:
+        raise ConfigError("judge.client=openai: the package is missing; run pip install 'dataflow-rl[openai]'.")
+    return OpenAIChat(key, timeout, max_bytes)
+
+
+class AiohttpChat:
+    """All its requests share one session of aiohttp."""
+
+    def __init__(self, key: str | None, timeout: float | None, max_bytes: int) -> None:
+        # A reply is a few hundred bytes: to compress it would cost both sides more than it saves.
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._timeout = timeout
+        self._max_bytes = max_bytes
+        self.session: aiohttp.ClientSession | None = None
+
+    async def ask(self, url: str, body: bytes) -> bytes:
+        """See :class:`Chat`."""
+        import aiohttp
+
+        session = self._opened()
+        try:
+            async with session.post(url, data=body, allow_redirects=False) as reply:
+                if reply.status != 200:
+                    text = await beginning_of_error(reply.content.iter_any())
+                    raise refused(url, reply.status, reply.headers, text)
+                length = reply.content_length
+                if length is None or "Content-Encoding" in reply.headers:
+                    return await whole(url, reply.content.iter_any(), self._max_bytes)
+                if length > self._max_bytes:
+                    raise overlong(url, self._max_bytes)
+                return await reply.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise broken(url, error, self._timeout) from error
+
+    def _opened(self) -> aiohttp.ClientSession:
+        """Returns the session; made here because it belongs to the running loop."""
+        import aiohttp
+
+        if self.session is None or self.session.closed:
+            self.session = aiohttp.ClientSession(
+                # The agent bounds the calls. Idle connections go early: many servers drop theirs after 5 s,
+                # and a request sent into a connection that is being dropped would be lost.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
+                timeout=aiohttp.ClientTimeout(
+                    total=self._timeout, sock_connect=CONNECT_S if self._timeout is None else None
+                ),
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self.session
+
+    async def close(self) -> None:
+        """See :class:`Chat`."""
+        if self.session is not None:
+            await self.session.close()
+
+
+class OpenAIChat:
+    """All its requests share one HTTP client under openai's own clients, one for each server."""
+
+    def __init__(self, key: str | None, timeout: float | None, max_bytes: int) -> None:
+        self._key = key
+        self._timeout = timeout
+        self._max_bytes = max_bytes
+        self._http: Any = None
+        self._clients: dict[str, Any] = {}
+
+    async def ask(self, url: str, body: bytes) -> bytes:
+        """See :class:`Chat`."""
+        import aiohttp
+        import openai
+
+        more = json.loads(body)
+        wanted = {"model": more.pop("model"), "messages": more.pop("messages"), "extra_body": more}
+        create = self._client(url).chat.completions.with_streaming_response.create
+        # Which of the two openai is built on depends on its version; it does not catch what breaks while it reads.
+        under = [sys.modules[name].HTTPError for name in ("httpx", "httpx2") if name in sys.modules]
+        try:
+            async with asyncio.timeout(self._timeout), create(**wanted) as reply:
+                return await whole(url, reply.iter_bytes(), self._max_bytes)
+        except (openai.OpenAIError, *under, aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise broken(url, error, self._timeout) from error
+
+    def _client(self, url: str) -> Any:
+        import openai
+
+        if self._http is None or self._http.is_closed:
+            self._http, self._clients = _http_client(), {}
+        if url not in self._clients:
+            self._clients[url] = openai.AsyncOpenAI(
+                base_url=url.removesuffix(COMPLETIONS),
+                # Without one the package would take OPENAI_API_KEY and show it to whatever server this is.
+                api_key=self._key or "none",
+                max_retries=0,
+                timeout=openai.Timeout(self._timeout, connect=self._timeout or CONNECT_S),
+                http_client=self._http,
+            )
+        return self._clients[url]
+
+    async def close(self) -> None:
+        """See :class:`Chat`."""
+        if self._http is not None:
+            await self._http.aclose()
+
+
+def _http_client() -> Any:
+    """Returns the HTTP client for openai: over aiohttp where it can be, which takes two thirds of the CPU time."""
+    import openai
+
+    async def check(response: Any) -> None:
+        # Before openai reads it: it would read all of an error, however long.
+        if response.status_code != 200:
+            text = await beginning_of_error(response.aiter_bytes())
+            raise refused(str(response.url), response.status_code, response.headers, text)
+
+    limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=1 << 16, keepalive_expiry=3.0)
+    options: Any = {"limits": limits, "event_hooks": {"response": [check]}, "follow_redirects": False}
+    try:
+        return openai.DefaultAioHttpClient(**options)
+    except (AttributeError, RuntimeError):  # an older version, or one without its part for aiohttp
+        return openai.DefaultAsyncHttpxClient(**options)
+
+
+async def whole(url: str, pieces: AsyncIterator[bytes], max_bytes: int) -> bytes:
+    """Returns a reply that comes in pieces.
+
+    Raises:
+        JudgeError: it is longer than it may be.
+    """
+    text, more = await beginning(pieces, max_bytes)
+    if more:
+        raise overlong(url, max_bytes)
+    return text
+
+
+async def beginning(pieces: AsyncIterator[bytes], max_bytes: int) -> tuple[bytes, bool]:
+    """Returns the first bytes, and whether there are more."""
+    got = bytearray()
+    async for piece in pieces:
+        got += piece
+        if len(got) > max_bytes:
+            return bytes(got[:max_bytes]), True
+    return bytes(got), False
+
+
+async def beginning_of_error(pieces: AsyncIterator[bytes]) -> bytes:
+    """Returns what can be had of the text of an error, whose status alone says enough."""
+    try:
+        return (await beginning(pieces, ERROR_BYTES))[0]
+    except Exception:
+        return b""
+
+
+def overlong(url: str, max_bytes: int) -> JudgeError:
+    """Returns the error for a reply that is too long, not to be asked for again: it would cost as much."""
+    fix = "see what answers there, and set judge.max_tokens_reply; judge.max_reply_bytes allows longer replies"
+    return JudgeError(f"{url} sent a reply of over {max_bytes:,} bytes, which was not read", retry=False, fix=fix)
+
+
+def refused(url: str, status: int, headers: Mapping[str, Any], text: bytes) -> JudgeError:
+    """Returns the error for an answer that is not 200."""
+    again = status >= 500 or status in _AGAIN
+    fix = _FIXES.get(status, "see the log of the server at judge.url" if again else "see what the server says")
+    if 300 <= status < 400:
+        fix = f"give judge.url the address it sends to: {headers.get('Location', 'it names none')}"
+    wait_s = read_retry_after(headers) or None
+    message = f"{url} answered {status}: {short(_said(text.decode(errors='replace')))}"
+    return JudgeError(message, status=status, retry=again, retry_after=wait_s, fix=fix)
+
+
+def _said(text: str) -> str:
+    """Returns the message in the JSON of an error, or the text if it is none."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return text
+
+
+def broken(url: str, error: BaseException, timeout: float | None) -> JudgeError:
+    """Returns the error for an exchange that did not come to its end.
+
+    Args:
+        url: of the request.
+        error: what was raised.
+        timeout: seconds that the exchange had; None for :data:`CONNECT_S` to connect.
+    """
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    if any(isinstance(one, TimeoutError) for one in chain):
+        if timeout is None:
+            return JudgeTimeout(f"{url} could not be reached within {CONNECT_S:g} s")
+        return JudgeTimeout(f"{url} did not answer within {timeout:g} s (judge.timeout)")
+    fix = "see that the judge at judge.url is up and can be reached from this machine"
+    if any(type(one).__name__ in ("ClientPayloadError", "IncompleteReadError") for one in chain):
+        return JudgeError(f"{url}: the connection broke in the middle of the reply", fix=fix)
+    # The first cause tells most: openai wraps it in 'Connection error.', or even in a time-out.
+    root = chain[-1]
+    message = f"{url}: {type(root).__name__}: {short(str(root))}".rstrip(": ")
+    if isinstance(root, ssl.SSLCertVerificationError):
+        return JudgeError(message, retry=False, fix="give judge.url the host name that its certificate is for")
+    return JudgeError(message, fix=fix)
+
+
+def short(text: str) -> str:
+    """Returns a text on one line, of 200 characters at most."""
+    line = " ".join(text.split())
+    return line if len(line) <= 200 else line[:197] + "..."

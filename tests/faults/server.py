@@ -1,0 +1,282 @@
+"""A judge that misbehaves on command, in a process of its own, and the client that commands it.
+
+    python tests/faults/server.py --port 0
+
+prints ``{"port": N, "url": ...}`` when it is ready, grades as :mod:`dataflow.rewards.judge_server` does, and ends with
+its standard input. What it does wrong is switched by ``POST /behave``; ``GET /seen`` says what came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import socket
+import struct
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from dataflow.rewards.judge_server import JudgeProcess, completion, grade, serve, start_server
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+HUGE = 50 << 20
+"""Bytes of a huge body."""
+WAIT_S = 30.0
+"""Seconds in which the server must answer its commander."""
+
+MODES = {
+    "ok": "a score",
+    "none": "empty content",
+    "nan": "'Score: nan'",
+    "prose": "words without a score",
+    "half_json": "the first half of the JSON",
+    "reset": "the first half of the body, then a reset of the connection",
+    "huge": "a body of 50 MB, its length unsaid; huge:sized says it",
+    "status": "status:CODE[:RETRY_AFTER], an error of that status",
+    "hang": "no answer, ever",
+    "late": "late:SECONDS, a score after so many seconds",
+}
+
+
+class Behaviour:
+    """The server's side: what it has seen and how it behaves."""
+
+    def __init__(self) -> None:
+        self.mode, self.count, self.every = "ok", 0, 1
+        self._since = 0
+        self._came: Counter[str] = Counter()
+        self._bodies: Counter[bytes] = Counter()
+        self._now = self._peak = 0
+        self._news = asyncio.Condition()
+
+    def next_mode(self) -> str:
+        """Returns what to do with the request that has just come."""
+        self._since += 1
+        if self.mode == "ok" or self._since % self.every:
+            return "ok"
+        mode = self.mode
+        if self.count:
+            self.count -= 1
+            if not self.count:
+                self.mode = "ok"
+        return mode
+
+    async def behave(self, request: web.Request) -> web.Response:
+        """POST /behave: mode; count, how many requests to misbehave to (0: all); every, to each how manieth."""
+        from aiohttp import web
+
+        wanted = await request.json()
+        if wanted["mode"].partition(":")[0] not in MODES:
+            return web.json_response({"error": f"unknown mode; there are {', '.join(MODES)}"}, status=400)
+        self.mode, self.count, self.every = wanted["mode"], wanted.get("count", 0), wanted.get("every", 1)
+        self._since = 0
+        return web.json_response({})
+
+    async def seen(self, request: web.Request) -> web.Response:
+        """GET /seen: answers once as many requests came as ``?requests=`` asks for."""
+        from aiohttp import web
+
+        wanted = int(request.query.get("requests", "0"))
+        async with self._news:
+            await self._news.wait_for(lambda: self._came.total() >= wanted)
+        return web.json_response(
+            {
+                "requests": self._came.total(),
+                "modes": self._came,
+                "in_flight": self._now,
+                "peak": self._peak,
+                "distinct": len(self._bodies),
+                "most_alike": max(self._bodies.values(), default=0),
+            }
+        )
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        raw = await request.read()
+        mode = self.next_mode()
+        kind, _, rest = mode.partition(":")
+        self._bodies[hashlib.blake2b(raw, digest_size=16).digest()] += 1
+        self._now += 1
+        self._peak = max(self._peak, self._now)
+        async with self._news:
+            self._came[mode] += 1
+            self._news.notify_all()
+        try:
+            return await ANSWERS.get(kind, _said)(request, json.loads(raw), mode if kind in SAID else rest)
+        finally:
+            self._now -= 1
+
+
+SAID = {"none": "", "nan": "Score: nan", "prose": "I like this response a lot."}
+
+
+async def _said(request: web.Request, body: dict[str, Any], mode: str) -> web.StreamResponse:
+    from aiohttp import web
+
+    return web.json_response(completion(body, SAID[mode] if mode in SAID else _score(body), "fault"))
+
+
+def _score(body: dict[str, Any]) -> str:
+    try:
+        return f"Score: {grade(body['messages']):g}"
+    except ValueError:  # asked by another template than the judge's own
+        return "Score: 1"
+
+
+async def _half_json(request: web.Request, body: dict[str, Any], _rest: str) -> web.StreamResponse:
+    from aiohttp import web
+
+    text = json.dumps(completion(body, _score(body), "fault"))
+    return web.Response(text=text[: len(text) // 2], content_type="application/json")
+
+
+async def _reset(request: web.Request, body: dict[str, Any], _rest: str) -> web.StreamResponse:
+    from aiohttp import web
+
+    text = json.dumps(completion(body, _score(body), "fault")).encode()
+    reply = web.StreamResponse(headers={"Content-Length": str(len(text))})
+    await reply.prepare(request)
+    await reply.write(text[: len(text) // 2])
+    # The client must have what was sent before the reset: with it the kernel drops what is still on its way.
+    await asyncio.sleep(0.05)
+    transport = request.transport
+    assert transport is not None
+    linger = struct.pack("ii", 1, 0)
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    transport.abort()
+    return reply
+
+
+async def _huge(request: web.Request, body: dict[str, Any], how: str) -> web.StreamResponse:
+    from aiohttp import web
+
+    reply = web.StreamResponse(headers={"Content-Length": str(HUGE)} if how == "sized" else None)
+    await reply.prepare(request)
+    block = b" " * (1 << 16)
+    for _ in range(HUGE // len(block)):
+        await reply.write(block)  # raises once the client has gone
+    return reply
+
+
+async def _status(request: web.Request, body: dict[str, Any], what: str) -> web.StreamResponse:
+    from aiohttp import web
+
+    code, _, after = what.partition(":")
+    headers = {"Retry-After": after} if after else None
+    return web.json_response({"error": {"message": "misbehaves on command"}}, status=int(code), headers=headers)
+
+
+async def _hang(request: web.Request, body: dict[str, Any], _rest: str) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets the event")
+
+
+async def _late(request: web.Request, body: dict[str, Any], seconds: str) -> web.StreamResponse:
+    await asyncio.sleep(float(seconds))
+    return await _said(request, body, "ok")
+
+
+ANSWERS: dict[str, Callable[[web.Request, dict[str, Any], str], Awaitable[web.StreamResponse]]] = {
+    "half_json": _half_json,
+    "reset": _reset,
+    "huge": _huge,
+    "status": _status,
+    "hang": _hang,
+    "late": _late,
+}
+
+
+async def main(port: int) -> None:
+    """Serves until standard input ends."""
+    from aiohttp import web
+
+    judge = Behaviour()
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_post("/v1/chat/completions", judge.complete)
+    app.router.add_post("/behave", judge.behave)
+    app.router.add_get("/seen", judge.seen)
+    # Who hangs up is no longer in flight.
+    await serve(app, port, handler_cancellation=True)
+
+
+class FaultServer:
+    """The commander's side; a context manager. Its calls block: on an event loop use ``asyncio.to_thread``.
+
+    Attributes:
+        url: where it listens, the same after a restart.
+    """
+
+    def __init__(self) -> None:
+        self._process = self._start(0)
+        self.url = self._process.url
+
+    def _start(self, port: int) -> JudgeProcess:
+        return start_server([sys.executable, str(Path(__file__).resolve()), "--port", str(port)], WAIT_S)
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def behave(self, mode: str = "ok", *, count: int = 0, every: int = 1) -> None:
+        """Switches what becomes of the requests that come from now on.
+
+        Args:
+            mode: see :data:`MODES`.
+            count: of requests to misbehave to, after which it behaves again; 0 for all.
+            every: misbehaves to each so manieth request only.
+        """
+        self._call("/behave", {"mode": mode, "count": count, "every": every})
+
+    def seen(self, requests: int = 0) -> dict[str, Any]:
+        """Returns what came since the server was started; who hung up is no longer in flight.
+
+        Args:
+            requests: waits until so many have come.
+
+        Returns:
+            ``requests``; ``modes``, how many were met with each mode; ``in_flight`` now; ``peak``, the most in flight
+            at once; ``distinct``, how many had different bodies; ``most_alike``, how often the most frequent came.
+        """
+        return self._call(f"/seen?requests={requests}")
+
+    def _call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(self.url + path, data, timeout=WAIT_S) as reply:
+            answer: dict[str, Any] = json.loads(reply.read())
+        return answer
+
+    def kill(self) -> None:
+        """Ends it at once, as a machine that goes down; requests in flight lose their connection."""
+        self._process.kill()
+
+    def restart(self) -> None:
+        """Starts it again on the same port; it behaves, and has seen nothing."""
+        self.kill()
+        self._process = self._start(int(self.url.rpartition(":")[2]))
+
+    def close(self) -> None:
+        """Ends it; may be called twice."""
+        self._process.close()
+
+    def __enter__(self) -> FaultServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    asyncio.run(main(parser.parse_args().port))

@@ -1,0 +1,181 @@
+"""The agent of a run as its configuration describes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.batch import Batch
+from dataflow.errors import ConfigError
+from dataflow.reward_agent import RewardAgent
+from dataflow.reward_config import RewardConfig
+from dataflow.rewards.build import build_agent, limits_of, retry_of
+
+pytestmark = pytest.mark.timeout(60)
+
+COUNTING = """
+calls = []
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
+    calls.append(solution_str)
+    return {"score": float(solution_str) + bonus, "calls": len(calls)}
+
+class Router:
+    def __init__(self, reward_router_address):
+        self.address = reward_router_address
+
+    def compute_score(self, data_source, solution_str, ground_truth, extra_info):
+        return {"score": 1.0, "address": self.address}
+"""
+
+
+def samples(*texts: str) -> Batch:
+    n = len(texts)
+    columns = {"response_text": list(texts), "data_source": ["d"] * n, "ground_truth": ["0"] * n}
+    return Batch(list(range(n)), columns)
+
+
+def run(body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(20):
+            return await body()
+
+    return asyncio.run(limited())
+
+
+async def scores(agent: RewardAgent, *texts: str, step: int = 1) -> list[float]:
+    agent.submit(step, samples(*texts))
+    rewards = await agent.collect(step)
+    return rewards["score"].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "reward.py"
+    path.write_text(COUNTING)
+    return path
+
+
+def agent_of(file: Path, options: RewardConfig | None = None, name: str = "compute_score", **more: Any) -> RewardAgent:
+    kwargs = more.pop("reward_kwargs", {})
+    custom = {"path": str(file), "name": name, "reward_kwargs": kwargs}
+    return build_agent(custom, {"target": "no:no"}, options, **more)
+
+
+def test_limits_and_tries_come_from_the_configuration() -> None:
+    options = RewardConfig(
+        concurrency=256,
+        rpm=600,
+        adaptive=True,
+        floor=8,
+        endpoints={"http://a": {"concurrency": 4}, "http://b": {"rpm": 60}},  # type: ignore[dict-item]
+        timeout=3,
+        tries=2,
+        deadline=None,
+    )
+    limits = limits_of(options)
+    assert (limits.concurrency, limits.rpm, limits.tpm, limits.adaptive, limits.floor) == (256, 600, None, True, 8)
+    assert (limits.endpoints["http://a"].concurrency, limits.endpoints["http://b"].concurrency) == (4, 256)
+    assert limits.endpoints["http://b"].rpm == 60
+    retry = retry_of(options)
+    assert (retry.tries, retry.timeout_s, retry.deadline_s, retry.backoff_s) == (2, 3, None, 0.5)
+
+
+def test_what_the_configuration_leaves_open_the_reward_may_declare() -> None:
+    declared = {"concurrency": 5, "rpm": 30, "tpm": None, "timeout_s": 9.0}
+    limits = limits_of(RewardConfig(rpm=10), declared)
+    assert (limits.concurrency, limits.rpm, limits.tpm) == (5, 10, None)
+    assert retry_of(RewardConfig(), 9.0).timeout_s == 9.0
+    assert retry_of(RewardConfig(timeout=4), 9.0).timeout_s == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"concurrency": 4, "floor": 8}, "reward.floor=8; give 1 to reward.concurrency=4"),
+        ({"backoff": 5, "max_backoff": 1}, "reward.backoff=5 and reward.max_backoff=1"),
+        ({"manager": "dappo"}, "reward manager 'dappo' is unknown; did you mean 'dapo'?"),
+        ({"manager": "rate_limited", "manager_kwargs": {"max_rmp": 1}}, "did you mean 'max_rpm'?"),
+    ],
+)
+def test_options_that_cannot_be(file: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        agent_of(file, RewardConfig(**keys))
+    assert message in str(error.value)
+
+
+def test_a_manager_stands_around_the_reward(file: Path) -> None:
+    options = RewardConfig(manager="rate_limited", manager_kwargs={"max_concurrent": 2, "max_rpm": 6000})
+    agent = agent_of(file, options)
+    assert (agent.limits.concurrency, agent.limits.rpm) == (2, 6000)
+    assert agent.retry.timeout_s == 300
+
+    async def body() -> None:
+        assert await scores(agent, "1", "2") == [1, 2]
+        await agent.close()
+
+    run(body)
+
+
+def test_verls_further_keywords(file: Path) -> None:
+    async def body() -> None:
+        agent = agent_of(file, RewardConfig(router_address="host:1"), name="Router")
+        agent.submit(1, samples("7"))
+        assert (await agent.collect(1))["address"].tolist() == ["host:1"]
+        await agent.close()
+
+    run(body)
+    with pytest.raises(ConfigError, match=r"reward\.router_address"):
+        agent_of(file, RewardConfig(), name="Router")
+
+
+def test_a_run_that_starts_again_pays_for_nothing_twice(file: Path, tmp_path: Path) -> None:
+    async def asked(
+        texts: tuple[str, ...], options: RewardConfig | None = None, **more: Any
+    ) -> tuple[list[float], int]:
+        agent = agent_of(file, options, ledger=str(tmp_path / "rewards.sqlite"), **{"run": "r", **more})
+        found = await scores(agent, *texts)
+        stats = agent.stats()
+        await agent.close()
+        return found, stats["scored"] - stats["cached"]
+
+    assert run(lambda: asked(("1", "2", "3"))) == ([1, 2, 3], 3)
+    assert run(lambda: asked(("1", "2", "3"))) == ([1, 2, 3], 0)
+    assert run(lambda: asked(("1", "5", "3"))) == ([1, 5, 3], 1), "another response is another request"
+    assert run(lambda: asked(("1", "2", "3"), run="other")) == ([1, 2, 3], 3)
+    other = {"reward_kwargs": {"bonus": 1.0}}
+    assert run(lambda: asked(("1", "2", "3"), **other)) == ([2, 3, 4], 3), "another way to score is another answer"
+    assert run(lambda: asked(("1", "2"), RewardConfig(ledger=False))) == ([1, 2], 2)
+    file.write_text(COUNTING + "\n# changed\n")
+    assert run(lambda: asked(("1", "2", "3"))) == ([1, 2, 3], 3)
+
+
+def test_a_cache_is_shared_by_runs(file: Path, tmp_path: Path) -> None:
+    options = RewardConfig(cache=str(tmp_path / "cache.sqlite"))
+
+    async def asked(name: str, *texts: str) -> int:
+        agent = agent_of(file, options, run=name)
+        await scores(agent, *texts)
+        stats = agent.stats()
+        await agent.close()
+        return stats["scored"] - stats["cached"]
+
+    assert run(lambda: asked("a", "1", "2")) == 2
+    assert run(lambda: asked("b", "2", "1", "3")) == 1
+
+
+def test_equal_requests_in_flight_are_asked_once(file: Path) -> None:
+    async def body(options: RewardConfig) -> dict[str, Any]:
+        agent = agent_of(file, options)
+        assert await scores(agent, "4", "4", "5", "4") == [4, 4, 5, 4]
+        stats = agent.stats()
+        await agent.close()
+        return stats
+
+    stats = run(lambda: body(RewardConfig()))
+    assert (stats["requested"], stats["scored"], stats["shared"]) == (4, 4, 2)
+    assert run(lambda: body(RewardConfig(share_equal=False)))["shared"] == 0
