@@ -9,24 +9,23 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from dataflow.errors import ConfigError, UserError, nearest
-from dataflow.overrides import accepts, describe, parse_overrides
+from dataflow.overrides import describe, parse_overrides
+from dataflow.reward_config import CustomRewardConfig, JudgeConfig, RewardConfig
+from dataflow.section import Section, Text
 
 if TYPE_CHECKING:
     from dataflow.policy import SchedulingPolicy
@@ -34,30 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["RunConfig", "Section", "describe", "dump_yaml", "load_pipeline_file", "parse_overrides"]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
 Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-
-
-class Section(BaseModel):
-    """A group of keys. Unknown ones are errors, defaults are validated as values are."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
-    shorthand: ClassVar[str | None] = None
-    """The key that a plain value given to the section sets (``policy=both`` sets ``policy.preset``)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_shorthand(cls, value: Any) -> Any:
-        return {cls.shorthand: value} if cls.shorthand and isinstance(value, str) else value
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        if isinstance(value, bool) and not accepts(annotation, bool, dict):
-            raise ValueError("give a number, not true or false")
-        return value
 
 
 class PolicyConfig(Section):
@@ -213,49 +190,6 @@ class AlgorithmConfig(Section):
         return self
 
 
-class RewardConfig(Section):
-    """The reward agent."""
-
-    concurrency: PositiveInt = 64
-    """Reward requests in flight."""
-
-
-class CustomRewardConfig(Section):
-    """A reward function of the user's own, in place of the judge; verl's names."""
-
-    path: Text | None = None
-    """Python file that defines it; null asks the judge."""
-    name: Text = "compute_score"
-    """Function or class in that file."""
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments it is called with besides verl's four."""
-
-
-class JudgeConfig(Section):
-    """The HTTP judge that the default reward asks."""
-
-    url: Text | None = None
-    """Base URL of an OpenAI-style server; null starts one on loopback for the run."""
-    model: Text = "judge"
-    """Model name in the requests."""
-    latency: Text = "uniform:1:40"
-    """Distribution of the run's own judge's delay, in seconds."""
-    time_scale: NonNegativeFloat = 0.02
-    """Factor on those delays; 0 answers at once."""
-    api_key_env: Text | None = None
-    """Environment variable that holds the API key."""
-    timeout: PositiveFloat = 120.0
-    """Seconds that one request may take."""
-
-    @field_validator("latency")
-    @classmethod
-    def _latency_is_a_law(cls, latency: str) -> str:
-        from dataflow.law import parse_law
-
-        parse_law(latency)
-        return latency
-
-
 class ValConfig(Section):
     """Evaluation on held-out problems."""
 
@@ -281,7 +215,7 @@ class RayConfig(Section):
 class TrackingConfig(Section):
     """Where metrics go, besides the run's metrics.jsonl."""
 
-    backends: Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = ["tensorboard"]
+    backends: Backends = Field(default=["tensorboard"])
     """Backends of verl's Tracking."""
     project: Text = "dataflow"
     """Project name there."""
@@ -319,6 +253,10 @@ class RunConfig(Section):
         if name is not None and (name in (".", "..") or set("/\\\0") & set(name)):
             raise ValueError("give a plain directory name, without slashes")
         return name
+
+    def run_file(self, name: str) -> str | None:
+        """Returns where a file of the run's directory lies, on whatever machine; None while the run has no name."""
+        return str(Path(self.runs, self.name, name).absolute()) if self.name else None
 
     @model_validator(mode="after")
     def _fit_together(self) -> RunConfig:
