@@ -126,7 +126,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any]:
 
 def _run(options: argparse.Namespace) -> int:
     from dataflow.config import describe, load_pipeline_file
-    from dataflow.progress import Progress
+    from dataflow.progress import Progress, end_table
 
     if options.keys:
         print(describe(load_pipeline_file(options.pipeline).Config))
@@ -141,7 +141,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(summary, indent=1))
     else:
-        print(_end_table(summary))
+        print(end_table(summary))
         print(f"timeline: {session.directory / 'timeline.png'}")
         print(f"trace:    {session.directory / 'trace.json'} (opens in https://ui.perfetto.dev)")
     return 0
@@ -151,31 +151,6 @@ def _picture(directory: Path) -> None:
     from dataflow.timeline.picture import draw
 
     draw(_trace(str(directory)), directory / "timeline.png")
-
-
-def _end_table(summary: dict[str, Any]) -> str:
-    from dataflow.timeline.text import table
-
-    wall = summary["wall_s"]
-    rows = [("policy", summary["policy"]), ("steps", str(summary["steps"]))]
-    if summary["accuracy_before"] is not None and summary["accuracy_after"] is not None:
-        rows += [
-            ("accuracy before", f"{summary['accuracy_before']:.3f}"),
-            ("accuracy after", f"{summary['accuracy_after']:.3f} (mean of the last evaluations)"),
-        ]
-    rows += [
-        ("wall time", f"{wall:.1f} s ({summary['step_s']:.2f} s a step)"),
-        ("GPU pool busy", f"{summary['gpu_busy_s'] / wall:.0%}" if wall else "-"),
-        ("exposed wait", f"{summary['exposed_wait_s']:.1f} s" + _causes(summary["exposed_wait_by_cause"])),
-    ]
-    if summary["rewards"]:
-        rows.append(("rewards", f"{summary['rewards']['scored']} of {summary['rewards']['requested']} scored"))
-    return str(table(rows))
-
-
-def _causes(by_cause: dict[str, float]) -> str:
-    worst = [f"{name} {seconds:.1f} s" for name, seconds in list(by_cause.items())[:3] if seconds >= 0.05]
-    return f" ({', '.join(worst)})" if worst else ""
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Progress on the terminal: a moving bar on a tty, a plain line a step elsewhere."""
+"""Progress on the terminal: a moving bar on a tty, a plain line a step elsewhere; and the table at the end."""
 
 from __future__ import annotations
 
@@ -107,3 +107,40 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def end_table(summary: dict[str, Any]) -> str:
+    """Returns what a run came to, as a table of two columns.
+
+    Args:
+        summary: what its summary.json holds.
+    """
+    from dataflow.timeline.text import table
+
+    wall = summary["wall_s"]
+    rows = [("policy", summary["policy"]), ("steps", str(summary["steps"]))]
+    if summary["accuracy_before"] is not None and summary["accuracy_after"] is not None:
+        rows += [
+            ("accuracy before", f"{summary['accuracy_before']:.3f}"),
+            ("accuracy after", f"{summary['accuracy_after']:.3f} (mean of the last evaluations)"),
+        ]
+    rows += [
+        ("wall time", f"{wall:.1f} s ({summary['step_s']:.2f} s a step)"),
+        ("GPU pool busy", f"{summary['gpu_busy_s'] / wall:.0%}" if wall else "-"),
+        ("exposed wait", f"{summary['exposed_wait_s']:.1f} s" + _causes(summary["exposed_wait_by_cause"])),
+    ]
+    if summary["rewards"]:
+        rows.append(("rewards", _rewards(summary["rewards"])))
+    return str(table(rows))
+
+
+def _causes(by_cause: dict[str, float]) -> str:
+    worst = [f"{name} {seconds:.1f} s" for name, seconds in list(by_cause.items())[:3] if seconds >= 0.05]
+    return f" ({', '.join(worst)})" if worst else ""
+
+
+def _rewards(counts: dict[str, Any]) -> str:
+    told = [f"{counts['scored']} of {counts['requested']} scored"]
+    names = {"failed": "failed", "cancelled": "cancelled", "retried": "tried again", "cached": "from the ledger"}
+    told += [f"{counts[name]} {text}" for name, text in names.items() if counts.get(name)]
+    return ", ".join(told)

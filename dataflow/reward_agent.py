@@ -1,116 +1,162 @@
 """RewardAgent: sends every response to the reward function and hands back whole groups as they finish.
 
-One event loop, no polling: a finished request wakes whoever waits for it. Every request ends in exactly one
-of scored, failed, cancelled. A failure ends its step, and every collect of that step raises it.
+One event loop, no polling: a finished request wakes whoever waits for it. Every request ends in exactly one of
+scored, failed (and handled by the declared rule), cancelled; none is lost and none is silently zero.
 
-At most ``concurrency`` pieces of user code run at once. A slot that falls free goes to the oldest waiting
-request: training steps by number, then validation streams; so a straggler holds one slot and nothing else.
+A slot that falls free goes to the oldest waiting request: training steps by number, then validation streams; so a
+straggler holds one slot and nothing else. How a single request is tried: rewards/lifecycle.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import inspect
 import numbers
-import time
-from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
 
-import numpy as np
+from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
-from dataflow.rewards.custom import (
-    build_reward,
-    describe,
-    find_reward,
-    is_async,
-    load_reward,
-    name_of,
-    outcome,
-    raised,
-    read_number,
-    read_result,
-)
+from dataflow.rewards.asks import Asks
+from dataflow.rewards.calls import Calls
+from dataflow.rewards.custom import describe, load_reward, name_of
+from dataflow.rewards.decode import Decode
+from dataflow.rewards.failure import parse_rule
+from dataflow.rewards.groups import Groups
+from dataflow.rewards.ledger import Ledger
+from dataflow.rewards.lifecycle import Lifecycle
+from dataflow.rewards.limits import Limiter, Limits, Line, Permits
 from dataflow.rewards.requests import (
+    Arguments,
+    Ask,
+    Finish,
     Order,
     Request,
     Step,
     StepRequests,
     Ticket,
     Waiter,
-    arguments_of,
     latency_summary,
     rewards_of,
+    step_summary,
 )
+from dataflow.rewards.retry import Retry
 
-__all__ = ["RewardAgent", "Ticket", "build_agent", "latency_summary", "load_reward"]
+__all__ = ["Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
 
 _REMEMBERED = 4096  # ended steps whose end a later collect is told
+
+
+class Metrics(Protocol):
+    """Who is told the stats."""
+
+    def due(self) -> bool: ...
+
+    def tell(self, stats: Mapping[str, Any]) -> None: ...
 
 
 class RewardAgent:
     """Scores the responses of several steps at once, never mixing them.
 
     Args:
-        compute_score: a function, sync or async, called with verl's keywords ``data_source``,
-            ``solution_str``, ``ground_truth`` and ``extra_info`` (a dict, to which ``raw_prompt``, the chat
-            messages, is added where the samples have it); or an object with such a method and optionally
-            ``post_process_scores`` and ``close``. It returns a finite number, a tuple (score, query,
-            explanation), or a dict with ``score`` and further columns. Sync ones run in threads.
-        concurrency: calls at once.
+        compute_score: a function, sync or async, called with verl's keywords ``data_source``, ``solution_str``,
+            ``ground_truth`` and ``extra_info`` (a dict, to which ``raw_prompt``, the chat messages, and
+            ``response_length``, in tokens, are added where the samples have them); or an object with such a method
+            and optionally ``post_process_scores``, ``log``, ``close``, ``usage``, ``retry_on``, ``endpoint`` and
+            ``tokens`` (docs/rewards.md). It returns a finite number, a tuple (score, query, explanation), or a dict
+            with ``score`` and further columns. Sync ones run in threads.
+        limits: calls in flight, requests and tokens a minute.
+        retry: time-outs and tries.
+        hedge_after: a second call for one that takes longer than this percentile (``"p95"``) or so many seconds.
+        on_failure: what becomes of a sample without a score, see :class:`~dataflow.rewards.failure.FailureRule`.
+        max_failed_share: the run stops when more than this share of all requests has failed.
+        max_strays: calls that may go on running after their time is over.
         post_process_scores: sync or async; given the scores of one whole group, in sample order, it returns
             as many, which replace them. Wins over the object's method.
+        ledger: where requests and answers are journaled.
+        share_equal: whether requests in flight with the same prompt and response are asked once.
+        scorer: says what scores (its file, the judge's prompt); the ledger's answers of another one do not count.
+        decode: turns the token ids of responses into texts, for samples without ``response_text``.
+        shared: permits that several agents share, by endpoint.
+        metrics: told the stats about once a second while requests end (Ray's own metrics).
 
     Raises:
-        ConfigError: ``compute_score`` cannot be called, or ``concurrency`` is below 1.
+        ConfigError: ``compute_score`` cannot be called, or an option is out of range.
     """
 
     def __init__(
         self,
         compute_score: Any,
         *,
-        concurrency: int = 64,
+        limits: Limits | None = None,
+        retry: Retry | None = None,
+        hedge_after: str | float | None = None,
+        on_failure: str = "fail",
+        max_failed_share: float = 0.1,
+        max_strays: int | None = None,
         post_process_scores: Callable[[list[float]], Any] | None = None,
+        ledger: Ledger | None = None,
+        share_equal: bool = False,
+        scorer: str = "",
+        decode: Decode | None = None,
+        shared: Callable[[str], Permits] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
-        if concurrency < 1:
-            raise ConfigError(f"reward.concurrency={concurrency}; give 1 or more.")
         self._owner = compute_score
         self._score = getattr(compute_score, "compute_score", compute_score)
         self._post = post_process_scores or getattr(compute_score, "post_process_scores", None)
         if isinstance(compute_score, type) or not callable(self._score):
             raise ConfigError(f"compute_score={compute_score!r}; give a function or an object with compute_score.")
-        self.concurrency = concurrency
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="reward")
-        self._loop: asyncio.AbstractEventLoop | None = None
+        if not 0 <= max_failed_share <= 1:
+            raise ConfigError(f"reward.max_failed_share={max_failed_share}; give a number from 0 to 1.")
+        self.limits = limits or Limits()
+        self.retry = retry or Retry()
+        self.rule = parse_rule(on_failure)
+        self.max_failed_share = max_failed_share
+        if self.retry.predicate is None and callable(predicate := getattr(compute_score, "retry_on", None)):
+            self.retry = replace(self.retry, predicate=predicate)
+        self._max_strays = self.limits.concurrency if max_strays is None else max_strays
+        self._hedge_after = hedge_after
+        self._ledger = ledger
+        self._decode = decode
+        self._shared = shared
+        self._metrics = metrics
+        self._log = getattr(compute_score, "log", None)
         self._steps: dict[Step, StepRequests] = {}
         self._ended: OrderedDict[Step, tuple[type[DataflowError], str, BaseException | None]] = OrderedDict()
-        self._heap: list[tuple[int, int, int, Request]] = []
-        self._sequence = 0
-        self._running = 0
-        self._peak = 0
-        self._counts: Counter[str] = Counter()
-        self._latency_s = array("d")
+        self.counts: Counter[str] = Counter()
+        self._asks = Asks(compute_score, ledger, share_equal, scorer, self.counts, self.fail, self._measure)
+        self._halted: tuple[str, BaseException | None] | None = None
         self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls: Calls
+        self._limiter: Limiter
+        self._life: Lifecycle
+        self._groups: Groups
 
-    def submit(self, step: Step, samples: Batch) -> Ticket:
+    def submit(self, step: Step, samples: Batch, *, spare: int = 0) -> Ticket:
         """Queues a request for each row and returns at once; call it on the agent's event loop.
 
         Args:
             step: number of a training step, or a name like ``"val:3"`` for requests served after all those.
-            samples: columns ``response_text``, ``data_source``, ``ground_truth``; ``extra_info`` and
-                ``raw_prompt`` where there are such.
+            samples: columns ``data_source``, ``ground_truth`` and ``response_text`` (or ``responses``, token ids
+                ``[rows, R]``, where the agent has ``decode``); ``extra_info`` and ``raw_prompt`` where there are
+                such.
+            spare: groups more than will be collected; those that are left over in the end are cancelled.
 
         Raises:
-            DataflowError: a step submitted before, no rows, a group twice, a missing column, a closed agent.
+            DataflowError: a step submitted before, no rows, nothing but spare groups, a group twice, a missing
+                column, a closed agent.
+            RewardFailed: the agent has stopped, for too many failures or a budget that is spent.
         """
         if self._closed:
             raise DataflowError(f"reward agent: step {step} was submitted after close().")
+        if self._halted is not None:
+            raise RewardFailed(self._halted[0]) from self._halted[1]
         if step in self._steps or step in self._ended:
             raise DataflowError(f"reward agent: step {step} was submitted before; submit each step once.")
         if not len(samples):
@@ -119,20 +165,22 @@ class RewardAgent:
         if len(set(ids)) != len(ids):
             twice = next(group for group, count in Counter(ids).items() if count > 1)
             raise DataflowError(f"reward agent: step {step} holds group {twice} twice; sort rows by group.")
-        arguments = arguments_of(samples)
-        self._bind()
-        state = StepRequests(step, queued=len(samples), open=len(samples))
+        if not 0 <= spare < len(ids):
+            raise DataflowError(f"reward agent: step {step} has {len(ids)} groups, {spare} of which cannot be spare.")
+        arguments = Arguments(samples, self._decode, getattr(self._owner, "wants_response_ids", False))
+        loop = self._bind()
         training = isinstance(step, numbers.Integral)
-        for group, keywords in zip(samples.groups.tolist(), arguments, strict=True):
+        priority = (0, int(step)) if training else (1, 0)
+        state = StepRequests(step, self.rule if training else self.rule.for_validation(), priority)
+        state.open, state.spare = len(samples), spare
+        for group in samples.groups.tolist():
             requests = state.groups.setdefault(group, [])
-            requests.append(Request(state, group, len(requests), keywords))
-            self._sequence += 1
-            place = (0, int(step)) if training else (1, 0)
-            heapq.heappush(self._heap, (*place, self._sequence, requests[-1]))
+            requests.append(Request(state, group, len(requests)))
         state.unfinished = {group: len(requests) for group, requests in state.groups.items()}
         self._steps[step] = state
-        self._counts["requested"] += len(samples)
-        self._fill()
+        self.counts["requested"] += len(samples)
+        rows = [request for requests in state.groups.values() for request in requests]
+        loop.call_soon(self._asks.admit, state, arguments, rows)
         return Ticket(step, ids, len(samples))
 
     async def collect(self, step: Step, k: int | None = None, order: Order = "arrival") -> Batch:
@@ -144,10 +192,12 @@ class RewardAgent:
             order: ``arrival`` takes the groups that finish first, ``index`` the next ones by id.
 
         Returns:
-            ``score`` float32 ``[rows]`` and a column of objects for each extra one, None where a sample lacks
-            it. ``meta``: ``records``, dicts with group, sample, begin and end (seconds of ``time.time()``) of
-            each request; ``latency_s``, their durations; ``step_latency_s``, those of all that was collected
-            of the step so far.
+            ``score`` float32 ``[rows]`` and a column of objects for each extra one, None where a sample lacks it;
+            under a rule that drops samples ``kept`` bool ``[rows]``, with a score of NaN where it is False.
+            ``meta``: ``records``, dicts with group, sample, begin and end (seconds of ``time.time()``) of each
+            request, and ``tries`` and ``how`` where they are not 1 and by a call of its own; ``latency_s``, their
+            durations; ``limits``, the changes of limits since the last collect; and with the last groups of the step
+            ``step``, its counts and latencies.
 
         Raises:
             RewardFailed: a request of the step failed, or the step was cancelled.
@@ -165,7 +215,7 @@ class RewardAgent:
             raise DataflowError(f"reward agent: step {step} has {state.left} groups left to collect, not {take}.")
         waiter = Waiter(take, order, self._bind().create_future())
         state.waiters.append(waiter)
-        self._serve(state)
+        self._groups.serve(state)
         try:
             chosen = await waiter.future
         except asyncio.CancelledError:
@@ -174,10 +224,16 @@ class RewardAgent:
                 state.waiters.remove(waiter)
             elif not waiter.future.cancelled() and not waiter.future.exception():
                 state.arrived = waiter.future.result() + state.arrived
-            self._serve(state)
+            self._groups.serve(state)
             raise
         batch = rewards_of(state, chosen)
-        if not state.groups and not self._over(state):
+        batch.meta["limits"] = self._limiter.changes()
+        self._groups.tell(batch)
+        if self._ledger is not None:
+            self._ledger.collected(step, chosen)
+        if len(state.groups) <= state.spare and not state.over:
+            batch.meta["step"] = step_summary(state)
+            self._leave(state)
             self._end(state, DataflowError, f"reward agent: step {step} has been collected in full.", None)
         return batch
 
@@ -191,31 +247,47 @@ class RewardAgent:
         if state is None:
             return 0
         count = state.open
-        self._fail(state, f"step {step}: its reward requests were cancelled.", None)
+        self.fail(state, f"step {step}: its reward requests were cancelled.", None)
         return count
 
     def stats(self) -> dict[str, Any]:
         """Returns counts of requests so far, what waits and runs now, and the latency of the scored ones.
 
-        ``running`` counts slots in use: also a thread that goes on behind a cancelled request.
+        ``running`` counts slots in use, also by a thread that goes on behind a cancelled request; ``strays`` are
+        the calls that run on although their time is over.
         """
-        counts = {name: self._counts[name] for name in ("requested", "scored", "failed", "cancelled")}
-        waiting = sum(state.queued for state in self._steps.values())
-        now = {"waiting": waiting, "running": self._running, "peak": self._peak, "steps": len(self._steps)}
-        return {**counts, **now, "latency_s": latency_summary(self._latency_s)}
+        names = ("requested", "scored", "failed", "cancelled", "cached", "shared")
+        counts = {name: self.counts[name] for name in names}
+        now: dict[str, Any] = {"waiting": 0, "running": 0, "peak": 0, "strays": 0, "steps": len(self._steps)}
+        tried = dict.fromkeys(("retried", "hedged", "timed_out", "throttled"), 0)
+        if self._loop is not None:
+            tried = {name: self._life.counts[name] for name in tried}
+            lines = self._limiter.lines
+            now |= {
+                "waiting": sum(state.waiting() for state in self._steps.values()),
+                "running": self._limiter.running,
+                "peak": self._limiter.peak,
+                "strays": self._calls.strays,
+                "limit": {name: int(line.limit) for name, line in lines.items()},
+                "rate_limit_wait_s": sum(line.waited_s for line in lines.values()),
+            }
+        usage = getattr(self._owner, "usage", None)
+        spent = dict(usage()) if callable(usage) else {"tokens": self.counts["tokens"]}
+        return {**counts, **tried, **now, **spent, "latency_s": latency_summary(self._asks.latency_s)}
 
     async def close(self) -> None:
         """Cancels everything and closes the user's object, if it has ``close``. May be called twice."""
         if self._closed:
             return
         self._closed = True
-        tasks = [task for state in self._steps.values() for task in state.tasks]
         for state in list(self._steps.values()):
-            self._fail(state, f"step {state.key}: the reward agent was closed.", None)
-        if tasks:
+            self.fail(state, f"step {state.key}: the reward agent was closed.", None)
+        if self._loop is not None:
+            self._limiter.close()
             # User code may refuse to be cancelled; it must not keep the process.
-            await asyncio.wait(tasks, timeout=2.0)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+            await self._calls.close()
+        if self._ledger is not None:
+            await asyncio.to_thread(self._ledger.close)
         close = getattr(self._owner, "close", None)
         if callable(close) and inspect.isawaitable(ending := close()):
             await ending
@@ -225,147 +297,76 @@ class RewardAgent:
             loop = asyncio.get_running_loop()
         except RuntimeError as error:
             raise DataflowError("reward agent: submit and collect must be called on a running event loop.") from error
-        if self._loop not in (None, loop):
+        if self._loop is None:
+            self._loop = loop
+            self._calls = Calls(self._strayed, self._bug)
+            self._limiter = Limiter(self.limits, self._start, self._shared)
+            self._life = Lifecycle(self._score, self._calls, self._limiter, self.retry, self._hedge_after, self._asks)
+            self._groups = Groups(self._post, self._log, self._calls, self._limiter, self.retry.timeout_s, self)
+            self._asks.life, self._asks.ends = self._life, self._groups
+        if self._loop is not loop:
             raise DataflowError("reward agent: it lives on another event loop; use one agent a loop.")
-        self._loop = loop
         return loop
 
-    def _fill(self) -> None:
-        """Starts the oldest waiting requests while there are free slots."""
-        while self._heap and self._running < self.concurrency:
-            request = heapq.heappop(self._heap)[-1]
-            state = request.step
-            if self._over(state):
-                continue
-            self._running += 1
-            self._peak = max(self._peak, self._running)
-            state.queued -= 1
-            task = self._bind().create_task(self._run(request))
-            state.tasks.add(task)
-            # Not in a finally: a task that is cancelled before it starts would never get there.
-            task.add_done_callback(partial(self._done, request))
-
-    def _done(self, request: Request, task: asyncio.Task[None]) -> None:
-        """The task is over; its slot is free as soon as no thread works for it any more."""
-        request.step.tasks.discard(task)
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if error is not None and not self._over(request.step):
-            self._broken(request, f"{request}: {describe(error)}.", error)
-        if request.thread is None or request.thread.done():
-            self._release()
+    def _start(self, item: Ask | Finish, line: Line) -> None:
+        if isinstance(item, Ask):
+            self._life.start(item, line)
         else:
-            request.thread.add_done_callback(self._release_from_thread)
+            self._groups.post_process(item, line)
 
-    def _release_from_thread(self, _thread: Future[Any]) -> None:
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._release)
+    def detach(self, request: Request) -> None:
+        """A request has ended otherwise: nobody is asked for it any more."""
+        self._asks.detach(request)
 
-    def _release(self) -> None:
-        self._running -= 1
-        if not self._closed:
-            self._fill()
+    # --- ends of steps (Groups' Owner) --------------------------------------------------------------------
 
-    async def _run(self, request: Request) -> None:
-        """Scores one request; the last one of a group also finishes the group, in the same slot."""
-        state = request.step
-        request.begin, start = time.time(), time.perf_counter()
-        try:
-            result = await self._call(request, partial(self._score, **request.arguments))
-        # User code may end with SystemExit, or cancel itself: neither may hang the step.
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if not self._over(state):
-                self._broken(request, raised(str(request), self._score, error), error)
-            return
-        spent = time.perf_counter() - start
-        request.end = request.begin + spent
-        if self._over(state):
-            return
-        try:
-            request.score, request.extras = read_result(result)
-        except ValueError as error:
-            fix = "return a finite number, (score, query, explanation) or a dict with 'score'"
-            self._broken(request, f"{request}: '{name_of(self._score)}' returned {error}; {fix}.", error)
-            return
-        state.open -= 1
-        self._counts["scored"] += 1
-        self._latency_s.append(spent)
-        state.unfinished[request.group] -= 1
-        if not state.unfinished[request.group]:
-            await self._finish(request)
-
-    async def _finish(self, last: Request) -> None:
-        """All samples of a group have their score: post-process them, then the group arrives."""
-        state, group = last.step, last.group
-        requests = state.groups[group]
-        if self._post is not None:
-            where, post = f"group {group} of step {state.key}", self._post
-            try:
-                scores = await self._call(last, partial(post, [request.score for request in requests]))
-            except (Exception, SystemExit, asyncio.CancelledError) as error:
-                if not self._over(state):
-                    self._fail(state, raised(where, post, error), error)
-                return
-            if self._over(state):
-                return
-            try:
-                if not isinstance(scores, Sequence | np.ndarray) or isinstance(scores, str):
-                    raise ValueError(f"a {type(scores).__name__}")
-                if len(scores) != len(requests):
-                    raise ValueError(f"{len(scores)} scores for {len(requests)} samples")
-                for request, score in zip(requests, scores, strict=True):
-                    request.score = read_number(score)
-            except ValueError as error:
-                fix = f"return a list of {len(requests)} finite numbers"
-                self._fail(state, f"{where}: '{name_of(post)}' returned {error}; {fix}.", error)
-                return
-        del state.unfinished[group]
-        state.arrived.append(group)
-        self._serve(state)
-
-    async def _call(self, request: Request, function: Callable[[], Any]) -> Any:
-        """Runs user code, on the loop if it is async, else in a thread."""
-        if is_async(function):
-            return await function()
-        request.thread = self._pool.submit(outcome, function)
-        result, error = await asyncio.wrap_future(request.thread)
-        if error is not None:
-            raise error
-        return await result if inspect.isawaitable(result) else result
-
-    def _over(self, state: StepRequests) -> bool:
-        return self._steps.get(state.key) is not state
-
-    def _serve(self, state: StepRequests) -> None:
-        """Wakes those who wait for the step and whose groups are there, first come first served."""
-        while state.waiters:
-            waiter = state.waiters[0]
-            if not waiter.future.done():
-                chosen = state.pick(waiter.take, waiter.order)
-                if chosen is None:
-                    return
-                waiter.future.set_result(chosen)
-            state.waiters.popleft()
-
-    def _broken(self, request: Request, message: str, error: BaseException) -> None:
-        request.step.open -= 1
-        self._counts["failed"] += 1
-        self._fail(request.step, message, error)
-
-    def _fail(self, state: StepRequests, message: str, error: BaseException | None) -> None:
+    def fail(self, state: StepRequests, message: str, error: BaseException | None) -> None:
         """Ends a step for all who wait and will wait for it, and cancels the rest of its requests."""
-        self._counts["cancelled"] += state.open
-        state.open = state.queued = 0
+        if state.over:
+            return
         self._end(state, RewardFailed, message, error)
         for waiter in state.waiters:
             if not waiter.future.done():
                 waiter.future.set_exception(self._gone(state.key))
         state.waiters.clear()
-        for task in state.tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
+        self._leave(state)
+        if self._loop is not None and not self._closed:
+            self._limiter.fill()
+
+    def _leave(self, state: StepRequests) -> None:
+        """What is left of a step is wanted no more."""
+        self.counts["cancelled"] += state.open
+        state.open = 0
+        state.unfinished.clear()
+        for requests in state.groups.values():
+            for request in requests:
+                if not request.ended:
+                    self.detach(request)
+
+    def halt(self, message: str, error: BaseException | None) -> None:
+        """Ends every step, now and later: what is wrong is not the matter of one."""
+        if self._halted is None:
+            self._halted = message, error
+        for state in list(self._steps.values()):
+            self.fail(state, message, error)
+
+    def _measure(self) -> None:
+        if self._metrics is not None and self._metrics.due():
+            self._metrics.tell(self.stats())
+
+    def _strayed(self, strays: int) -> None:
+        if strays > self._max_strays and not self._closed:
+            name, limit = name_of(self._score), f"more than reward.max_strays={self._max_strays} allows"
+            fix = "give its own requests a time-out, or raise reward.timeout"
+            self.halt(f"{strays} calls of '{name}' go on running after their time is over, {limit}; {fix}.", None)
+
+    def _bug(self, error: Exception) -> None:
+        """Nobody may wait for ever for what an error of ours has lost."""
+        logger.opt(exception=error).error("reward agent: {}", describe(error))
+        self.halt(f"reward agent: an error of its own, {describe(error)}; please report it with the log.", error)
 
     def _end(self, state: StepRequests, kind: type[DataflowError], message: str, cause: BaseException | None) -> None:
+        state.over = True
         del self._steps[state.key]
         self._ended[state.key] = (kind, message, cause)
         while len(self._ended) > _REMEMBERED:
@@ -380,24 +381,3 @@ class RewardAgent:
             return error
         live = ", ".join(map(str, self._steps)) or "none"
         return DataflowError(f"reward agent: step {step} was never submitted (in flight: {live}).")
-
-
-def build_agent(custom: Mapping[str, Any] | None, default: Mapping[str, Any], concurrency: int = 64) -> RewardAgent:
-    """Returns the agent of a run; importable in the process that hosts it.
-
-    Args:
-        custom: ``path``, ``name`` and ``reward_kwargs`` of the user's function or class; None, or no path,
-            means the default.
-        default: ``target``, a function or class as ``"package.module:name"``, and its ``kwargs``.
-        concurrency: calls at once.
-
-    Raises:
-        ConfigError: the function cannot be loaded or built.
-    """
-    if custom is not None and custom.get("path"):
-        kwargs = custom.get("reward_kwargs") or {}
-        found = load_reward(custom["path"], custom.get("name") or "compute_score", kwargs)
-    else:
-        kwargs = default.get("kwargs") or {}
-        found = find_reward(default["target"])
-    return RewardAgent(build_reward(found, kwargs), concurrency=concurrency)

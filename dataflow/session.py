@@ -29,6 +29,7 @@ from dataflow.timeline.spans import Trace
 from dataflow.tracking import Tracker, step_metrics, write_summary
 
 VALIDATION = ("val_rollout", "val_score")
+REWARDS = ("requested", "scored", "failed", "cancelled", "retried", "hedged", "cached", "shared", "tokens")
 # The accuracy after a run is the mean of this many last evaluations: single ones swing by several points.
 LAST_EVALUATIONS = 3
 
@@ -64,12 +65,11 @@ class Session:
         self.inputs = self._inputs()
 
     def _check_reward(self) -> None:
-        custom, judge = self.config.custom_reward_function, self.config.judge
-        if custom.path:
-            from dataflow.rewards.custom import load_reward
+        from dataflow.rewards.build import check_reward
 
-            load_reward(custom.path, custom.name, custom.reward_kwargs)
-        elif not judge.url:
+        custom, judge = self.config.custom_reward_function, self.config.judge
+        check_reward(custom.model_dump(), judge.client_options(), self.config.reward)
+        if not custom.path and not judge.url:
             from dataflow.law import parse_law
 
             parse_law(judge.latency)
@@ -111,6 +111,7 @@ class Session:
             Interrupted: Ctrl-C or SIGTERM; likewise.
         """
         self.directory = make_directory(self.config, Path(self.module.__file__ or "run").stem)
+        self.config.name = self.directory.name
         (self.directory / "config.yaml").write_text(dump_yaml(self.config))
         self.tracker = Tracker(
             self.directory,
@@ -231,7 +232,7 @@ class Session:
         if "reward" not in self.graph.pipeline.hosts():
             return {}
         stats = await executor.ask("reward", "stats")
-        counts = {name: stats.get(name, 0) for name in ("requested", "scored", "failed", "retried", "cached")}
+        counts = {name: stats.get(name, 0) for name in REWARDS}
         return {**counts, "latency_s": {k: stats["latency_s"].get(k) for k in ("p50", "p95", "p99")}}
 
     def _meta(self) -> dict[str, Any]:

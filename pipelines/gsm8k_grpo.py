@@ -12,9 +12,12 @@ dataflow show pipelines/gsm8k_grpo.py policy=mini-batch steps=2
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from dataflow.config import RunConfig
 from dataflow.engines.base import Sampling
 from dataflow.graph import Hosted, Pipeline
+from dataflow.reward_config import RewardConfig
 from dataflow.stages.advantage import advantage
 from dataflow.stages.log_prob import old_log_prob, ref_log_prob
 from dataflow.stages.reward import reward_collect, reward_request, val_score
@@ -28,6 +31,9 @@ TRAINER_SHARE, ROLLOUT_SHARE = 0.6, 0.3
 
 class Config(RunConfig):
     """The defaults train a tiny Qwen2 on a laptop; see dataflow/config.py for every key."""
+
+    # A tiny model says the same again and again, a real one hardly ever: its judge is asked for each response.
+    reward: RewardConfig = Field(default_factory=lambda: RewardConfig(share_equal=False))
 
 
 def pipeline(config: Config) -> Pipeline:
@@ -63,23 +69,26 @@ def pipeline(config: Config) -> Pipeline:
         },
         gpus=gpus * ROLLOUT_SHARE,
     )
-    ask = {"url": judge.url, "model": judge.model, "api_key_env": judge.api_key_env, "timeout": judge.timeout}
     agent = Hosted(
         "reward",
-        "dataflow.reward_agent:build_agent",
+        "dataflow.rewards.build:build_agent",
         {
             "custom": config.custom_reward_function.model_dump(),
-            "default": {"target": "dataflow.rewards.judge:Judge", "kwargs": ask},
-            "concurrency": config.reward.concurrency,
+            "default": {"target": "dataflow.rewards.judge:Judge", "kwargs": judge.client_options()},
+            "options": config.reward,
+            "run": config.name or "run",
+            "ledger": config.run_file("rewards.sqlite"),
+            "tokenizer": config.model.path,
         },
         concurrent=True,
+        restarts=config.reward.restarts,
     )
     sampling = Sampling(draw.n, draw.temperature, draw.top_p, draw.top_k, draw.max_tokens)
     greedy = Sampling(config.val.n, config.val.temperature, max_tokens=draw.max_tokens)
 
     stages = [
         rollout.bind(engine=engine, sampling=sampling, seed=config.seed),
-        reward_request.bind(agent=agent),
+        reward_request.bind(agent=agent, spare=config.reward.spare_groups),
         old_log_prob.bind(trainer=trainer),
         reward_collect.bind(agent=agent),
         advantage.bind(algorithm=config.algorithm),

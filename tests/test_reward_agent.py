@@ -14,7 +14,7 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
-from dataflow.reward_agent import RewardAgent, Ticket
+from dataflow.reward_agent import Limits, Retry, RewardAgent, Ticket
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -93,7 +93,7 @@ async def quick(data_source: str, solution_str: str, ground_truth: str, extra_in
 @pytest.mark.parametrize("function", [plain, quick])
 def test_scores_come_back_by_group(function: Any) -> None:
     async def body() -> None:
-        agent = RewardAgent(function, concurrency=4)
+        agent = RewardAgent(function, limits=Limits(4))
         before = time.time()
         assert agent.submit(1, samples(3, n=4)) == Ticket(1, (0, 1, 2), 12)
         rewards = await agent.collect(1)
@@ -122,7 +122,7 @@ def test_scores_come_back_by_group(function: Any) -> None:
 def test_parts_by_arrival_hold_the_groups_that_came_first() -> None:
     async def body() -> None:
         gates = Gates()
-        agent = RewardAgent(gates, concurrency=64)
+        agent = RewardAgent(gates, limits=Limits(64))
         agent.submit(1, samples(4))
         first = await soon(agent.collect(1, 2))
         await gates.let("3.0", "1.0", "3.1", "0.0")  # group 3 is whole, 1 and 0 are half
@@ -134,7 +134,7 @@ def test_parts_by_arrival_hold_the_groups_that_came_first() -> None:
         batch = await rest
         assert batch.ids == (0, 2)
         assert len(batch.meta["latency_s"]) == 4
-        assert len(batch.meta["step_latency_s"]) == 8
+        assert batch.meta["step"]["scored"] == 8
         with pytest.raises(DataflowError, match="step 1 has been collected in full"):
             await agent.collect(1)
         await agent.close()
@@ -180,7 +180,7 @@ def test_steps_are_never_mixed_and_collected_in_any_order() -> None:
 def test_a_straggler_holds_one_slot_only() -> None:
     async def body() -> None:
         gates = Gates()
-        agent = RewardAgent(gates, concurrency=2)
+        agent = RewardAgent(gates, limits=Limits(2))
         agent.submit(1, samples(2, n=1))
         agent.submit(2, samples(6, n=1, first=10))
         await gates.running("0.0", "1.0")
@@ -199,7 +199,7 @@ def test_a_straggler_holds_one_slot_only() -> None:
 def test_older_training_steps_go_first_and_validation_last() -> None:
     async def body() -> None:
         gates = Gates()
-        agent = RewardAgent(gates, concurrency=1)
+        agent = RewardAgent(gates, limits=Limits(1))
         agent.submit(1, samples(1, n=1))
         agent.submit("val:1", samples(2, n=1, first=90))
         agent.submit(3, samples(2, n=1, first=30))
@@ -226,7 +226,7 @@ def test_the_bound_holds_for_async_functions() -> None:
             now -= 1
             return float(ground_truth)
 
-        agent = RewardAgent(score, concurrency=7)
+        agent = RewardAgent(score, limits=Limits(7))
         for step in (1, 2, 3):
             agent.submit(step, samples(20))
         for step in (3, 1, 2):
@@ -253,7 +253,7 @@ def test_sync_functions_run_in_threads_up_to_the_bound() -> None:
                 now -= 1
             return float(ground_truth)
 
-        agent = RewardAgent(score, concurrency=5)
+        agent = RewardAgent(score, limits=Limits(5))
         agent.submit(1, samples(10))
         assert len(await agent.collect(1)) == 20
         assert most == 5
@@ -280,7 +280,7 @@ def test_a_thread_behind_a_cancelled_request_keeps_its_slot() -> None:
                 now -= 1
             return 1.0
 
-        agent = RewardAgent(score, concurrency=3)
+        agent = RewardAgent(score, limits=Limits(3))
         agent.submit(1, samples(2, n=1))
         agent.submit(2, samples(5, n=1, first=10))
         await asyncio.to_thread(stuck.wait, 10)
@@ -340,7 +340,7 @@ def test_a_failure_names_the_sample_and_ends_the_step(value: Any, message: str, 
             return function(**keywords)
 
         awaited.__name__ = "score"
-        agent = RewardAgent(awaited if as_async else function, concurrency=3)
+        agent = RewardAgent(awaited if as_async else function, limits=Limits(3), retry=Retry(tries=1))
         agent.submit(12, samples(50))
         agent.submit(13, samples(1))
         waiting = [await soon(agent.collect(12, 25, order="index")), await soon(agent.collect(12))]
@@ -366,7 +366,7 @@ def test_a_failure_names_the_sample_and_ends_the_step(value: Any, message: str, 
 def test_a_failure_cancels_the_running_requests_of_its_step_only() -> None:
     async def body() -> None:
         gates = Gates()
-        agent = RewardAgent(gates, concurrency=8)
+        agent = RewardAgent(gates, limits=Limits(8))
         agent.submit(1, samples(3, n=1))
         agent.submit(2, samples(1, n=1, first=10))
         waiting = await soon(agent.collect(1))
@@ -429,7 +429,7 @@ def test_submits_that_cannot_be() -> None:
     with pytest.raises(DataflowError, match="on a running event loop"):
         RewardAgent(quick).submit(1, samples(1))
     with pytest.raises(ConfigError, match="concurrency=0"):
-        RewardAgent(quick, concurrency=0)
+        RewardAgent(quick, limits=Limits(0))
     with pytest.raises(ConfigError, match="give a function or an object with compute_score"):
         RewardAgent("judge")
     with pytest.raises(ConfigError, match="give a function or an object with compute_score"):
@@ -466,7 +466,7 @@ def test_whoever_gives_up_waiting_leaves_the_groups() -> None:
 def test_cancel_and_close_wake_those_who_wait(closing: bool) -> None:
     async def body() -> None:
         gates = Gates()
-        agent = RewardAgent(gates, concurrency=2)
+        agent = RewardAgent(gates, limits=Limits(2))
         agent.submit(1, samples(3, n=1))
         waiting = await soon(agent.collect(1))
         await gates.running("0.0", "1.0")
@@ -572,7 +572,7 @@ def test_post_process_scores() -> None:
     ("post", "message"),
     [
         (lambda scores: scores[1:], "returned 1 scores for 2 samples; return a list of 2 finite numbers"),
-        (lambda scores: None, "returned a NoneType"),
+        (lambda scores: None, "returned None"),
         (lambda scores: 1.0, "returned a float"),
         (lambda scores: [math.nan] * 2, "returned nan"),
         (lambda scores: 1 / 0, "raised ZeroDivisionError: division by zero"),

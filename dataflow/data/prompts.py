@@ -63,7 +63,7 @@ def load_prompts(config: Any, train: Problems, val: Problems) -> tuple[PromptSou
         ModelError: the tokenizer cannot be loaded or has no chat template.
     """
     tokenizer = load_tokenizer(config.model.path)
-    of = [(train, config.data.prompts), (val, 1)]
+    of = [(train, config.data.prompts + config.reward.spare_groups), (val, 1)]
     sources = [PromptSource(p.rows, tokenizer, config.data, config.seed, n, p.name, p.labels) for p, n in of]
     return sources[0], sources[1]
 

@@ -1,4 +1,8 @@
-"""The requests of a step: what stands between submit and collect, without any event loop's doing."""
+"""The requests of a step: what stands between submit and collect, without any event loop's doing.
+
+A *request* is a sample that wants its score. An *ask* is the work of getting one: several requests with the same
+prompt and response share it. A *step* holds the requests by group and hands out whole groups.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,15 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from dataflow.batch import Batch
+from dataflow.rewards.calls import Call
+from dataflow.rewards.decode import Decode
+from dataflow.rewards.failure import FailureRule
 
 Step = int | str
 Order = Literal["arrival", "index"]
@@ -28,22 +34,69 @@ class Ticket:
     requests: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One sample to score; ``begin`` and ``end`` are seconds of ``time.time()``."""
 
     step: StepRequests
     group: int
     sample: int
-    arguments: dict[str, Any]
     score: float = math.nan
     extras: dict[str, Any] = field(default_factory=dict)
     begin: float = 0.0
     end: float = 0.0
-    thread: Future[Any] | None = None
+    tries: int = 0
+    ended: bool = False
+    kept: bool = True
+    """False for a sample that no loss may use."""
+    how: str = ""
+    """How it was scored if not by a call of its own: ``ledger``, ``shared``, ``hedged``, or ``failed``."""
+    ask: Ask | None = None
 
     def __str__(self) -> str:
         return f"sample {self.sample} of group {self.group} of step {self.step.key}"
+
+
+@dataclass(eq=False, slots=True)
+class Ask:
+    """The work behind one or several requests; it stands in a line until it may start, at each try anew."""
+
+    arguments: dict[str, Any]
+    key: bytes | None
+    place: tuple[int, int, int]
+    requests: list[Request]
+    endpoint: str = ""
+    tokens: int = 0
+    begin: float = 0.0
+    deadline: float = math.inf
+    """Seconds of the loop's clock."""
+    tries: int = 0
+    errors: list[str] = field(default_factory=list)
+    last_s: float = 0.0
+    live: dict[Call, bool] = field(default_factory=dict)
+    """Running calls; whether each is a hedge."""
+    timer: asyncio.TimerHandle | None = None
+    hedging: bool = False
+    queued: bool = False
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.requests)
+
+
+@dataclass(eq=False, slots=True)
+class Finish:
+    """All samples of a group have their score: the group waits to be post-processed."""
+
+    step: StepRequests
+    group: int
+    place: tuple[int, int, int]
+    endpoint: str = ""
+    tokens: int = 0
+
+    @property
+    def wanted(self) -> bool:
+        return self.group in self.step.unfinished
 
 
 @dataclass(eq=False)
@@ -55,24 +108,39 @@ class Waiter:
 
 @dataclass(eq=False)
 class StepRequests:
-    """A submitted step. Its groups go from unfinished to arrived to collected."""
+    """A submitted step. Its groups go from unfinished to arrived to collected, or are lost."""
 
     key: Step
+    rule: FailureRule
+    priority: tuple[int, int]
     groups: dict[int, list[Request]] = field(default_factory=dict)
     unfinished: dict[int, int] = field(default_factory=dict)
     """How many samples of a group are still to come."""
     arrived: list[int] = field(default_factory=list)
     waiters: deque[Waiter] = field(default_factory=deque)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    queued: int = 0
     open: int = 0
     """Requests that have not ended."""
-    latency_s: list[float] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)
+    """Collected requests: what the metrics of the step are of."""
+    spare: int = 0
+    """Groups beyond those that will be collected, to take the place of lost ones; below 0, too many were lost."""
+    lost: int = 0
+    """Groups that failed and were replaced."""
+    failed: int = 0
+    """Requests that a rule took care of."""
+    story: str = ""
+    """Of the last failure that a rule took care of."""
+    over: bool = False
 
     @property
     def left(self) -> int:
-        """Groups that nobody has collected or is waiting for."""
-        return len(self.unfinished) + len(self.arrived) - sum(waiter.take for waiter in self.waiters)
+        """Groups to collect that nobody has collected or is waiting for."""
+        there = len(self.unfinished) + len(self.arrived)
+        return there - self.spare - sum(waiter.take for waiter in self.waiters)
+
+    def waiting(self) -> int:
+        """Returns how many requests no call runs for."""
+        return sum(not r.ended and not (r.ask and r.ask.live) for rows in self.groups.values() for r in rows)
 
     def pick(self, take: int, order: Order) -> list[int] | None:
         """Takes the next groups out, in order of their ids; None while they are not all there."""
@@ -84,7 +152,8 @@ class StepRequests:
             return None
         else:
             chosen = sorted(self.arrived[:take])
-        self.arrived = [group for group in self.arrived if group not in chosen]
+        taken = set(chosen)
+        self.arrived = [group for group in self.arrived if group not in taken]
         return chosen
 
 
@@ -97,25 +166,63 @@ def latency_summary(latency_s: Sequence[float] | array[float]) -> dict[str, floa
     return {"p50": p50, "p95": p95, "p99": p99, "max": float(values.max()), "mean": float(values.mean())}
 
 
-def arguments_of(samples: Batch) -> list[dict[str, Any]]:
-    """Returns the keywords of each row's call, verl's names.
+class Arguments:
+    """The keywords of each row's call, verl's names, made as they are needed.
+
+    Args:
+        samples: columns ``data_source``, ``ground_truth`` and ``response_text``, or in place of the last
+            ``responses`` and ``response_mask``, token ids ``[rows, R]``; ``extra_info`` and ``raw_prompt``
+            where there are such.
+        decode: turns token ids into texts.
+        with_ids: adds ``response_ids``, a list of the response's token ids, to ``extra_info``.
 
     Raises:
         DataflowError: a column is missing.
     """
-    needed = [samples[name] for name in ("data_source", "response_text", "ground_truth")]
-    empty = [None] * len(samples)
-    columns = samples.columns
-    extras, prompts = columns.get("extra_info", empty), columns.get("raw_prompt", empty)
-    return [
-        {
-            "data_source": source,
+
+    def __init__(self, samples: Batch, decode: Decode | None, with_ids: bool = False) -> None:
+        self._sources, self._truths = samples["data_source"], samples["ground_truth"]
+        self._decode = decode if "response_text" not in samples else None
+        self._texts = samples["responses" if self._decode else "response_text"]
+        columns = samples.columns
+        self._extras, self._prompts = columns.get("extra_info"), columns.get("raw_prompt")
+        self._ids = columns.get("responses") if with_ids else None
+        mask = columns.get("response_mask")
+        self._lengths = None if mask is None else _lengths(mask)
+
+    def rows(self, begin: int, end: int) -> list[dict[str, Any]]:
+        """Returns the keywords of the rows from begin to end."""
+        return [self._row(row, text) for row, text in enumerate(self._text(begin, end), begin)]
+
+    def _text(self, begin: int, end: int) -> list[str]:
+        if self._decode is None:
+            return list(self._texts[begin:end])
+        ids = self._texts[begin:end].numpy()
+        lengths = [ids.shape[1]] * len(ids) if self._lengths is None else self._lengths[begin:end]
+        return self._decode([row[:length] for row, length in zip(ids, lengths, strict=True)])
+
+    def _row(self, row: int, text: str) -> dict[str, Any]:
+        extra = dict((None if self._extras is None else self._extras[row]) or {})
+        if self._prompts is not None and self._prompts[row] is not None:
+            extra["raw_prompt"] = self._prompts[row]
+        if self._lengths is not None:
+            extra["response_length"] = self._lengths[row]
+        if self._ids is not None:
+            extra["response_ids"] = self._ids[row][: extra.get("response_length")].tolist()
+        return {
+            "data_source": self._sources[row],
             "solution_str": text,
-            "ground_truth": truth,
-            "extra_info": {**(extra or {}), **({} if prompt is None else {"raw_prompt": prompt})},
+            "ground_truth": self._truths[row],
+            "extra_info": extra,
         }
-        for source, text, truth, extra, prompt in zip(*needed, extras, prompts, strict=True)
-    ]
+
+
+def _lengths(mask: Any) -> list[int]:
+    """Returns where each response ends; tokens within it may be masked out of the loss (a tool's)."""
+    import torch
+
+    last = mask.shape[-1] - mask.bool().flip(-1).int().argmax(dim=-1)
+    return torch.where(mask.any(dim=-1), last, 0).tolist()  # type: ignore[no-any-return]
 
 
 def rewards_of(state: StepRequests, chosen: Sequence[int]) -> Batch:
@@ -123,16 +230,48 @@ def rewards_of(state: StepRequests, chosen: Sequence[int]) -> Batch:
     import torch
 
     requests = [request for group in chosen for request in state.groups.pop(group)]
+    state.ended += requests
     names = dict.fromkeys(name for request in requests for name in request.extras)
-    latency_s = [request.end - request.begin for request in requests]
-    state.latency_s += latency_s
+    columns: dict[str, Any] = {name: [request.extras.get(name) for request in requests] for name in names}
+    columns["score"] = torch.tensor([request.score for request in requests], dtype=torch.float32)
+    if state.rule.drops:
+        columns["kept"] = torch.tensor([request.kept for request in requests])
     return Batch(
         [request.group for request in requests],
-        {name: [request.extras.get(name) for request in requests] for name in names}
-        | {"score": torch.tensor([request.score for request in requests], dtype=torch.float32)},
+        columns,
         {
-            "latency_s": latency_s,
-            "step_latency_s": list(state.latency_s),
-            "records": [{"group": r.group, "sample": r.sample, "begin": r.begin, "end": r.end} for r in requests],
+            "latency_s": [request.end - request.begin for request in requests],
+            "records": [record(request) for request in requests],
         },
     )
+
+
+def record(request: Request) -> dict[str, Any]:
+    """Returns what the trace says of a request: where, when, and what was out of the ordinary."""
+    facts: dict[str, Any] = {
+        "group": request.group,
+        "sample": request.sample,
+        "begin": request.begin,
+        "end": request.end,
+    }
+    if request.tries > 1:
+        facts["tries"] = request.tries
+    if request.how:
+        facts["how"] = request.how
+    return facts
+
+
+def step_summary(state: StepRequests) -> dict[str, float]:
+    """Returns the metrics of what was collected of a step so far, by their names without ``reward/``."""
+    requests = state.ended
+    called = [request for request in requests if request.how not in ("ledger", "shared")]
+    hows = [request.how for request in requests]
+    latency = latency_summary([request.end - request.begin for request in called])
+    return {
+        "scored": float(len(requests) - hows.count("failed")),
+        "failed": float(hows.count("failed")),
+        "retried": float(sum(max(0, request.tries - 1) for request in called)),
+        "hedged": float(hows.count("hedged")),
+        "cached": float(hows.count("ledger") + hows.count("shared")),
+        **{f"latency_{name}": value for name, value in latency.items()},
+    }

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from dataflow.graph import stage
-from dataflow.reward_agent import latency_summary
 
 if TYPE_CHECKING:
     from dataflow.batch import Batch
     from dataflow.graph import TaskInfo
     from dataflow.reward_agent import RewardAgent, Ticket
 
+_NOW = ("running", "waiting", "strays", "throttled", "timed_out", "tokens", "cost", "rate_limit_wait_s")
+"""What of the agent's stats is logged with each step, as it stands then."""
 
-@stage(writes="reward_ticket", on="controller", per_emission=True)
-async def reward_request(responses: Batch, *, agent: RewardAgent, task: TaskInfo) -> Ticket:
-    """Hands the responses to the agent and returns at once; the calls go on behind it."""
-    return agent.submit(task.step, responses)
+
+@stage(writes="reward_ticket", on="controller", per_emission=True, replays=True)
+async def reward_request(responses: Batch, *, agent: RewardAgent, spare: int = 0, task: TaskInfo) -> Ticket:
+    """Hands the responses to the agent and returns at once; the calls go on behind it.
+
+    Of the groups, ``spare`` are there to take the place of failed ones: so many fewer are collected.
+    """
+    return agent.submit(task.step, responses, spare=spare)
 
 
 @stage(writes="rewards", on="reward", forms_parts=True)
 async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: TaskInfo) -> Batch:
     """Waits for the next groups of the step: their ids make up the part.
 
-    Logs ``reward/latency_*`` and ``reward/scored`` over the whole step with its last part, since a step's
-    metrics are averaged over its parts, and percentiles do not average.
+    With the step's last groups it logs, over the whole step since percentiles do not average, ``reward/latency_*`` and
+    how many samples were ``reward/scored``, ``failed``, ``retried``, ``hedged`` and ``cached``; and as they stand then
+    the agent's ``reward/running``, ``waiting``, ``tokens`` and the like.
     """
     rewards = await agent.collect(reward_ticket.step, task.take, order=task.order)
     _mark(rewards, task)
-    if task.last:
-        latency_s = rewards.meta["step_latency_s"]
-        task.log({f"reward/latency_{name}": value for name, value in latency_summary(latency_s).items()})
-        task.log({"reward/scored": float(len(latency_s))})
+    if "step" in rewards.meta:
+        task.log({f"reward/{name}": value for name, value in rewards.meta["step"].items()})
+        stats = agent.stats()
+        task.log({f"reward/{name}": float(stats[name]) for name in _NOW if name in stats})
+        task.log({f"reward/limit{'/' + name if name else ''}": float(n) for name, n in stats["limit"].items()})
     return _bare(rewards)
 
 
@@ -39,7 +47,8 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
 async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo) -> Batch:
     """Scores the validation responses, behind every waiting training request.
 
-    Logs verl's ``val-core/<data_source>/reward/mean@<n>``, n the responses of a prompt.
+    Logs verl's ``val-core/<data_source>/reward/mean@<n>``, n the responses of a prompt; samples that the failure rule
+    leaves out are in no mean, and are counted as ``val-aux/failed``.
     """
     step = f"val:{task.step}"
     agent.submit(step, val_responses)
@@ -51,7 +60,10 @@ async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo)
     by_source: dict[str, list[float]] = {}
     for source, score in zip(sources, scores["score"].tolist(), strict=True):
         by_source.setdefault(str(source), []).append(score)
-    task.log({f"val-core/{source}/reward/mean@{n}": sum(got) / len(got) for source, got in sorted(by_source.items())})
+    kept = {source: [score for score in got if not math.isnan(score)] for source, got in sorted(by_source.items())}
+    task.log({f"val-core/{source}/reward/mean@{n}": sum(got) / len(got) for source, got in kept.items() if got})
+    if failed := scores.meta["step"]["failed"]:
+        task.log({"val-aux/failed": failed})
     return scores
 
 
@@ -65,3 +77,5 @@ def _bare(rewards: Batch) -> Batch:
 def _mark(rewards: Batch, task: TaskInfo, **facts: Any) -> None:
     for record in rewards.meta["records"]:
         task.mark("reward", **record, step=task.step, **facts)
+    for at, endpoint, limit in rewards.meta["limits"]:
+        task.level("reward limit" + (f" {endpoint}" if endpoint else ""), at, limit)

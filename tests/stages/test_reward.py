@@ -53,8 +53,10 @@ def test_a_step_in_two_parts() -> None:
         assert mark["begin"] < mark["end"]
         assert tasks[0].metrics == {}, "metrics of a step are averaged over parts: said once, of all"
         metrics = tasks[1].metrics
-        assert metrics.pop("reward/scored") == 8
-        assert set(metrics) == {f"reward/latency_{q}" for q in ("p50", "p95", "p99", "max", "mean")}
+        counts = {name: metrics[f"reward/{name}"] for name in ("scored", "failed", "retried", "hedged", "cached")}
+        assert counts == {"scored": 8, "failed": 0, "retried": 0, "hedged": 0, "cached": 0}
+        assert {f"reward/latency_{q}" for q in ("p50", "p95", "p99", "max", "mean")} < set(metrics)
+        assert (metrics["reward/running"], metrics["reward/limit"]) == (0, 64)
         assert 0.015 < metrics["reward/latency_mean"] < metrics["reward/latency_max"] < 2
         await agent.close()
 

@@ -1,0 +1,176 @@
+"""From samples to asks, and from answers back to the samples that wait for them.
+
+Rows are made ready a few at a time, so that a large step holds up nothing that is in flight. What the ledger knows is
+not asked again; where it is wished, requests in flight with the same prompt and response share one ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from dataflow.rewards.custom import raised
+from dataflow.rewards.ledger import Answer, Ledger, key_of
+from dataflow.rewards.lifecycle import Lifecycle
+from dataflow.rewards.requests import Arguments, Ask, Request, StepRequests
+
+_ADMITTED = 64  # rows that are made ready before the loop may do something else
+
+
+class Ends(Protocol):
+    """Who is told how a request ended: Groups."""
+
+    def scored(self, request: Request, score: float, extras: dict[str, Any], how: str) -> None: ...
+
+    def broken(self, request: Request, message: str, error: BaseException) -> None: ...
+
+
+class Asks:
+    """The asks of an agent.
+
+    Args:
+        owner: the user's reward object, which may know ``endpoint`` and ``tokens`` of a request.
+        ledger: where requests and answers are journaled, if anywhere.
+        share_equal: whether equal requests in flight are asked once.
+        scorer: what scores them, as a part of their keys.
+        counts: of the agent.
+        fail: ends a step that cannot be read.
+        ended: called after each ask.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        ledger: Ledger | None,
+        share_equal: bool,
+        scorer: str,
+        counts: Counter[str],
+        fail: Callable[[StepRequests, str, BaseException | None], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._endpoint = getattr(owner, "endpoint", None)
+        self._tokens = getattr(owner, "tokens", None)
+        self._ledger = ledger
+        self._share_equal = share_equal
+        self._scorer = scorer
+        self._counts = counts
+        self._fail = fail
+        self._ended = ended
+        self._by_key: dict[bytes, Ask] = {}
+        self._sequence = 0
+        self.latency_s = array("d")
+        self.life: Lifecycle
+        self.ends: Ends
+
+    def admit(self, state: StepRequests, arguments: Arguments, rows: list[Request], begin: int = 0) -> None:
+        """Makes the next rows ready and puts them in line, then comes back for those behind them."""
+        if state.over:
+            return
+        end = min(begin + _ADMITTED, len(rows))
+        try:
+            for request, keywords, answer in self._ready(state, rows[begin:end], arguments.rows(begin, end)):
+                if request.ended:
+                    continue  # its group was dropped meanwhile
+                if answer is not None:
+                    self._counts["cached"] += 1
+                    request.begin = request.end = time.time()
+                    self.ends.scored(request, answer.score, answer.extras, "ledger")
+                else:
+                    self._ask(state, request, *keywords)
+        except Exception as error:
+            if not state.over:
+                self._fail(state, raised(f"reward agent: step {state.key}", self._ready, error), error)
+            return
+        self.life.fill()
+        if end < len(rows) and not state.over:
+            asyncio.get_running_loop().call_soon(self.admit, state, arguments, rows, end)
+
+    def _ready(
+        self, state: StepRequests, requests: list[Request], arguments: list[dict[str, Any]]
+    ) -> list[tuple[Request, tuple[dict[str, Any], bytes | None], Answer | None]]:
+        """Returns each request with its arguments, its key, and the answer that was paid for before."""
+        if self._ledger is None and not self._share_equal:
+            return [(request, (keywords, None), None) for request, keywords in zip(requests, arguments, strict=True)]
+        keys = [key_of(keywords, self._scorer) for keywords in arguments]
+        rows = [(request.group, request.sample, key) for request, key in zip(requests, keys, strict=True)]
+        known = {} if self._ledger is None else self._ledger.submitted(state.key, rows)
+        return [
+            (request, (keywords, key), known.get((request.group, request.sample)))
+            for request, keywords, key in zip(requests, arguments, keys, strict=True)
+        ]
+
+    def _ask(self, state: StepRequests, request: Request, arguments: dict[str, Any], key: bytes | None) -> None:
+        shared = key if self._share_equal else None
+        ask = None if shared is None else self._by_key.get(shared)
+        if ask is not None:
+            self._counts["shared"] += 1
+            request.how = "shared"
+            request.ask = ask
+            ask.requests.append(request)
+            return
+        self._sequence += 1
+        ask = Ask(arguments, key, (*state.priority, self._sequence), [request])
+        if self._endpoint is not None:
+            ask.endpoint = self._endpoint(**arguments)
+        if self._tokens is not None:
+            ask.tokens = int(self._tokens(**arguments))
+        if shared is not None:
+            self._by_key[shared] = ask
+        request.ask = ask
+        self.life.queue(ask)
+
+    # --- Lifecycle's Outcome ----------------------------------------------------------------------------------
+
+    def settled(self, ask: Ask, score: float, extras: dict[str, Any], how: str) -> None:
+        """An ask has its score: so have all requests behind it."""
+        requests, end = self._take_requests(ask), time.time()
+        self.latency_s.append(end - ask.begin)
+        if isinstance(tokens := extras.get("tokens"), int):
+            self._counts["tokens"] += tokens
+        for request in requests:
+            _stamp(request, ask, end)
+            if self._ledger is not None and ask.key is not None:
+                answer = Answer(score, extras, end - ask.begin, ask.tries)
+                self._ledger.answered(request.step.key, request.group, request.sample, ask.key, answer)
+            self.ends.scored(request, score, extras, request.how or how)
+        self._ended()
+
+    def gave_up(self, ask: Ask, story: str, error: BaseException) -> None:
+        """An ask has failed: the rule of each step behind it says what becomes of its request."""
+        requests, end = self._take_requests(ask), time.time()
+        for request in requests:
+            _stamp(request, ask, end)
+            if self._ledger is not None and ask.key is not None:
+                self._ledger.failed(request.step.key, request.group, request.sample, ask.key, story)
+            if not request.ended:
+                self.ends.broken(request, f"{request}: {story}", error)
+        self._ended()
+
+    def _take_requests(self, ask: Ask) -> list[Request]:
+        requests, ask.requests = ask.requests, []
+        if ask.key is not None and self._by_key.get(ask.key) is ask:
+            del self._by_key[ask.key]
+        for request in requests:
+            request.ask = None
+        return requests
+
+    def detach(self, request: Request) -> None:
+        """The request has ended without its ask, which goes on only for others."""
+        request.ended = True
+        ask, request.ask = request.ask, None
+        if ask is None:
+            return
+        ask.requests.remove(request)
+        if not ask.requests:
+            self._take_requests(ask)
+            self.life.drop(ask)
+
+
+def _stamp(request: Request, ask: Ask, end: float) -> None:
+    """Says when the request was served; one that shared another's call took no service of its own."""
+    request.end = end
+    request.begin, request.tries = (end, 0) if request.how == "shared" else (ask.begin, ask.tries)

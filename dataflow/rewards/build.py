@@ -1,0 +1,165 @@
+"""Builds the agent of a run from its configuration; importable in the process that hosts it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dataflow.errors import ConfigError
+from dataflow.reward_agent import RewardAgent
+from dataflow.rewards.custom import build_reward, find_reward, load_reward
+from dataflow.rewards.ledger import Ledger
+from dataflow.rewards.limits import Limits
+from dataflow.rewards.judge import Judge
+from dataflow.rewards.managers import build_manager, find_manager
+from dataflow.rewards.ray_metrics import RayMetrics, in_ray_worker
+from dataflow.rewards.retry import Retry
+
+if TYPE_CHECKING:
+    from dataflow.reward_config import RewardConfig
+
+_ASIDE = ("url", "api_key_env", "timeout", "client", "max_tokens", "max_cost", "price_per_million", "max_reply_bytes")
+"""Options of a judge that say how it is asked, not what it is asked."""
+
+
+def build_agent(
+    custom: Mapping[str, Any] | None,
+    default: Mapping[str, Any],
+    options: RewardConfig | None = None,
+    *,
+    run: str = "run",
+    ledger: str | None = None,
+    tokenizer: str | None = None,
+) -> RewardAgent:
+    """Returns the agent of a run.
+
+    Args:
+        custom: ``path``, ``name`` and ``reward_kwargs`` of the user's function or class; None, or no path,
+            means the default.
+        default: ``target``, a function or class as ``"package.module:name"``, and its ``kwargs``.
+        options: section ``reward`` of the configuration.
+        run: the run's name, under which the ledger journals.
+        ledger: file of the run's own ledger; ``options.cache`` takes its place.
+        tokenizer: path of the tokenizer that wrote the responses, for managers that want one.
+
+    Raises:
+        ConfigError: the function cannot be loaded or built, or an option does not fit.
+    """
+    if options is None:
+        from dataflow.reward_config import RewardConfig
+
+        options = RewardConfig()
+    if custom is not None and custom.get("path"):
+        kwargs = custom.get("reward_kwargs") or {}
+        found = load_reward(custom["path"], custom.get("name") or "compute_score", kwargs)
+    else:
+        kwargs = default.get("kwargs") or {}
+        found = find_reward(default["target"])
+    reward = build_reward(found, kwargs, context=_context(options))
+    if options.manager != "naive" or options.manager_path:
+        reward = build_manager(
+            options.manager, reward, options.manager_path, tokenizer=tokenizer, **options.manager_kwargs
+        )
+    declared = dict(getattr(reward, "limits", None) or {})
+    return RewardAgent(
+        reward,
+        limits=limits_of(options, declared),
+        retry=retry_of(options, declared.get("timeout_s")),
+        hedge_after=options.hedge_after,
+        on_failure=options.on_failure,
+        max_failed_share=options.max_failed_share,
+        max_strays=options.max_strays,
+        ledger=_ledger(options, run, ledger),
+        share_equal=options.share_equal,
+        scorer=_scorer(custom, default, options),
+        metrics=RayMetrics(run) if in_ray_worker() else None,
+    )
+
+
+def check_reward(custom: Mapping[str, Any], judge: Mapping[str, Any], options: RewardConfig) -> None:
+    """Sees to it that :func:`build_agent` will succeed, as far as can be told without starting anything.
+
+    Args:
+        custom: as there.
+        judge: keyword arguments of the judge; without ``url`` the run starts one of its own.
+        options: as there.
+
+    Raises:
+        ConfigError: it will not.
+    """
+    find_manager(options.manager, options.manager_path, options.manager_kwargs)
+    limits_of(options)
+    retry_of(options)
+    if custom.get("path"):
+        context = {"reward_router_address": options.router_address, "reward_model_tokenizer": options.model_tokenizer}
+        known = {name: value for name, value in context.items() if value is not None}
+        load_reward(custom["path"], custom["name"], custom["reward_kwargs"], known)
+    else:
+        Judge(**{**judge, "url": judge.get("url") or "http://127.0.0.1"})
+
+
+def limits_of(options: RewardConfig, declared: Mapping[str, Any] | None = None) -> Limits:
+    """Returns the limits that the configuration, or else the reward object itself, declares."""
+    own = declared or {}
+    given = options.model_fields_set
+
+    def pick(name: str) -> Any:
+        return own[name] if own.get(name) is not None and name not in given else getattr(options, name)
+
+    endpoints = {
+        name: Limits(each.concurrency or pick("concurrency"), each.rpm, each.tpm, each.adaptive, each.floor)
+        for name, each in options.endpoints.items()
+    }
+    return Limits(pick("concurrency"), pick("rpm"), pick("tpm"), options.adaptive, options.floor, endpoints)
+
+
+def retry_of(options: RewardConfig, timeout_s: float | None = None) -> Retry:
+    """Returns the tries that the configuration declares."""
+    own = timeout_s if timeout_s is not None and "timeout" not in options.model_fields_set else options.timeout
+    return Retry(options.tries, own, options.deadline, options.backoff, options.max_backoff)
+
+
+def _scorer(custom: Mapping[str, Any] | None, default: Mapping[str, Any], options: RewardConfig) -> str:
+    """Returns what tells one way to score from another: an answer by a changed file or prompt is another answer."""
+    manager = [options.manager, options.manager_path, dict(options.manager_kwargs)]
+    if custom is not None and custom.get("path"):
+        file = Path(custom["path"]).expanduser().read_bytes()
+        what: list[Any] = [hashlib.sha256(file).hexdigest(), custom.get("name"), custom.get("reward_kwargs")]
+    else:
+        kwargs = {name: value for name, value in (default.get("kwargs") or {}).items() if name not in _ASIDE}
+        what = [default["target"], kwargs]
+    return json.dumps([what, manager], sort_keys=True, default=repr)
+
+
+def _ledger(options: RewardConfig, run: str, path: str | None) -> Ledger | None:
+    if options.cache is not None:
+        return Ledger(options.cache, run, cache=True)
+    return Ledger(path, run) if path is not None and options.ledger else None
+
+
+def _context(options: RewardConfig) -> dict[str, Any]:
+    """Returns what a function with verl's further keywords is called with."""
+    context: dict[str, Any] = {}
+    if options.router_address is not None:
+        context["reward_router_address"] = options.router_address
+    if options.model_tokenizer is not None:
+        context["reward_model_tokenizer"] = load_tokenizer(options.model_tokenizer)
+    return context
+
+
+def load_tokenizer(path: str) -> Any:
+    """Returns the tokenizer of a model.
+
+    Raises:
+        ConfigError: there is none at that path.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"reward.model_tokenizer={path}: no tokenizer can be loaded there ({reason}).") from error

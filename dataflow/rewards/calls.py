@@ -1,0 +1,324 @@
+"""Calls of user code that end when they should, whatever the code does.
+
+An async function runs as a task, a sync one in a daemon thread, so that neither keeps the process. A call is told
+of exactly once: it returned, it raised, or its time is over. It gives up its slot exactly once: when its code has
+ended, or when it is abandoned as a stray, a call that goes on although nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+
+from dataflow.rewards.custom import is_async
+
+GRACE_S = 1.0
+"""What a task that was cancelled may take to end before it counts as a stray."""
+
+Told: TypeAlias = Callable[["Call"], None]
+
+
+class TimedOut(TimeoutError):
+    """A call took longer than it may."""
+
+    fix = "raise reward.timeout, or see what holds the call up"
+
+
+class NoThread(RuntimeError):
+    """The system gives no further thread to call a sync function in."""
+
+    fix = "lower reward.concurrency, make the function async, or raise the limit on threads (ulimit -u)"
+    retry = True
+
+
+class Call:
+    """One running call.
+
+    Attributes:
+        result: what the code returned.
+        error: what it raised, a :class:`TimedOut`, or a CancelledError; None if it returned.
+        begin: seconds of ``time.time()``.
+        seconds: how long it took.
+        ended: whether its code is over.
+    """
+
+    __slots__ = (
+        "_awaited",
+        "_clock",
+        "_done",
+        "_freed",
+        "_owner",
+        "_stray",
+        "_task",
+        "_timer",
+        "begin",
+        "ended",
+        "error",
+        "result",
+        "seconds",
+    )
+
+    def __init__(self, owner: Calls, done: Told, freed: Told) -> None:
+        self._owner = owner
+        self._done: Told | None = done
+        self._freed: Told | None = freed
+        self._awaited: Awaitable[Any] | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._stray = False
+        self.ended = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.begin = time.time()
+        self._clock = time.perf_counter()
+        self.seconds = 0.0
+
+    def cancel(self) -> None:
+        """Nobody wants the answer any more. A thread keeps its slot until it returns or its time is over."""
+        if self.ended:
+            return
+        if self._done is not None:
+            self._done, self.error = None, asyncio.CancelledError()
+        if self._task is not None:
+            self._stop(self._task)
+
+    def _stop(self, task: asyncio.Task[Any]) -> None:
+        task.cancel()
+        if not self._stray:
+            self._alarm(GRACE_S, self._abandon)
+
+    def _alarm(self, seconds: float, then: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._owner.loop.call_later(seconds, then)
+
+    def expire(self, limit_s: float) -> None:
+        """Its time is over."""
+        self._tell(None, TimedOut(f"no answer within {limit_s:g} s"))
+        if self._task is None:
+            self._abandon()
+        else:
+            self._stop(self._task)
+
+    def _abandon(self) -> None:
+        self._timer = None
+        self._stray = True
+        self._owner.strays += 1
+        self._free()
+        self._owner.guarded(self._owner.on_stray, self._owner.strays)
+
+    def _tell(self, result: Any, error: BaseException | None) -> None:
+        self.seconds = time.perf_counter() - self._clock
+        done, self._done = self._done, None
+        if done is not None:
+            self.result, self.error = result, error
+            self._owner.guarded(done, self)
+
+    def _free(self) -> None:
+        freed, self._freed = self._freed, None
+        if freed is not None:
+            self._owner.guarded(freed, self)
+
+    def _ended(self, result: Any, error: BaseException | None) -> None:
+        """The code is over, in time or not."""
+        self.ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._owner.live.discard(self)
+        if self._stray:
+            self._owner.strays -= 1
+        self._tell(result, error)
+        self._free()
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            _discard(self._awaited)  # it may never have begun
+            self._ended(None, asyncio.CancelledError())
+        else:
+            self._ended(*task.result())
+
+    def _thread_ended(self, result: Any, error: BaseException | None) -> None:
+        if self._done is None:
+            _discard(result)
+        elif error is None and inspect.isawaitable(result):
+            self._await(result)  # a sync function that made a coroutine, which belongs on the loop
+            return
+        self._ended(result, error)
+
+    def _await(self, awaitable: Awaitable[Any]) -> None:
+        self._awaited = awaitable
+        self._task = self._owner.loop.create_task(_outcome(awaitable))
+        self._task.add_done_callback(self._task_ended)
+
+
+async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """Returns result and error: a task that raises SystemExit would end the loop with it."""
+    try:
+        return await awaitable, None
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # some libraries raise past Exception, and whoever asked must hear of it
+        return None, error
+
+
+def _discard(result: Any) -> None:
+    """Closes a coroutine that nobody will await: Python would complain about it."""
+    if inspect.iscoroutine(result):
+        result.close()
+
+
+class Calls:
+    """Starts calls on one event loop.
+
+    Args:
+        on_stray: told how many strays there are, each time one more is abandoned.
+        on_bug: told of an error in whoever was told of an end, who would otherwise be waited for in vain.
+    """
+
+    def __init__(self, on_stray: Callable[[int], None], on_bug: Callable[[Exception], None]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.on_stray = on_stray
+        self._on_bug = on_bug
+        self.live: set[Call] = set()
+        self.strays = 0
+        self._threads = Threads()
+        self._timeouts = Timeouts(self.loop)
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        keywords: Mapping[str, Any],
+        *,
+        done: Told,
+        freed: Told,
+        timeout_s: float | None = None,
+        waits: bool | None = None,
+    ) -> Call:
+        """Calls ``function(**keywords)``; returns at once.
+
+        Args:
+            function: sync or async.
+            keywords: its arguments.
+            done: told when it returned, raised or ran out of time; not after ``cancel``.
+            freed: told when the call's slot is free.
+            timeout_s: None lets it take as long as it does.
+            waits: whether the function is async, where that is known.
+        """
+        call = Call(self, done, freed)
+        self.live.add(call)
+        if timeout_s is not None:
+            self._timeouts.add(call, timeout_s)
+        try:
+            if is_async(function) if waits is None else waits:
+                call._await(function(**keywords))
+            else:
+                self._threads.run(lambda: self._in_thread(call, function, keywords))
+        except (Exception, SystemExit) as error:  # it does not take these arguments, or there is no thread for it
+            self.loop.call_soon(call._ended, None, error)
+        return call
+
+    def guarded(self, told: Callable[[Any], None], what: Any) -> None:
+        """Tells of an end."""
+        try:
+            told(what)
+        except Exception as error:
+            self._on_bug(error)
+
+    def _in_thread(self, call: Call, function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
+        result, error = None, None
+        try:
+            result = function(**keywords)
+        except BaseException as raised:  # whatever user code raises belongs to whoever asked, not to the thread
+            error = raised
+        try:
+            self.loop.call_soon_threadsafe(call._thread_ended, result, error)
+        except RuntimeError:  # the loop is closed: whoever waited is gone with it
+            _discard(result)
+
+    async def close(self, deadline_s: float = 2.0) -> None:
+        """Cancels what runs and waits for the tasks; threads are left to end by themselves."""
+        for call in tuple(self.live):
+            call.cancel()
+        tasks = [call._task for call in self.live if call._task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=deadline_s)
+        for call in self.live:
+            if call._timer is not None:
+                call._timer.cancel()
+        self._timeouts.close()
+        self._threads.close()
+
+
+class Timeouts:
+    """The time-outs of calls, most of which have the same and end long before it: a timer each would cost more."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lines: dict[float, deque[tuple[float, Call]]] = {}
+        self._timers: dict[float, asyncio.TimerHandle] = {}
+
+    def add(self, call: Call, seconds: float) -> None:
+        """Lets the call expire in so many seconds, if it has not ended by then."""
+        line = self._lines.setdefault(seconds, deque())
+        while line and line[0][1].ended:
+            line.popleft()
+        line.append((self._loop.time() + seconds, call))
+        if seconds not in self._timers:
+            self._timers[seconds] = self._loop.call_at(line[0][0], self._sweep, seconds)
+
+    def _sweep(self, seconds: float) -> None:
+        line = self._lines[seconds]
+        now = self._loop.time()
+        while line and (line[0][1].ended or line[0][0] <= now):
+            call = line.popleft()[1]
+            if not call.ended:
+                call.expire(seconds)
+        if line:
+            self._timers[seconds] = self._loop.call_at(line[0][0], self._sweep, seconds)
+        else:
+            del self._timers[seconds], self._lines[seconds]
+
+    def close(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+
+
+class Threads:
+    """Daemon threads that are used again. ThreadPoolExecutor's are not: they are joined at exit, stuck or not."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._count = 0
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Runs the job in an idle thread, or in a new one.
+
+        Raises:
+            NoThread: there is neither; the job will not run.
+        """
+        if not self._idle.acquire(blocking=False):
+            try:
+                threading.Thread(target=self._work, name=f"reward-{self._count + 1}", daemon=True).start()
+            except RuntimeError as error:
+                raise NoThread(str(error)) from error
+            self._count += 1
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # a waiting thread must not keep the last call's samples
+            self._idle.release()
+
+    def close(self) -> None:
+        """Ends the threads as they fall idle."""
+        for _ in range(self._count):
+            self._jobs.put(None)

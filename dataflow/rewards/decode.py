@@ -1,0 +1,73 @@
+"""Token ids to text, for samples that come without it.
+
+A byte-level tokenizer's text is its tokens' bytes one after another: a table gives it some ten times faster than the
+tokenizer itself, which matters where thousands of responses are decoded beside the requests that are in flight. The
+table is used only where it gives the tokenizer's own text for every token there is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Decode: TypeAlias = Callable[[Sequence[np.ndarray]], list[str]]
+_ROW = 512
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """Returns what turns the token ids of responses into texts, special tokens left out.
+
+    Args:
+        tokenizer: one of transformers'.
+    """
+
+    def library(rows: Sequence[np.ndarray]) -> list[str]:
+        return list(tokenizer.batch_decode([row.tolist() for row in rows], skip_special_tokens=True))
+
+    table = _table(tokenizer)
+
+    def fast(rows: Sequence[np.ndarray]) -> list[str]:
+        return [b"".join(table.take(row, mode="clip").tolist()).decode("utf-8", errors="replace") for row in rows]
+
+    return fast if _same(fast, library, len(table)) else library
+
+
+def _table(tokenizer: Any) -> np.ndarray:
+    """Returns the bytes of each token as a byte-level tokenizer writes them, by id.
+
+    One more, of nothing, is for all ids behind them: a model may have more than its tokenizer knows.
+    """
+    special = set(tokenizer.all_special_ids)
+    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    of = _bytes_of_letters()
+    table = np.empty(len(pieces) + 1, dtype=object)
+    table[-1] = b""
+    for token, piece in enumerate(pieces):
+        if piece is None or token in special:
+            table[token] = b""
+        elif all(letter in of for letter in piece):
+            table[token] = bytes(of[letter] for letter in piece)
+        else:
+            table[token] = piece.encode()  # added as it is
+    return table
+
+
+def _bytes_of_letters() -> dict[str, int]:
+    """Returns the byte that each letter of a byte-level vocabulary stands for; a printable one for itself."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+def _same(fast: Decode, library: Decode, tokens: int) -> bool:
+    """Whether both give the same text for all tokens, in order and mixed (bytes of one letter are torn apart)."""
+    ids = list(range(tokens))
+    mixed = random.Random(0).sample(ids, len(ids))
+    rows = [np.asarray(order[i : i + _ROW]) for order in (ids, mixed) for i in range(0, tokens, _ROW)]
+    try:
+        return fast(rows) == library(rows)
+    except (IndexError, TypeError, ValueError):
+        return False

@@ -1,0 +1,216 @@
+"""From ended requests to whole groups: the failure rule, the user's post-processing, and waking those who wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from loguru import logger
+
+from dataflow.batch import Batch
+from dataflow.rewards.calls import Call, Calls
+from dataflow.rewards.custom import describe, name_of, raised, read_number
+from dataflow.rewards.limits import Limiter, Line
+from dataflow.rewards.requests import Finish, Request, StepRequests
+
+
+class Owner(Protocol):
+    """The agent: it ends steps."""
+
+    counts: Counter[str]
+    max_failed_share: float
+
+    def fail(self, state: StepRequests, message: str, error: BaseException | None) -> None: ...
+
+    def halt(self, message: str, error: BaseException | None) -> None: ...
+
+    def detach(self, request: Request) -> None: ...
+
+
+class Groups:
+    """Takes requests whose scoring has ended, and hands on the groups that are whole.
+
+    Args:
+        post: the user's ``post_process_scores``, if there is one.
+        log: the user's ``log``, if there is one.
+        calls: runs both.
+        limiter: gives the slots for the first.
+        timeout_s: of one call of either.
+        owner: ends steps that cannot go on.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[list[float]], Any] | None,
+        log: Callable[..., Any] | None,
+        calls: Calls,
+        limiter: Limiter,
+        timeout_s: float | None,
+        owner: Owner,
+    ) -> None:
+        self._post = post
+        self._log = log
+        self._log_failed = False
+        self._calls = calls
+        self._limiter = limiter
+        self._timeout_s = timeout_s
+        self._owner = owner
+        self._finished = 0
+
+    def scored(self, request: Request, score: float, extras: dict[str, Any], how: str) -> None:
+        """The request has its score."""
+        self._owner.counts["scored"] += 1
+        request.score, request.extras, request.how = score, extras, how
+        self._one_less(request)
+
+    def broken(self, request: Request, message: str, error: BaseException) -> None:
+        """The request has failed; the rule of its step is carried out."""
+        state, counts = request.step, self._owner.counts
+        counts["failed"] += 1
+        request.how, state.story = "failed", message
+        if getattr(error, "fatal", False) or state.rule.kind == "fail":
+            state.open -= 1
+            request.ended = True
+            if getattr(error, "fatal", False):
+                self._owner.halt(message, error)
+            else:
+                self._owner.fail(state, message, error)
+            return
+        if not state.failed:
+            # The first one of a step; how many there were is in its metrics.
+            logger.warning("{} (reward.on_failure={})", message.rstrip("."), state.rule)
+        state.failed += 1
+        if state.rule.kind == "score":
+            request.score = state.rule.score
+            self._one_less(request)
+        elif state.rule.kind == "drop_sample":
+            request.kept = False
+            self._one_less(request)
+        else:
+            self._leave_out(request, error)
+        share = self._owner.max_failed_share
+        if counts["failed"] > share * counts["requested"]:
+            failed = f"{counts['failed']} of {counts['requested']} reward requests have failed"
+            limit = f"more than reward.max_failed_share={share:g} allows"
+            self._owner.halt(f"{failed}, {limit}; the last one: {message}", error)
+
+    def _leave_out(self, failed: Request, error: BaseException) -> None:
+        """One sample failed, so its whole group is dropped, or replaced by one that is still to come."""
+        state, group = failed.step, failed.group
+        failed.ended = True
+        state.open -= 1
+        for request in state.groups[group]:
+            if not request.ended:
+                self._owner.counts["cancelled"] += 1
+                state.open -= 1
+                self._owner.detach(request)
+            request.kept, request.score = False, float("nan")
+        del state.unfinished[group]
+        if state.rule.kind == "drop_group":
+            self._arrive(state, group)
+            return
+        state.ended += state.groups.pop(group)
+        state.lost += 1
+        state.spare -= 1
+        if state.spare < 0:
+            self._owner.fail(state, _short_of_groups(state), error)
+        else:
+            self.serve(state)
+
+    def _one_less(self, request: Request) -> None:
+        """A request has ended; the last one of a group also finishes the group."""
+        state, group = request.step, request.group
+        request.ended = True
+        state.open -= 1
+        state.unfinished[group] -= 1
+        if state.unfinished[group]:
+            return
+        if self._post is not None and any(r.kept for r in state.groups[group]):
+            # It runs in a slot, before all of its step that still waits.
+            self._limiter.push_here(Finish(state, group, (*state.priority, 0)))
+            self._limiter.fill()
+        else:
+            self._arrive(state, group)
+
+    def post_process(self, item: Finish, line: Line) -> None:
+        """A group's turn to be post-processed has come, and its slot is taken."""
+        assert self._post is not None
+        scores = [request.score for request in item.step.groups[item.group] if request.kept]
+        self._calls.start(
+            partial(self._post, scores),
+            {},
+            done=partial(self._post_processed, item),
+            freed=lambda call: self._limiter.release(line, call.begin),
+            timeout_s=self._timeout_s,
+        )
+
+    def _post_processed(self, item: Finish, call: Call) -> None:
+        state, group = item.step, item.group
+        if state.over:
+            return
+        requests = [request for request in state.groups[group] if request.kept]
+        where, post, scores = f"group {group} of step {state.key}", self._post, call.result
+        if call.error is not None:
+            self._owner.fail(state, raised(where, post, call.error), call.error)
+            return
+        try:
+            if not hasattr(scores, "__len__") or isinstance(scores, str | bytes | dict):
+                raise ValueError("None" if scores is None else f"a {type(scores).__name__}")
+            if len(scores) != len(requests):
+                raise ValueError(f"{len(scores)} scores for {len(requests)} samples")
+            for request, score in zip(requests, scores, strict=True):
+                request.score = read_number(score)
+        except ValueError as error:
+            fix = f"return a list of {len(requests)} finite numbers"
+            self._owner.fail(state, f"{where}: '{name_of(post)}' returned {error}; {fix}.", error)
+            return
+        self._arrive(state, group)
+
+    def _arrive(self, state: StepRequests, group: int) -> None:
+        state.unfinished.pop(group, None)
+        state.arrived.append(group)
+        self.serve(state)
+
+    def serve(self, state: StepRequests) -> None:
+        """Wakes those who wait for the step and whose groups are there, first come first served."""
+        while state.waiters:
+            waiter = state.waiters[0]
+            if not waiter.future.done():
+                chosen = state.pick(waiter.take, waiter.order)
+                if chosen is None:
+                    return
+                waiter.future.set_result(chosen)
+            state.waiters.popleft()
+
+    def tell(self, rewards: Batch) -> None:
+        """Hands what was collected to the user's ``log``; what that raises is said once and ends nothing."""
+        if self._log is None:
+            return
+        records, columns = rewards.meta["records"], rewards.columns
+        self._calls.start(
+            self._log,
+            {
+                "timestamps": [record["begin"] for record in records],
+                "queries": list(columns.get("query", [None] * len(records))),
+                "results": rewards["score"].tolist(),
+                "latencies": [record["end"] - record["begin"] for record in records],
+                "group_uids": rewards.groups.tolist(),
+            },
+            done=self._told,
+            freed=lambda _call: None,
+            timeout_s=self._timeout_s,
+        )
+
+    def _told(self, call: Call) -> None:
+        if call.error is not None and not self._log_failed:
+            self._log_failed = True
+            logger.warning("reward log: '{}' raised {}; the run goes on.", name_of(self._log), describe(call.error))
+
+
+def _short_of_groups(state: StepRequests) -> str:
+    return (
+        f"step {state.key}: {state.lost} groups failed, one more than reward.spare_groups can replace; raise it. "
+        f"The last failure: {state.story}"
+    )

@@ -1,0 +1,201 @@
+"""The life of an ask: tries, time-outs, backoff and hedges, until it is settled or given up. Exactly one of both.
+
+An ask holds a slot only while a call runs for it. Between two tries it waits on a timer, then stands in line again
+at its old place, before all that came later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from dataflow.rewards.calls import Call, Calls
+from dataflow.rewards.custom import describe, is_async, name_of, read_result
+from dataflow.rewards.hedge import Hedge
+from dataflow.rewards.limits import Limiter, Line
+from dataflow.rewards.requests import Ask
+from dataflow.rewards.retry import Retry, is_throttle, retry_after_s, status_of
+
+
+class BadScore(ValueError):
+    """What a reward function returned is no score."""
+
+    fix = "return a finite number, (score, query, explanation) or a dict with 'score'"
+
+
+class Outcome(Protocol):
+    """Who is told how an ask ended."""
+
+    def settled(self, ask: Ask, score: float, extras: dict[str, Any], how: str) -> None: ...
+
+    def gave_up(self, ask: Ask, story: str, error: BaseException) -> None: ...
+
+
+class Lifecycle:
+    """Takes asks through their tries.
+
+    Args:
+        score: the user's function.
+        calls: runs it.
+        limiter: gives the slots.
+        retry: the tries of an ask.
+        hedge_after: how long a first call may take before a second one is sent, see :func:`~dataflow.rewards.hedge.parse_hedge`; None never
+            sends one.
+        outcome: told of each end.
+    """
+
+    def __init__(
+        self,
+        score: Callable[..., Any],
+        calls: Calls,
+        limiter: Limiter,
+        retry: Retry,
+        hedge_after: str | float | None,
+        outcome: Outcome,
+    ) -> None:
+        self._score = score
+        self._waits = is_async(score)
+        self._calls = calls
+        self._limiter = limiter
+        self._retry = retry
+        self._hedging = Hedge(hedge_after)
+        self._outcome = outcome
+        self.counts: Counter[str] = Counter()
+
+    def queue(self, ask: Ask) -> None:
+        """Puts an ask in line; ``fill`` starts it."""
+        ask.queued = True
+        self._limiter.push(ask)
+
+    def fill(self) -> None:
+        """Starts what may start."""
+        self._limiter.fill()
+
+    def start(self, ask: Ask, line: Line) -> None:
+        """Its turn has come, and its slot is taken."""
+        loop = self._calls.loop
+        ask.queued = False
+        if not ask.tries:
+            ask.begin = time.time()
+            if self._retry.deadline_s is not None:
+                ask.deadline = loop.time() + self._retry.deadline_s
+        timeout_s = self._retry.timeout_s
+        if self._retry.deadline_s is not None:
+            left = max(0.0, ask.deadline - loop.time())
+            timeout_s = left if timeout_s is None else min(left, timeout_s)
+        hedge = bool(ask.live)
+        if hedge:
+            self.counts["hedged"] += 1
+        else:
+            ask.tries += 1
+        call = self._calls.start(
+            self._score,
+            ask.arguments,
+            done=partial(self._tried, ask, line),
+            freed=partial(self._freed, ask, line),
+            timeout_s=timeout_s,
+            waits=self._waits,
+        )
+        ask.live[call] = hedge
+        threshold_s = None if hedge else self._hedging.after_s
+        if threshold_s is not None:
+            ask.timer = loop.call_later(threshold_s, self._hedge, ask)
+
+    def drop(self, ask: Ask) -> None:
+        """Nobody wants it any more."""
+        if ask.timer is not None:
+            ask.timer.cancel()
+            ask.timer = None
+        calls, ask.live = ask.live, {}
+        for call in calls:
+            call.cancel()
+
+    def _freed(self, ask: Ask, line: Line, call: Call) -> None:
+        error = call.error
+        throttled = error is not None and is_throttle(error)
+        spent = 0
+        if ask.tokens and isinstance(call.result, dict) and isinstance(call.result.get("tokens"), int):
+            spent = call.result["tokens"] - ask.tokens
+        self._limiter.release(line, call.begin, throttled, spent, error)
+
+    def _tried(self, ask: Ask, line: Line, call: Call) -> None:
+        hedge = ask.live.pop(call)
+        error = call.error
+        if error is None:
+            try:
+                score, extras = read_result(call.result)
+            except ValueError as bad:
+                error = BadScore(str(bad))
+            else:
+                self._hedging.answered(call.seconds)
+                self.drop(ask)
+                self._outcome.settled(ask, score, extras, "hedged" if hedge else "")
+                return
+        self._failed(ask, line, call, error)
+
+    def _failed(self, ask: Ask, line: Line, call: Call, error: BaseException) -> None:
+        ask.errors.append(_brief(error))
+        ask.last_s = call.seconds
+        if isinstance(error, TimeoutError):
+            self.counts["timed_out"] += 1
+        if is_throttle(error):
+            pause_s = retry_after_s(error)
+            self.counts["throttled"] += 1
+            if pause_s:
+                line.pause(pause_s)
+        if ask.live or ask.queued:
+            return  # its hedge may still answer
+        if ask.timer is not None:
+            ask.timer.cancel()
+        now = self._calls.loop.time()
+        try:
+            again = not getattr(error, "fatal", False) and self._retry.again(error)
+        except Exception as own:
+            self._give_up(ask, own, f"the predicate for retries raised {describe(own)}")
+            return
+        if not again or ask.tries >= self._retry.tries:
+            self._give_up(ask, error)
+            return
+        wait_s = self._retry.wait_s(ask.tries, error)
+        if now + wait_s >= ask.deadline:
+            self._give_up(ask, error, f"its deadline of {self._retry.deadline_s:g} s leaves no time for another")
+            return
+        self.counts["retried"] += 1
+        ask.timer = self._calls.loop.call_later(wait_s, self._requeue, ask)
+
+    def _requeue(self, ask: Ask) -> None:
+        ask.timer = None
+        self.queue(ask)
+        self.fill()
+
+    def _hedge(self, ask: Ask) -> None:
+        ask.timer = None
+        if ask.live and not ask.queued:
+            self.queue(ask)
+            self.fill()
+
+    def _give_up(self, ask: Ask, error: BaseException, why: str = "") -> None:
+        self.drop(ask)
+        self._outcome.gave_up(ask, self._story(ask, error, why), error)
+
+    def _story(self, ask: Ask, error: BaseException, why: str) -> str:
+        """Returns what happened, and what to do about it."""
+        name = f"'{name_of(self._score)}'"
+        # An exception of our own knows better what to do about it.
+        fix = getattr(error, "fix", "correct it, or catch the error there and return a score")
+        verb = f"returned {error}" if isinstance(error, BadScore) else f"raised {describe(error)}"
+        if ask.tries > 1 and len(set(ask.errors)) > 1:
+            verb = f"failed on each of {ask.tries} tries: {', '.join(ask.errors)}; it {verb}"
+        elif ask.tries > 1:
+            verb += f" on each of {ask.tries} tries"
+        if ask.tries > 1 or isinstance(error, TimeoutError):
+            verb += f" (last: {ask.last_s:.1f} s)"
+        return f"{name} {verb}{'; ' + why if why else ''}; {fix}."
+
+
+def _brief(error: BaseException) -> str:
+    status = status_of(error)
+    return f"HTTP {status}" if status is not None else type(error).__name__

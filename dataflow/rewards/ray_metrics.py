@@ -1,0 +1,75 @@
+"""The agent's numbers as Ray's own metrics, which a cluster exports to Prometheus as ``ray_dataflow_reward_*``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+COUNTED = (
+    "requested",
+    "scored",
+    "failed",
+    "cancelled",
+    "retried",
+    "hedged",
+    "cached",
+    "shared",
+    "throttled",
+    "timed_out",
+    "tokens",
+    "rate_limit_wait_s",
+)
+GAUGED = {"running": "calls in flight", "waiting": "requests that wait for a slot", "strays": "abandoned calls"}
+EVERY_S = 1.0
+
+
+class RayMetrics:
+    """Tells Ray's metrics agent what changed, at most once in :data:`EVERY_S` seconds.
+
+    Args:
+        run: the run's name, a label of every metric.
+    """
+
+    def __init__(self, run: str) -> None:
+        from ray.util.metrics import Counter, Gauge
+
+        keys, self._tags = ("run",), {"run": run}
+        self._counters = {n: Counter(_name(n), f"reward requests: {n}, so far", tag_keys=keys) for n in COUNTED}
+        self._gauges = {n: Gauge(_name(n), text, tag_keys=keys) for n, text in GAUGED.items()}
+        self._limit = Gauge(_name("limit"), "calls that may be in flight", tag_keys=("run", "endpoint"))
+        self._latency = Gauge(_name("latency_s"), "latency of a request", tag_keys=("run", "quantile"))
+        self._before: dict[str, float] = {}
+        self._told = 0.0
+
+    def due(self) -> bool:
+        """Whether the last time is long enough ago."""
+        return time.monotonic() - self._told >= EVERY_S
+
+    def tell(self, stats: Mapping[str, Any]) -> None:
+        """Takes the agent's stats."""
+        self._told = time.monotonic()
+        for name, counter in self._counters.items():
+            now = float(stats.get(name, 0.0))
+            grown = now - self._before.get(name, 0.0)
+            self._before[name] = now
+            if grown > 0:
+                counter.inc(grown, tags=self._tags)
+        for name, gauge in self._gauges.items():
+            gauge.set(float(stats.get(name, 0.0)), tags=self._tags)
+        for endpoint, limit in stats.get("limit", {}).items():
+            self._limit.set(float(limit), tags={**self._tags, "endpoint": endpoint or "all"})
+        for quantile, value in stats.get("latency_s", {}).items():
+            self._latency.set(float(value), tags={**self._tags, "quantile": quantile})
+
+
+def _name(metric: str) -> str:
+    return f"dataflow_reward_{metric}"
+
+
+def in_ray_worker() -> bool:
+    """Whether this process is one of Ray's, so that what is told gets anywhere."""
+    import sys
+
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE

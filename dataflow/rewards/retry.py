@@ -1,0 +1,168 @@
+"""Retry: how long a try may take, which errors are worth another one, and how long to wait before it."""
+
+from __future__ import annotations
+
+import email.utils
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tenacity import RetryCallState, Retrying, wait_random_exponential
+
+from dataflow.errors import ConfigError
+
+THROTTLED = (429, 503, 529)
+"""HTTP statuses by which a server says that it is asked too much."""
+_ENDLESS_S = 1e9
+_AGAIN = (408, 409, 425, 429)
+# Base classes of what HTTP clients raise when a connection cannot be made, breaks or gives no answer in time; by
+# name, so that none of these packages need be there.
+_TRANSPORT = {
+    "aiohttp": ("ClientConnectionError", "ClientPayloadError"),
+    "http": ("IncompleteRead", "BadStatusLine"),
+    "httpx": ("TransportError",),
+    "openai": ("APIConnectionError",),
+    "requests": ("ConnectionError", "Timeout", "ChunkedEncodingError"),
+    "urllib": ("URLError",),
+    "urllib3": ("HTTPError",),
+}
+_TIME_OUTS = {
+    "httpx": ("TimeoutException",),
+    "openai": ("APITimeoutError",),
+    "requests": ("Timeout",),
+    "urllib3": ("TimeoutError",),
+}
+
+
+@dataclass(frozen=True)
+class Retry:
+    """The tries of one request.
+
+    Attributes:
+        tries: at most, the first included.
+        timeout_s: of one try; None for no limit.
+        deadline_s: from the first try's begin to the end of the last, waits included; None for no limit.
+        backoff_s: the wait before the second try is random, up to this; it doubles with each further try.
+        max_backoff_s: the longest such wait. A server's Retry-After may be longer, and is obeyed.
+        predicate: the user's word on which errors are worth another try, in place of ours.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+
+    tries: int = 4
+    timeout_s: float | None = 120.0
+    deadline_s: float | None = 600.0
+    backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
+    predicate: Callable[[BaseException], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tries < 1:
+            raise ConfigError(f"reward.tries={self.tries}; give 1 or more.")
+        for name in ("timeout_s", "deadline_s"):
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"reward.{name.removesuffix('_s')}={limit}; give seconds above 0, or null.")
+        if not 0 <= self.backoff_s <= self.max_backoff_s < math.inf:
+            raise ConfigError(
+                f"reward.backoff={self.backoff_s:g} and reward.max_backoff={self.max_backoff_s:g}: give seconds, "
+                "the second not below the first."
+            )
+
+    def again(self, error: BaseException) -> bool:
+        """Whether another try may succeed."""
+        return self.predicate(error) if self.predicate is not None else is_transient(error)
+
+    def wait_s(self, tried: int, error: BaseException) -> float:
+        """Returns the seconds to wait after a number of tries, of which the last ended so."""
+        if not self.backoff_s:
+            return retry_after_s(error)
+        state = RetryCallState(Retrying(), None, (), {})
+        state.attempt_number = tried
+        backoff = wait_random_exponential(multiplier=self.backoff_s, max=self.max_backoff_s)(state)
+        # Behind Retry-After comes the jitter, or all whom the server turned away would be back at the same moment.
+        return retry_after_s(error) + backoff
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether an error may be gone at the next try: a time-out, a broken connection, 429, 5xx.
+
+    An error may say so itself, by a bool attribute ``retry``.
+
+    >>> is_transient(ConnectionResetError()), is_transient(ValueError())
+    (True, False)
+    """
+    own = getattr(error, "retry", None)
+    if isinstance(own, bool):
+        return own
+    status = status_of(error)
+    if status is not None:
+        return status >= 500 or status in _AGAIN
+    return isinstance(error, TimeoutError | ConnectionError) or _is_one(error, _TRANSPORT)
+
+
+def _is_one(error: BaseException, names: Mapping[str, Sequence[str]]) -> bool:
+    return any(base.__name__ in names.get(base.__module__.partition(".")[0], ()) for base in type(error).__mro__)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether there was no answer in time, by our clock or by that of the HTTP client."""
+    return isinstance(error, TimeoutError) or _is_one(error, _TIME_OUTS)
+
+
+def is_throttle(error: BaseException) -> bool:
+    """Whether it says that the service is asked more than it can or will answer."""
+    return status_of(error) in THROTTLED or is_timeout(error)
+
+
+def status_of(error: BaseException) -> int | None:
+    """Returns the HTTP status an exception carries, as aiohttp, httpx, openai, requests and Google name it."""
+    response = getattr(error, "response", None)
+    for place, name in ((error, "status"), (error, "status_code"), (response, "status_code"), (response, "status")):
+        value = getattr(place, name, None)
+        if isinstance(value, int) and 100 <= value <= 599:
+            return value
+    code = getattr(error, "code", None)  # many other things have one
+    return code if isinstance(code, int) and 400 <= code <= 599 and not isinstance(error, SystemExit) else None
+
+
+def retry_after_s(error: BaseException) -> float:
+    """Returns how long the server asks to be left alone, in seconds; 0 if it does not."""
+    own = getattr(error, "retry_after", None)
+    if isinstance(own, int | float):
+        return _seconds(own)
+    for place in (error, getattr(error, "response", None)):
+        headers = getattr(place, "headers", None)
+        if headers is not None and hasattr(headers, "get") and (wait_s := read_retry_after(headers)):
+            return wait_s
+    return 0.0
+
+
+def _seconds(number: float) -> float:
+    """Returns what can be waited: 0 for what is behind us, and for what is no time at all."""
+    return float(number) if 0 < number < _ENDLESS_S else 0.0
+
+
+def read_retry_after(headers: Mapping[str, Any]) -> float:
+    """Returns the seconds of a Retry-After header, a number or a date; 0 where there is none that can be read.
+
+    >>> read_retry_after({"Retry-After": "1.5"})
+    1.5
+    """
+    text = str(headers.get("Retry-After") or headers.get("retry-after") or "").strip()
+    if not text:
+        return 0.0
+    try:
+        return _seconds(float(text))
+    except ValueError:
+        return _seconds_until(text)
+
+
+def _seconds_until(date: str) -> float:
+    try:
+        return _seconds(email.utils.parsedate_to_datetime(date).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0
