@@ -47,7 +47,7 @@ class WorkloadCosts(Costs):
     def load_s(self) -> float:
         """Seconds that the service needs at least for the training requests so far, all its slots busy."""
         spec = self.workload.rewards
-        rated = (self.requests - max(1.0, spec.rpm)) * 60.0 / spec.rpm if spec.rpm else 0.0
+        rated = (self.requests - max(1.0, spec.rpm / 60.0)) * 60.0 / spec.rpm if spec.rpm else 0.0
         return max(self.requests_s / spec.concurrency, rated)
 
     def begin(self, task: Task, now: float = 0.0) -> float:

@@ -122,6 +122,8 @@ def accepts(annotation: Any, *types: type) -> bool:
 
 
 def _section(info: FieldInfo) -> type[BaseModel] | None:
+    if accepts(info.annotation, dict):
+        return None  # sections by a name of the user's: given as one mapping
     for kind in (info.annotation, *get_args(info.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind

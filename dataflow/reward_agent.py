@@ -129,7 +129,9 @@ class RewardAgent:
         self._steps: dict[Step, StepRequests] = {}
         self._ended: OrderedDict[Step, tuple[type[DataflowError], str, BaseException | None]] = OrderedDict()
         self.counts: Counter[str] = Counter()
-        self._asks = Asks(compute_score, ledger, share_equal, scorer, self.counts, self.fail, self._measure)
+        self._asks = Asks(
+            compute_score, self.limits, ledger, share_equal, scorer, self.counts, self.fail, self._measure
+        )
         self._halted: tuple[str, BaseException | None] | None = None
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None

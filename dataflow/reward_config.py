@@ -151,7 +151,7 @@ class JudgeConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Further keys of the request's body."""
     client: Literal["aiohttp", "openai"] = "aiohttp"
-    """HTTP client; openai is that package's own, at ten times the CPU time."""
+    """HTTP client; openai is that package's own, at about eight times the CPU time."""
     max_tokens: PositiveInt | None = None
     """Budget of the run in tokens, prompts and replies; when it is spent the run stops. Null for none."""
     max_cost: PositiveFloat | None = None

@@ -62,7 +62,8 @@ class RewardService:
 
     Args:
         servers: requests in flight at most; None for as many as come.
-        rpm: requests that start in a minute at most: a bucket of so many that fills evenly. None for no limit.
+        rpm: requests that start in a minute at most, evenly, as the agent sends them: a second's worth at once. None
+            for no limit.
         per_step: each key is served after the one before has ended, to its last request; the service looks for a
             new one every :data:`POLL_S`. So the published agent behaves.
 
@@ -86,7 +87,7 @@ class RewardService:
         self._free = [0.0] * (servers or 1)  # when each server is free next: a heap
         self._key: Hashable = None  # of the batch served last
         self._rate = math.inf if rpm is None else rpm / 60.0
-        self._bucket = math.inf if rpm is None else max(1.0, rpm)
+        self._bucket = math.inf if rpm is None else max(1.0, self._rate)
         self._tokens, self._filled = self._bucket, 0.0
         self._sequence = 0
         self._incoming: list[tuple[float, int, _Batch]] = []

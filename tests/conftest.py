@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -50,10 +51,20 @@ def _no_process_left() -> Iterator[None]:
     import psutil
 
     yield
-    _gone, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=15)
-    # Python's own helper of multiprocessing; it ends with this process.
-    left = [p.cmdline() for p in alive if "resource_tracker" not in " ".join(p.cmdline())]
+    # Python's own helper of multiprocessing ends with this process.
+    started = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in _command(p)]
+    _gone, alive = psutil.wait_procs(started, timeout=15)
+    left = [_command(p) for p in alive]
     assert not left, f"tests left processes behind: {left}"
+
+
+def _command(process: Any) -> str:
+    import psutil
+
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""  # it has just ended
 
 
 @pytest.fixture(scope="session")

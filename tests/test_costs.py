@@ -25,8 +25,8 @@ def test_a_fitted_latency_takes_as_long_as_was_measured() -> None:
     rewards = Rewards(parse_law("uniform:1:40"), 16)
     law = fit_latency(rewards, 64, 5, 500.0)
     assert makespan(Rewards(law, 16), 64, 5) == pytest.approx(500.0, rel=1e-3)
-    limited = Rewards(parse_law("lognormal:8:0.6"), 16, rpm=60.0)
-    assert makespan(Rewards(fit_latency(limited, 20, 5, 100.0), 16, 60.0), 20, 5) == pytest.approx(100.0, rel=0.02)
+    limited = Rewards(parse_law("lognormal:8:0.6"), 16, rpm=120.0)
+    assert makespan(Rewards(fit_latency(limited, 20, 5, 100.0), 16, 120.0), 20, 5) == pytest.approx(100.0, rel=0.02)
 
 
 def test_a_limit_that_is_too_low_for_what_was_measured_is_said() -> None:

@@ -96,11 +96,10 @@ def test_streaming_asks_for_the_first_group_while_the_rest_is_generated() -> Non
 
 
 def test_requests_a_minute_bound_the_service_as_slots_do() -> None:
-    # The first 12 of all requests start at once, the others every 5 s, as what is left unused adds up.
+    # The first of a step's requests starts at once, the others every 5 s.
     for steps in (1, STEPS):
         limited = load(1.0, 16, steps=steps, rpm=12.0)
-        last = ROLLOUT + (16 * steps - 12) * 5
-        assert total(limited, "baseline") == pytest.approx(last + 1 + UPDATE + SYNC)
+        assert total(limited, "baseline") == pytest.approx(steps * (ROLLOUT + 15 * 5 + 1 + UPDATE + SYNC))
 
 
 def test_an_agent_that_serves_step_after_step_idles_in_the_tail() -> None:

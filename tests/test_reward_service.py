@@ -86,7 +86,7 @@ def earliest_by_rpm(starts: Sequence[float], rpm: float | None) -> float:
     """From any start on, no more begin than the bucket holds and what has flown into it since."""
     if rpm is None:
         return 0.0
-    bucket, rate = max(1.0, rpm), rpm / 60
+    bucket, rate = max(1.0, rpm / 60), rpm / 60
     return max((s + (len(starts) - n + 1 - bucket) / rate for n, s in enumerate(starts)), default=0.0)
 
 
@@ -404,7 +404,7 @@ def test_never_more_are_in_flight_than_there_are_servers_nor_do_more_start_than_
     for now in begun:
         assert sum(b.start <= now.start < b.end for b in begun) <= servers
         if rpm is not None:
-            assert sum(now.start <= b.start < now.start + 60 for b in begun) <= max(1.0, rpm) + rpm
+            assert sum(now.start <= b.start < now.start + 60 for b in begun) <= max(1.0, rpm / 60) + rpm + 1
 
 
 # --- requests per minute ------------------------------------------------------------------------------------
@@ -416,17 +416,17 @@ def starts_of_instant_requests(service: RewardService, key: str, at: float, n: i
     return [ends[g] for g in range(n)]
 
 
-def test_a_full_bucket_starts_at_once_and_the_rest_as_it_fills() -> None:
-    starts = starts_of_instant_requests(RewardService(1, rpm=60), "s", 0.0, 120)
-    assert starts[:60] == [0.0] * 60
-    assert starts[60:] == pytest.approx([float(s) for s in range(1, 61)])
+def test_a_seconds_worth_starts_at_once_and_the_rest_as_the_bucket_fills() -> None:
+    starts = starts_of_instant_requests(RewardService(1, rpm=600), "s", 0.0, 120)
+    assert starts[:10] == [0.0] * 10
+    assert starts[10:] == pytest.approx([n / 10 for n in range(1, 111)])
 
 
 def test_a_bucket_fills_while_nothing_starts_and_never_runs_over() -> None:
-    service = RewardService(200, rpm=60)
-    assert starts_of_instant_requests(service, "empties it", 0.0, 60)[-1] == 0.0
-    assert starts_of_instant_requests(service, "half full", 30.0, 31)[-2:] == [30.0, 31.0]
-    assert starts_of_instant_requests(service, "full long since", 1000.0, 61)[-2:] == [1000.0, 1001.0]
+    service = RewardService(200, rpm=600)
+    assert starts_of_instant_requests(service, "empties it", 0.0, 10)[-1] == 0.0
+    assert starts_of_instant_requests(service, "half full", 0.5, 6)[-2:] == pytest.approx([0.5, 0.6])
+    assert starts_of_instant_requests(service, "full long since", 1000.0, 11)[-2:] == pytest.approx([1000.0, 1000.1])
 
 
 def test_less_than_one_request_per_minute_starts_the_first_at_once() -> None:
@@ -446,7 +446,7 @@ def test_no_minute_sees_more_starts_than_a_bucket_and_what_flows_into_it(
     starts = [d.at - seconds for d in Collector(service).advance()]
     assert len(starts) == 50 * (1 + len(times))
     for n, start in enumerate(starts):
-        assert sum(s < start + 60 - 1e-6 for s in starts[n:]) <= max(1.0, rpm) + rpm + 1e-6
+        assert sum(s < start + 60 - 1e-6 for s in starts[n:]) <= max(1.0, rpm / 60) + rpm + 1 + 1e-6
 
 
 def test_the_order_counts_for_who_gets_the_next_token() -> None:

@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dataflow.rewards.custom import raised
+from dataflow.errors import RewardFailed
+from dataflow.rewards.custom import describe, raised
 from dataflow.rewards.ledger import Answer, Ledger, key_of
 from dataflow.rewards.lifecycle import Lifecycle
+from dataflow.rewards.limits import Limits
 from dataflow.rewards.requests import Arguments, Ask, Request, StepRequests
 
 _ADMITTED = 64  # rows that are made ready before the loop may do something else
@@ -34,6 +36,7 @@ class Asks:
 
     Args:
         owner: the user's reward object, which may know ``endpoint`` and ``tokens`` of a request.
+        limits: whether anything depends on these.
         ledger: where requests and answers are journaled, if anywhere.
         share_equal: whether equal requests in flight are asked once.
         scorer: what scores them, as a part of their keys.
@@ -45,6 +48,7 @@ class Asks:
     def __init__(
         self,
         owner: Any,
+        limits: Limits,
         ledger: Ledger | None,
         share_equal: bool,
         scorer: str,
@@ -52,8 +56,9 @@ class Asks:
         fail: Callable[[StepRequests, str, BaseException | None], None],
         ended: Callable[[], None],
     ) -> None:
-        self._endpoint = getattr(owner, "endpoint", None)
-        self._tokens = getattr(owner, "tokens", None)
+        self._endpoint = getattr(owner, "endpoint", None) if limits.endpoints else None
+        rated = any(each.tpm is not None for each in (limits, *limits.endpoints.values()))
+        self._tokens = getattr(owner, "tokens", None) if rated else None
         self._ledger = ledger
         self._share_equal = share_equal
         self._scorer = scorer
@@ -83,7 +88,7 @@ class Asks:
                     self._ask(state, request, *keywords)
         except Exception as error:
             if not state.over:
-                self._fail(state, raised(f"reward agent: step {state.key}", self._ready, error), error)
+                self._fail(state, f"reward agent: step {state.key} cannot be sent: {describe(error)}.", error)
             return
         self.life.fill()
         if end < len(rows) and not state.over:
@@ -115,9 +120,9 @@ class Asks:
         self._sequence += 1
         ask = Ask(arguments, key, (*state.priority, self._sequence), [request])
         if self._endpoint is not None:
-            ask.endpoint = self._endpoint(**arguments)
+            ask.endpoint = _told(self._endpoint, arguments)
         if self._tokens is not None:
-            ask.tokens = int(self._tokens(**arguments))
+            ask.tokens = int(_told(self._tokens, arguments))
         if shared is not None:
             self._by_key[shared] = ask
         request.ask = ask
@@ -168,6 +173,14 @@ class Asks:
         if not ask.requests:
             self._take_requests(ask)
             self.life.drop(ask)
+
+
+def _told(method: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Returns what a method of the user's says of a request."""
+    try:
+        return method(**arguments)
+    except Exception as error:
+        raise RewardFailed(raised("before a request is sent", method, error).rstrip(".")) from error
 
 
 def _stamp(request: Request, ask: Ask, end: float) -> None:

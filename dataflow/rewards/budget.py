@@ -15,6 +15,8 @@ from dataflow.rewards.chat import JudgeError
 CHARACTERS = 4
 """Characters of text that are taken for one token where nobody counted."""
 
+_CACHE = "with reward.cache=runs/NAME/rewards.sqlite the next run asks for nothing that this one paid for"
+
 
 class BudgetSpent(JudgeError):
     """The judge has used what it may use; no further call is made."""
@@ -77,7 +79,11 @@ class Budget:
     def _spent(self, what: str, key: str) -> BudgetSpent:
         guess = f" ({self.tokens_estimated:,} tokens estimated)" if self.tokens_estimated else ""
         message = f"the judge's budget is spent: {what}{guess} after {self.calls:,} calls"
-        return BudgetSpent(message, retry=False, fix=f"raise {key} and resume the run")
+        return BudgetSpent(
+            message,
+            retry=False,
+            fix=f"raise {key}; {_CACHE}",
+        )
 
     def count(self, usage: Any, asked: int, replied: int) -> int | None:
         """Counts one reply.

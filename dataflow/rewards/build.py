@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.custom import build_reward, find_reward, load_reward
+from dataflow.rewards.judge import Judge
 from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.limits import Limits
-from dataflow.rewards.judge import Judge
 from dataflow.rewards.managers import build_manager, find_manager
 from dataflow.rewards.ray_metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
@@ -61,7 +61,7 @@ def build_agent(
     reward = build_reward(found, kwargs, context=_context(options))
     if options.manager != "naive" or options.manager_path:
         reward = build_manager(
-            options.manager, reward, options.manager_path, tokenizer=tokenizer, **options.manager_kwargs
+            options.manager, reward, options.manager_path, **{"tokenizer": tokenizer, **options.manager_kwargs}
         )
     declared = dict(getattr(reward, "limits", None) or {})
     return RewardAgent(
@@ -124,14 +124,21 @@ def retry_of(options: RewardConfig, timeout_s: float | None = None) -> Retry:
 
 def _scorer(custom: Mapping[str, Any] | None, default: Mapping[str, Any], options: RewardConfig) -> str:
     """Returns what tells one way to score from another: an answer by a changed file or prompt is another answer."""
-    manager = [options.manager, options.manager_path, dict(options.manager_kwargs)]
+    manager = [options.manager, _content(options.manager_path), dict(options.manager_kwargs)]
     if custom is not None and custom.get("path"):
-        file = Path(custom["path"]).expanduser().read_bytes()
-        what: list[Any] = [hashlib.sha256(file).hexdigest(), custom.get("name"), custom.get("reward_kwargs")]
+        what: list[Any] = [_content(custom["path"]), custom.get("name"), custom.get("reward_kwargs")]
     else:
         kwargs = {name: value for name, value in (default.get("kwargs") or {}).items() if name not in _ASIDE}
-        what = [default["target"], kwargs]
+        what = [default["target"], {name: _content(value) for name, value in kwargs.items()}]
     return json.dumps([what, manager], sort_keys=True, default=repr)
+
+
+def _content(value: Any) -> Any:
+    """Returns a hash of the file that a value names, else the value itself."""
+    if not isinstance(value, str) or not value.endswith((".py", ".txt", ".md")):
+        return value
+    file = Path(value).expanduser()
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else value
 
 
 def _ledger(options: RewardConfig, run: str, path: str | None) -> Ledger | None:

@@ -2,7 +2,7 @@
 
 A byte-level tokenizer's text is its tokens' bytes one after another: a table gives it some ten times faster than the
 tokenizer itself, which matters where thousands of responses are decoded beside the requests that are in flight. The
-table is used only where it gives the tokenizer's own text for every token there is.
+table is used only where it gives the tokenizer's own text for every token there is, and for some that go together.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import numpy as np
 
 Decode: TypeAlias = Callable[[Sequence[np.ndarray]], list[str]]
 _ROW = 512
+_PROBE = " It 's , isn't it ? Is n't . \n  do not  ! I 'm 've 're 'll \" x \" "
+"""Text that some tokenizers write otherwise, tidied up or without its outer spaces."""
 
 
 def decoder(tokenizer: Any) -> Decode:
@@ -25,14 +27,15 @@ def decoder(tokenizer: Any) -> Decode:
     """
 
     def library(rows: Sequence[np.ndarray]) -> list[str]:
-        return list(tokenizer.batch_decode([row.tolist() for row in rows], skip_special_tokens=True))
+        texts = tokenizer.batch_decode([row.tolist() for row in rows], skip_special_tokens=True)
+        return list(texts) if rows else []  # the library has a text for no rows
 
     table = _table(tokenizer)
 
     def fast(rows: Sequence[np.ndarray]) -> list[str]:
         return [b"".join(table.take(row, mode="clip").tolist()).decode("utf-8", errors="replace") for row in rows]
 
-    return fast if _same(fast, library, len(table)) else library
+    return fast if _same(fast, library, len(table), tokenizer(_PROBE)["input_ids"]) else library
 
 
 def _table(tokenizer: Any) -> np.ndarray:
@@ -40,8 +43,10 @@ def _table(tokenizer: Any) -> np.ndarray:
 
     One more, of nothing, is for all ids behind them: a model may have more than its tokenizer knows.
     """
-    special = set(tokenizer.all_special_ids)
-    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    added = tokenizer.added_tokens_decoder
+    special = {*tokenizer.all_special_ids, *(token for token, piece in added.items() if piece.special)}
+    # Some vocabularies have holes, and so ids above the number of their tokens.
+    pieces = tokenizer.convert_ids_to_tokens(list(range(max(tokenizer.get_vocab().values(), default=-1) + 1)))
     of = _bytes_of_letters()
     table = np.empty(len(pieces) + 1, dtype=object)
     table[-1] = b""
@@ -62,11 +67,12 @@ def _bytes_of_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
-def _same(fast: Decode, library: Decode, tokens: int) -> bool:
+def _same(fast: Decode, library: Decode, tokens: int, probe: Sequence[int]) -> bool:
     """Whether both give the same text for all tokens, in order and mixed (bytes of one letter are torn apart)."""
     ids = list(range(tokens))
     mixed = random.Random(0).sample(ids, len(ids))
     rows = [np.asarray(order[i : i + _ROW]) for order in (ids, mixed) for i in range(0, tokens, _ROW)]
+    rows += [np.asarray([token]) for token in mixed[:_ROW]] + [np.asarray(probe, dtype=np.int64)]
     try:
         return fast(rows) == library(rows)
     except (IndexError, TypeError, ValueError):

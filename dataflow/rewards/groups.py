@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -98,13 +99,15 @@ class Groups:
 
     def _leave_out(self, failed: Request, error: BaseException) -> None:
         """One sample failed, so its whole group is dropped, or replaced by one that is still to come."""
-        state, group = failed.step, failed.group
+        state, group, now = failed.step, failed.group, time.time()
         failed.ended = True
         state.open -= 1
         for request in state.groups[group]:
             if not request.ended:
                 self._owner.counts["cancelled"] += 1
                 state.open -= 1
+                began = request.ask.begin if request.ask is not None else 0.0
+                request.how, request.begin, request.end = "cancelled", began or now, now
                 self._owner.detach(request)
             request.kept, request.score = False, float("nan")
         del state.unfinished[group]
@@ -156,8 +159,10 @@ class Groups:
             self._owner.fail(state, raised(where, post, call.error), call.error)
             return
         try:
-            if not hasattr(scores, "__len__") or isinstance(scores, str | bytes | dict):
+            if not hasattr(scores, "__len__") or isinstance(scores, str | bytes | dict | set | frozenset):
                 raise ValueError("None" if scores is None else f"a {type(scores).__name__}")
+            if getattr(scores, "shape", None) == ():
+                raise ValueError(f"a {type(scores).__name__} of one number")
             if len(scores) != len(requests):
                 raise ValueError(f"{len(scores)} scores for {len(requests)} samples")
             for request, score in zip(requests, scores, strict=True):

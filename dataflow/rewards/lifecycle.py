@@ -6,6 +6,7 @@ at its old place, before all that came later.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from dataflow.rewards.custom import describe, is_async, name_of, read_result
 from dataflow.rewards.hedge import Hedge
 from dataflow.rewards.limits import Limiter, Line
 from dataflow.rewards.requests import Ask
-from dataflow.rewards.retry import Retry, is_throttle, retry_after_s, status_of
+from dataflow.rewards.retry import Retry, is_throttle, is_timeout, retry_after_s, status_of
 
 
 class BadScore(ValueError):
@@ -42,8 +43,8 @@ class Lifecycle:
         calls: runs it.
         limiter: gives the slots.
         retry: the tries of an ask.
-        hedge_after: how long a first call may take before a second one is sent, see :func:`~dataflow.rewards.hedge.parse_hedge`; None never
-            sends one.
+        hedge_after: how long a first call may take before a second one is sent, see
+            :func:`~dataflow.rewards.hedge.parse_hedge`; None never sends one.
         outcome: told of each end.
     """
 
@@ -61,6 +62,9 @@ class Lifecycle:
         self._calls = calls
         self._limiter = limiter
         self._retry = retry
+        limits_s = [limit for limit in (retry.timeout_s, retry.deadline_s) if limit is not None]
+        # The same for all first calls, so that they share a timer.
+        self._first_s = min(limits_s, default=None)
         self._hedging = Hedge(hedge_after)
         self._outcome = outcome
         self.counts: Counter[str] = Counter()
@@ -78,14 +82,13 @@ class Lifecycle:
         """Its turn has come, and its slot is taken."""
         loop = self._calls.loop
         ask.queued = False
+        timeout_s = self._first_s
         if not ask.tries:
             ask.begin = time.time()
             if self._retry.deadline_s is not None:
                 ask.deadline = loop.time() + self._retry.deadline_s
-        timeout_s = self._retry.timeout_s
-        if self._retry.deadline_s is not None:
-            left = max(0.0, ask.deadline - loop.time())
-            timeout_s = left if timeout_s is None else min(left, timeout_s)
+        elif timeout_s is not None:
+            timeout_s = min(self._retry.timeout_s or math.inf, max(0.0, ask.deadline - loop.time()))
         hedge = bool(ask.live)
         if hedge:
             self.counts["hedged"] += 1
@@ -117,7 +120,7 @@ class Lifecycle:
         error = call.error
         throttled = error is not None and is_throttle(error)
         spent = 0
-        if ask.tokens and isinstance(call.result, dict) and isinstance(call.result.get("tokens"), int):
+        if isinstance(call.result, dict) and isinstance(call.result.get("tokens"), int):
             spent = call.result["tokens"] - ask.tokens
         self._limiter.release(line, call.begin, throttled, spent, error)
 
@@ -130,41 +133,51 @@ class Lifecycle:
             except ValueError as bad:
                 error = BadScore(str(bad))
             else:
-                self._hedging.answered(call.seconds)
+                self._hedging.answered(self._latency_s(ask, call))
                 self.drop(ask)
                 self._outcome.settled(ask, score, extras, "hedged" if hedge else "")
                 return
         self._failed(ask, line, call, error)
 
+    def _latency_s(self, ask: Ask, call: Call) -> float:
+        """Returns how long the call took; where another one lost against it, how long that has taken at least.
+
+        A percentile of winners alone would fall and fall, as it says who is sent a second call.
+        """
+        return max([call.seconds, *(time.time() - slower.begin for slower in ask.live)]) if ask.live else call.seconds
+
     def _failed(self, ask: Ask, line: Line, call: Call, error: BaseException) -> None:
         ask.errors.append(_brief(error))
         ask.last_s = call.seconds
-        if isinstance(error, TimeoutError):
+        if is_timeout(error):
             self.counts["timed_out"] += 1
         if is_throttle(error):
-            pause_s = retry_after_s(error)
+            # Those behind it learn by their own tries that the server is away for longer than any of them may take.
+            pause_s = min(retry_after_s(error), self._retry.deadline_s or math.inf)
             self.counts["throttled"] += 1
             if pause_s:
                 line.pause(pause_s)
-        if ask.live or ask.queued:
+        if ask.live:
             return  # its hedge may still answer
         if ask.timer is not None:
             ask.timer.cancel()
         now = self._calls.loop.time()
         try:
             again = not getattr(error, "fatal", False) and self._retry.again(error)
-        except Exception as own:
+        except (Exception, SystemExit) as own:
             self._give_up(ask, own, f"the predicate for retries raised {describe(own)}")
             return
         if not again or ask.tries >= self._retry.tries:
             self._give_up(ask, error)
             return
-        wait_s = self._retry.wait_s(ask.tries, error)
+        # A hedge that still stands in line becomes the next try.
+        wait_s = 0.0 if ask.queued else self._retry.wait_s(ask.tries, error)
         if now + wait_s >= ask.deadline:
             self._give_up(ask, error, f"its deadline of {self._retry.deadline_s:g} s leaves no time for another")
             return
         self.counts["retried"] += 1
-        ask.timer = self._calls.loop.call_later(wait_s, self._requeue, ask)
+        if not ask.queued:
+            ask.timer = self._calls.loop.call_later(wait_s, self._requeue, ask)
 
     def _requeue(self, ask: Ask) -> None:
         ask.timer = None

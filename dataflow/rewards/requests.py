@@ -50,7 +50,8 @@ class Request:
     kept: bool = True
     """False for a sample that no loss may use."""
     how: str = ""
-    """How it was scored if not by a call of its own: ``ledger``, ``shared``, ``hedged``, or ``failed``."""
+    """How it was scored if not by a call of its own: ``ledger``, ``shared``, ``hedged``. Or that it was not:
+    ``failed``, or ``cancelled`` since another of its group had failed."""
     ask: Ask | None = None
 
     def __str__(self) -> str:
@@ -264,11 +265,11 @@ def record(request: Request) -> dict[str, Any]:
 def step_summary(state: StepRequests) -> dict[str, float]:
     """Returns the metrics of what was collected of a step so far, by their names without ``reward/``."""
     requests = state.ended
-    called = [request for request in requests if request.how not in ("ledger", "shared")]
+    called = [request for request in requests if request.how not in ("ledger", "shared", "cancelled")]
     hows = [request.how for request in requests]
     latency = latency_summary([request.end - request.begin for request in called])
     return {
-        "scored": float(len(requests) - hows.count("failed")),
+        "scored": float(len(requests) - hows.count("failed") - hows.count("cancelled")),
         "failed": float(hows.count("failed")),
         "retried": float(sum(max(0, request.tries - 1) for request in called)),
         "hedged": float(hows.count("hedged")),

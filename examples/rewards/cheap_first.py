@@ -1,0 +1,26 @@
+"""Asks the judge only where a rule cannot tell: one that ends in '#### <reference>' is right for free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dataflow.rewards.judge import Judge
+
+
+class CheapFirst(Judge):
+    """Takes the options of Judge (url, model, template, ...) and one more."""
+
+    def __init__(self, url: str | list[str], longest: int = 4000, **options: Any) -> None:
+        super().__init__(url, **options)
+        self._longest = longest
+
+    async def compute_score(
+        self, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns the rule's score where it is sure, else the judge's."""
+        if solution_str.rstrip().endswith(f"#### {ground_truth}"):
+            return {"score": 1.0, "tokens": 0, "by": "rule"}
+        if len(solution_str) > self._longest:
+            return {"score": 0.0, "tokens": 0, "by": "length"}
+        return {**await super().compute_score(data_source, solution_str, ground_truth, extra_info), "by": "judge"}
