@@ -23,7 +23,7 @@ from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
 from dataflow.rewards.asks import Asks
 from dataflow.rewards.calls import Calls
-from dataflow.rewards.custom import describe, load_reward, name_of
+from dataflow.rewards.custom import describe, load_reward, name_of, raised
 from dataflow.rewards.decode import Decode
 from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.groups import Groups
@@ -274,7 +274,10 @@ class RewardAgent:
                 "rate_limit_wait_s": sum(line.waited_s for line in lines.values()),
             }
         usage = getattr(self._owner, "usage", None)
-        spent = dict(usage()) if callable(usage) else {"tokens": self.counts["tokens"]}
+        try:
+            spent = dict(usage()) if callable(usage) else {"tokens": self.counts["tokens"]}
+        except Exception as error:
+            raise DataflowError(raised("reward agent: stats", usage, error)) from error
         return {**counts, **tried, **now, **spent, "latency_s": latency_summary(self._asks.latency_s)}
 
     async def close(self) -> None:
@@ -302,7 +305,7 @@ class RewardAgent:
         if self._loop is None:
             self._loop = loop
             self._calls = Calls(self._strayed, self._bug)
-            self._limiter = Limiter(self.limits, self._start, self._shared)
+            self._limiter = Limiter(self.limits, self._start, self._shared, self._bug)
             self._life = Lifecycle(self._score, self._calls, self._limiter, self.retry, self._hedge_after, self._asks)
             self._groups = Groups(self._post, self._log, self._calls, self._limiter, self.retry.timeout_s, self)
             self._asks.life, self._asks.ends = self._life, self._groups
@@ -364,6 +367,9 @@ class RewardAgent:
 
     def _bug(self, error: Exception) -> None:
         """Nobody may wait for ever for what an error of ours has lost."""
+        if isinstance(error, DataflowError):
+            self.halt(str(error), error.__cause__)  # it knows better what to do
+            return
         logger.opt(exception=error).error("reward agent: {}", describe(error))
         self.halt(f"reward agent: an error of its own, {describe(error)}; please report it with the log.", error)
 

@@ -1,0 +1,172 @@
+"""The actor's side of a remote agent: serves its part of each step with an agent of its own, and tells what is whole.
+
+Samples come as columns and rewards go back as columns, many groups at a time; nothing travels once per sample. The
+other side is in rewards/remote.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dataflow.batch import Batch
+from dataflow.errors import DataflowError
+from dataflow.reward_agent import RewardAgent
+from dataflow.rewards.custom import describe
+from dataflow.rewards.failure import FailureRule
+from dataflow.rewards.limit_server import Address
+from dataflow.rewards.limits import Limits
+from dataflow.rewards.requests import Step, StepRequests
+from dataflow.rewards.shared import SharedLimits
+
+_GATHER_S = 0.05  # a message costs more than many groups: not one for each
+
+
+class Facts(NamedTuple):
+    """What the other side must know of an agent: its limits, its failure rule, and whether it journals."""
+
+    limits: Limits
+    rule: FailureRule
+    ledger: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Whole groups of a step, as columns.
+
+    Attributes:
+        records: of each sample, see :func:`~dataflow.rewards.requests.record`.
+        kept: whether a loss may use it; None where the rule leaves nothing out.
+        limits: changes of limits since the last arrival.
+        story: of the last failure that the step's rule took care of.
+        stats: of the agent, with the last groups of the step.
+    """
+
+    step: Step
+    records: list[dict[str, Any]]
+    scores: list[float]
+    extras: dict[str, list[Any]]
+    kept: list[bool] | None
+    limits: list[tuple[float, str, int]]
+    story: str
+    stats: dict[str, Any] | None
+
+
+class Failure(NamedTuple):
+    """A step that ended in the actor, and why."""
+
+    step: Step
+    message: str
+
+
+class RewardHost:
+    """An agent in a process of its own."""
+
+    def __init__(self) -> None:
+        self._built = asyncio.Event()
+        self._news: list[Arrival | Failure] = []
+        self._more = asyncio.Event()
+        self._serving: dict[Step, asyncio.Task[None]] = {}
+        self._agent: RewardAgent
+
+    async def build(self, blob: bytes, name: str, shared: Address | None = None) -> Facts:
+        """Builds the agent.
+
+        Args:
+            blob: pickled :class:`~dataflow.graph.Hosted`, whose factory returns the agent.
+            name: of the agent, for whoever shares its limits.
+            shared: the server of these limits.
+
+        Raises:
+            ConfigError: as the factory does.
+        """
+        import cloudpickle  # type: ignore[import-untyped]
+
+        # What the first Batch to arrive would import: seconds that belong to start-up, not to a step.
+        import tensordict  # noqa: F401
+
+        spec, _stages = cloudpickle.loads(blob)
+        self._agent = agent = spec.build()
+        facts = Facts(agent.limits, agent.rule, agent._ledger is not None)
+        if agent.rule.kind == "replace_group":
+            # The other side replaces: only there is known which groups of the step are left.
+            agent.rule = FailureRule("drop_group")
+        if shared is not None:
+            self.share(name, shared)
+        self._built.set()
+        return facts
+
+    def share(self, name: str, shared: Address) -> None:
+        """Makes the limits those of a server, from the first request on."""
+        self._agent._shared = SharedLimits(shared, name)
+
+    async def submit(self, step: Step, samples: Batch, groups: Sequence[int] | None = None) -> None:
+        """Queues a step, or these groups of it.
+
+        Raises:
+            DataflowError: as the agent's ``submit`` does.
+        """
+        await self._built.wait()
+        if groups is not None:
+            samples = samples.select(groups)
+        self._agent.submit(step, samples)
+        self._serving[step] = asyncio.create_task(self._serve(step, len(samples.ids)))
+
+    async def cancel(self, step: Step) -> None:
+        """Cancels what is left of a step."""
+        await self._built.wait()
+        self._agent.cancel(step)
+
+    async def news(self) -> list[Arrival | Failure]:
+        """Waits until something has arrived or failed, and returns all that has; for one caller at a time."""
+        await self._more.wait()
+        self._more.clear()
+        news, self._news = self._news, []
+        return news
+
+    async def stats(self) -> dict[str, Any]:
+        await self._built.wait()
+        return self._agent.stats()
+
+    async def close(self) -> None:
+        """Ends the agent well."""
+        await self._built.wait()
+        for task in self._serving.values():
+            task.cancel()
+        await self._agent.close()
+
+    async def _serve(self, step: Step, left: int) -> None:
+        state = self._agent._steps[step]
+        try:
+            while left:
+                came = [await self._agent.collect(step, 1)]
+                if left > 1:
+                    await asyncio.sleep(_GATHER_S)
+                if state.arrived:
+                    came.append(await self._agent.collect(step, len(state.arrived)))
+                left -= sum(len(rewards.ids) for rewards in came)
+                self._put(*(self._arrival(state, rewards) for rewards in came))
+        except Exception as error:  # whatever it is, whoever waits for the step must hear of it
+            message = str(error) if isinstance(error, DataflowError) else f"step {step}: {describe(error)}"
+            self._put(Failure(step, message))
+        finally:
+            del self._serving[step]
+
+    def _arrival(self, state: StepRequests, rewards: Batch) -> Arrival:
+        columns, meta = rewards.columns, rewards.meta
+        return Arrival(
+            state.key,
+            meta["records"],
+            columns.pop("score").tolist(),
+            {name: list(column) for name, column in columns.items() if name != "kept"},
+            columns["kept"].tolist() if "kept" in columns else None,
+            meta["limits"],
+            state.story,
+            self._agent.stats() if "step" in meta else None,
+        )
+
+    def _put(self, *news: Arrival | Failure) -> None:
+        self._news += news
+        self._more.set()
