@@ -1,0 +1,232 @@
+"""Reward functions that fail for one sample in a thousand, or never return: under each rule, with the rest intact.
+
+The published agent hangs or trains on rubbish here; "row" names which of its failures a test is (see
+INTEGRATION.md, section 5, in their order there).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dataflow.errors import RewardFailed
+from dataflow.reward_agent import Limits, Retry, RewardAgent
+from tests.faults.samples import check, left_out, run, samples, score_of
+
+pytestmark = pytest.mark.timeout(60)
+
+GROUPS, N = 250, 4
+BAD = (123, 2)
+"""Group and sample of the one in a thousand."""
+RESULTS: list[tuple[Any, str]] = [
+    (ValueError("boom"), r"raised ValueError: boom \(test_functions\.py:\d+\); correct it"),
+    (None, "returned None; return a finite number"),
+    (math.nan, "returned nan; return a finite number"),
+    (-math.inf, "returned -inf; return a finite number"),
+    ((1.0, "query"), "returned a tuple of 2; return a finite number, \\(score, query, explanation\\)"),
+    ({"score": "0.7"}, "returned a dict whose 'score' is a str; return"),
+]
+names = pytest.mark.parametrize(
+    ("result", "said"), RESULTS, ids=["raises", "None", "nan", "inf", "wrong tuple", "wrong dict"]
+)
+
+
+def scorer(bad: Callable[[], Any], as_async: bool) -> Any:
+    """Returns a function that does ``bad()`` for the one in a thousand, and scores the others as it should."""
+
+    def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
+        return bad() if extra_info["at"][1:] == BAD else float(ground_truth)
+
+    @functools.wraps(score)
+    async def later(**keywords: Any) -> Any:
+        return score(**keywords)
+
+    return later if as_async else score
+
+
+def ending(result: Any) -> Callable[[], Any]:
+    def bad() -> Any:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return bad
+
+
+def kinds(agent: RewardAgent) -> dict[str, int]:
+    return {name: agent.stats()[name] for name in ("requested", "scored", "failed", "cancelled", "waiting", "running")}
+
+
+@names
+@pytest.mark.parametrize("as_async", [True, False], ids=["async", "sync"])
+def test_one_in_a_thousand_ends_the_step_with_its_story(result: Any, said: str, as_async: bool) -> None:
+    """Row 1: raises, None or a wrong tuple hangs training for good. Row 3: NaN passes through."""
+
+    async def body() -> None:
+        agent = RewardAgent(scorer(ending(result), as_async), limits=Limits(64))
+        agent.submit(1, samples(1, range(GROUPS), N))
+        agent.submit(2, samples(2, range(BAD[0]), N))
+        collects = [asyncio.create_task(agent.collect(1, 1)) for _ in range(GROUPS)]
+        ended = await asyncio.gather(*collects, return_exceptions=True)
+        parts = [part for part in ended if not isinstance(part, BaseException)]
+        for error in ended[len(parts) :]:
+            assert isinstance(error, RewardFailed)
+            with pytest.raises(RewardFailed, match=f"^sample 2 of group 123 of step 1: 'score' {said}"):
+                raise error
+        for part in parts:
+            check(part, 1, N)
+        assert len({group for part in parts for group in part.ids}) == len(parts) < GROUPS
+        check(await agent.collect(2), 2, N)
+        stats = agent.stats()
+        assert stats["failed"] == 1
+        assert stats["requested"] == stats["scored"] + stats["failed"] + stats["cancelled"]
+        await agent.close()
+
+    run(body())
+
+
+@names
+@pytest.mark.parametrize("rule", ["score:-1", "drop_sample", "drop_group", "replace_group"])
+def test_a_rule_takes_care_of_the_one_and_of_no_other(rule: str, result: Any, said: str) -> None:
+    """Rows 1 and 3, where the user has said what a failed sample is worth."""
+
+    async def body() -> None:
+        agent = RewardAgent(scorer(ending(result), True), limits=Limits(64), on_failure=rule)
+        agent.submit(1, samples(1, range(GROUPS), N), spare=rule == "replace_group")
+        rewards = await agent.collect(1)
+        group, sample = BAD
+        if rule == "replace_group":
+            assert rewards.ids == tuple(g for g in range(GROUPS) if g != group)
+            check(rewards, 1, N)
+        else:
+            assert rewards.ids == tuple(range(GROUPS))
+            whole = [g for g in rewards.ids if g != group]
+            check(rewards.select(whole), 1, N)
+            got = rewards.select([group])["score"].tolist()
+            right = [score_of(1, group, i) for i in range(N)]
+            if rule == "score:-1":
+                assert "kept" not in rewards
+                assert got == [*right[:sample], -1.0, *right[sample + 1 :]]
+            elif rule == "drop_sample":
+                assert left_out(rewards) == [BAD]
+                assert got == pytest.approx([*right[:sample], math.nan, *right[sample + 1 :]], nan_ok=True)
+            else:
+                assert left_out(rewards) == [(group, i) for i in range(N)]
+        assert rewards.meta["step"]["failed"] == 1
+        stats = kinds(agent)
+        assert stats["failed"] == 1
+        assert stats["scored"] + stats["cancelled"] == GROUPS * N - 1
+        assert (stats["waiting"], stats["running"]) == (0, 0)
+        await agent.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("rule", ["fail", "drop_sample"])
+@pytest.mark.parametrize("as_async", [True, False], ids=["async", "sync"])
+def test_a_call_that_never_returns_holds_up_nobody_for_ever(as_async: bool, rule: str) -> None:
+    """Row 2: one call that never returns hangs the last mini-batch."""
+
+    async def body() -> None:
+        go = threading.Event()
+
+        def stuck() -> None:
+            go.wait(60)
+
+        async def hangs(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
+            return await asyncio.Event().wait() if extra_info["at"][1:] == (3, 1) else float(ground_truth)
+
+        function = hangs if as_async else functools.partial(_at, (3, 1), stuck)
+        retry = Retry(tries=2, timeout_s=0.2, backoff_s=0.01, max_backoff_s=0.01)
+        agent = RewardAgent(function, limits=Limits(4), retry=retry, on_failure=rule)
+        agent.submit(1, samples(1, range(8)))
+        first = await agent.collect(1, 7)
+        check(first, 1)
+        assert 3 not in first.ids, "the mini-batches that are whole do not wait for it"
+        if rule == "drop_sample":
+            last = await agent.collect(1)
+            assert (last.ids, left_out(last)) == ((3,), [(3, 1)])
+        else:
+            story = r"^sample 1 of group 3 of step 1: '.*' raised TimedOut: no answer within 0\.2 s on each of 2 tries"
+            with pytest.raises(RewardFailed, match=f"{story}.*raise reward.timeout"):
+                await agent.collect(1)
+        stats = agent.stats()
+        assert (stats["timed_out"], stats["retried"], stats["failed"]) == (2, 1, 1)
+        assert stats["strays"] == (0 if as_async else 2), "threads cannot be stopped; they are counted"
+        agent.submit(2, samples(2, range(4, 8)))
+        check(await agent.collect(2), 2)
+        go.set()
+        await agent.close()
+
+    run(body())
+
+
+def _at(bad: tuple[int, int], act: Callable[[], Any], extra_info: Any, ground_truth: str, **_rest: Any) -> Any:
+    return act() if extra_info["at"][1:] == bad else float(ground_truth)
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which code in Rust raises: no Exception."""
+
+
+@pytest.mark.parametrize("as_async", [True, False], ids=["async", "sync"])
+def test_what_is_no_exception_is_caught_too(as_async: bool) -> None:
+    async def body() -> None:
+        def panic() -> None:
+            raise Panic("index out of bounds")
+
+        agent = RewardAgent(scorer(panic, as_async), limits=Limits(4), retry=Retry(timeout_s=2.0, tries=1))
+        agent.submit(1, samples(1, [0, BAD[0]], N))
+        story = r"^sample 2 of group 123 of step 1: 'score' raised Panic: index out of bounds"
+        with pytest.raises(RewardFailed, match=story):
+            await agent.collect(1)
+        await agent.close()
+
+    run(body())
+
+
+def test_threads_that_never_return_are_bounded() -> None:
+    async def body() -> None:
+        go = threading.Event()
+
+        def stuck(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> None:
+            go.wait(60)
+
+        retry = Retry(tries=3, timeout_s=0.05, backoff_s=0.0)
+        agent = RewardAgent(stuck, limits=Limits(4), retry=retry, on_failure="drop_sample", max_failed_share=1.0)
+        agent.submit(1, samples(1, range(20)))
+        story = r"5 calls of 'stuck' go on running after their time is over, more than reward\.max_strays=4 allows"
+        with pytest.raises(RewardFailed, match=story):
+            await agent.collect(1)
+        with pytest.raises(RewardFailed, match=r"give its own requests a time-out, or raise reward\.timeout"):
+            agent.submit(2, samples(2, range(1)))
+        assert agent.stats()["strays"] <= 8, "no more than were in flight when it was too many"
+        go.set()
+        await agent.close()
+
+    run(body())
+
+
+def test_too_many_failures_stop_the_run_whatever_the_rule() -> None:
+    async def body() -> None:
+        async def mostly(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+            return math.nan if extra_info["at"][1] % 2 else float(ground_truth)
+
+        agent = RewardAgent(mostly, limits=Limits(4), on_failure="score:0", max_failed_share=0.25)
+        agent.submit(1, samples(1, range(40)))
+        waiting = asyncio.create_task(agent.collect(1))
+        with pytest.raises(RewardFailed, match=r"21 of 80 reward requests have failed, more than") as error:
+            await waiting
+        assert "reward.max_failed_share=0.25" in str(error.value)
+        assert "'mostly' returned nan" in str(error.value), "and what the last one was"
+        with pytest.raises(RewardFailed, match=r"more than reward\.max_failed_share"):
+            agent.submit(2, samples(2, range(1)))
+        await agent.close()
+
+    run(body())
