@@ -100,7 +100,10 @@ def test_a_value_arrives(arg: str, at: str, value: object) -> None:
         ("data.train=''", "data.train='': give a text that is not empty."),
         ("name=a/b", "name=a/b: give a plain directory name, without slashes."),
         ("steps=[1", "steps=[1: the value is no YAML; put quotes around a text."),
-        ("tracking=64", "tracking=64: 'tracking' is a section; set one of its keys: tracking.backends, tracking.project."),
+        (
+            "tracking=64",
+            "tracking=64: 'tracking' is a section; set one of its keys: tracking.backends, tracking.project.",
+        ),
         ("steps", "argument 'steps' has no '='; write key=value, such as steps=5."),
         ("=3", "argument '=3' has no key before '='; write key=value."),
         ("steps=3 steps=3", "key 'steps' is given twice ('steps=3' and 'steps=3'); give it once."),

@@ -34,6 +34,8 @@ from dataflow.rewards.ledger import Ledger
 from tests.reward_gate import Call, Clock, Fatal, Gate, Lost, Throttled
 from tests.reward_model import DEADLINE, POST, TIMEOUT, TRIES, Model, Row, Step, Waiter
 
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
+
 RULES = ("fail", "score:-7", "drop_sample", "drop_group", "replace_group")
 MOST_OPEN = 40
 RARELY = st.sampled_from([False, False, False, True])

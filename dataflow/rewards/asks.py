@@ -134,7 +134,7 @@ class Asks:
         """An ask has its score: so have all requests behind it."""
         requests, end = self._take_requests(ask), time.time()
         self.latency_s.append(end - ask.begin)
-        if isinstance(tokens := extras.get("tokens"), int):
+        if type(tokens := extras.get("tokens")) is int:
             self._counts["tokens"] += tokens
         for request in requests:
             _stamp(request, ask, end)

@@ -140,6 +140,8 @@ class Call:
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled():
             _discard(self._awaited)  # it may never have begun
+            if self._owner.loop_ends():
+                self._done = None  # no failure of the user's code, which may well cancel its own task
             self._ended(None, asyncio.CancelledError())
         else:
             self._ended(*task.result())
@@ -168,6 +170,10 @@ async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None
         return None, error
 
 
+async def _for_ever() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
 def _discard(result: Any) -> None:
     """Closes a coroutine that nobody will await: Python would complain about it."""
     if inspect.iscoroutine(result):
@@ -190,6 +196,7 @@ class Calls:
         self.strays = 0
         self._threads = Threads()
         self._timeouts = Timeouts(self.loop)
+        self._lookout = self.loop.create_task(_for_ever())
 
     def start(
         self,
@@ -224,6 +231,10 @@ class Calls:
             self.loop.call_soon(call._ended, None, error)
         return call
 
+    def loop_ends(self) -> bool:
+        """Whether all tasks have been cancelled, as asyncio.run does when its coroutine is over."""
+        return self._lookout.cancelling() > 0
+
     def guarded(self, told: Callable[[Any], None], what: Any) -> None:
         """Tells of an end."""
         try:
@@ -254,6 +265,7 @@ class Calls:
                 call._timer.cancel()
         self._timeouts.close()
         self._threads.close()
+        self._lookout.cancel()
 
 
 class Timeouts:

@@ -137,7 +137,7 @@ class StepRequests:
     def left(self) -> int:
         """Groups to collect that nobody has collected or is waiting for."""
         there = len(self.unfinished) + len(self.arrived)
-        return there - self.spare - sum(waiter.take for waiter in self.waiters)
+        return there - self.spare - sum(waiter.take for waiter in self.waiters if not waiter.future.done())
 
     def waiting(self) -> int:
         """Returns how many requests no call runs for."""

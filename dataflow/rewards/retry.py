@@ -23,6 +23,7 @@ _TRANSPORT = {
     "aiohttp": ("ClientConnectionError", "ClientPayloadError"),
     "http": ("IncompleteRead", "BadStatusLine"),
     "httpx": ("TransportError",),
+    "httpx2": ("TransportError",),
     "openai": ("APIConnectionError",),
     "requests": ("ConnectionError", "Timeout", "ChunkedEncodingError"),
     "urllib": ("URLError",),
@@ -30,6 +31,7 @@ _TRANSPORT = {
 }
 _TIME_OUTS = {
     "httpx": ("TimeoutException",),
+    "httpx2": ("TimeoutException",),
     "openai": ("APITimeoutError",),
     "requests": ("Timeout",),
     "urllib3": ("TimeoutError",),

@@ -19,7 +19,7 @@ from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from tests.faults.samples import check, left_out, run, samples, score_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
 
 GROUPS, N = 250, 4
 BAD = (123, 2)

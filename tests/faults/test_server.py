@@ -16,7 +16,7 @@ import pytest
 from dataflow.rewards.judge import messages
 from tests.faults.server import FaultServer
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from dataflow.errors import DataflowError, RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from tests.faults.samples import check, run, samples, score_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
 
 
 class Gate:

@@ -21,7 +21,7 @@ from dataflow.rewards.chat import JudgeError, JudgeTimeout, make_chat
 from dataflow.rewards.judge import Judge
 from tests.faults.server import FaultServer
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 
 RIGHT = "It is 3 + 4 = 7.\n#### 7"
 needs_openai = pytest.mark.skipif(find_spec("openai") is None, reason="openai is an extra")

@@ -388,7 +388,7 @@ def test_through_the_agent(server: JudgeProcess) -> None:
         agent.submit(1, Batch([0, 0, 1, 1], columns))
         await agent.collect(1)
         agent.submit(2, Batch([0, 0, 1, 1], columns))
-        with pytest.raises(RewardFailed, match=r"the judge's budget is spent: .* raise judge.max_tokens and resume"):
+        with pytest.raises(RewardFailed, match=r"the judge's budget is spent: .* raise judge.max_tokens"):
             await agent.collect(2)
         await agent.close()
 

@@ -21,7 +21,7 @@ from dataflow.rewards import judge_server
 from dataflow.rewards.judge import Judge, JudgeError, messages
 from dataflow.rewards.judge_server import JudgeProcess, start_judge
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 
 RIGHT = "It is 3 + 4 = 7.\n#### 7"
 COMMAND = [sys.executable, "-m", "dataflow.rewards.judge_server", "--latency", "60"]

@@ -17,7 +17,7 @@ import pytest
 from dataflow.errors import ConfigError, RunError
 from dataflow.rewards.ledger import Answer, Ledger, key_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
 
 ANSWER = Answer(0.1 + 0.2, {"explanation": "it is right", "tokens": 312}, 0.25, 2)
 

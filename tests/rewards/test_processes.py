@@ -24,7 +24,7 @@ from dataflow.rewards.custom import build_reward, describe, load_reward
 from dataflow.rewards.processes import Pool, WorkerDied
 from dataflow.rewards.worker import Recipe, WorkerError, recipe_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 
 REWARD = '''
 import os, re, signal, subprocess, sys, threading, time

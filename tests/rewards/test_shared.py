@@ -22,7 +22,7 @@ from dataflow.rewards.limit_server import Address, LimitServer, Wire
 from dataflow.rewards.limits import Limiter, Limits, Line
 from dataflow.rewards.shared import SharedLimits
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]], deadline_s: float = 20.0) -> None:

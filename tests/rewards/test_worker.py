@@ -16,6 +16,8 @@ from dataflow.rewards import gsm8k
 from dataflow.rewards.custom import build_reward, describe, load_reward
 from dataflow.rewards.worker import Recipe, WorkerError, read_reply, recipe_of, reply_of
 
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
+
 FILE = """
 from functools import partial
 def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address=None, add=0):

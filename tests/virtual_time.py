@@ -1,0 +1,52 @@
+"""An event loop whose clock jumps: what would take minutes of waiting takes no time, and a hang is an error at once."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+TICK_S = 1e-6
+"""How far the clock goes on while something runs: code that reads it twice may rely on some progress."""
+
+
+class Hang(Exception):
+    """Everybody waits, and nothing is left that could wake anyone."""
+
+
+class _Jumping(selectors.DefaultSelector):
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if timeout is None and not ready:
+            raise Hang("nothing runs, and no timer is set")
+        if not ready:
+            self.now += max(timeout or 0.0, TICK_S)
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its time begins at 0 and jumps to the next timer whenever nothing can run. Not for code with threads."""
+
+    def __init__(self) -> None:
+        self._jumping = _Jumping()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+def run_virtual(test: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Runs a coroutine function on a new loop of that kind, and fails for every error that nobody took.
+
+    Raises:
+        Hang: it waits for what will never be.
+    """
+    unseen: list[Any] = []
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.get_loop().set_exception_handler(lambda _loop, context: unseen.append(context))
+        result = runner.run(test())
+    assert not unseen, unseen
+    return result
