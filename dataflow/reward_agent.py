@@ -27,6 +27,7 @@ from dataflow.rewards.custom import describe, load_reward, name_of, raised
 from dataflow.rewards.decode import Decode
 from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.groups import Groups
+from dataflow.rewards.hedge import parse_hedge
 from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.lifecycle import Lifecycle
 from dataflow.rewards.limits import Limiter, Limits, Line, Permits
@@ -116,6 +117,7 @@ class RewardAgent:
         self.limits = limits or Limits()
         self.retry = retry or Retry()
         self.rule = parse_rule(on_failure)
+        parse_hedge(hedge_after)
         self.max_failed_share = max_failed_share
         if self.retry.predicate is None and callable(predicate := getattr(compute_score, "retry_on", None)):
             self.retry = replace(self.retry, predicate=predicate)

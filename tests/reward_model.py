@@ -50,6 +50,10 @@ class Ask:
     until: float = 0.0
     """No new try before then."""
 
+    @property
+    def deadline(self) -> float:
+        return self.begin + DEADLINE
+
 
 @dataclass(eq=False)
 class Waiter:
@@ -166,6 +170,15 @@ class Model:
                 self._scored(step, row)
             elif row.state == "open":
                 self._failed(step, row, fatal=how == "fatal")
+
+    def late(self, now: float) -> None:
+        """Asks that stand in line for another try when their deadline passes are given up."""
+        for key, ask in list(self.asks.items()):
+            if ask.tries and not ask.running and ask.until <= now and ask.deadline <= now and key in self.asks:
+                del self.asks[key]
+                for row in ask.rows:
+                    if row.state == "open":
+                        self._failed(self.steps[row.step], row, fatal=False)
 
     def rest(self) -> None:
         """The event is over: steps of which all is handed out are done."""

@@ -182,19 +182,21 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1, 2, 3, 12]))
     def wait(self, seconds: int) -> None:
-        target = self.loop.now + seconds
-        while True:
-            times = [call.limit for call in self.gate.calls] + [ask.until for ask in self.model.asks.values()]
+        self.wait_until(self.loop.now + seconds)
+
+    def wait_until(self, target: float) -> None:
+        while self.loop.now < target:
+            times = [call.limit for call in self.gate.calls]
+            times += [time for ask in self.model.asks.values() if ask.tries for time in (ask.until, ask.deadline)]
             self.loop.now = min(time for time in [*times, self.model.paused, target] if time > self.loop.now)
             self.time_out()
             self.settled()
-            if self.loop.now >= target:
-                return
 
     def time_out(self) -> None:
         for call in list(self.gate.calls):
             if call.limit <= self.loop.now and call.key in self.model.asks:
                 self.model.ended(call.key, "timed out", self.loop.now)
+        self.model.late(self.loop.now)
 
     def live(self) -> list[Step]:
         return [step for step in self.model.steps.values() if not step.over]
@@ -334,9 +336,8 @@ class Machine(RuleBasedStateMachine):
             while step.left > 0:
                 waits = len(step.waiters)
                 self.wait_for(step, min(step.left, 1 + waits % 2), "index" if waits % 3 else "arrival")
-        self.loop.now = max([self.loop.now, self.model.paused, *(ask.until for ask in self.model.asks.values())])
-        self.time_out()
         self.settled()
+        self.wait_until(max([self.loop.now, self.model.paused, *(ask.until for ask in self.model.asks.values())]))
         while self.gate.calls:
             self.score_call(self.gate.calls[-1])
         assert not self.waiters

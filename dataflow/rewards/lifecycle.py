@@ -88,6 +88,7 @@ class Lifecycle:
             if self._retry.deadline_s is not None:
                 ask.deadline = loop.time() + self._retry.deadline_s
         elif timeout_s is not None:
+            self._unwatch(ask)
             timeout_s = min(self._retry.timeout_s or math.inf, max(0.0, ask.deadline - loop.time()))
         hedge = bool(ask.live)
         if hedge:
@@ -109,9 +110,7 @@ class Lifecycle:
 
     def drop(self, ask: Ask) -> None:
         """Nobody wants it any more."""
-        if ask.timer is not None:
-            ask.timer.cancel()
-            ask.timer = None
+        self._unwatch(ask)
         calls, ask.live = ask.live, {}
         for call in calls:
             call.cancel()
@@ -148,7 +147,7 @@ class Lifecycle:
 
     def _failed(self, ask: Ask, line: Line, call: Call, error: BaseException) -> None:
         ask.errors.append(_brief(error))
-        ask.last_s = call.seconds
+        ask.error, ask.last_s = error, call.seconds
         if is_timeout(error):
             self.counts["timed_out"] += 1
         if is_throttle(error):
@@ -159,8 +158,7 @@ class Lifecycle:
                 line.pause(pause_s)
         if ask.live:
             return  # its hedge may still answer
-        if ask.timer is not None:
-            ask.timer.cancel()
+        self._unwatch(ask)
         now = self._calls.loop.time()
         try:
             again = not getattr(error, "fatal", False) and self._retry.again(error)
@@ -176,13 +174,31 @@ class Lifecycle:
             self._give_up(ask, error, f"its deadline of {self._retry.deadline_s:g} s leaves no time for another")
             return
         self.counts["retried"] += 1
-        if not ask.queued:
+        if ask.queued:
+            self._watch(ask)
+        else:
             ask.timer = self._calls.loop.call_later(wait_s, self._requeue, ask)
 
     def _requeue(self, ask: Ask) -> None:
-        ask.timer = None
+        self._watch(ask)
         self.queue(ask)
         self.fill()
+
+    def _watch(self, ask: Ask) -> None:
+        """Sees to it that the ask, which stands in line again, does not stand there beyond its deadline."""
+        ask.timer = None
+        if ask.deadline < math.inf:
+            ask.timer = self._calls.loop.call_at(ask.deadline, self._calls.guarded, self._late, ask)
+
+    def _unwatch(self, ask: Ask) -> None:
+        if ask.timer is not None:
+            ask.timer.cancel()
+            ask.timer = None
+
+    def _late(self, ask: Ask) -> None:
+        assert ask.error is not None
+        why = f"its deadline of {self._retry.deadline_s:g} s passed while it stood in line for another"
+        self._give_up(ask, ask.error, why)
 
     def _hedge(self, ask: Ask) -> None:
         ask.timer = None

@@ -73,6 +73,8 @@ class Ask:
     """Seconds of the loop's clock."""
     tries: int = 0
     errors: list[str] = field(default_factory=list)
+    error: BaseException | None = None
+    """Of the last call that failed."""
     last_s: float = 0.0
     live: dict[Call, bool] = field(default_factory=dict)
     """Running calls; whether each is a hedge."""

@@ -284,3 +284,16 @@ def test_time_outs_and_throttles_lower_an_adaptive_limit_and_lost_races_do_not_r
         assert rig.limiter.lines[""].limit == 2.0, "that they were cancelled says nothing of the service"
 
     lives({"a": [FOR_EVER], "b": [FOR_EVER]}, drop, limits=Limits(4, adaptive=True))
+
+
+def test_an_ask_that_stands_in_line_for_another_try_is_given_up_at_its_deadline() -> None:
+    rig = lives(
+        {"a": [Does(1.0, error=BUSY), Does()], "b": [Does(100.0)]},
+        limits=Limits(1),
+        retry=Retry(tries=2, deadline_s=30.0, timeout_s=None, backoff_s=3.0, max_backoff_s=3.0),
+    )
+    told = rig.told["a"]
+    assert told.at == pytest.approx(30.0, abs=1e-2)
+    assert len(rig.times("a")) == 1, "no call is begun that has no time"
+    assert "; its deadline of 30 s passed while it stood in line for another; " in told.story
+    assert told.error is BUSY
