@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import heapq
 import json
 import random
@@ -27,6 +26,7 @@ import uvloop
 from _run import table
 
 from dataflow.batch import Batch
+from dataflow.executors.ray_host import settle_memory
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.decode import decoder
 from dataflow.rewards.judge import Judge
@@ -55,15 +55,17 @@ def ideal(delays: list[float], servers: int) -> tuple[float, float]:
     return ends[-1], ends[len(ends) // MINI_BATCHES - 1]
 
 
-def samples() -> Batch:
+def samples(tokenizer: Any) -> Batch:
     """Responses as token ids, as a rollout engine hands them on."""
     import torch
 
-    generator = torch.Generator().manual_seed(0)
+    text = "Tom has 12 apples and buys 7 more. He gives 5 to Ann: 12 + 7 - 5 = 14. #### 14\n"
+    ids = tokenizer(text)["input_ids"]
+    long = torch.tensor((ids * (2 * TOKENS // len(ids) + 2))[: 2 * TOKENS])
     return Batch(
         [row // GROUP for row in range(SAMPLES)],
         {
-            "responses": torch.randint(0, 600, (SAMPLES, TOKENS), generator=generator),
+            "responses": torch.stack([long[row % TOKENS : row % TOKENS + TOKENS] for row in range(SAMPLES)]),
             "response_mask": torch.ones(SAMPLES, TOKENS, dtype=torch.int64),
             "data_source": ["bench"] * SAMPLES,
             "ground_truth": ["0"] * SAMPLES,
@@ -119,11 +121,11 @@ def scorers(delays: list[float]) -> dict[str, Callable[..., Any]]:
     return {"async": waits, "sync": blocks}
 
 
-def delayed(rounds: int, decode: Any, ledger: Path | None) -> list[dict[str, Any]]:
+def delayed(rounds: int, tokenizer: Any, ledger: Path | None) -> list[dict[str, Any]]:
     """The rows with delays."""
     rng = random.Random(0)
     delays = [rng.uniform(LOW, HIGH) for _ in range(SAMPLES)]
-    batch, rows = samples(), []
+    batch, decode, rows = samples(tokenizer), decoder(tokenizer), []
     for (kind, concurrency), bounds in BOUNDS.items():
         makespan, first = ideal(delays, concurrency)
         runs = []
@@ -185,15 +187,14 @@ def main() -> int:
     found: dict[str, Any] = {}
     uvloop.run(once(scorers([0.0] * SAMPLES)["async"], texts(), 256, None, None))
     # As in the process that hosts an agent: what was imported is walked by no garbage collection.
-    gc.collect()
-    gc.freeze()
+    settle_memory()
     if "delays" in given.what:
         from transformers import AutoTokenizer
 
         from dataflow.models.tiny import tiny_model
 
-        decode = decoder(AutoTokenizer.from_pretrained(str(tiny_model())))
-        found["delays"] = delayed(given.rounds, decode, given.ledger)
+        tokenizer = AutoTokenizer.from_pretrained(str(tiny_model()))
+        found["delays"] = delayed(given.rounds, tokenizer, given.ledger)
         names = ["function", "in flight", "ideal_s", "makespan", "first", "submit_s", "cpu_s", "held"]
         print(table([tuple(names), *(tuple(_cell(row[name]) for name in names) for row in found["delays"])]))
     if "rate" in given.what:

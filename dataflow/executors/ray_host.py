@@ -42,9 +42,7 @@ class Host:
         for s in self.stages.values():
             s.load()
         self.name, self.tool = spec.name, spec.build()
-        # What was imported and built stays: no garbage collection need walk it again (a fifth of a reward's CPU time).
-        gc.collect()
-        gc.freeze()
+        settle_memory()
         return os.getpid()
 
     def add(self, blob: bytes) -> None:
@@ -82,6 +80,17 @@ class Host:
         stage = self.stages[call.stage]
         bound = {n: self.tool for n, t in stage.tools.items() if isinstance(t, Hosted) and t.name == self.name}
         return (stage, *prepare(stage, call, values, bound))
+
+
+def settle_memory() -> None:
+    """Spares the garbage collector what was imported and built, which stays, and has it look less often.
+
+    An agent with thousands of calls in flight holds hundreds of thousands of objects that are no garbage; walking them
+    after each 700 new ones took a fifth of its CPU time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 class WaitingHost(Host):

@@ -222,10 +222,9 @@ class Arguments:
 
 def _lengths(mask: Any) -> list[int]:
     """Returns where each response ends; tokens within it may be masked out of the loss (a tool's)."""
-    import torch
-
-    last = mask.shape[-1] - mask.bool().flip(-1).int().argmax(dim=-1)
-    return torch.where(mask.any(dim=-1), last, 0).tolist()  # type: ignore[no-any-return]
+    backwards = mask.cpu().numpy()[:, ::-1].astype(bool)
+    last = mask.shape[-1] - backwards.argmax(axis=1)
+    return np.where(backwards.any(axis=1), last, 0).tolist()  # type: ignore[no-any-return]
 
 
 def rewards_of(state: StepRequests, chosen: Sequence[int]) -> Batch:
