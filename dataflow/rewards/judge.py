@@ -367,9 +367,11 @@ def parse_score(content: Any, pattern: re.Pattern[str] = _SCORE, low: float = 0.
     1.0
     """
     found = pattern.findall(content) if isinstance(content, str) else []
-    what = "lines 'Score: <number>'" if pattern is _SCORE else f"matches of judge.score_pattern={pattern.pattern}"
+    # Not "is": re forgets what it compiled, and so makes two of one pattern.
+    ours = pattern == _SCORE
+    what = "lines 'Score: <number>'" if ours else f"matches of judge.score_pattern={pattern.pattern}"
     quoted = f"'{short(str(content))}'"
-    fix = None if pattern is _SCORE else "see that judge.template asks for what judge.score_pattern finds"
+    fix = None if ours else "see that judge.template asks for what judge.score_pattern finds"
     if len(found) != 1:
         raise JudgeError(f"the judge's reply has {len(found)} {what}, not one: {quoted}", fix=fix)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -393,3 +394,9 @@ def test_through_the_agent(server: JudgeProcess) -> None:
         await agent.close()
 
     asyncio.run(body())
+
+
+def test_a_judge_that_is_made_after_re_forgot_its_pattern_speaks_of_the_same_line() -> None:
+    re.purge()
+    (error,) = answering(said("It is right."))
+    assert "has 0 lines 'Score: <number>'" in str(error)
