@@ -368,12 +368,12 @@ def test_the_agent_does_what_the_model_does(on_failure: str, share_equal: bool) 
     kind = type("M", (Machine,), {"on_failure": on_failure, "share_equal": share_equal})
     logger.disable("dataflow")
     assert settings.default is not None
-    examples = max(4, settings.default.max_examples // 10)
+    examples = max(4, settings.default.max_examples // 15)
     try:
         run_state_machine_as_test(
             kind,
             settings=settings(
-                max_examples=examples, deadline=None, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+                max_examples=examples, deadline=None, stateful_step_count=25, suppress_health_check=list(HealthCheck)
             ),
         )
     finally:
