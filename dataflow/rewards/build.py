@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import RewardAgent
-from dataflow.rewards.custom import build_reward, find_reward, load_reward
+from dataflow.rewards.custom import CONTEXT, build_reward, find_reward, load_reward
 from dataflow.rewards.judge import Judge
 from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.limits import Limits
@@ -94,9 +94,7 @@ def check_reward(custom: Mapping[str, Any], judge: Mapping[str, Any], options: R
     limits_of(options)
     retry_of(options)
     if custom.get("path"):
-        context = {"reward_router_address": options.router_address, "reward_model_tokenizer": options.model_tokenizer}
-        known = {name: value for name, value in context.items() if value is not None}
-        load_reward(custom["path"], custom["name"], custom["reward_kwargs"], known)
+        load_reward(custom["path"], custom["name"], custom["reward_kwargs"], _configured(options))
     else:
         Judge(**{**judge, "url": judge.get("url") or "http://127.0.0.1"})
 
@@ -147,14 +145,16 @@ def _ledger(options: RewardConfig, run: str, path: str | None) -> Ledger | None:
     return Ledger(path, run) if path is not None and options.ledger else None
 
 
+def _configured(options: RewardConfig) -> dict[str, Any]:
+    """Returns the values of verl's further keywords as they are configured: of the tokenizer, its path."""
+    values = {name: getattr(options, key.removeprefix("reward.")) for name, key in CONTEXT.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _context(options: RewardConfig) -> dict[str, Any]:
     """Returns what a function with verl's further keywords is called with."""
-    context: dict[str, Any] = {}
-    if options.router_address is not None:
-        context["reward_router_address"] = options.router_address
-    if options.model_tokenizer is not None:
-        context["reward_model_tokenizer"] = load_tokenizer(options.model_tokenizer)
-    return context
+    context, tokenizer = _configured(options), "reward_model_tokenizer"
+    return context | {tokenizer: load_tokenizer(context[tokenizer])} if tokenizer in context else context
 
 
 def load_tokenizer(path: str) -> Any:

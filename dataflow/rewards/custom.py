@@ -299,14 +299,6 @@ def place_of(error: BaseException) -> str:
     return f"{Path(user.filename).name}:{user.lineno}" if user else str(getattr(error, "_place", ""))
 
 
-def outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Returns result and exception: a future cannot carry StopIteration, its waiter would never wake."""
-    try:
-        return function(), None
-    except (Exception, SystemExit) as error:
-        return None, error
-
-
 def raised(where: str, function: Any, error: BaseException) -> str:
     """Returns the message for user code that raised: where, what, and the fix."""
     # An exception of our own knows better what to do about it.

@@ -58,7 +58,6 @@ class Groups:
         self._limiter = limiter
         self._timeout_s = timeout_s
         self._owner = owner
-        self._finished = 0
 
     def scored(self, request: Request, score: float, extras: dict[str, Any], how: str) -> None:
         """The request has its score."""

@@ -79,7 +79,6 @@ class Ask:
     live: dict[Call, bool] = field(default_factory=dict)
     """Running calls; whether each is a hedge."""
     timer: asyncio.TimerHandle | None = None
-    hedging: bool = False
     queued: bool = False
 
     @property

@@ -17,19 +17,12 @@ from hypothesis import strategies as st
 from loguru import logger
 
 from dataflow.errors import DataflowError, RunError
-from dataflow.rewards.ledger import Answer, Ledger, key_of
+from dataflow.rewards.ledger import Answer, Ledger
+from tests.rewards.ledger_rig import ANSWER, A, B, key
 
 pytestmark = pytest.mark.timeout(60)
 
-ANSWER = Answer(0.1 + 0.2, {"explanation": "it is right", "tokens": 312}, 0.25, 2)
 OTHER = Answer(-1.0, {}, 1.0, 1)
-
-
-def key(text: str) -> bytes:
-    return key_of({"solution_str": text})
-
-
-A, B = key("a"), key("b")
 
 
 @pytest.fixture

@@ -15,18 +15,10 @@ from typing import Any
 import pytest
 
 from dataflow.errors import ConfigError, RunError
-from dataflow.rewards.ledger import Answer, Ledger, key_of
+from dataflow.rewards.ledger import Answer, Ledger
+from tests.rewards.ledger_rig import ANSWER, A, B, key
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
-
-ANSWER = Answer(0.1 + 0.2, {"explanation": "it is right", "tokens": 312}, 0.25, 2)
-
-
-def key(text: str) -> bytes:
-    return key_of({"solution_str": text})
-
-
-A, B = key("a"), key("b")
 
 
 @pytest.fixture
