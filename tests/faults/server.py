@@ -50,7 +50,7 @@ class Behaviour:
     """The server's side: what it has seen and how it behaves."""
 
     def __init__(self) -> None:
-        self.mode, self.count, self.every = "ok", 0, 1
+        self.mode, self.count, self.every, self.after = "ok", 0, 1, 0
         self._since = 0
         self._came: Counter[str] = Counter()
         self._bodies: Counter[bytes] = Counter()
@@ -60,7 +60,7 @@ class Behaviour:
     def next_mode(self) -> str:
         """Returns what to do with the request that has just come."""
         self._since += 1
-        if self.mode == "ok" or self._since % self.every:
+        if self.mode == "ok" or self._since <= self.after or (self._since - self.after) % self.every:
             return "ok"
         mode = self.mode
         if self.count:
@@ -70,13 +70,14 @@ class Behaviour:
         return mode
 
     async def behave(self, request: web.Request) -> web.Response:
-        """POST /behave: mode; count, how many requests to misbehave to (0: all); every, to each how manieth."""
+        """POST /behave: mode; count, how many requests to misbehave to (0: all); every, to each how manieth; after."""
         from aiohttp import web
 
         wanted = await request.json()
         if wanted["mode"].partition(":")[0] not in MODES:
             return web.json_response({"error": f"unknown mode; there are {', '.join(MODES)}"}, status=400)
         self.mode, self.count, self.every = wanted["mode"], wanted.get("count", 0), wanted.get("every", 1)
+        self.after = wanted.get("after", 0)
         self._since = 0
         return web.json_response({})
 
@@ -226,15 +227,16 @@ class FaultServer:
         """Of its process."""
         return self._process.pid
 
-    def behave(self, mode: str = "ok", *, count: int = 0, every: int = 1) -> None:
+    def behave(self, mode: str = "ok", *, count: int = 0, every: int = 1, after: int = 0) -> None:
         """Switches what becomes of the requests that come from now on.
 
         Args:
             mode: see :data:`MODES`.
             count: of requests to misbehave to, after which it behaves again; 0 for all.
             every: misbehaves to each so manieth request only.
+            after: so many requests it still behaves to.
         """
-        self._call("/behave", {"mode": mode, "count": count, "every": every})
+        self._call("/behave", {"mode": mode, "count": count, "every": every, "after": after})
 
     def seen(self, requests: int = 0) -> dict[str, Any]:
         """Returns what came since the server was started; who hung up is no longer in flight.
