@@ -8,6 +8,7 @@ ended, or when it is abandoned as a stray, a call that goes on although nobody w
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import queue
 import threading
@@ -137,14 +138,11 @@ class Call:
         self._tell(result, error)
         self._free()
 
-    def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        if task.cancelled():
-            _discard(self._awaited)  # it may never have begun
-            if self._owner.loop_ends():
-                self._done = None  # no failure of the user's code, which may well cancel its own task
-            self._ended(None, asyncio.CancelledError())
-        else:
-            self._ended(*task.result())
+    def _cancelled(self, _task: asyncio.Task[Any]) -> None:
+        _discard(self._awaited)  # it may never have begun
+        if self._owner.loop_ends():
+            self._done = None  # no failure of the user's code, which may well cancel its own task
+        self._ended(None, asyncio.CancelledError())
 
     def _thread_ended(self, result: Any, error: BaseException | None) -> None:
         if self._done is None:
@@ -156,18 +154,22 @@ class Call:
 
     def _await(self, awaitable: Awaitable[Any]) -> None:
         self._awaited = awaitable
-        self._task = self._owner.loop.create_task(_outcome(awaitable))
-        self._task.add_done_callback(self._task_ended)
+        # A context of its own: what ends in one call starts the next, which must not see its variables.
+        self._task = self._owner.loop.create_task(self._run(awaitable), context=self._owner.context.copy())
+        self._task.add_done_callback(self._cancelled)
 
-
-async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """Returns result and error: a task that raises SystemExit would end the loop with it."""
-    try:
-        return await awaitable, None
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # some libraries raise past Exception, and whoever asked must hear of it
-        return None, error
+    async def _run(self, awaitable: Awaitable[Any]) -> None:
+        """Tells of the end from within the task: a callback would cost the loop one more turn."""
+        result, error = None, None
+        try:
+            result = await awaitable
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as raised:  # a task that raises SystemExit would end the loop with it
+            error = raised
+        assert self._task is not None
+        self._task.remove_done_callback(self._cancelled)
+        self._ended(result, error)
 
 
 async def _for_ever() -> None:
@@ -190,6 +192,7 @@ class Calls:
 
     def __init__(self, on_stray: Callable[[int], None], on_bug: Callable[[Exception], None]) -> None:
         self.loop = asyncio.get_running_loop()
+        self.context = contextvars.copy_context()
         self.on_stray = on_stray
         self._on_bug = on_bug
         self.live: set[Call] = set()
