@@ -142,7 +142,7 @@ class RewardAgent:
         self._life: Lifecycle
         self._groups: Groups
 
-    def submit(self, step: Step, samples: Batch, *, spare: int = 0) -> Ticket:
+    def submit(self, step: Step, samples: Batch, *, spare: int = 0, more: bool = False) -> Ticket:
         """Queues a request for each row and returns at once; call it on the agent's event loop.
 
         Args:
@@ -150,50 +150,55 @@ class RewardAgent:
             samples: columns ``data_source``, ``ground_truth`` and ``response_text`` (or ``responses``, token ids
                 ``[rows, R]``, where the agent has ``decode``); ``extra_info`` and ``raw_prompt`` where there are
                 such.
-            spare: groups more than will be collected; those that are left over in the end are cancelled.
+            spare: groups more than will be collected of the step; those that are left over in the end are cancelled.
+            more: further groups of the step may follow, as a streaming rollout hands them on, each time with the same
+                ``spare`` and ``more``; :meth:`collect` is told which of its calls is the last.
 
         Raises:
             DataflowError: a step submitted before, no rows, nothing but spare groups, a group twice, a missing
                 column, a closed agent.
-            RewardFailed: the agent has stopped, for too many failures or a budget that is spent.
+            RewardFailed: the agent has stopped, for too many failures or a budget that is spent; or the step has
+                failed since its first groups were submitted.
         """
         if self._closed:
             raise DataflowError(f"reward agent: step {step} was submitted after close().")
         if self._halted is not None:
             raise RewardFailed(self._halted[0]) from self._halted[1]
-        if step in self._steps or step in self._ended:
+        known = self._steps.get(step)
+        if more and step in self._ended:
+            raise self._gone(step)
+        if step in self._ended or (known is not None and not (more and known.more)):
             raise DataflowError(f"reward agent: step {step} was submitted before; submit each step once.")
         if not len(samples):
             raise DataflowError(f"reward agent: step {step} has no samples to score.")
         ids = samples.ids
-        if len(set(ids)) != len(ids):
-            twice = next(group for group, count in Counter(ids).items() if count > 1)
+        before = () if known is None else known.seen
+        if len({*ids, *before}) != len(ids) + len(before):
+            twice = next(group for group, count in Counter([*before, *ids]).items() if count > 1)
             raise DataflowError(f"reward agent: step {step} holds group {twice} twice; sort rows by group.")
-        if not 0 <= spare < len(ids):
+        if spare < 0 or (spare >= len(ids) and not more):
             raise DataflowError(f"reward agent: step {step} has {len(ids)} groups, {spare} of which cannot be spare.")
         arguments = Arguments(samples, self._decode, getattr(self._owner, "wants_response_ids", False))
         loop = self._bind()
         training = isinstance(step, numbers.Integral)
         priority = (0, int(step)) if training else (1, 0)
-        state = StepRequests(step, self.rule if training else self.rule.for_validation(), priority)
-        state.open, state.spare = len(samples), spare
-        for group in samples.groups.tolist():
-            requests = state.groups.setdefault(group, [])
-            requests.append(Request(state, group, len(requests)))
-        state.unfinished = {group: len(requests) for group, requests in state.groups.items()}
+        state = known or StepRequests(
+            step, self.rule if training else self.rule.for_validation(), priority, spare, more
+        )
+        rows = state.add(samples.groups.tolist())
         self._steps[step] = state
         self.counts["requested"] += len(samples)
-        rows = [request for requests in state.groups.values() for request in requests]
         loop.call_soon(self._asks.admit, state, arguments, rows)
         return Ticket(step, ids, len(samples))
 
-    async def collect(self, step: Step, k: int | None = None, order: Order = "arrival") -> Batch:
+    async def collect(self, step: Step, k: int | None = None, order: Order = "arrival", *, last: bool = False) -> Batch:
         """Waits for the next k groups of a step and returns their rewards, groups in order of their ids.
 
         Args:
             step: as submitted.
             k: how many groups; None for all that nobody else collects.
             order: ``arrival`` takes the groups that finish first, ``index`` the next ones by id.
+            last: nobody will collect more of a step that was submitted with ``more``: what is left is spare.
 
         Returns:
             ``score`` float32 ``[rows]`` and a column of objects for each extra one, None where a sample lacks it;
@@ -215,7 +220,7 @@ class RewardAgent:
         take = state.left if k is None else k
         if k is None and not take:
             raise DataflowError(f"reward agent: all groups of step {step} are being collected already.")
-        if not 1 <= take <= state.left:
+        if take < 1 or (take > state.left and not (state.more and k is not None)):
             raise DataflowError(f"reward agent: step {step} has {state.left} groups left to collect, not {take}.")
         waiter = Waiter(take, order, self._bind().create_future())
         state.waiters.append(waiter)
@@ -235,7 +240,7 @@ class RewardAgent:
         self._groups.tell(batch)
         if self._ledger is not None:
             self._ledger.collected(step, chosen)
-        if len(state.groups) <= state.spare and not state.over:
+        if (last if state.more else len(state.groups) <= state.spare) and not state.over:
             batch.meta["step"] = step_summary(state)
             self._leave(state)
             self._end(state, DataflowError, f"reward agent: step {step} has been collected in full.", None)

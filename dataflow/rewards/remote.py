@@ -103,7 +103,9 @@ class RemoteAgent(RewardAgent):
         self.rule = self._facts.rule
         self._asks = cast(Asks, _Elsewhere())
 
-    def submit(self, step: Step, samples: Batch, *, spare: int = 0) -> Ticket:
+    def submit(self, step: Step, samples: Batch, *, spare: int = 0, more: bool = False) -> Ticket:
+        if more:
+            raise DataflowError(f"reward agents in actors take a step whole; submit all groups of step {step} at once.")
         ticket = super().submit(step, samples, spare=spare)
         needed = _needed(samples)
         for i, shard in enumerate(self._shards):

@@ -33,6 +33,12 @@ class Ticket:
     groups: tuple[int, ...]
     requests: int
 
+    @staticmethod
+    def concat(tickets: Sequence[Ticket]) -> Ticket:
+        """Returns the ticket of a step that was submitted in sets."""
+        groups = tuple(group for ticket in tickets for group in ticket.groups)
+        return Ticket(tickets[0].step, groups, sum(ticket.requests for ticket in tickets))
+
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -115,6 +121,12 @@ class StepRequests:
     key: Step
     rule: FailureRule
     priority: tuple[int, int]
+    spare: int = 0
+    """Groups beyond those that will be collected, to take the place of lost ones; below 0, too many were lost."""
+    more: bool = False
+    """Whether further groups may be submitted."""
+    seen: set[int] = field(default_factory=set)
+    """All groups that were submitted."""
     groups: dict[int, list[Request]] = field(default_factory=dict)
     unfinished: dict[int, int] = field(default_factory=dict)
     """How many samples of a group are still to come."""
@@ -124,8 +136,6 @@ class StepRequests:
     """Requests that have not ended."""
     ended: list[Request] = field(default_factory=list)
     """Collected requests: what the metrics of the step are of."""
-    spare: int = 0
-    """Groups beyond those that will be collected, to take the place of lost ones; below 0, too many were lost."""
     lost: int = 0
     """Groups that failed and were replaced."""
     failed: int = 0
@@ -134,9 +144,21 @@ class StepRequests:
     """Of the last failure that a rule took care of."""
     over: bool = False
 
+    def add(self, groups: Sequence[int]) -> list[Request]:
+        """Takes a row of each of these group ids; returns their requests, in that order."""
+        rows = []
+        for group in groups:
+            requests = self.groups.setdefault(group, [])
+            rows.append(Request(self, group, len(requests)))
+            requests.append(rows[-1])
+            self.unfinished[group] = len(requests)
+        self.seen.update(groups)
+        self.open += len(rows)
+        return rows
+
     @property
     def left(self) -> int:
-        """Groups to collect that nobody has collected or is waiting for."""
+        """Groups to collect, of those submitted so far, that nobody has collected or is waiting for."""
         there = len(self.unfinished) + len(self.arrived)
         return there - self.spare - sum(waiter.take for waiter in self.waiters if not waiter.future.done())
 
@@ -148,7 +170,7 @@ class StepRequests:
         """Takes the next groups out, in order of their ids; None while they are not all there."""
         if order == "index":
             chosen = sorted([*self.unfinished, *self.arrived])[:take]
-            if not self.unfinished.keys().isdisjoint(chosen):
+            if len(chosen) < take or not self.unfinished.keys().isdisjoint(chosen):
                 return None
         elif len(self.arrived) < take:
             return None

@@ -18,11 +18,12 @@ _NOW = ("running", "waiting", "strays", "throttled", "timed_out", "tokens", "cos
 
 @stage(writes="reward_ticket", on="controller", per_emission=True, replays=True)
 async def reward_request(responses: Batch, *, agent: RewardAgent, spare: int = 0, task: TaskInfo) -> Ticket:
-    """Hands the responses to the agent and returns at once; the calls go on behind it.
+    """Hands the responses to the agent and returns at once; the calls go on behind it. Where the rollout streams, they
+    come in sets.
 
     Of the groups, ``spare`` are there to take the place of failed ones: so many fewer are collected.
     """
-    return agent.submit(task.step, responses, spare=spare)
+    return agent.submit(task.step, responses, spare=spare, more=task.parts > 1)
 
 
 @stage(writes="rewards", on="reward", forms_parts=True)
@@ -33,7 +34,7 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
     how many samples were ``reward/scored``, ``failed``, ``retried``, ``hedged`` and ``cached``; and as they stand then
     the agent's ``reward/running``, ``waiting``, ``tokens`` and the like.
     """
-    rewards = await agent.collect(reward_ticket.step, task.take, order=task.order)
+    rewards = await agent.collect(reward_ticket.step, task.take, order=task.order, last=task.last)
     _mark(rewards, task)
     if "step" in rewards.meta:
         task.log({f"reward/{name}": value for name, value in rewards.meta["step"].items()})

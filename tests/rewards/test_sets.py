@@ -1,0 +1,121 @@
+"""A step that is submitted in sets, as a streaming rollout hands them on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from dataflow.errors import DataflowError, RewardFailed
+from dataflow.rewards.requests import Ticket
+from tests.rewards.group_rig import BROKEN, Reward, agent_of, samples
+from tests.virtual_time import run_virtual
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_collect_waits_for_groups_that_are_yet_to_be_submitted() -> None:
+    async def body() -> None:
+        agent = agent_of(Reward())
+        tickets = [agent.submit(1, samples(2), more=True)]
+        first = await agent.collect(1, 1)
+        waiting = asyncio.ensure_future(agent.collect(1, 3))
+        await asyncio.sleep(1)
+        assert not waiting.done(), "of three groups one is there"
+        tickets.append(agent.submit(1, samples(2, first=2), more=True))
+        second = await waiting
+        tickets.append(agent.submit(1, samples(1, first=4), more=True))
+        last = await agent.collect(1, 1, last=True)
+        assert [part.ids for part in (first, second, last)] == [(0,), (1, 2, 3), (4,)]
+        assert Ticket.concat(tickets) == Ticket(1, (0, 1, 2, 3, 4), 10)
+        assert "step" not in second.meta
+        assert last.meta["step"]["scored"] == 10, "all of the step"
+        with pytest.raises(DataflowError, match="step 1 has been collected in full"):
+            await agent.collect(1, 1)
+        with pytest.raises(DataflowError, match="step 1 has been collected in full"):
+            agent.submit(1, samples(1, first=9), more=True)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_by_index_the_next_groups_are_waited_for() -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(_0_0=("after", 5)))
+        agent.submit(1, samples(1), more=True)
+        waiting = asyncio.ensure_future(agent.collect(1, 2, order="index"))
+        await asyncio.sleep(1)
+        agent.submit(1, samples(2, first=1), more=True)
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        assert (await waiting).ids == (0, 1)
+        assert (await agent.collect(1, 1, order="index", last=True)).ids == (2,)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_what_is_left_at_the_last_collect_is_cancelled() -> None:
+    async def body() -> None:
+        reward = Reward(_3_1="never")
+        agent = agent_of(reward, "replace_group")
+        for first in (0, 2):
+            agent.submit(1, samples(2, first=first), spare=2, more=True)
+        assert (await agent.collect(1, 2, last=True)).ids == (0, 1)
+        await asyncio.sleep(1)
+        assert reward.cancelled == ["3.1"]
+        assert agent.stats()["steps"] == agent.stats()["running"] == 0
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_a_lost_group_is_replaced_by_one_of_a_later_set() -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(_0_1=BROKEN), "replace_group")
+        agent.submit(1, samples(2), spare=1, more=True)
+        waiting = asyncio.ensure_future(agent.collect(1, 2, last=True))
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        agent.submit(1, samples(1, first=2), spare=1, more=True)
+        assert (await waiting).ids == (1, 2)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_a_step_that_has_failed_takes_no_further_set() -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(_0_0=BROKEN))
+        agent.submit(1, samples(1), more=True)
+        await asyncio.sleep(1)
+        with pytest.raises(RewardFailed, match="sample 0 of group 0 of step 1"):
+            agent.submit(1, samples(1, first=1), more=True)
+        with pytest.raises(RewardFailed, match="sample 0 of group 0 of step 1"):
+            await agent.collect(1, 1)
+        await agent.close()
+
+    run_virtual(body)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({}, {}, "step 1 was submitted before; submit each step once"),
+        ({}, {"more": True}, "step 1 was submitted before"),
+        ({"more": True}, {}, "step 1 was submitted before"),
+        ({"more": True}, {"more": True, "groups": 2}, "step 1 holds group 1 twice"),
+        ({"more": True}, {"more": True, "spare": -1}, "-1 of which cannot be spare"),
+    ],
+)
+def test_bad_input(first: dict[str, Any], second: dict[str, Any], message: str) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward())
+        agent.submit(1, samples(2), **first)
+        groups = second.pop("groups", None)
+        with pytest.raises(DataflowError, match=message):
+            agent.submit(1, samples(1, first=1) if groups else samples(1, first=2), **second)
+        await agent.close()
+
+    run_virtual(body)
