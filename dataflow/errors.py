@@ -43,6 +43,10 @@ class RewardFailed(RunError):
     """A reward request could not be scored."""
 
 
+class Aborted(RunError):
+    """A sample in flight was given up."""
+
+
 class Interrupted(DataflowError):
     """The user stopped the run (Ctrl-C or SIGTERM)."""
 

@@ -59,7 +59,7 @@ class Runner:
         self._on_step = on_step
         self._on_span = on_span
         self._tasks: dict[TaskId, tuple[Task, TaskId | None, float]] = {}
-        self._emissions: dict[TaskId, list[float]] = {}
+        self._emissions: dict[TaskId, dict[int, float]] = {}
         self._values: dict[int, dict[tuple[TaskId, str], Any]] = {}
         self._states: dict[str, Any] = {}
         self._fetched: dict[int, dict[str, Any]] = {}
@@ -121,7 +121,7 @@ class Runner:
     def _emitted(self, part: Part) -> list[Instruction]:
         owner = self.graph.pipeline.owner(part.id)
         self._keep(self._tasks[owner][0], part.id, part.values)
-        self._emissions.setdefault(owner, []).append(part.at)
+        self._emissions.setdefault(owner, {})[part.id.part] = part.at
         return self.scheduler.handle(PartEmitted(part.id, part.groups))
 
     def _keep(self, task: Task, source: TaskId, handles: tuple[Any, ...]) -> None:
@@ -149,7 +149,7 @@ class Runner:
         if task.stage.every is not None:
             facts["optional"] = True
         if emitted := self._emissions.pop(i, None):
-            facts["emitted_s"] = [at - self._origin for at in emitted]
+            facts["emitted_s"] = [emitted[number] - self._origin for number in sorted(emitted)]
         span = Span(
             stage=i.stage,
             step=i.step,
@@ -217,6 +217,7 @@ class Runner:
             take=task.take,
             order=self.graph.order,
             max_staleness=self.graph.max_staleness,
+            emits=task.emits,
         )
         now = self.executor.now()
         if self._origin is None:

@@ -15,6 +15,8 @@ from dataflow.errors import PipelineError, nearest
 
 Grain: TypeAlias = Literal["step", "emission", "part", "mini-batch"]
 Lag: TypeAlias = Literal["none", "latest", "carried"]
+SAMPLED = "groups sampled"
+"""The level of a trace that says how many groups of a rollout have ended."""
 
 
 class Carried:
@@ -46,6 +48,11 @@ class TaskInfo:
     """How many groups a stage that forms the parts is to deliver; None for all of the step's."""
     order: Literal["arrival", "index"] = "arrival"
     max_staleness: int = 0
+    emits: int = 1
+    """Sets of groups that a stage that streams is to hand on while it runs; 1 for none before its end."""
+    handed: Mapping[int, Any] = field(default_factory=dict)
+    """What it has handed on already, by set: its process died, and it was started again."""
+    on_emit: Callable[[int, tuple[Any, ...]], None] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     marks: list[dict[str, Any]] = field(default_factory=list)
 
@@ -57,6 +64,11 @@ class TaskInfo:
     def last(self) -> bool:
         """Whether this is the stage's last task of the step."""
         return self.part == self.parts - 1
+
+    def emit(self, number: int, *values: Any) -> None:
+        """Hands on one of ``emits`` sets, each once in any order: a Batch of whole groups for each field it writes."""
+        if self.on_emit is not None:
+            self.on_emit(number, values)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Adds metrics to the step's; of several parts' values the mean counts, or the max or min if so named."""
@@ -229,8 +241,9 @@ def stage(
         every: run only on every k-th step, and on the last.
         whole_batch: called with the bound tools; returns why the stage needs all groups at once, or None.
         imports: modules that its process imports before the run, so that the first call is not slow.
-        replays: leaves the groups it reads in its tool's memory, for a later stage of the tool to hand out
-            (reward_request); a tool that died and was built anew is given those again that it still owes.
+        replays: leaves in its tool's memory the groups it reads, for a later stage of the tool to hand out
+            (reward_request), or the state it writes (sync_weights); a tool that died and was built anew is given
+            again the groups that it still owes, and the newest state.
 
     >>> @stage(writes="length", on="controller")
     ... def measure(text, *, scale=1):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn.
+    """How responses are drawn, by vLLM's names.
 
     Attributes:
         n: responses per prompt.
@@ -22,6 +22,9 @@ class Sampling:
         top_p: nucleus mass kept, 1.0 keeps all.
         top_k: most likely tokens kept, -1 or 0 keeps all.
         max_tokens: longest response, eos included.
+        min_p: tokens kept whose probability is at least this share of the likeliest one's; 0 keeps all.
+        repetition_penalty: above 1 makes tokens less likely that the prompt or the response has; 1 changes nothing.
+        stop_token_ids: tokens that end a response beside the model's own, kept in it as eos is.
     """
 
     n: int = 1
@@ -29,37 +32,111 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     max_tokens: int = 24
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response.
+
+    Attributes:
+        group: id of the prompt's group.
+        index: which of the group's n.
+        tokens: ids, the one that ended it included.
+        log_probs: of each token; of the model's distribution at the sampling temperature (at 1 when greedy), before
+            the cuts of top_p, top_k and min_p. 0 for tokens the model did not draw.
+        version: of the weights that drew it.
+        finish: ``stop`` at a token that ends a response, ``length`` at max_tokens.
+        mask: 1 for each token that the model drew, 0 for what a tool said; None if it drew all.
+        facts: further columns of its row, by name.
+    """
+
+    group: int
+    index: int
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+    version: int
+    finish: Literal["stop", "length"]
+    mask: Sequence[int] | None = None
+    facts: Mapping[str, Any] | None = None
 
 
 class RolloutEngine(Protocol):
-    """Samples responses from its own copy of the actor weights."""
+    """Samples responses from its own copy of the actor weights. Its methods are called on one event loop."""
 
     version: int
     """Version of the weights it holds: 0 at the start, n after step n's sync."""
 
-    def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> Batch:
-        """Samples ``sampling.n`` responses for every prompt.
+    def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
+        """Samples ``sampling.n`` responses for every prompt; yields each as soon as it has ended.
 
         Args:
             prompts: a row per prompt, with a column ``prompt_ids`` (lists of token ids) and any others.
             sampling: how to draw.
-            seed: sample i of group g is drawn with a generator seeded from (seed, g, i), so that a sample does
-                not depend on what else is in the batch or in which order it ends.
+            seed: sample i of group g is drawn with random numbers of (seed, g, i) alone, so that a sample does not
+                depend on what else is in the batch, on the replica, or on the order in which samples end.
 
-        Returns:
-            ``rows = prompts x n``, the samples of a group side by side, the other columns of ``prompts`` repeated:
-            ``prompts`` int64 ``[rows, P]``, left-padded to the batch's longest; ``responses`` int64 ``[rows, R]``,
-            right-padded; ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[rows, P+R]``;
-            ``response_mask`` int64 ``[rows, R]``, 1 up to and including eos; ``rollout_log_probs`` float32
-            ``[rows, R]``, 0 behind the end, of the model's distribution at the sampling temperature (at 1 when
-            greedy), before top_p and top_k; ``response_text`` (str, without special tokens).
-            ``meta["weights_version"]`` is ``version``.
+        Raises:
+            DataError: a prompt is empty or too long.
+            ConfigError: a sampling value is out of range.
+            Aborted: the samples in flight were given up.
         """
         ...
 
-    def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Takes over new weights, by parameter name as the Hugging Face model names them."""
+    async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
+        """Draws one response to one prompt, with random numbers of ``seed`` alone: a turn of a conversation.
+
+        Its ``group`` and ``index`` are 0, and ``sampling.n`` is not looked at. Errors as of :meth:`generate`.
+        """
         ...
+
+    def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
+        """Returns samples, in any order, as rows by group and index.
+
+        Args:
+            prompts: holds the prompts of these samples, and may hold more.
+            samples: all of each group, as many of one as of another.
+            length: R, tokens that responses are padded to.
+
+        Returns:
+            The samples of a group side by side, the other columns of ``prompts`` repeated:
+            ``prompts`` int64 ``[rows, P]``, left-padded to the longest of all prompts given; ``responses`` int64
+            ``[rows, R]``, right-padded; ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[rows, P+R]``;
+            ``response_mask`` int64 ``[rows, R]``, 1 for tokens that the model drew, eos included;
+            ``rollout_log_probs`` float32 ``[rows, R]``, 0 behind the end; ``response_text`` (str, without special
+            tokens). ``meta["weights_version"]`` is the oldest of the samples'.
+        """
+        ...
+
+    async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Takes over new weights, by parameter name as the Hugging Face model names them.
+
+        Samples in flight end first, with the weights they began with; those asked for meanwhile wait.
+
+        Raises:
+            DataflowError: an unknown or missing name, or another shape; the old weights stay.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Frees the device memory that only sampling needs, once nothing is in flight; may be called twice."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes it again; may be called twice."""
+        ...
+
+    async def abort(self) -> int:
+        """Gives up all samples in flight; who waits for them gets :class:`Aborted`. Returns how many there were."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Returns ``samples`` and ``tokens`` so far, and ``running``, samples in flight now."""
+        ...
+
+    def close(self) -> Any: ...
 
 
 class Trainer(Protocol):

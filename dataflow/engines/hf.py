@@ -2,13 +2,20 @@
 
 A prompt is read once and its cache entries copied to its n samples; rows that have ended leave the batch once
 half of it has. Each sample draws from random numbers of its own, fixed before the first token.
+
+One thread computes, so whatever is asked of the engine happens in the order in which it was asked: a weight sync
+after the samples in flight, later samples after the sync.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,19 +25,30 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils.logging import disable_progress_bar
 
 from dataflow.batch import Batch
-from dataflow.engines.base import Sampling
-from dataflow.errors import ConfigError, DataError, DataflowError, ModelError, nearest
+from dataflow.engines.base import Sample, Sampling
+from dataflow.engines.draw import draw, uniforms
+from dataflow.engines.samples import check_sampling, end_tokens, left_pad, prompt_ids, to_batch
+from dataflow.errors import Aborted, ConfigError, DataflowError, ModelError, nearest
 
 _GROUPED = "sdpa_grouped"
 _DTYPES = ("float32", "bfloat16", "float16")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A sample to draw: its prompt, the numbers in [0, 1) that decide each token, and which sample it is."""
+
+    prompt: Sequence[int]
+    uniforms: np.ndarray
+    group: int = 0
+    index: int = 0
 
 
 class HfRollout:
@@ -92,147 +110,206 @@ class HfRollout:
         self.max_batch = max_batch
         self.device = torch.device(device)
         self.version = 0
-        ends = self._ends()
+        self._vocabulary = int(config.vocab_size)
+        ends = end_tokens(self.tokenizer, self.model.generation_config, self.model.config)
         if not ends:
             raise ModelError(f"model '{model}' names no eos_token_id; set it in its generation_config.json.")
-        self._eos = torch.tensor(ends, device=self.device)
+        self._ends = ends
         pad = self.tokenizer.pad_token_id
         self._pad: int = ends[0] if pad is None else pad
+        self._thread = ThreadPoolExecutor(1, "rollout")
+        self._turns: list[tuple[tuple[Sampling, int], _Row, asyncio.Future[Sample]]] = []
+        self._aborts = 0
+        self._in_flight = 0
+        self._counts = {"samples": 0, "tokens": 0}
 
-    def _ends(self) -> list[int]:
-        """Returns the ids that end a response: the tokenizer's and those of the generation config."""
-        ends = [self.tokenizer.eos_token_id]
-        for config in (self.model.generation_config, self.model.config):
-            ids = getattr(config, "eos_token_id", None)
-            ends += ids if isinstance(ids, list) else [ids]
-        return list(dict.fromkeys(int(end) for end in ends if end is not None))
+    async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
+        """See :meth:`RolloutEngine.generate`. A batch of another size may round a logit otherwise, by about 1e-6."""
+        check_sampling(sampling, self._vocabulary)
+        ids = prompt_ids(prompts, self.max_prompt_length)
+        rows = [
+            _Row(prompt, uniforms((seed, group, index), sampling.max_tokens), group, index)
+            for group, prompt in zip(prompts.ids, ids, strict=True)
+            for index in range(sampling.n)
+        ]
+        loop = asyncio.get_running_loop()
+        found: asyncio.Queue[Sample | None] = asyncio.Queue()
+        unwanted, aborts = threading.Event(), self._aborts
 
-    def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> Batch:
-        """Samples responses; the columns are those of :meth:`RolloutEngine.generate`.
+        def work() -> None:
+            try:
+                for sample in self._draw_all(rows, sampling, aborts, unwanted):
+                    loop.call_soon_threadsafe(found.put_nowait, sample)
+            finally:
+                loop.call_soon_threadsafe(found.put_nowait, None)
 
-        A sample depends on (seed, group id, its index in the group) and the weights alone, up to rounding: a
-        batch of another size may round a logit otherwise, by about 1e-6 in float32.
+        self._in_flight += len(rows)
+        left = len(rows)
+        working = asyncio.ensure_future(self._run(work))
+        try:
+            while (sample := await found.get()) is not None:
+                left -= 1
+                self._in_flight -= 1
+                self._count(sample)
+                yield sample
+            await working
+        finally:
+            self._in_flight -= left
+            unwanted.set()
+            working.cancel()
+
+    async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
+        """See :meth:`RolloutEngine.sample`. Those that wait while the engine computes are then drawn together."""
+        check_sampling(sampling, self._vocabulary)
+        (ids,) = prompt_ids(Batch([0], {"prompt_ids": [prompt]}), self.max_prompt_length)
+        loop = asyncio.get_running_loop()
+        row = _Row(ids, uniforms(seed, sampling.max_tokens))
+        future: asyncio.Future[Sample] = loop.create_future()
+        self._turns.append(((sampling, self._aborts), row, future))
+        self._in_flight += 1
+        try:
+            await self._run(lambda: self._take_turns(loop))
+            sample = await future
+            self._count(sample)
+            return sample
+        finally:
+            self._in_flight -= 1
+
+    def _take_turns(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Draws all that wait, those of one kind together."""
+        turns, self._turns = self._turns, []
+        for kind in dict.fromkeys(kind for kind, _row, _future in turns):
+            mine = [(row, future) for other, row, future in turns if other == kind]
+            rows = [replace(row, index=at) for at, (row, _future) in enumerate(mine)]
+            try:
+                for sample in self._draw_all(rows, *kind):
+                    loop.call_soon_threadsafe(_settle, mine[sample.index][1], replace(sample, index=0), None)
+            except Exception as error:
+                for _row, future in mine:
+                    loop.call_soon_threadsafe(_settle, future, None, error)
+
+    def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
+        """See :meth:`RolloutEngine.batch`."""
+        return to_batch(prompts, samples, length, self.tokenizer, self._pad)
+
+    async def sleep(self) -> None:
+        """See :meth:`RolloutEngine.sleep`: on a GPU the weights wait in the host's memory."""
+        if self.device.type != "cpu":
+            await self._run(lambda: self._move("cpu"))
+
+    async def wake(self) -> None:
+        """See :meth:`RolloutEngine.wake`."""
+        if self.device.type != "cpu":
+            await self._run(lambda: self._move(self.device))
+
+    def _move(self, device: Any) -> None:
+        self.model.to(device)
+        torch.cuda.empty_cache()
+
+    async def abort(self) -> int:
+        """See :meth:`RolloutEngine.abort`."""
+        self._aborts += 1
+        return self._in_flight
+
+    def stats(self) -> dict[str, float]:
+        """See :meth:`RolloutEngine.stats`."""
+        return {**self._counts, "running": self._in_flight}
+
+    def close(self) -> None:
+        """Ends the thread once what it computes is done or given up."""
+        self._aborts += 1
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _count(self, sample: Sample) -> None:
+        self._counts["samples"] += 1
+        self._counts["tokens"] += len(sample.tokens)
+
+    def _draw_all(
+        self, rows: Sequence[_Row], sampling: Sampling, aborts: int, unwanted: threading.Event | None = None
+    ) -> Iterator[Sample]:
+        """Yields the sample of each row as it ends, chunk by chunk, until they are unwanted.
 
         Raises:
-            DataError: a prompt is empty or longer than ``max_prompt_length``.
-            DataflowError: a group with more than one prompt, or a sampling value out of range.
+            Aborted: ``abort`` has been called more than ``aborts`` times.
         """
-        ids = [[int(token) for token in prompt] for prompt in prompts["prompt_ids"]]
-        self._check(prompts, ids, sampling)
-        n, wide, long = sampling.n, max(map(len, ids)), sampling.max_tokens
-        rows = len(ids) * n
-        uniforms = torch.from_numpy(_uniforms(prompts.groups, n, long, seed))
-        owner = torch.arange(len(ids)).repeat_interleave(n)
-        responses = torch.full((rows, long), self._pad, dtype=torch.int64)
-        response_mask = torch.zeros((rows, long), dtype=torch.int64)
-        log_probs = torch.zeros((rows, long), dtype=torch.float32)
-        for start in range(0, rows, self.max_batch):
-            chunk = slice(start, start + self.max_batch)
-            tokens, mask, scores = self._sample(ids, owner[chunk], uniforms[chunk], sampling)
-            responses[chunk] = torch.where(mask, tokens, self._pad)
-            response_mask[chunk] = mask.long()
-            log_probs[chunk] = torch.where(mask, scores, 0.0)
+        for start in range(0, len(rows), self.max_batch):
+            for row, tokens, scores, live in self._sample(rows[start : start + self.max_batch], sampling):
+                if unwanted is not None and unwanted.is_set():
+                    return
+                if self._aborts != aborts:
+                    raise Aborted("rollout: the samples in flight were given up.")
+                if row is not None:
+                    finish = "length" if live else "stop"
+                    yield Sample(row.group, row.index, tokens, scores, self.version, finish)
 
-        padded, prompt_mask = self._left_pad(ids, wide)
-        padded, prompt_mask = padded[owner], prompt_mask[owner]
-        attention = torch.cat([prompt_mask, response_mask], dim=1)
-        lengths = response_mask.sum(dim=1).tolist()
-        texts = self.tokenizer.batch_decode(
-            [row[:length] for row, length in zip(responses.tolist(), lengths, strict=True)],
-            skip_special_tokens=True,
-        )
-        repeated = prompts.repeat(n)
-        carried = {name: column for name, column in repeated.columns.items() if name != "prompt_ids"}
-        return Batch(
-            repeated.groups,
-            carried
-            | {
-                "prompts": padded,
-                "responses": responses,
-                "input_ids": torch.cat([padded, responses], dim=1),
-                "attention_mask": attention,
-                "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
-                "response_mask": response_mask,
-                "rollout_log_probs": log_probs,
-                "response_text": texts,
-            },
-            {**prompts.meta, "weights_version": self.version},
-        )
-
-    def _check(self, prompts: Batch, ids: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        if not ids:
-            raise DataflowError("rollout: the batch holds no prompt.")
-        if len(prompts.ids) != len(ids):
-            raise DataflowError(f"rollout: {len(ids)} prompts in {len(prompts.ids)} groups; give one prompt a group.")
-        if sampling.n < 1 or sampling.max_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
-            raise ConfigError(
-                f"rollout: {sampling} is out of range (n, max_tokens >= 1; temperature >= 0; 0 < top_p <= 1)."
-            )
-        for group, prompt in zip(prompts.ids, ids, strict=True):
-            if not prompt:
-                raise DataError(f"rollout: the prompt of group {group} is empty.")
-            if len(prompt) > self.max_prompt_length:
-                raise DataError(
-                    f"rollout: the prompt of group {group} has {len(prompt)} tokens, more than "
-                    f"max_prompt_length={self.max_prompt_length}; raise it or set data.truncation."
-                )
-
-    def _left_pad(self, ids: Sequence[Sequence[int]], wide: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns token ids and mask, int64 ``[len(ids), wide]``."""
-        tokens = torch.full((len(ids), wide), self._pad, dtype=torch.int64)
-        mask = torch.zeros((len(ids), wide), dtype=torch.int64)
-        for row, prompt in enumerate(ids):
-            tokens[row, wide - len(prompt) :] = torch.tensor(prompt)
-            mask[row, wide - len(prompt) :] = 1
-        return tokens, mask
-
-    @torch.inference_mode()
     def _sample(
-        self, ids: Sequence[Sequence[int]], owner: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, rows: Sequence[_Row], sampling: Sampling
+    ) -> Iterator[tuple[_Row | None, list[int], list[float], bool]]:
         """Generates one chunk.
 
         Args:
-            ids: all prompts.
-            owner: the prompt of each row, ascending, ``[rows]``.
-            uniforms: float64 ``[rows, R]``.
+            rows: those of one prompt side by side.
+            sampling: how to draw.
 
-        Returns:
-            Tokens int64, mask bool and log-probs float32, each ``[rows, R]`` on CPU; what the mask leaves out
-            is rubbish.
+        Yields:
+            A row that has ended with its tokens, their log-probs, and whether it might have gone on; None for the row
+            after each token, when whoever drives this may stop.
         """
-        first, last = int(owner[0]), int(owner[-1])
-        chunk = ids[first : last + 1]
-        tokens, mask = self._left_pad(chunk, max(map(len, chunk)))
+        prompts: list[Sequence[int]] = []
+        owner: list[int] = []
+        for row in rows:
+            if not prompts or prompts[-1] is not row.prompt:
+                prompts.append(row.prompt)
+            owner.append(len(prompts) - 1)
+        with torch.inference_mode():
+            yield from self._decode(rows, prompts, torch.tensor(owner), sampling)
+
+    def _decode(
+        self, rows: Sequence[_Row], prompts: Sequence[Sequence[int]], owner: torch.Tensor, sampling: Sampling
+    ) -> Iterator[tuple[_Row | None, list[int], list[float], bool]]:
+        """Decodes the rows together; ``owner`` int64 ``[rows]`` says the prompt of each."""
+        tokens, mask = left_pad(prompts, self._pad)
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(tokens, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), cache)
-        pick = (owner - first).to(self.device)
+        pick = owner.to(self.device)
         cache.batch_select_indices(pick)
         logits, mask = logits[pick], mask[pick]
         place = mask.sum(dim=1)
 
-        shape = uniforms.shape
-        uniforms = uniforms.to(self.device)
-        drawn = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        kept = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        shape = (len(rows), sampling.max_tokens)
+        numbers = torch.from_numpy(np.stack([row.uniforms for row in rows])).to(self.device)
+        ends = torch.tensor([*self._ends, *sampling.stop_token_ids], device=self.device)
+        # What a penalty looks at: in place of the padding a token that the prompt has anyway.
+        said = torch.where(mask.bool(), tokens[pick], tokens[pick, -1:])
+        said = torch.cat([said, torch.full(shape, self._pad, device=self.device)], dim=1)
+        wide = tokens.shape[1]
+        drawn = said[:, wide:]
         scores = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        row = torch.arange(shape[0], device=self.device)  # which row each place of the batch belongs to
-        live = torch.ones_like(row, dtype=torch.bool)
+        at = torch.arange(shape[0], device=self.device)  # which row each place of the batch belongs to
+        live = torch.ones_like(at, dtype=torch.bool)
         for t in range(shape[1]):
-            token, score = _draw(logits, uniforms[row, t], sampling)
-            drawn[row, t], kept[row, t], scores[row, t] = token, live, score
-            live = live & ~torch.isin(token, self._eos)
+            token, score = draw(logits, numbers[at, t], sampling, said[at, : wide + t])
+            drawn[at, t], scores[at, t] = torch.where(live, token, self._pad), score
+            ended = live & torch.isin(token, ends)
+            live = live & ~ended
+            last = t + 1 == shape[1]
+            for over, going in ((ended, False), (live, True)):
+                for row in at[over].tolist() if last or not going else ():
+                    yield rows[row], drawn[row, : t + 1].tolist(), scores[row, : t + 1].tolist(), going
             left = int(live.sum())
-            if not left or t + 1 == shape[1]:
-                break
+            if not left or last:
+                return
+            yield None, [], [], True
             if 2 * left <= len(live):
                 pick = live.nonzero().squeeze(1)
                 cache.batch_select_indices(pick)
-                row, token, mask, place, live = row[pick], token[pick], mask[pick], place[pick], live[pick]
+                at, token, mask, place, live = at[pick], token[pick], mask[pick], place[pick], live[pick]
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
             logits = self._forward(token[:, None], mask, (place + t)[:, None], cache)
-        return drawn.cpu(), kept.cpu(), scores.cpu()
 
     def _forward(self, tokens: torch.Tensor, mask: torch.Tensor, place: torch.Tensor, cache: Any) -> torch.Tensor:
         """Returns the logits of the last position, ``[rows, vocabulary]``; the cache grows."""
@@ -247,14 +324,17 @@ class HfRollout:
         logits: torch.Tensor = out.logits[:, -1]
         return logits
 
-    def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Copies new weights into the model, by Hugging Face name; a tied ``lm_head.weight`` may be left out.
 
-        Either all weights are taken over or, on an error, none.
+        It waits for its turn behind the samples in flight. Either all weights are taken over or, on an error, none.
 
         Raises:
             DataflowError: an unknown or missing name, another shape, or two tied weights that differ.
         """
+        await self._run(lambda: self._load(weights, version))
+
+    def _load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         own: dict[str, torch.Tensor] = self.model.state_dict()
         given: dict[int, str] = {}  # storage of this model -> the name that fills it
         for name, value in weights.items():
@@ -305,36 +385,10 @@ AttentionInterface.register(_GROUPED, _grouped_sdpa)
 AttentionMaskInterface.register(_GROUPED, sdpa_mask)
 
 
-def _uniforms(groups: np.ndarray, n: int, long: int, seed: int) -> np.ndarray:
-    """Returns the numbers in [0, 1) that decide each token, float64 ``[groups x n, long]``.
-
-    Row (g, i) is a stream of (seed, g, i): its t-th number depends on nothing else, not even on ``long``.
-    """
-    return np.stack(
-        [
-            np.random.Generator(np.random.Philox(np.random.SeedSequence([seed % 2**64, int(group), i]))).random(long)
-            for group in groups
-            for i in range(n)
-        ]
-    )
-
-
-def _draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a token for each row, by inverting the distribution function, and its log-prob before cuts."""
-    logits = logits.float()
-    if sampling.temperature == 0:
-        token = logits.argmax(dim=-1)
-        return token, logits.log_softmax(dim=-1).gather(1, token[:, None]).squeeze(1)
-    scaled = logits / sampling.temperature
-    cut: Any = scaled
-    if 0 < sampling.top_k < scaled.shape[-1]:
-        cut = TopKLogitsWarper(sampling.top_k)(None, cut)
-    if sampling.top_p < 1:
-        cut = TopPLogitsWarper(sampling.top_p)(None, cut)
-    # In float64: a float32 sum over 150,000 tokens would be off by more than a rare token's share.
-    mass = cut.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    total = mass[:, -1:]
-    # Strictly below the total, so that the first entry above it is a token with a share.
-    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    token = torch.searchsorted(mass, target, right=True)
-    return token.squeeze(1), scaled.log_softmax(dim=-1).gather(1, token).squeeze(1)
+def _settle(future: asyncio.Future[Sample], sample: Sample | None, error: Exception | None) -> None:
+    if future.done():
+        return  # nobody waits any more
+    if error is not None:
+        future.set_exception(error)
+    elif sample is not None:
+        future.set_result(sample)

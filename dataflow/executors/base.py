@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -59,12 +59,14 @@ class Call:
         info: what the function may ask of its task.
         layout: for each field the number of values that make it up, and whether it is taken as it is (a state).
         groups: groups to pick out of the values; None for all.
+        handed: sets that it has handed on already; behind the values of the fields come theirs, in this order.
     """
 
     stage: str
     info: TaskInfo
     layout: tuple[tuple[str, int, bool], ...]
     groups: tuple[int, ...] | None
+    handed: tuple[int, ...] = ()
 
 
 class Executor(Protocol):
@@ -113,16 +115,24 @@ def fields_of(call: Call, values: Sequence[Any]) -> list[Any]:
         if not mine:
             fields.append(None)
         elif as_it_is or not all(isinstance(value, Batch) for value in mine):
-            if len(mine) > 1:
-                raise DataflowError(
-                    f"{call.stage}: field '{name}' comes in {len(mine)} parts that are no Batch; return a Batch."
-                )
-            fields.append(mine[0])
+            fields.append(mine[0] if len(mine) == 1 else _joined(call, name, mine))
         else:
             batch = mine[0] if len(mine) == 1 else Batch.concat(mine)
             groups = call.groups if call.groups is not None else sorted(batch.ids) if len(mine) > 1 else None
             fields.append(batch if groups is None else batch.select(groups))
     return fields
+
+
+def _joined(call: Call, name: str, values: Sequence[Any]) -> Any:
+    """Returns one value of several that are no batches, if they know how to be one."""
+    kinds = {type(value) for value in values}
+    concat = getattr(kinds.pop(), "concat", None)
+    if kinds or concat is None:
+        raise DataflowError(
+            f"{call.stage}: field '{name}' comes in {len(values)} parts that are no Batch; return a Batch, or a class "
+            "with concat(values)."
+        )
+    return concat(values)
 
 
 def results_of(stage: Stage, result: Any) -> tuple[Any, ...]:
@@ -144,14 +154,48 @@ def results_of(stage: Stage, result: Any) -> tuple[Any, ...]:
 
 
 def prepare(
-    stage: Stage, call: Call, values: Sequence[Any], tools: Mapping[str, Any]
+    stage: Stage,
+    call: Call,
+    values: Sequence[Any],
+    tools: Mapping[str, Any],
+    on_emit: Callable[[int, tuple[Any, ...]], None] | None = None,
 ) -> tuple[list[Any], dict[str, Any], TaskInfo]:
-    """Returns arguments, keyword arguments and the info object for one call of a stage function."""
-    info = replace(call.info, metrics={}, marks=[])
+    """Returns arguments, keyword arguments and the info object for one call of a stage function.
+
+    Args:
+        stage: whose function it is.
+        call: what travelled here.
+        values: of the fields.
+        tools: that live here, by parameter.
+        on_emit: told of what a streaming stage hands on: which set, and a value per field.
+    """
+    wide = len(stage.writes)
+    values, old = values[: len(values) - wide * len(call.handed)], values[len(values) - wide * len(call.handed) :]
+    handed = {
+        number: old[at * wide] if wide == 1 else tuple(old[at * wide : (at + 1) * wide])
+        for at, number in enumerate(call.handed)
+    }
+    info = replace(call.info, metrics={}, marks=[], handed=handed, on_emit=on_emit)
     keywords = {name: tools.get(name, tool) for name, tool in stage.tools.items()}
     if "task" in inspect.signature(stage.fn).parameters:
         keywords["task"] = info
     return fields_of(call, values), keywords, info
+
+
+def part(stage: Stage, info: TaskInfo, number: int, values: tuple[Any, ...], at: float) -> Part:
+    """Returns the event of a set that a task hands on.
+
+    Raises:
+        DataflowError: the task hands on no such set, or not a Batch for each field.
+    """
+    if len(values) != len(stage.writes) or not all(isinstance(value, Batch) for value in values):
+        raise DataflowError(
+            f"stage '{stage.name}' streams: task.emit takes the number of the set, then a Batch for each of "
+            f"{', '.join(stage.writes)}."
+        )
+    if not 0 <= number < info.emits:
+        raise DataflowError(f"stage '{stage.name}' was to emit sets 0 to {info.emits - 1}, not {number}.")
+    return Part(TaskId(info.step, info.stage, number, info.emits), at, values[0].ids, values)
 
 
 def report(stage: Stage, info: TaskInfo, results: Sequence[Any], begin: float, end: float) -> Report:

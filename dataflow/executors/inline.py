@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from dataflow.errors import DataflowError, PipelineError, RunError
-from dataflow.executors.base import Call, Done, prepare, report, results_of
-from dataflow.graph import Pipeline, Stage, Task, TaskId
+from dataflow.executors.base import Call, Done, Part, part, prepare, report, results_of
+from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
 
 
 class InlineExecutor:
@@ -24,7 +24,7 @@ class InlineExecutor:
         self._tools: dict[str, Any] = {}
         self._queue: deque[tuple[Task, Call, Sequence[Any]]] = deque()
         self._waits: dict[TaskId, asyncio.Task[None]] = {}
-        self._ended: asyncio.Queue[Done] = asyncio.Queue()
+        self._ended: asyncio.Queue[Done | Part] = asyncio.Queue()
 
     async def open(self, pipeline: Pipeline) -> None:
         for s in pipeline.stages:
@@ -53,7 +53,7 @@ class InlineExecutor:
         else:
             self._queue.append((task, call, values))
 
-    async def events(self) -> AsyncIterator[Done]:
+    async def events(self) -> AsyncIterator[Done | Part]:
         while True:
             if self._queue:
                 # Let what waits on the loop go on between two tasks that compute.
@@ -67,10 +67,17 @@ class InlineExecutor:
         host = stage.host
         return {name: self._tools[host.name] for name, tool in stage.tools.items() if tool is host} if host else {}
 
+    def _prepare(self, task: Task, call: Call, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any], TaskInfo]:
+        def emit(number: int, emitted: tuple[Any, ...]) -> None:
+            self._ended.put_nowait(part(task.stage, call.info, number, emitted, self.now()))
+
+        streams = emit if task.emits > 1 else None
+        return prepare(task.stage, call, values, self._bound(task.stage), streams)
+
     def _compute(self, task: Task, call: Call, values: Sequence[Any]) -> None:
         begin = self.now()
         try:
-            arguments, keywords, info = prepare(task.stage, call, values, self._bound(task.stage))
+            arguments, keywords, info = self._prepare(task, call, values)
             results = results_of(task.stage, task.stage.fn(*arguments, **keywords))
             done = Done(task.id, report(task.stage, info, results, begin, self.now()), results)
         except Exception as error:
@@ -80,7 +87,7 @@ class InlineExecutor:
     async def _wait(self, task: Task, call: Call, values: Sequence[Any]) -> None:
         begin = self.now()
         try:
-            arguments, keywords, info = prepare(task.stage, call, values, self._bound(task.stage))
+            arguments, keywords, info = self._prepare(task, call, values)
             results = results_of(task.stage, await task.stage.fn(*arguments, **keywords))
             done = Done(task.id, report(task.stage, info, results, begin, self.now()), results)
         except Exception as error:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from dataflow.errors import ConfigError
-from dataflow.executors.base import Call, Done
+from dataflow.executors.base import Call, Done, Part
 from dataflow.executors.ray_answer import cause, fetch
 from dataflow.executors.ray_crew import Crew, Running
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
@@ -41,7 +41,7 @@ class RayExecutor:
         self.bytes_read = 0
         self.bytes_put = 0
         self._hosts: dict[str, Crew] = {}
-        self._ended: asyncio.Queue[Done] = asyncio.Queue()
+        self._ended: asyncio.Queue[Done | Part] = asyncio.Queue()
         self._waits: dict[TaskId, asyncio.Task[None]] = {}
         self._started = False
 
@@ -94,7 +94,7 @@ class RayExecutor:
         if spec.name in self._hosts:
             await self._hosts[spec.name].add(stages)
             return
-        crew = self._hosts[spec.name] = Crew(spec, self.threads, BUILD_DEADLINE_S, self._read)
+        crew = self._hosts[spec.name] = Crew(spec, self.threads, BUILD_DEADLINE_S, self._read, self._ended.put_nowait)
         await crew.open(stages)
 
     def _read(self, size: int) -> None:
@@ -123,7 +123,7 @@ class RayExecutor:
         self._waits.pop(i, None)
         self._ended.put_nowait(done)
 
-    async def events(self) -> AsyncIterator[Done]:
+    async def events(self) -> AsyncIterator[Done | Part]:
         while True:
             yield await self._ended.get()
 

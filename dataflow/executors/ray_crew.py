@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from loguru import logger
 
 from dataflow.errors import DataflowError, RunError
-from dataflow.executors.base import Call, Done
-from dataflow.executors.ray_answer import DIED, cause, died, first_failure, last_words
+from dataflow.executors.base import Call, Done, Part, Report
+from dataflow.executors.ray_answer import DIED, cause, died, fetch, first_failure, last_words
 from dataflow.executors.ray_host import Host, WaitingHost, pickled
 from dataflow.executors.replays import Replays, Submission
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
@@ -34,6 +34,7 @@ class Running:
         begin: when that was, in seconds of ``time.time()``.
         attempt: its newest call; None while the tool is down.
         refs: of that call, a list per rank: the pickled answer, then a handle per field.
+        handed: what a streaming task has handed on: a handle per field, by set.
         generation: of the tool that was called.
         lost: how many of its calls died with the tool.
     """
@@ -44,6 +45,7 @@ class Running:
     begin: float
     attempt: asyncio.Task[Done] | None = None
     refs: list[list[Any]] = field(default_factory=list)
+    handed: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     generation: int = 0
     lost: int = 0
 
@@ -64,6 +66,7 @@ class Crew:
         threads: OMP threads in each process.
         deadline_s: seconds that building it may take.
         read: called with the bytes of each answer that the controller reads.
+        hand_on: called with each set that a running task hands on.
 
     Attributes:
         actors: of the tool that is up now.
@@ -71,7 +74,14 @@ class Crew:
         replays: what must be submitted again to a tool built anew.
     """
 
-    def __init__(self, spec: Hosted, threads: int, deadline_s: float, read: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        spec: Hosted,
+        threads: int,
+        deadline_s: float,
+        read: Callable[[int], None],
+        hand_on: Callable[[Part], None],
+    ) -> None:
         self.spec = spec
         self.threads = threads
         self.deadline_s = deadline_s
@@ -79,6 +89,7 @@ class Crew:
         self.deaths = 0
         self.replays = Replays(spec.name)
         self._read = read
+        self._hand_on = hand_on
         self._blobs: list[bytes] = []
         self._generation = 0
         self._running: dict[TaskId, Running] = {}
@@ -120,7 +131,16 @@ class Crew:
     # --- tasks --------------------------------------------------------------------------------------------
 
     def start(self, task: Task, call: Call, values: Sequence[Any], now: float) -> Running:
-        """Starts a task, or keeps it until the tool is up again; :meth:`end_of` waits for it."""
+        """Starts a task, or keeps it until the tool is up again; :meth:`end_of` waits for it.
+
+        Raises:
+            RunError: it is to stream, and its tool runs one call at a time.
+        """
+        if task.emits > 1 and not self.spec.concurrent:
+            raise RunError(
+                f"stage '{task.stage.name}' is to stream, but '{self.spec.name}' runs one call at a time; "
+                "give Hosted(concurrent=True) and make the stage async, or leave +stream out of the policy."
+            )
         running = Running(task, call, values, now)
         self._running[task.id] = running
         if self._reviving is None:
@@ -170,14 +190,20 @@ class Crew:
             self._reviving.cancel()
 
     def _send(self, running: Running) -> None:
-        task = running.task
-        running.refs = []
+        task, running.refs = running.task, []
+        running.generation = self._generation
+        if task.emits > 1:
+            call = replace(running.call, handed=tuple(running.handed))
+            values = [*running.values, *(value for values in running.handed.values() for value in values)]
+            answers = self.actors[0].stream.options(num_returns="streaming").remote(call, *values)
+            running.refs.append([answers])
+            running.attempt = asyncio.create_task(self._streamed(running, answers))
+            return
         for rank, actor in enumerate(self.actors):
             # The first rank's values count; the others take part in the collectives and report.
             returns = 1 + len(task.stage.writes) if rank == 0 else 1
             answer = actor.run.options(num_returns=returns).remote(running.call, rank == 0, *running.values)
             running.refs.append(answer if isinstance(answer, list) else [answer])
-        running.generation = self._generation
         running.attempt = asyncio.create_task(self._attempt(running))
 
     async def _attempt(self, running: Running) -> Done:
@@ -187,7 +213,21 @@ class Crew:
         """
         small, *_others = await first_failure([first for first, *_rest in running.refs])
         self._read(len(small))
-        report, held = pickle.loads(small)
+        return self._ended(running, *pickle.loads(small), tuple(running.refs[0][1:]))
+
+    async def _streamed(self, running: Running, answers: Any) -> Done:
+        """Waits for the end of one call that streams, and hands on what it does."""
+        while True:
+            small = await fetch(await anext(answers))
+            self._read(len(small))
+            values = tuple([await anext(answers) for _field in running.task.stage.writes])
+            found = pickle.loads(small)
+            if not isinstance(found, Part):
+                return self._ended(running, *found, values)
+            running.handed[found.id.part] = values
+            self._hand_on(replace(found, values=values))
+
+    def _ended(self, running: Running, report: Report, held: tuple[int, ...] | None, values: tuple[Any, ...]) -> Done:
         task = running.task
         if self.spec.restarts:
             submission = None if held is None else Submission(task, running.call, running.values, held)
@@ -196,7 +236,7 @@ class Crew:
             # Under way since it was first started: whoever waited for it waited since then.
             report.begin = min(report.begin, running.begin)
             report.facts["restarted"] = running.lost
-        return Done(task.id, report, tuple(running.refs[0][1:]))
+        return Done(task.id, report, values)
 
     # --- deaths -------------------------------------------------------------------------------------------
 

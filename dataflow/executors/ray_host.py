@@ -7,13 +7,13 @@ import gc
 import os
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 from dataflow.batch import Batch
-from dataflow.errors import DataflowError
-from dataflow.executors.base import Call, prepare, report, results_of
+from dataflow.executors.base import Call, Part, part, prepare, report, results_of
 from dataflow.graph import Hosted, Stage, TaskInfo
 
 
@@ -76,10 +76,12 @@ class Host:
             if asyncio.iscoroutine(closed):
                 asyncio.run(closed)
 
-    def _prepare(self, call: Call, values: Sequence[Any]) -> tuple[Stage, list[Any], dict[str, Any], TaskInfo]:
+    def _prepare(
+        self, call: Call, values: Sequence[Any], on_emit: Callable[[int, tuple[Any, ...]], None] | None = None
+    ) -> tuple[Stage, list[Any], dict[str, Any], TaskInfo]:
         stage = self.stages[call.stage]
         bound = {n: self.tool for n, t in stage.tools.items() if isinstance(t, Hosted) and t.name == self.name}
-        return (stage, *prepare(stage, call, values, bound))
+        return (stage, *prepare(stage, call, values, bound, on_emit))
 
 
 def settle_memory() -> None:
@@ -108,6 +110,31 @@ class WaitingHost(Host):
             result = await result
         return _answer(stage, info, result, begin, keep, held)
 
+    async def stream(self, call: Call, *values: Any) -> AsyncIterator[Any]:
+        """Runs a stage function that streams.
+
+        Yields for each set that it hands on, and at its end, a pickled answer, then a value per field: each an object
+        of its own to Ray. The answer of a set is a :class:`Part` without its values.
+        """
+        begin = time.time()
+        handed: asyncio.Queue[Part | None] = asyncio.Queue()
+
+        def emit(number: int, emitted: tuple[Any, ...]) -> None:
+            handed.put_nowait(part(stage, call.info, number, emitted, time.time()))
+
+        stage, arguments, keywords, info = self._prepare(call, values, emit)
+        running = asyncio.ensure_future(stage.fn(*arguments, **keywords))
+        running.add_done_callback(lambda _running: handed.put_nowait(None))
+        try:
+            while (event := await handed.get()) is not None:
+                yield pickle.dumps(replace(event, values=()))
+                for value in event.values:
+                    yield value
+            for item in _answer(stage, info, await running, begin, True, None):
+                yield item
+        finally:
+            running.cancel()
+
     async def ask(self, method: str) -> Any:
         answer = getattr(self.tool, method)()
         return await answer if asyncio.iscoroutine(answer) else answer
@@ -120,15 +147,13 @@ class WaitingHost(Host):
 
 
 def _groups_of(stage: Stage, arguments: Sequence[Any]) -> tuple[int, ...] | None:
-    """Returns the groups that a stage that replays leaves in its tool; None of any other stage."""
+    """Returns the groups that a stage that replays leaves in its tool, none if it leaves a state.
+
+    None of any other stage.
+    """
     if not stage.replays:
         return None
-    found = next((a.ids for a in arguments if isinstance(a, Batch)), None)
-    if found is None:
-        raise DataflowError(
-            f"stage '{stage.name}' replays, so what it leaves in its tool must be groups; let it read a Batch."
-        )
-    return found
+    return next((a.ids for a in arguments if isinstance(a, Batch)), ())
 
 
 def _answer(

@@ -1,9 +1,10 @@
 """What must run again when a tool is built anew: finished tasks whose groups its memory still held.
 
-Pure bookkeeping. Of each step it keeps what was submitted (tasks of stages that replay) and which of those groups
-were handed out since (reports of the tasks that form parts, downstream in the same tool). A step's submissions
-are forgotten with the last task that could hand them out: the takers, every task of them, have ended. As a step
-always runs to its last task, or the run ends, no more is kept than the steps in flight, however long the run.
+Pure bookkeeping. Of a stage that leaves a state in its tool (a weight sync) the newest task counts. Of one that
+leaves groups: of each step it keeps what was submitted (tasks of stages that replay) and which of those groups were
+handed out since (reports of the tasks that form parts, downstream in the same tool). A step's submissions are
+forgotten with the last task that could hand them out: the takers, every task of them, have ended. As a step always
+runs to its last task, or the run ends, no more is kept than the steps in flight, however long the run.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dataflow.errors import DataflowError
 from dataflow.executors.base import Call
 from dataflow.graph import Pipeline, Stage, Task, TaskId
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A finished task whose groups live in its tool's memory, and the handles of what it read."""
+    """A finished task whose groups, or whose state, live in its tool's memory, and the handles of what it read."""
 
     task: Task
     call: Call
@@ -54,15 +56,21 @@ class Replays:
         self._host = host
         self._takers: dict[str, set[str]] = {}
         self._kept: dict[tuple[int, str], _Kept] = {}
+        self._states: set[str] = set()
+        self._newest: dict[str, Submission] = {}
 
     def __len__(self) -> int:
         """How many finished tasks are kept."""
-        return sum(len(kept.tasks) for kept in self._kept.values())
+        return len(self._newest) + sum(len(kept.tasks) for kept in self._kept.values())
 
     def learn(self, pipeline: Pipeline) -> None:
         """Finds the tool's stages that replay, and which stages of it hand out what those submitted."""
         for s in pipeline.stages:
-            if s.replays and _host_of(s) == self._host:
+            if not s.replays or _host_of(s) != self._host:
+                continue
+            if pipeline.states.intersection(s.writes):
+                self._states.add(s.name)
+            else:
                 self._takers.setdefault(s.name, set()).update(_takers(pipeline, s))
 
     def ended(self, submission: Submission | None, task: Task, groups: tuple[int, ...] | None) -> None:
@@ -74,7 +82,14 @@ class Replays:
             groups: that it handed out, if it forms parts.
         """
         i = task.id
+        if submission is not None and i.stage in self._states:
+            self._newest[i.stage] = submission
         if submission is not None and self._takers.get(i.stage):
+            if not submission.groups:
+                raise DataflowError(
+                    f"stage '{i.stage}' replays, so what it leaves in its tool must be groups, or a state that it "
+                    "writes; let it read a Batch."
+                )
             kept = self._kept.setdefault((i.step, i.stage), _Kept(set(self._takers[i.stage])))
             kept.tasks[i] = submission
         for stage, takers in self._takers.items():
@@ -91,8 +106,8 @@ class Replays:
             del self._kept[key]
 
     def left(self) -> list[Submission]:
-        """Returns what to submit again, oldest step first: each finished task for its groups not handed out."""
-        found: list[Submission] = []
+        """Returns what to submit again: states, then oldest step first each task for its groups not handed out."""
+        found = list(self._newest.values())
         for key in sorted(self._kept):
             kept = self._kept[key]
             found += [rest for was in kept.tasks.values() if (rest := was.without(kept.handed)).groups]

@@ -1,20 +1,27 @@
-"""Rollout: prompts become groups of responses, sampled from the engine's copy of the actor weights."""
+"""Rollout: prompts become groups of responses, sampled from the engine's copy of the actor weights.
+
+Where the policy streams, groups are handed on in sets while the others are still being sampled.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from dataflow.batch import Batch
-from dataflow.engines.base import RolloutEngine, Sampling
+from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.errors import RunError
 from dataflow.graph import Carried, TaskInfo, stage
+from dataflow.stage import SAMPLED
 
 # Validation draws from streams of its own, whatever the step.
 VALIDATION_SEED = 1 << 40
 
 
 @stage(writes="responses", on="gpu", streams=True)
-def rollout(
+async def rollout(
     prompts: Batch,
     weights: Carried,
     *,
@@ -34,19 +41,21 @@ def rollout(
         task: which step this is.
 
     Returns:
-        What :meth:`RolloutEngine.generate` returns, ``meta["weights_version"]`` included.
+        What :meth:`RolloutEngine.batch` returns, padded to ``sampling.max_tokens``.
 
     Raises:
         RunError: the engine holds another version than the graph says.
     """
-    _check_version(engine, weights, task)
-    responses = engine.generate(prompts, sampling, seed=(seed << 20) + task.step)
+    check_version(engine, weights, task)
+    left = not_handed(prompts, task)
+    samples = engine.generate(left, sampling, seed=(seed << 20) + task.step)
+    responses = await handed_on(prompts, samples, engine, sampling.n, sampling.max_tokens, task)
     task.log({"staleness/rollout": float(task.step - 1 - responses.meta["weights_version"])})
     return responses
 
 
 @stage(writes="val_responses", on="gpu")
-def val_rollout(
+async def val_rollout(
     val_prompts: Batch,
     weights: Any,
     *,
@@ -56,13 +65,95 @@ def val_rollout(
     task: TaskInfo,
 ) -> Batch:
     """Answers the held-out prompts with the weights of this step."""
-    _check_version(engine, weights, task)
-    return engine.generate(val_prompts, sampling, seed=VALIDATION_SEED + seed)
+    check_version(engine, weights, task)
+    samples = engine.generate(val_prompts, sampling, seed=VALIDATION_SEED + seed)
+    return await handed_on(val_prompts, samples, engine, sampling.n, sampling.max_tokens, task)
 
 
-def _check_version(engine: RolloutEngine, weights: Any, task: TaskInfo) -> None:
+def check_version(engine: RolloutEngine, weights: Any, task: TaskInfo) -> None:
+    """Fails unless the engine holds the weights that the graph says it does."""
     if engine.version != (weights or 0):
         raise RunError(
             f"{task.stage}[{task.step}]: the engine holds weights version {engine.version}, "
             f"the graph says {weights or 0}; a sync was lost or came too early."
         )
+
+
+def not_handed(prompts: Batch, task: TaskInfo) -> Batch:
+    """Returns the prompts whose responses the task has not handed on yet."""
+    done = {group for batch in task.handed.values() for group in batch.ids}
+    return prompts.select([group for group in prompts.ids if group not in done])
+
+
+async def handed_on(
+    prompts: Batch, samples: AsyncIterator[Sample], engine: RolloutEngine, n: int, length: int, task: TaskInfo
+) -> Batch:
+    """Makes batches of samples as they come, hands them on if the task streams, and returns all of them.
+
+    Args:
+        prompts: all of the task's.
+        samples: of those prompts whose responses were not handed on before, in any order.
+        engine: makes the batches.
+        n: samples of a group.
+        length: tokens that responses are padded to.
+        task: what it is to hand on, and has.
+    """
+    done: dict[int, Batch] = dict(task.handed)
+    left = {group for batch in done.values() for group in batch.ids}
+    sets = Sets([group for group in prompts.ids if group not in left], n, task)
+    async with _closing(samples) as coming:
+        async for sample in coming:
+            before = sets.whole
+            for number, whole in sets.add(sample):
+                done[number] = engine.batch(prompts, whole, length)
+                task.emit(number, done[number])
+            if sets.whole > before:
+                task.level(SAMPLED, time.time(), sets.whole)
+    return Batch.concat([done[number] for number in sorted(done)]).select(prompts.ids)
+
+
+def _closing(samples: AsyncIterator[Sample]) -> Any:
+    # Who stops in the middle gives up the samples in flight, at once and not when the garbage is collected.
+    return contextlib.aclosing(samples) if isinstance(samples, AsyncGenerator) else contextlib.nullcontext(samples)
+
+
+class Sets:
+    """The sets of whole groups that a task hands on: as evenly many groups in each as can be.
+
+    Under ``order="index"`` each set is fixed, since a part is made of the sets of its number; else the groups that end
+    first make the first set.
+
+    Args:
+        groups: to come.
+        n: samples of each.
+        task: which sets are to be, and which were handed on before.
+    """
+
+    def __init__(self, groups: Sequence[int], n: int, task: TaskInfo) -> None:
+        numbers = [number for number in range(task.emits) if number not in task.handed]
+        bounds = [len(groups) * at // len(numbers) for at in range(len(numbers) + 1)] if numbers else []
+        self._sizes = {number: bounds[at + 1] - bounds[at] for at, number in enumerate(numbers)}
+        self._set_of = (
+            {group: number for at, number in enumerate(numbers) for group in groups[bounds[at] : bounds[at + 1]]}
+            if task.order == "index"
+            else {}
+        )
+        self.whole = 0
+        """Groups that have all their samples."""
+        self._n = n
+        self._open: dict[int, list[Sample]] = {}
+        self._ready: dict[int, list[Sample]] = {number: [] for number in numbers}
+
+    def add(self, sample: Sample) -> Iterator[tuple[int, list[Sample]]]:
+        """Takes a sample; yields number and samples of a set that is whole with it."""
+        group = self._open.setdefault(sample.group, [])
+        group.append(sample)
+        if len(group) < self._n:
+            return
+        self.whole += 1
+        number = self._set_of.get(sample.group, next(iter(self._ready)))
+        mine = self._ready[number]
+        mine += self._open.pop(sample.group)
+        if len(mine) == self._n * self._sizes[number]:
+            del self._ready[number]
+            yield number, mine

@@ -14,8 +14,8 @@ def gather_weights(actor: Any, *, trainer: Trainer) -> dict[str, Any]:
     return trainer.weights()
 
 
-@stage(writes="weights", on="gpu")
-def sync_weights(actor_weights: dict[str, Any], *, engine: RolloutEngine, task: TaskInfo) -> int:
+@stage(writes="weights", on="gpu", replays=True)
+async def sync_weights(actor_weights: dict[str, Any], *, engine: RolloutEngine, task: TaskInfo) -> int:
     """Loads the weights into the rollout engine; returns their version, which is the step that made them."""
-    engine.sync(actor_weights, task.step)
+    await engine.sync(actor_weights, task.step)
     return task.step

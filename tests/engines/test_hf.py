@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from dataflow.batch import Batch
-from dataflow.engines.base import Sampling
+from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.hf import HfRollout
-from dataflow.errors import ConfigError, DataError, DataflowError, ModelError
+from dataflow.errors import Aborted, ConfigError, DataError, DataflowError, ModelError
+from tests.engines.drawing import draw, generate, run
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 
@@ -80,7 +83,7 @@ def plain_log_probs(path: str, batch: Batch, temperature: float) -> torch.Tensor
 
 def test_greedy_equals_generate(model: str, engine: HfRollout) -> None:
     batch = prompts([3, 12, 7, 1, 5, 9])
-    out = engine.generate(batch, Sampling(temperature=0.0, max_tokens=20), seed=0)
+    out = generate(engine, batch, Sampling(temperature=0.0, max_tokens=20), seed=0)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for row, ids in enumerate(batch["prompt_ids"]):
         expected = reference.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :]
@@ -91,7 +94,7 @@ def test_greedy_equals_generate(model: str, engine: HfRollout) -> None:
 
 def test_shapes_padding_and_columns(engine: HfRollout) -> None:
     batch = prompts([3, 12, 7])
-    out = engine.generate(batch, Sampling(n=4, temperature=3.0, max_tokens=16), seed=3)
+    out = generate(engine, batch, Sampling(n=4, temperature=3.0, max_tokens=16), seed=3)
     assert out.groups.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert out["data_source"].tolist() == ["s0"] * 4 + ["s1"] * 4 + ["s2"] * 4
     assert out.meta == {"epoch": 1, "weights_version": 0}
@@ -119,9 +122,9 @@ def test_shapes_padding_and_columns(engine: HfRollout) -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(n=4, temperature=0.7), Sampling(n=4, top_p=0.8, top_k=20)])
 def test_a_sample_does_not_depend_on_its_company(engine: HfRollout, model: str, sampling: Sampling) -> None:
-    together = engine.generate(prompts([3, 12, 7, 5]), sampling, seed=5)
-    alone = engine.generate(prompts([3, 12, 7, 5]).select([2]), sampling, seed=5)
-    chunked = HfRollout(model, WIDE, max_batch=3).generate(prompts([3, 12, 7, 5]), sampling, seed=5)
+    together = generate(engine, prompts([3, 12, 7, 5]), sampling, seed=5)
+    alone = generate(engine, prompts([3, 12, 7, 5]).select([2]), sampling, seed=5)
+    chunked = generate(HfRollout(model, WIDE, max_batch=3), prompts([3, 12, 7, 5]), sampling, seed=5)
     for other, part in ((alone, together.select([2])), (chunked, together)):
         assert torch.equal(other["responses"], part["responses"])
         assert torch.equal(other["response_mask"], part["response_mask"])
@@ -130,26 +133,26 @@ def test_a_sample_does_not_depend_on_its_company(engine: HfRollout, model: str, 
 
 def test_seeds(engine: HfRollout) -> None:
     batch = prompts([4, 4])
-    one, same, other = (engine.generate(batch, Sampling(n=4), seed=s)["responses"] for s in (1, 1, 2))
+    one, same, other = (generate(engine, batch, Sampling(n=4), seed=s)["responses"] for s in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert len({tuple(row) for row in one.tolist()}) >= 6, "samples of a group differ"
     # The stream of a sample is one of token positions: a longer limit only goes on.
-    longer = engine.generate(batch, Sampling(n=4, max_tokens=30), seed=1)["responses"]
+    longer = generate(engine, batch, Sampling(n=4, max_tokens=30), seed=1)["responses"]
     assert torch.equal(longer[:, :24], one)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_are_the_trainers(engine: HfRollout, model: str, temperature: float) -> None:
     sampling = Sampling(n=3, temperature=temperature, top_p=0.7, top_k=9)
-    out = engine.generate(prompts([2, 8, 12]), sampling, seed=0)
+    out = generate(engine, prompts([2, 8, 12]), sampling, seed=0)
     torch.testing.assert_close(out["rollout_log_probs"], plain_log_probs(model, out, temperature), atol=1e-4, rtol=0)
 
 
 def first_tokens(engine: HfRollout, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns how often each token came first, and the probabilities at temperature 2."""
     batch = prompts([6])
-    out = engine.generate(batch, sampling, seed=0)
+    out = generate(engine, batch, sampling, seed=0)
     with torch.no_grad():
         logits = engine.model(torch.tensor([batch["prompt_ids"][0]])).logits[0, -1]
     return torch.bincount(out["responses"][:, 0], minlength=VOCAB), (logits / 2.0).softmax(-1)
@@ -179,18 +182,126 @@ def test_samples_follow_the_distribution(engine: HfRollout) -> None:
     assert chi < degrees + 5 * (2 * degrees) ** 0.5
 
 
+def test_min_p_and_stop_tokens(engine: HfRollout) -> None:
+    counts, p = first_tokens(engine, Sampling(n=600, temperature=2.0, max_tokens=1, min_p=0.4))
+    assert set(counts.nonzero().flatten().tolist()) <= set((p >= 0.4 * p.max()).nonzero().flatten().tolist())
+    free = draw(engine, prompts([5, 6]), Sampling(n=4, temperature=2.0), seed=1)
+    stop = next(token for sample in free for token in sample.tokens[:-1])
+    cut = draw(engine, prompts([5, 6]), Sampling(n=4, temperature=2.0, stop_token_ids=(stop,)), seed=1)
+    tokens = {(s.group, s.index): list(s.tokens) for s in cut}
+    for sample in free:
+        whole = list(sample.tokens)
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert tokens[sample.group, sample.index] == whole[:end], "the token that ends a response is part of it"
+    assert any(s.tokens[-1] == stop and s.finish == "stop" for s in cut)
+
+
+def test_a_repetition_penalty_sees_the_own_prompt_alone(engine: HfRollout) -> None:
+    sampling = Sampling(n=2, temperature=1.0, repetition_penalty=1.5)
+    together = generate(engine, prompts([3, 12]), sampling, seed=5)
+    alone = generate(engine, prompts([3, 12]).select([0]), sampling, seed=5)
+    assert torch.equal(together.select([0])["responses"], alone["responses"]), "not the padding"
+    assert not torch.equal(
+        together["responses"], generate(engine, prompts([3, 12]), Sampling(n=2), seed=5)["responses"]
+    )
+
+
+def test_samples_come_as_they_end(engine: HfRollout) -> None:
+    batch, sampling = prompts([3, 12, 7]), Sampling(n=4, temperature=3.0, max_tokens=16)
+    samples = draw(engine, batch, sampling, seed=3)
+    lengths = [len(sample.tokens) for sample in samples]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
+    assert {(s.group, s.index) for s in samples} == {(g, i) for g in range(3) for i in range(4)}
+    assert all((s.finish == "stop") == (s.tokens[-1] in ENDS) for s in samples)
+    assert engine.stats()["running"] == 0
+
+
+def test_who_stops_early_frees_the_engine(engine: HfRollout) -> None:
+    async def body() -> None:
+        endless = engine.generate(prompts([3, 12]), Sampling(n=4, temperature=0.5, max_tokens=100_000), seed=0)
+        reader = asyncio.ensure_future(anext(endless))
+        await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert engine.stats()["running"] == 0
+        # It would wait behind the other for ever.
+        assert [s async for s in engine.generate(prompts([3]), Sampling(max_tokens=2), seed=0)]
+
+    run(body())
+
+
+def test_abort_gives_up_what_is_in_flight(model: str) -> None:
+    engine = HfRollout(model, WIDE)
+
+    async def body() -> None:
+        batch = prompts([3])
+        alone = await engine.sample(batch["prompt_ids"][0], Sampling(max_tokens=2), (0, 0, 0))
+        assert alone.tokens == (await anext(engine.generate(batch, Sampling(max_tokens=2), seed=0))).tokens
+
+        async def all_of(samples: AsyncIterator[Sample]) -> None:
+            async for _sample in samples:
+                pass
+
+        long = Sampling(temperature=0.1, max_tokens=100_000)
+        # Prompts that none of the few likeliest tokens ends would go on for hours.
+        waiting = [
+            asyncio.ensure_future(all_of(engine.generate(prompts([4] * 64), long, seed=0))),
+            asyncio.ensure_future(engine.sample([5, 6], long, (1,))),
+        ]
+        await asyncio.sleep(0)
+        assert await engine.abort() == 65
+        for one in waiting:
+            with pytest.raises(Aborted, match="given up"):
+                await one
+        assert engine.stats()["running"] == 0
+        turns = [engine.sample([5, 6, token], Sampling(max_tokens=3), (1, token)) for token in range(7, 12)]
+        together = await asyncio.gather(*turns)
+        for token, turn in zip(range(7, 12), together, strict=True):
+            assert turn.tokens == (await engine.sample([5, 6, token], Sampling(max_tokens=3), (1, token))).tokens
+
+    run(body())
+    engine.close()
+
+
+def test_a_sync_waits_for_the_samples_in_flight(model: str, tmp_path: Path) -> None:
+    engine, other = HfRollout(model, WIDE), HfRollout(save_model(tmp_path, seed=9), WIDE)
+    batch, sampling = prompts([5, 9]), Sampling(n=2, max_tokens=12)
+    before, after = (generate(one, batch, sampling, seed=2) for one in (engine, other))
+    weights = {name: w for name, w in other.model.state_dict().items() if name != "lm_head.weight"}
+
+    async def body() -> None:
+        async def all_of() -> list[Sample]:
+            return [sample async for sample in engine.generate(batch, sampling, seed=2)]
+
+        first = asyncio.ensure_future(all_of())
+        await asyncio.sleep(0)
+        syncing = asyncio.ensure_future(engine.sync(weights, 1))
+        await asyncio.sleep(0)
+        second = asyncio.ensure_future(all_of())
+        for samples, version, expected in ((await first, 0, before), (await second, 1, after)):
+            assert {sample.version for sample in samples} == {version}
+            assert torch.equal(engine.batch(batch, samples, 12)["responses"], expected["responses"])
+        await syncing
+
+    run(body())
+    for each in (engine, other):
+        each.close()
+
+
 def test_sync_takes_over_a_tied_model(model: str, tmp_path: Path) -> None:
     other = save_model(tmp_path, seed=9)
     new, old = HfRollout(other, WIDE), HfRollout(model, WIDE)
     weights = {name: w.clone() for name, w in new.model.state_dict().items() if name != "lm_head.weight"}
     batch, greedy = prompts([5, 9, 2, 11]), Sampling(temperature=0.0)
-    before = old.generate(batch, greedy, seed=0)["responses"]
-    old.sync(weights, version=4)
-    after = old.generate(batch, greedy, seed=0)
+    before = generate(old, batch, greedy, seed=0)["responses"]
+    run(old.sync(weights, version=4))
+    after = generate(old, batch, greedy, seed=0)
     assert after.meta["weights_version"] == old.version == 4
-    assert torch.equal(after["responses"], new.generate(batch, greedy, seed=0)["responses"])
+    assert torch.equal(after["responses"], generate(new, batch, greedy, seed=0)["responses"])
     assert not torch.equal(after["responses"], before)
-    old.sync({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, version=5)
+    run(old.sync({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, version=5))
 
 
 def test_sync_refuses_wrong_names(model: str, tmp_path: Path) -> None:
@@ -202,29 +313,39 @@ def test_sync_refuses_wrong_names(model: str, tmp_path: Path) -> None:
         return {key: value for key, value in own.items() if key != name}
 
     with pytest.raises(DataflowError, match=r"no weight 'model\.norm\.wait'; did you mean 'model\.norm\.weight'\?"):
-        engine.sync({**without("model.norm.weight"), "model.norm.wait": torch.ones(32)}, 1)
+        run(engine.sync({**without("model.norm.weight"), "model.norm.wait": torch.ones(32)}, 1))
     with pytest.raises(DataflowError, match=r"1 weights are missing, first 'model\.norm\.weight'"):
-        engine.sync(without("model.norm.weight"), 1)
+        run(engine.sync(without("model.norm.weight"), 1))
     with pytest.raises(DataflowError, match=r"shape \(3,\), the model wants \(32,\)"):
-        engine.sync({**own, "model.norm.weight": torch.ones(3)}, 1)
+        run(engine.sync({**own, "model.norm.weight": torch.ones(3)}, 1))
     with pytest.raises(DataflowError, match="tied but differ"):
-        engine.sync({**own, "lm_head.weight": torch.zeros(VOCAB, 32)}, 1)
+        run(engine.sync({**own, "lm_head.weight": torch.zeros(VOCAB, 32)}, 1))
     assert engine.version == 0
     assert all(torch.equal(kept[name], w) for name, w in engine.model.state_dict().items()), "all or nothing"
     untied = HfRollout(save_model(tmp_path, seed=1, tie=False), WIDE)
     with pytest.raises(DataflowError, match=r"lm_head\.weight"):
-        untied.sync(own, 1)
+        run(untied.sync(own, 1))
 
 
 def test_bad_input(engine: HfRollout, model: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="group 1 has 13 tokens, more than max_prompt_length=12"):
-        engine.generate(prompts([3, 13]), Sampling(), seed=0)
+    with pytest.raises(DataError, match="group 1 has 13 tokens, more than data.max_prompt_length=12"):
+        generate(engine, prompts([3, 13]), Sampling(), seed=0)
     with pytest.raises(DataError, match="group 0 is empty"):
-        engine.generate(prompts([0]), Sampling(), seed=0)
+        generate(engine, prompts([0]), Sampling(), seed=0)
     with pytest.raises(DataflowError, match="2 prompts in 1 groups"):
-        engine.generate(Batch([0, 0], {"prompt_ids": [[5], [6]]}), Sampling(), seed=0)
-    with pytest.raises(ConfigError, match="out of range"):
-        engine.generate(prompts([3]), Sampling(n=0), seed=0)
+        generate(engine, Batch([0, 0], {"prompt_ids": [[5], [6]]}), Sampling(), seed=0)
+    for wrong, why in (
+        (Sampling(n=0), r"n=0; give 1 or more"),
+        (Sampling(max_tokens=0), "max_tokens=0"),
+        (Sampling(temperature=-1), "temperature=-1"),
+        (Sampling(top_p=0), r"top_p=0; give a number above 0, up to 1"),
+        (Sampling(top_k=-2), "top_k=-2"),
+        (Sampling(min_p=2), "min_p=2"),
+        (Sampling(repetition_penalty=0), "repetition_penalty=0"),
+        (Sampling(stop_token_ids=(VOCAB,)), f"stop_token_ids has {VOCAB}, which the tokenizer does not know"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            generate(engine, prompts([3]), wrong, seed=0)
     with pytest.raises(ConfigError, match="did you mean 'float32'"):
         HfRollout(model, WIDE, dtype="floet32")
     with pytest.raises(ModelError, match="does not exist"):

@@ -1,0 +1,158 @@
+"""Samples: what goes into an engine checked, what comes out of it made a Batch. The same for every rollout engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataflow.batch import Batch
+from dataflow.engines.base import Sample, Sampling
+from dataflow.errors import ConfigError, DataError, DataflowError
+
+
+def check_sampling(sampling: Sampling, vocabulary: int) -> None:
+    """Fails on what no engine can do.
+
+    Args:
+        sampling: how to draw.
+        vocabulary: number of token ids.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+    ranges = (
+        ("n", sampling.n >= 1, "1 or more"),
+        ("max_tokens", sampling.max_tokens >= 1, "1 or more"),
+        ("temperature", sampling.temperature >= 0, "0 (greedy) or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "a number above 0, up to 1"),
+        ("top_k", sampling.top_k >= -1, "-1 or 0 (all) or more"),
+        ("min_p", 0 <= sampling.min_p <= 1, "a number from 0 to 1"),
+        ("repetition_penalty", sampling.repetition_penalty > 0, "a number above 0"),
+    )
+    for name, good, wanted in ranges:
+        if not good:
+            raise ConfigError(f"rollout: {name}={getattr(sampling, name)}; give {wanted}.")
+    unknown = [token for token in sampling.stop_token_ids if not 0 <= token < vocabulary]
+    if unknown:
+        raise ConfigError(
+            f"rollout: stop_token_ids has {unknown[0]}, which the tokenizer does not know (it has {vocabulary} tokens)."
+        )
+
+
+def prompt_ids(prompts: Batch, longest: int, where: str = "data.max_prompt_length") -> list[list[int]]:
+    """Returns the token ids of each prompt.
+
+    Args:
+        prompts: a row per prompt, with a column ``prompt_ids``.
+        longest: tokens that a prompt may have.
+        where: the key that says so.
+
+    Raises:
+        DataError: no prompt, an empty one or one that is too long.
+        DataflowError: a group with more than one prompt.
+    """
+    ids = [[int(token) for token in prompt] for prompt in prompts["prompt_ids"]]
+    if not ids:
+        raise DataflowError("rollout: the batch holds no prompt.")
+    if len(prompts.ids) != len(ids):
+        raise DataflowError(f"rollout: {len(ids)} prompts in {len(prompts.ids)} groups; give one prompt a group.")
+    for group, prompt in zip(prompts.ids, ids, strict=True):
+        if not prompt:
+            raise DataError(f"rollout: the prompt of group {group} is empty.")
+        if len(prompt) > longest:
+            raise DataError(
+                f"rollout: the prompt of group {group} has {len(prompt)} tokens, more than {where}={longest}; "
+                "raise it, or set data.truncation."
+            )
+    return ids
+
+
+def seed_of(*parts: int) -> int:
+    """Returns a seed below 2**63 that depends on these numbers alone, in every process.
+
+    >>> seed_of(1, 2) == seed_of(1, 2) != seed_of(2, 1)
+    True
+    """
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def end_tokens(tokenizer: Any, *configs: Any) -> list[int]:
+    """Returns the ids that end a response: the tokenizer's, then those of the model's configurations."""
+    ends = [tokenizer.eos_token_id]
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
+        ends += ids if isinstance(ids, list) else [ids]
+    return list(dict.fromkeys(int(end) for end in ends if end is not None))
+
+
+def left_pad(ids: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns token ids and mask, int64 ``[len(ids), longest]``."""
+    wide = max(map(len, ids))
+    tokens = torch.full((len(ids), wide), pad, dtype=torch.int64)
+    mask = torch.zeros((len(ids), wide), dtype=torch.int64)
+    for row, prompt in enumerate(ids):
+        tokens[row, wide - len(prompt) :] = torch.tensor(prompt)
+        mask[row, wide - len(prompt) :] = 1
+    return tokens, mask
+
+
+def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: Any, pad: int) -> Batch:
+    """Returns samples as rows, see :meth:`~dataflow.engines.base.RolloutEngine.batch`.
+
+    Args:
+        prompts: holds their prompts.
+        samples: all of each group.
+        length: R, tokens that responses are padded to.
+        tokenizer: writes ``response_text``.
+        pad: the token to pad with.
+
+    Raises:
+        DataflowError: no samples, groups of different sizes, or a response longer than ``length``.
+    """
+    if not samples:
+        raise DataflowError("rollout: no sample to make a batch of.")
+    place = {group: at for at, group in enumerate(prompts.ids)}
+    rows = sorted(samples, key=lambda sample: (place[sample.group], sample.index))
+    groups = list(dict.fromkeys(sample.group for sample in rows))
+    n, odd = divmod(len(rows), len(groups))
+    if odd or [(s.group, s.index) for s in rows] != [(g, i) for g in groups for i in range(n)]:
+        raise DataflowError(f"rollout: {len(rows)} samples do not fill {len(groups)} groups alike.")
+    longest = max(len(sample.tokens) for sample in rows)
+    if longest > length:
+        raise DataflowError(f"rollout: a response has {longest} tokens, more than the {length} there is room for.")
+    # As wide as all prompts are, whosever samples these: several batches of one rollout fit together.
+    padded, prompt_mask = left_pad([[int(t) for t in ids] for ids in prompts["prompt_ids"]], pad)
+    owner = torch.tensor([place[sample.group] for sample in rows])
+    padded, prompt_mask = padded[owner], prompt_mask[owner]
+    responses = np.full((len(rows), length), pad, dtype=np.int64)
+    there = np.zeros((len(rows), length), dtype=np.int64)
+    drawn = np.zeros((len(rows), length), dtype=np.int64)
+    log_probs = np.zeros((len(rows), length), dtype=np.float32)
+    for row, sample in enumerate(rows):
+        end = len(sample.tokens)
+        responses[row, :end], there[row, :end], log_probs[row, :end] = sample.tokens, 1, sample.log_probs
+        drawn[row, :end] = 1 if sample.mask is None else sample.mask
+    attention = torch.cat([prompt_mask, torch.from_numpy(there)], dim=1)
+    repeated = prompts.select(groups).repeat(n)
+    carried = {name: column for name, column in repeated.columns.items() if name != "prompt_ids"}
+    names = dict.fromkeys(name for sample in rows for name in sample.facts or ())
+    return Batch(
+        repeated.groups,
+        carried
+        | {name: [(sample.facts or {}).get(name) for sample in rows] for name in names}
+        | {
+            "prompts": padded,
+            "responses": torch.from_numpy(responses),
+            "input_ids": torch.cat([padded, torch.from_numpy(responses)], dim=1),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
+            "response_mask": torch.from_numpy(drawn),
+            "rollout_log_probs": torch.from_numpy(log_probs),
+            "response_text": tokenizer.batch_decode([list(s.tokens) for s in rows], skip_special_tokens=True),
+        },
+        {**prompts.meta, "weights_version": min(sample.version for sample in rows)},
+    )

@@ -1,0 +1,138 @@
+"""The rollout stage: what it hands on, in which sets, and what it returns."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataflow.batch import Batch
+from dataflow.engines.base import Sample, Sampling
+from dataflow.errors import Aborted, RunError
+from dataflow.graph import TaskInfo
+from dataflow.stages.rollout import Sets, rollout, val_rollout
+from tests.fake_engine import FakeRollout
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def prompts(groups: int) -> Batch:
+    return Batch(range(groups), {"prompt_ids": [[1]] * groups})
+
+
+def run(stage: Any, groups: int, engine: Any, task: TaskInfo, weights: Any = None, n: int = 2) -> Batch:
+    async def body() -> Batch:
+        async with asyncio.timeout(30):
+            found = await stage(prompts(groups), weights, engine=engine, sampling=Sampling(n=n), seed=5, task=task)
+            return Batch(found.groups, found.columns, found.meta)
+
+    return asyncio.run(body())
+
+
+@given(
+    groups=st.integers(1, 12),
+    n=st.integers(1, 3),
+    emits=st.integers(1, 5),
+    order=st.sampled_from(["arrival", "index"]),
+    data=st.data(),
+)
+def test_sets_hold_each_group_once_and_whole(groups: int, n: int, emits: int, order: Any, data: st.DataObject) -> None:
+    emits = min(emits, groups)
+    samples = [Sample(group, index, [], [], 0, "stop") for group in range(groups) for index in range(n)]
+    sets = Sets(range(groups), n, TaskInfo(1, emits=emits, order=order))
+    found: dict[int, list[Sample]] = {}
+    ended: list[int] = []
+    for sample in data.draw(st.permutations(samples)):
+        for number, mine in sets.add(sample):
+            assert number not in found
+            found[number] = mine
+            ended.append(number)
+    assert sorted(found) == list(range(emits))
+    assert sorted((s.group, s.index) for mine in found.values() for s in mine) == [(s.group, s.index) for s in samples]
+    sizes = [len({s.group for s in mine}) for mine in found.values()]
+    assert max(sizes) - min(sizes) <= 1
+    assert all(len(mine) == n * size for mine, size in zip(found.values(), sizes, strict=True))
+    if order == "index":
+        by_number = [sorted({s.group for s in found[number]}) for number in range(emits)]
+        assert [group for each in by_number for group in each] == list(range(groups))
+    else:
+        assert ended == list(range(emits)), "the groups that end first make the first set"
+
+
+def test_all_samples_come_back_in_order_of_the_groups_whatever_ended_first() -> None:
+    handed: dict[int, Batch] = {}
+    task = TaskInfo(3, "rollout", emits=4, on_emit=lambda number, values: handed.update({number: values[0]}))
+    found = run(rollout, 8, FakeRollout(seed=1, version=2), task, weights=2)
+    whole = run(rollout, 8, FakeRollout(seed=2, version=2), TaskInfo(3, "rollout"), weights=2)
+    assert found.groups.tolist() == whole.groups.tolist() == [g for g in range(8) for _ in range(2)]
+    assert found["response_text"].tolist() == whole["response_text"].tolist()
+    assert sorted(handed) == [0, 1, 2, 3]
+    assert [len(batch.ids) for batch in handed.values()] == [2, 2, 2, 2]
+    assert handed[0].ids != (0, 1), "those that end first"
+    assert task.metrics == {"staleness/rollout": 0.0}
+    assert found.meta["weights_version"] == 2
+
+
+def test_started_anew_it_samples_only_what_was_not_handed_on() -> None:
+    engine = FakeRollout(seed=1)
+    handed: dict[int, Batch] = {}
+    first = TaskInfo(1, "rollout", emits=4, on_emit=lambda number, values: handed.update({number: values[0]}))
+    whole = run(rollout, 8, engine, first)
+    kept = {number: handed[number] for number in (0, 2)}
+    handed.clear()
+    again = TaskInfo(1, "rollout", emits=4, handed=kept, on_emit=first.on_emit)
+    engine = FakeRollout(seed=9)
+    found = run(rollout, 8, engine, again)
+    done = {group for batch in kept.values() for group in batch.ids}
+    assert engine.asked[0][1] == tuple(group for group in range(8) if group not in done)
+    assert sorted(handed) == [1, 3]
+    assert found["response_text"].tolist() == whole["response_text"].tolist()
+    assert found.groups.tolist() == whole.groups.tolist()
+
+
+def test_the_seed_is_of_run_and_step_and_validation_has_its_own() -> None:
+    engine = FakeRollout()
+    for step in (1, 2):
+        run(rollout, 2, engine, TaskInfo(step, "rollout"))
+        run(val_rollout, 2, engine, TaskInfo(step, "val_rollout"))
+    seeds = [seed for seed, _groups in engine.asked]
+    assert seeds[1] == seeds[3]
+    assert len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize("stage", [rollout, val_rollout])
+def test_another_version_of_the_weights_ends_the_run(stage: Any) -> None:
+    with pytest.raises(RunError, match=r"\[2\]: the engine holds weights version 3, the graph says 1"):
+        run(stage, 2, FakeRollout(version=3), TaskInfo(2, stage.name), weights=1)
+
+
+class Failing(FakeRollout):
+    async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> Any:
+        async for sample in super().generate(prompts, sampling, seed):
+            yield sample
+            raise Aborted("given up")
+
+
+def test_an_error_of_the_engine_is_the_stages() -> None:
+    engine = Failing()
+    with pytest.raises(Aborted):
+        run(rollout, 4, engine, TaskInfo(1, "rollout"))
+
+
+def test_a_stage_that_is_cancelled_frees_the_engine() -> None:
+    engine = FakeRollout()
+
+    async def body() -> None:
+        work = rollout(prompts(50), None, engine=engine, sampling=Sampling(n=4), seed=0, task=TaskInfo(1, "rollout"))
+        running = asyncio.ensure_future(work)
+        await asyncio.sleep(0.02)
+        assert engine.running
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert not engine.running
+
+    asyncio.run(body())
