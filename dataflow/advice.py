@@ -64,7 +64,7 @@ def _changes(
 
 def _about_the_bound(workload: Workload, policy: SchedulingPolicy, best: Prediction, base: float) -> str:
     """What sets the lower bound of the best policy, and what would move it."""
-    rewards, gpu = workload.rewards, workload.mean_s("gpu")
+    rewards, gpu = workload.rewards, workload.mean_s()
     calls = workload.prompts * workload.responses
     if best.bound_by == BOUNDS["reward"]:
         each, load = rewards.latency.mean, calls * rewards.seconds
@@ -84,7 +84,7 @@ def _about_the_bound(workload: Workload, policy: SchedulingPolicy, best: Predict
             f"{turn} would make the GPUs the limit ({change:+.0%} against baseline)."
         )
     if best.bound_by == BOUNDS["gpu"]:
-        shares = workload.work_s("gpu")
+        shares = workload.work_s()
         largest = max(shares, key=lambda name: shares[name])
         return (
             f"the GPU pool bounds {best.policy}: {gpu:.4g} s of work a step, {best.gpu_idle:.1%} idle; more rewards in "

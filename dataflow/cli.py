@@ -268,7 +268,7 @@ def _compare(options: argparse.Namespace) -> int:
                 "wall_s": numbers["wall_s"],
                 "step_s": numbers["step_s"],
                 "change": numbers["wall_s"] / rows[0]["wall_s"] - 1 if rows else 0.0,
-                "gpu_busy": numbers["busy"].get("gpu", 0.0),
+                "gpu_busy": numbers["gpu_busy_s"] / numbers["wall_s"] if numbers["wall_s"] else 0.0,
                 "exposed_wait_s": numbers["exposed_wait_s"],
                 "lower_bound_s": summary.get("lower_bound_s"),
                 "accuracy_before": summary.get("accuracy_before"),

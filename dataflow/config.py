@@ -24,6 +24,7 @@ from pydantic import (
 
 from dataflow.errors import ConfigError, UserError, nearest
 from dataflow.overrides import describe, parse_overrides
+from dataflow.placement import Placement
 from dataflow.reward_config import CustomRewardConfig, JudgeConfig, RewardConfig
 from dataflow.section import Section, Text
 
@@ -34,6 +35,7 @@ __all__ = ["RunConfig", "Section", "describe", "dump_yaml", "load_pipeline_file"
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+Stops = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 
 
@@ -51,7 +53,7 @@ class PolicyConfig(Section):
     order: Literal["arrival", "index"] = "arrival"
     """Which groups form a part: the first to be scored, or by index (reproducible bit for bit)."""
     stream_rollout: bool | None = None
-    """Groups go out for their rewards as they finish; null takes the preset's. Needs an engine that streams."""
+    """Groups go out for their rewards as they finish; null takes the preset's."""
 
     def resolve(self, mini_batches: int) -> SchedulingPolicy:
         """Returns the preset for ``mini_batches`` optimizer steps a step, with what is given overridden.
@@ -103,8 +105,8 @@ class ModelConfig(Section):
 class EngineConfig(Section):
     """Rollout: how responses are sampled."""
 
-    rollout: Literal["hf"] = "hf"
-    """Rollout engine: hf (transformers)."""
+    rollout: Literal["auto", "hf", "vllm"] = "hf"
+    """Rollout engine: hf (transformers), vllm, or auto: vLLM where it is installed."""
     n: PositiveInt = 8
     """Responses per prompt."""
     temperature: NonNegativeFloat = 1.0
@@ -113,8 +115,16 @@ class EngineConfig(Section):
     """Nucleus mass kept; 1 keeps all."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Most likely tokens kept; -1 or 0 keeps all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Least probability kept, as a share of the likeliest token's; 0 keeps all."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Above 1 makes tokens less likely that were there before."""
     max_tokens: PositiveInt = 24
     """Longest response in tokens, eos included."""
+    stop: Stops = Field(default=[])
+    """Tokens that end a response beside the model's own, as the tokenizer writes them."""
+    restarts: NonNegativeInt = 2
+    """How often in a run the engine is built anew when its process dies; it then samples what was lost."""
 
 
 class TrainerConfig(Section):
@@ -233,6 +243,8 @@ class RunConfig(Section):
     """Name of the run and of its directory; null makes one of policy and time."""
     runs: Text = "runs"
     """Directory that the runs are written to."""
+    placement: Placement = "colocated"
+    """colocated: engine and trainer take turns on the same GPUs; disaggregated: each has its own, and works at once."""
     executor: Literal["ray", "inline"] = "ray"
     """Where tasks run: ray processes, or inline in this one to debug."""
     data: DataConfig = Field(default_factory=DataConfig)

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from dataflow.config import PolicyConfig, Section
 from dataflow.errors import ConfigError
+from dataflow.placement import Placement
 
 LawText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 
@@ -66,6 +67,8 @@ class PlanConfig(Section):
     """verl deals a batch over its ranks by length before it is scored, so that a group's requests are spread."""
     stages: dict[str, LawText] = Field(default_factory=dict)
     """Seconds of each stage in a step: a number or a law, as for reward.latency."""
+    placement: Placement | None = None
+    """Engine and trainer on the same GPUs (colocated), or on GPUs of their own (disaggregated); null as the source."""
     policy: PolicyConfig | None = None
     """One more policy to predict."""
     reward: RewardPlan = Field(default_factory=RewardPlan)

@@ -14,8 +14,8 @@ from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Pipeline
 from dataflow.policy import PRESETS, SchedulingPolicy, divisors, expand, preset
 from dataflow.runner import Runner
-from dataflow.timeline.attribution import exposed_waits
-from dataflow.timeline.spans import Span, Trace, covered
+from dataflow.timeline.attribution import pool_waits
+from dataflow.timeline.spans import POOLS, Span, Trace, covered
 from dataflow.workload import Workload
 
 ROWS = (*PRESETS, "both+stream")
@@ -33,10 +33,10 @@ class Account:
         trace: of the run; what has been counted is dropped from it, unless it is to be whole.
         steps: of the run: what is optional (validation) may end after the last one's training.
         begin, end: of what is counted, in seconds.
-        busy_s: seconds of that in which the GPU pool worked.
+        busy_s: seconds of that in which the GPU pool worked; of several pools the mean.
         waits_s: cause -> seconds of that in which it did not.
         stages_s: stage -> (seconds, tasks).
-        gpu_s: seconds of GPU work that training cannot do without.
+        work_s: pool -> seconds of GPU work that training cannot do without.
     """
 
     trace: Trace
@@ -46,8 +46,13 @@ class Account:
     busy_s: float = 0.0
     waits_s: dict[str, float] = field(default_factory=dict)
     stages_s: dict[str, tuple[float, int]] = field(default_factory=dict)
-    gpu_s: float = 0.0
+    work_s: dict[str, float] = field(default_factory=dict)
     _to: float | None = None
+
+    @property
+    def pools(self) -> list[str]:
+        """The pools of GPUs that the run has, whether anything of theirs is in the trace or not."""
+        return [name for name in self.trace.meta["resources"] if name in POOLS]
 
     def add(self, span: Span) -> None:
         """Counts one task."""
@@ -57,22 +62,25 @@ class Account:
         if not span.optional:
             self.end = max(self.end, span.end)
         # The next weight sync waits for a validation's rollout, the last one's nobody waits for.
-        if span.resource == "gpu" and not (span.optional and span.step == self.steps):
-            self.gpu_s += took
+        if span.resource in POOLS and not (span.optional and span.step == self.steps):
+            self.work_s[span.resource] = self.work_s.get(span.resource, 0.0) + took
 
     def leave_out(self, span: Span) -> None:
         """Counts from the end of this task on only."""
         self.begin = span.end
-        self.gpu_s = 0.0
+        self.work_s.clear()
 
     def fold(self, until: float, keep: float = -math.inf) -> None:
         """Counts waits up to a time before which nothing can begin any more; drops tasks that ended before ``keep``."""
         begin = self.begin if self._to is None else self._to
         if until <= begin:
             return
-        for wait in exposed_waits(self.trace, window=(begin, until)):
-            self.waits_s[wait.cause] = self.waits_s.get(wait.cause, 0.0) + wait.end - wait.begin
-        self.busy_s += covered(((s.begin, s.end) for s in self.trace.spans if s.resource == "gpu"), begin, until)
+        pools = self.pools
+        for cause, seconds in pool_waits(self.trace, (begin, until), pools).items():
+            self.waits_s[cause] = self.waits_s.get(cause, 0.0) + seconds
+        for pool in pools:
+            busy = covered(((s.begin, s.end) for s in self.trace.spans if s.resource == pool), begin, until)
+            self.busy_s += busy / len(pools)
         self._to = until
         self.trace.spans[:] = [s for s in self.trace.spans if s.end >= keep]
 
@@ -156,7 +164,7 @@ def _prediction(
     steps = workload.steps
     # Requests of all but the last rollout that is not counted may be answered before the count begins.
     early = account.begin if policy.max_staleness > 1 or policy.stream_rollout else 0.0
-    bounds = {"gpu": account.gpu_s, "reward": max(0.0, costs.load_s - early)}
+    bounds = {"gpu": max(account.work_s.values(), default=0.0), "reward": max(0.0, costs.load_s - early)}
     bounds["path"] = max(0.0, _path_s(workload, policy, below=max(bounds.values())) - account.begin)
     bound_by = max(bounds, key=lambda key: bounds[key])
     waits = {cause: s / steps for cause, s in sorted(account.waits_s.items(), key=lambda i: -i[1])}
@@ -224,9 +232,7 @@ def simulate(
         elif not whole:
             # Before what runs, and up to the last that ran, no task can begin any more. A task that takes no time
             # ends no wait, so a wait is not cut in two there.
-            since = runner.running_since("gpu")
-            last = max((s.end for s in trace.spans if s.resource == "gpu" and s.end > s.begin), default=0.0)
-            account.fold(last if since is None else min(since, last), keep)
+            account.fold(min((_settled(runner, trace, pool) for pool in account.pools), default=0.0), keep)
 
     inputs: dict[str, Callable[[int], Any]] = dict.fromkeys(pipeline.inputs, lambda step: None)
     estimates = {name: time.mean / graph.parts.get(name, 1) for name, time in workload.times.items()}
@@ -235,6 +241,13 @@ def simulate(
     if not unlimited:
         account.fold(account.end)
     return account, costs
+
+
+def _settled(runner: Runner, trace: Trace, pool: str) -> float:
+    """Returns the time before which no task can begin on a pool any more."""
+    since = runner.running_since(pool)
+    last = max((s.end for s in trace.spans if s.resource == pool and s.end > s.begin), default=0.0)
+    return last if since is None else min(since, last)
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.config import RunConfig, dump_yaml
-from dataflow.errors import ConfigError, Interrupted, PolicyError, UserError
+from dataflow.errors import ConfigError, Interrupted, UserError
 from dataflow.executors.base import Executor
 from dataflow.graph import Pipeline, TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
@@ -55,11 +55,6 @@ class Session:
         self.summary: dict[str, Any] = {}
         self._evaluations: dict[int, float] = {}
         self._steps_seen = 0
-        if self.policy.stream_rollout:
-            raise PolicyError(
-                "stream_rollout: the transformers engine hands on its responses all at once; leave it out "
-                "('dataflow plan' says what it would gain)."
-            )
         self._check_reward()
         self.expand()  # before the model is made: a wrong policy is said at once
         self.inputs = self._inputs()

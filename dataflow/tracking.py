@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from dataflow.errors import ConfigError, nearest
 from dataflow.files import replaced
-from dataflow.timeline.attribution import exposed_waits
+from dataflow.timeline.attribution import pool_waits
 from dataflow.timeline.spans import Span, Trace, covered
 
 if TYPE_CHECKING:
@@ -178,9 +178,9 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
         f"timing_s/{TIMINGS.get(stage, stage)}": covered([(s.begin, s.end) for s in spans], -math.inf, math.inf)
         for stage, spans in by_stage.items()
     }
-    waits = exposed_waits(trace, window=(begin, end))
-    waited = sum(w.end - w.begin for w in waits)
-    metrics["timing_s/reward"] = sum((w.end - w.begin for w in waits if w.cause == "rewards"), 0.0)
+    waits = pool_waits(trace, (begin, end))
+    waited = sum(waits.values())
+    metrics["timing_s/reward"] = waits.get("rewards", 0.0)
     metrics["timing_s/step"] = end - begin
     metrics["overlap/exposed_wait_s"] = waited
     metrics["overlap/gpu_busy_frac"] = 1 - waited / (end - begin) if end > begin else 0.0

@@ -14,6 +14,8 @@ from typing import Literal
 
 from dataflow.graph import Carried, Latest, Pipeline, Stage, stage
 from dataflow.law import Law
+from dataflow.placement import TRAINER, Placement, placed
+from dataflow.timeline.spans import POOLS
 
 Agent = Literal["continuous", "per-step"]
 Pool = Literal["shared", "own"]
@@ -139,6 +141,7 @@ class Workload:
         validation: None where there is none.
         roles: what the reward service has to do with which stage.
         dispatch_s: stage -> seconds from a task's being ready until its worker begins; 0 for those left out.
+        ends: the share of a rollout's time after which each of its groups has ended, in order; () for evenly.
         uncounted: the rollouts of the first ``max_staleness`` steps come before what is counted, as in verl's logs.
         assumptions: sentences about what was not in the source.
         logged: what the source's own policy took: (its name, seconds in all, steps).
@@ -156,6 +159,7 @@ class Workload:
     validation: Validation | None = None
     roles: Roles = field(default_factory=Roles)
     dispatch_s: Mapping[str, float] = field(default_factory=dict)
+    ends: tuple[float, ...] = ()
     uncounted: bool = False
     assumptions: tuple[str, ...] = ()
     logged: tuple[str, float, int] | None = None
@@ -168,16 +172,41 @@ class Workload:
         of = self.pipeline.by_name
         saved = of["save_checkpoint"].every if "save_checkpoint" in of else None
         validation = replace(self.validation, overlap=True)
-        return replace(self, pipeline=grpo("ref_log_prob" in of, validation, saved), validation=validation)
+        pipeline = grpo("ref_log_prob" in of, validation, saved)
+        if TRAINER in self.pipeline.resources:
+            pipeline = placed(pipeline, "disaggregated")
+        return replace(self, pipeline=pipeline, validation=validation)
 
-    def work_s(self, resource: str = "gpu") -> dict[str, float]:
-        """Seconds that each stage takes of a resource for one step; those of a validation are spread over its steps."""
-        stages = [s for s in self.pipeline.stages if s.on == resource and s.name in self.times]
-        return {s.name: self.times[s.name].mean / (s.every or 1) for s in stages}
+    def placed(self, placement: Placement) -> Workload:
+        """Returns it with engine and trainer on the same GPUs, or on GPUs of their own; stage times stay.
 
-    def mean_s(self, resource: str = "gpu") -> float:
-        """Seconds that a resource works for one step."""
-        return math.fsum(self.work_s(resource).values())
+        Raises:
+            PipelineError: it has no rollout to place.
+        """
+        said = {
+            "colocated": "engine and trainer take turns on the same GPUs (placement=colocated).",
+            "disaggregated": "the engine has GPUs of its own, which sample as fast, beside the trainer's "
+            "(placement=disaggregated).",
+        }
+        pipeline = placed(self.pipeline, placement)
+        return replace(self, pipeline=pipeline, assumptions=(*self.assumptions, said[placement]), logged=None)
+
+    def work_s(self) -> dict[str, float]:
+        """Seconds that each stage takes of the GPUs for one step; those of a validation are spread over its steps.
+
+        Where engine and trainer have pools of their own, of the one that has more to do.
+        """
+        of = {s.on: [each for each in self.pipeline.stages if each.on == s.on] for s in self.pipeline.stages}
+        shares = [
+            {s.name: self.times[s.name].mean / (s.every or 1) for s in stages if s.name in self.times}
+            for pool, stages in of.items()
+            if pool in POOLS
+        ]
+        return max(shares, key=lambda share: math.fsum(share.values()), default={})
+
+    def mean_s(self) -> float:
+        """Seconds that the GPUs work for one step."""
+        return math.fsum(self.work_s().values())
 
     def seconds(self, name: str, step: int, part: int, parts: int) -> float:
         """Returns the seconds of one task of a stage that does not wait for the reward service."""

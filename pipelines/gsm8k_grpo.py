@@ -15,9 +15,10 @@ from __future__ import annotations
 from pydantic import Field
 
 from dataflow.config import RunConfig
-from dataflow.engines.base import Sampling
+from dataflow.engines.choice import ENGINES, rollout_engine
 from dataflow.graph import Hosted, Pipeline
 from dataflow.reward_config import RewardConfig
+from dataflow.sampling import sampling_of
 from dataflow.stages.advantage import advantage
 from dataflow.stages.log_prob import old_log_prob, ref_log_prob
 from dataflow.stages.reward import reward_collect, reward_request, val_score
@@ -25,8 +26,9 @@ from dataflow.stages.rollout import rollout, val_rollout
 from dataflow.stages.sync import gather_weights, sync_weights
 from dataflow.stages.update import update_stage
 
-# Trainer and rollout share each GPU. A trainer's share is over a half, so that Ray never puts two ranks on one GPU.
-TRAINER_SHARE, ROLLOUT_SHARE = 0.6, 0.3
+# Of each GPU, for trainer and rollout. Where they share one the trainer's part is over a half, so that Ray never puts
+# two ranks on one GPU.
+SHARES = {"colocated": (0.6, 0.3), "disaggregated": (1.0, 1.0)}
 
 
 class Config(RunConfig):
@@ -41,6 +43,10 @@ def pipeline(config: Config) -> Pipeline:
     gpus = config.ray.gpus_per_worker
     device = "cuda" if gpus else "cpu"
     train, draw, judge = config.trainer, config.engine, config.judge
+    apart = config.placement == "disaggregated"
+    # Tasks of one pool exclude each other: colocated, all of them; apart, those of the trainer and those of the engine.
+    training, sampling_on = ("train", "rollout") if apart else ("gpu", "gpu")
+    trainer_share, rollout_share = SHARES[config.placement]
     trainer = Hosted(
         "trainer",
         "dataflow.engines.verl_trainer:VerlTrainer",
@@ -56,18 +62,20 @@ def pipeline(config: Config) -> Pipeline:
             "reference": config.algorithm.use_kl_loss,
         },
         ranks=train.world_size,
-        gpus=gpus * TRAINER_SHARE,
+        gpus=gpus * trainer_share,
     )
     engine = Hosted(
         "rollout",
-        "dataflow.engines.hf:HfRollout",
+        ENGINES[rollout_engine(draw.rollout, own_process=config.executor != "inline")],
         {
             "model": config.model.path,
             "max_prompt_length": config.data.max_prompt_length,
             "threads": train.threads,
             "device": device,
         },
-        gpus=gpus * ROLLOUT_SHARE,
+        gpus=gpus * rollout_share,
+        concurrent=True,
+        restarts=draw.restarts,
     )
     agent = Hosted(
         "reward",
@@ -83,29 +91,28 @@ def pipeline(config: Config) -> Pipeline:
         concurrent=True,
         restarts=config.reward.restarts,
     )
-    sampling = Sampling(draw.n, draw.temperature, draw.top_p, draw.top_k, draw.max_tokens)
-    greedy = Sampling(config.val.n, config.val.temperature, max_tokens=draw.max_tokens)
+    sampling, held_out = sampling_of(config)
 
     stages = [
-        rollout.bind(engine=engine, sampling=sampling, seed=config.seed),
+        rollout.bind(on=sampling_on, engine=engine, sampling=sampling, seed=config.seed),
         reward_request.bind(agent=agent, spare=config.reward.spare_groups),
-        old_log_prob.bind(trainer=trainer),
+        old_log_prob.bind(on=training, trainer=trainer),
         reward_collect.bind(agent=agent),
         advantage.bind(algorithm=config.algorithm),
-        update_stage(config.algorithm.use_kl_loss).bind(trainer=trainer, groups=config.data.prompts),
-        gather_weights.bind(trainer=trainer),
-        sync_weights.bind(engine=engine),
+        update_stage(config.algorithm.use_kl_loss).bind(on=training, trainer=trainer, groups=config.data.prompts),
+        gather_weights.bind(on=training, trainer=trainer),
+        sync_weights.bind(on=sampling_on, engine=engine),
     ]
     if config.algorithm.use_kl_loss:
-        stages.insert(3, ref_log_prob.bind(trainer=trainer))
+        stages.insert(3, ref_log_prob.bind(on=training, trainer=trainer))
     if config.val.every:
+        val = {"seed": config.seed, "every": config.val.every}
         stages += [
-            val_rollout.bind(engine=engine, sampling=greedy, seed=config.seed, every=config.val.every),
+            val_rollout.bind(on=sampling_on, engine=engine, sampling=held_out, **val),
             val_score.bind(agent=agent, every=config.val.every),
         ]
     return Pipeline(
         stages,
         inputs=["prompts", "val_prompts"] if config.val.every else ["prompts"],
-        # The colocated worker group is one GPU pool with one slot: its tasks exclude each other.
-        resources={"gpu": 1, "reward": None, "controller": 1, "io": 1},
+        resources={training: 1, sampling_on: 1, "reward": None, "controller": 1, "io": 1},
     )

@@ -274,3 +274,25 @@ def test_a_sweep_that_cannot_be_made_is_said(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_sweep(text, load())
     assert message in str(error.value)
+
+
+def test_with_gpus_of_its_own_the_engine_samples_while_the_trainer_updates() -> None:
+    apart = load(0.0).placed("disaggregated")
+    alone = LOG_PROB + UPDATE
+    # The engine is a step ahead: from the first log-probs on the trainer has always something to do.
+    assert total(apart, "off-policy") == pytest.approx(ROLLOUT + STEPS * alone + SYNC)
+    # On-policy each waits for the other.
+    assert total(apart, "baseline") == total(load(0.0), "baseline") == pytest.approx(STEPS * WORK)
+    (row,) = predict(apart, {"off-policy": preset("off-policy", 4)})
+    assert row.bounds_s["GPU pool"] == pytest.approx(STEPS * alone), "the busier of the two"
+    busy = STEPS * (alone + ROLLOUT + SYNC) / 2
+    assert row.gpu_idle == pytest.approx(1 - busy / row.total_s)
+    assert row.exposed_wait_s * STEPS == pytest.approx(row.total_s - busy)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_another_placement_and_back_is_the_same(name: str) -> None:
+    workload = load(validation=Validation(2, 4, "shared", overlap=True))
+    there = workload.placed("disaggregated")
+    assert total(there, name) <= total(workload, name)
+    assert total(there.placed("colocated"), name) == total(workload, name)

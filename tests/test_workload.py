@@ -43,7 +43,7 @@ def test_a_step_draws_the_same_time_for_all_its_parts_and_policies() -> None:
     assert [workload.seconds("actor_update", 3, part, 2) for part in range(2)] == [whole / 2] * 2
     assert workload.seconds("actor_update", 4, 0, 1) != whole
     assert workload.seconds("sync_weights", 3, 0, 1) == 0
-    assert workload.mean_s("gpu") == pytest.approx(14.0)
+    assert workload.mean_s() == pytest.approx(14.0)
 
 
 def test_a_groups_latencies_are_its_own_however_it_is_sent() -> None:

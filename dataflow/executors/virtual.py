@@ -31,14 +31,26 @@ class End:
     parts: tuple[tuple[float, tuple[int, ...] | None], ...] = ()
 
 
-def even_parts(task: Task, groups: int, begin: float, end: float) -> tuple[tuple[float, tuple[int, ...] | None], ...]:
-    """Returns what a streaming task hands on from ``begin`` to ``end``, evenly in time; nothing if it does not."""
+def parts_of(
+    task: Task, groups: int, begin: float, end: float, ends: Sequence[float] = ()
+) -> tuple[tuple[float, tuple[int, ...] | None], ...]:
+    """Returns what a streaming task hands on from ``begin`` to ``end``; nothing if it does not.
+
+    Args:
+        task: which.
+        groups: of a step.
+        begin: of its work, in seconds.
+        end: of it.
+        ends: the share of that time after which each group has ended, in order; evenly if none is given.
+    """
     n = task.emits
     if n == 1:
         return ()
     each = groups // n
+    shares = [ends[-(-(k + 1) * len(ends) // n) - 1] if ends else (k + 1) / n for k in range(n)]
     return tuple(
-        (min(end, begin + (end - begin) * (k + 1) / n), tuple(range(k * each, (k + 1) * each))) for k in range(n)
+        (min(end, begin + (end - begin) * share), tuple(range(k * each, (k + 1) * each)))
+        for k, share in enumerate(shares)
     )
 
 

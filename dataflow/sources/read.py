@@ -25,6 +25,11 @@ def read_workload(source: str, overrides: Sequence[str] = ()) -> tuple[Workload,
         DataError: there is no such source, or it does not hold what a plan needs.
         ConfigError: a key or a value is wrong, or missing.
     """
+    workload, config = _read(source, overrides)
+    return (workload if config.placement is None else workload.placed(config.placement)), config
+
+
+def _read(source: str, overrides: Sequence[str]) -> tuple[Workload, PlanConfig]:
     path = Path(source)
     if not path.exists():
         near = nearest(str(path), [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else ""

@@ -9,6 +9,7 @@ from dataflow.errors import ConfigError, DataError
 from dataflow.graph import Pipeline
 from dataflow.law import Law, parse_law
 from dataflow.plan_config import PlanConfig
+from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Span, Trace
 from dataflow.workload import Measured, Rewards, Roles, Validation, Workload
@@ -66,6 +67,9 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         said.append(
             f"a task begins {mean:.1f} ms after it could, as in the run, more or less by stage (dispatch=SECONDS)."
         )
+    ends = _ends(trace, next((s.name for s in pipeline.stages if s.streams), None))
+    if pipeline.streaming and not ends:
+        said.append("a streaming rollout's groups would end evenly over its time.")
     return Workload(
         source=source,
         pipeline=pipeline,
@@ -78,6 +82,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         validation=validation,
         roles=roles,
         dispatch_s=dispatch,
+        ends=ends,
         assumptions=tuple(said),
         logged=(str(trace.meta.get("policy")), trace.wall, int(trace.meta.get("steps") or steps)),
         seed=config.seed,
@@ -109,6 +114,19 @@ def _whole(steps: dict[int, list[Span]]) -> dict[int, tuple[float, ...]]:
     return {
         step: tuple(s.end - s.begin for s in parts) for step, parts in steps.items() if len(parts) == parts[0].parts
     }
+
+
+def _ends(trace: Trace, stage: str | None) -> tuple[float, ...]:
+    """Returns the mean share of a rollout's time after which its first, second, ... group had ended."""
+    sampled = sorted(level.at for level in trace.levels if level.name == SAMPLED)
+    shares = [
+        [(at - s.begin) / (s.end - s.begin) for at in sampled if s.begin <= at <= s.end]
+        for s in trace.spans
+        if s.stage == stage and s.end > s.begin
+    ]
+    if not shares or len(set(map(len, shares))) > 1:
+        return ()  # a rollout that was started anew, or a trace of before
+    return tuple(statistics.fmean(column) for column in zip(*shares, strict=True))
 
 
 def _roles(pipeline: Pipeline) -> Roles:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dataflow.executors.base import Call, Done, Part
-from dataflow.executors.virtual import Costs, End, VirtualExecutor, even_parts
+from dataflow.executors.virtual import Costs, End, VirtualExecutor, parts_of
 from dataflow.graph import Carried, Grain, Lag, Latest, Pipeline, Read, Stage, Task, TaskGraph, TaskId, stage
 from dataflow.policy import SchedulingPolicy, divisors, expand
 from dataflow.runner import Runner
@@ -249,7 +249,7 @@ class SteadyCosts(Costs):
         end = now + self.seconds[i.stage]
         if i.stage == self.request:
             self._sent.setdefault(i.step, end)
-        return End(end, parts=even_parts(task, self.groups, now, end))
+        return End(end, parts=parts_of(task, self.groups, now, end))
 
 
 class RandomCosts(Costs):
@@ -274,7 +274,7 @@ class RandomCosts(Costs):
         dice = random.Random(f"{self.seed}/{i}")
         seconds = dice.randrange(6) * self.grain if self.grain else dice.expovariate(1.0)
         if not task.stage.forms_parts:
-            return End(now + seconds, parts=even_parts(task, self.groups, now, now + seconds))
+            return End(now + seconds, parts=parts_of(task, self.groups, now, now + seconds))
         ids = list(range(self.groups))
         if self.order == "arrival":
             random.Random(f"{self.seed}/{i.step}").shuffle(ids)

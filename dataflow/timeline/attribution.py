@@ -7,11 +7,11 @@ update that waited a millisecond for its advantages, which waited ten seconds fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dataflow.timeline.spans import Span, Trace, union
+from dataflow.timeline.spans import POOLS, Span, Trace, union
 
 CAUSES = {"reward": "rewards"}
 """Causes that are not called as the resource is."""
@@ -146,18 +146,34 @@ def _walk(
     return merged
 
 
-def summary(trace: Trace, resource: str = "gpu") -> dict[str, Any]:
+def pool_waits(
+    trace: Trace, window: tuple[float, float] | None = None, pools: Sequence[str] | None = None
+) -> dict[str, float]:
+    """Returns cause -> seconds in which the GPUs waited; of several pools the mean, so that it is a share of the time.
+
+    Args:
+        trace: of the run, or of what there is of it so far.
+        window: see :func:`exposed_waits`.
+        pools: of GPUs; None for those that the trace has something of.
+    """
+    pools = (trace.pools or POOLS[:1]) if pools is None else pools
+    by_cause: dict[str, float] = {}
+    for pool in pools:
+        for wait in exposed_waits(trace, pool, window):
+            by_cause[wait.cause] = by_cause.get(wait.cause, 0.0) + (wait.end - wait.begin) / len(pools)
+    return by_cause
+
+
+def summary(trace: Trace) -> dict[str, Any]:
     """Returns the run's numbers, JSON-able; times in seconds.
 
     Returns:
         ``wall_s`` (first task to last training task), ``step_s`` (wall time per step), ``gpu_busy_s``,
         ``exposed_wait_s``, ``exposed_wait_by_cause`` {cause: seconds}, ``busy`` {resource: share of the wall
-        time}, ``stages`` {stage: {"total_s", "count"}}. Busy time and exposed wait add up to the wall time.
+        time}, ``stages`` {stage: {"total_s", "count"}}. Busy time and exposed wait are the mean of the GPU pools, and
+        add up to the wall time.
     """
-    waits = exposed_waits(trace, resource)
-    by_cause: dict[str, float] = {}
-    for wait in waits:
-        by_cause[wait.cause] = by_cause.get(wait.cause, 0.0) + wait.end - wait.begin
+    by_cause, pools = pool_waits(trace), trace.pools or POOLS[:1]
     stages: dict[str, dict[str, float]] = {}
     for span in trace.spans:
         of = stages.setdefault(span.stage, {"total_s": 0.0, "count": 0})
@@ -168,7 +184,7 @@ def summary(trace: Trace, resource: str = "gpu") -> dict[str, Any]:
     return {
         "wall_s": wall,
         "step_s": wall / len(steps) if steps else 0.0,
-        "gpu_busy_s": trace.busy(resource),
+        "gpu_busy_s": sum(map(trace.busy, pools)) / len(pools),
         "exposed_wait_s": sum(by_cause.values()),
         "exposed_wait_by_cause": dict(sorted(by_cause.items(), key=lambda item: (-item[1], item[0]))),
         "busy": {name: trace.busy(name) / wall if wall > 0 else 0.0 for name in trace.resources},

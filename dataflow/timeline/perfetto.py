@@ -56,24 +56,27 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
         for i, lane in enumerate(lanes(trace.on(resource)) or [[]]):
             names.append(resource if i == 0 else f"{resource} {i + 1}")
             track_of.update((id(span), len(names)) for span in lane)
-    waits = exposed_waits(trace) if "gpu" in first else []
-    if waits:
-        names.append("gpu waits")
+    waits = {pool: found for pool in trace.pools if (found := exposed_waits(trace, pool))}
+    below = {}  # tid of the track of a pool's waits -> tid of the pool's own
+    for pool in waits:
+        names.append(f"{pool} waits")
+        below[len(names)] = first[pool]
     for tid, track in enumerate(names, start=1):
         yield _about("thread_name", tid, name=track)
-        # The waits belong right below the GPU's own track.
-        place = 2 * first["gpu"] + 1 if track == "gpu waits" else 2 * tid
+        # The waits belong right below the pool's own track.
+        place = 2 * below[tid] + 1 if tid in below else 2 * tid
         yield _about("thread_sort_index", tid, sort_index=place)
     for span in trace.spans:
         yield {
             **_complete(TASK, f"{span.stage} {span.label}", track_of[id(span)], span.begin, span.end),
             "args": _pack({key: getattr(span, name) for key, name in _SPAN.items()}, span.args),
         }
-    for wait in waits:
-        yield {
-            **_complete(WAIT, f"waits for {wait.cause}", len(names), wait.begin, wait.end),
-            "args": {"cause": wait.cause, "task": wait.task},
-        }
+    for tid, found in zip(below, waits.values(), strict=True):
+        for wait in found:
+            yield {
+                **_complete(WAIT, f"waits for {wait.cause}", tid, wait.begin, wait.end),
+                "args": {"cause": wait.cause, "task": wait.task},
+            }
     for i, mark in enumerate(trace.marks, start=1):
         common = {"cat": REQUEST, "name": mark.name, "id": hex(i), "pid": PID, "tid": first[mark.resource]}
         begin, end = _ticks(mark.begin, mark.end)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import DataError
 from dataflow.files import replaced
-from dataflow.timeline.attribution import exposed_waits
-from dataflow.timeline.spans import Span, Trace, in_flight, lanes
+from dataflow.timeline.attribution import exposed_waits, pool_waits
+from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes
 from dataflow.timeline.text import extent, tick
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ HATCHED: dict[str, Any] = {"facecolor": "#F4F4F4", "edgecolor": "#8A8A8A", "hatc
 INK = "#222222"
 _PIXELS = 100  # per inch
 WIDTH = 14.0  # inches
-_HEIGHTS = {"gpu": 0.62, "reward": 0.5}
+_HEIGHTS = {**dict.fromkeys(POOLS, 0.62), "reward": 0.5}
 _THIN = 0.2
 
 
@@ -113,7 +113,7 @@ class _Panel:
         self.begin, self.end = extent(trace, steps)
         spans = [s for s in trace.spans if s.end >= self.begin and s.begin <= self.end]
         self.levels = in_flight(trace.marks)
-        self.waits = exposed_waits(trace)
+        self.waits = {pool: exposed_waits(trace, pool) for pool in trace.pools}
         self.rows: list[tuple[str, list[list[Span]], float]] = []
         for resource in trace.resources:
             on = [s for s in spans if s.resource == resource]
@@ -143,8 +143,8 @@ class _Panel:
                 full = height if not (resource == "reward" and self.levels) else height * 0.32
                 tall = full / len(rows)
                 self._lane(axis, lane, at - (i + 1) * tall, tall, colour, pixels)
-            if resource == "gpu":
-                self._waits(axis, below, height)
+            if resource in POOLS:
+                self._waits(axis, below, height, resource)
             middles.append(below + height / 2)
             names.append(resource)
             at = below - 0.07
@@ -169,9 +169,9 @@ class _Panel:
         if self is not reference and reference.trace.wall > 0:
             change = f"{wall / reference.trace.wall - 1:+.1%}".replace("-", "−")
             facts += f",  {change} against {reference.name}"
-        if "gpu" in self.trace.resources and wall > 0:
-            waits = sum(w.end - w.begin for w in self.waits)
-            facts += f",  gpu busy {self.trace.busy('gpu') / wall:.0%},  exposed wait {waits:.1f} s"
+        if self.trace.pools and wall > 0:
+            busy = ",  ".join(f"{pool} busy {self.trace.busy(pool) / wall:.0%}" for pool in self.trace.pools)
+            facts += f",  {busy},  exposed wait {sum(pool_waits(self.trace).values()):.1f} s"
         if (status := self.trace.meta.get("status", "finished")) != "finished":
             facts += f",  {status}"
         axis.annotate(facts, xy=(1, 0), xycoords=name, xytext=(8, 0), textcoords="offset points", va="bottom",
@@ -206,8 +206,8 @@ class _Panel:
                     axis.text(*middle, span.label, ha="center", va="center_baseline", **text)
                     break
 
-    def _waits(self, axis: Axes, below: float, height: float) -> None:
-        places = [(w.begin - self.begin, w.end - w.begin) for w in self.waits]
+    def _waits(self, axis: Axes, below: float, height: float, pool: str) -> None:
+        places = [(w.begin - self.begin, w.end - w.begin) for w in self.waits[pool]]
         axis.broken_barh(places, (below, height), **HATCHED)
 
     def _band(self, axis: Axes, below: float, height: float, own_lanes: int) -> None:

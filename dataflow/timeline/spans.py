@@ -79,6 +79,10 @@ class Level:
     value: float
 
 
+POOLS = ("gpu", "rollout", "train")
+"""Resources that are GPUs: of a colocated run, and of one that samples and trains on different ones."""
+
+
 @dataclass
 class Trace:
     """All spans of a run.
@@ -131,6 +135,11 @@ class Trace:
     def stages(self) -> list[str]:
         """Stages that ran, in order of their first begin."""
         return list(dict.fromkeys(s.stage for s in sorted(self.spans, key=lambda s: (s.begin, s.step, s.stage))))
+
+    @property
+    def pools(self) -> list[str]:
+        """The pools of GPUs among them: one where engine and trainer share it, else one for each."""
+        return [name for name in self.resources if name in POOLS]
 
     def on(self, resource: str) -> list[Span]:
         """Returns the spans on a resource, by begin; ties are decided by step, stage and part."""

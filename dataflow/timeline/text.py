@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from dataflow.timeline.attribution import Wait, exposed_waits, summary
-from dataflow.timeline.spans import Span, Trace, in_flight, lanes
+from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes
 
 LETTERS = {
     "rollout": "R",
@@ -61,7 +61,7 @@ def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) 
     for resource in trace.resources:
         shown = [s for s in trace.on(resource) if s.end >= begin and s.begin <= end]
         for i, lane in enumerate(lanes(shown)):
-            waits = exposed_waits(trace) if resource == "gpu" and i == 0 else []
+            waits = exposed_waits(trace, resource) if resource in POOLS and i == 0 else []
             rows.append((resource if i == 0 else "", lane, waits))
     flights = [m for m in trace.marks if m.begin < m.end and m.end > begin and m.begin < end > begin]
     names = [name for name, _, _ in rows] + (["in flight"] if flights else [])
@@ -93,7 +93,7 @@ def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) 
         lines.append(f"{'in flight':<{left}}{_flights(in_flight(flights), begin, end, columns).rstrip()}")
     lines.append(" " * left + _axis(begin, end, columns))
     shown_stages = [s for s in trace.stages if any(s == span.stage for _, lane, _ in rows for span in lane)]
-    legend = [f"{letter[s]} {s}" for s in shown_stages] + ["~ gpu waits"]
+    legend = [f"{letter[s]} {s}" for s in shown_stages] + [f"~ {' or '.join(trace.pools) or 'gpu'} waits"]
     if flights:
         legend.append(f"█ {max(level for _, level in in_flight(flights))} rewards in flight")
     lines += _wrap(legend, width)
@@ -108,8 +108,9 @@ def title(trace: Trace) -> str:
     text = f"{trace.meta.get('policy', 'run')}: {count} step{'s' * (count != 1)} in {_s(facts['wall_s'])} s"
     if status != "finished":
         text += f" ({status})"
-    if "gpu" in facts["busy"]:
-        text += f", gpu busy {facts['busy']['gpu']:.1%}, exposed wait {_s(facts['exposed_wait_s'])} s"
+    if trace.pools:
+        busy = ", ".join(f"{pool} busy {facts['busy'][pool]:.1%}" for pool in trace.pools)
+        text += f", {busy}, exposed wait {_s(facts['exposed_wait_s'])} s"
     causes = ", ".join(f"{k} {_s(v)}" for k, v in facts["exposed_wait_by_cause"].items() if v >= 0.005)
     return text + (f" ({causes})" if causes else "")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.timeline.attribution import Wait, exposed_waits, summary
+from dataflow.timeline.attribution import Wait, exposed_waits, pool_waits, summary
 from dataflow.timeline.spans import Span, Trace
 
 RESOURCES = ("gpu", "reward", "controller", "io", "sandbox")
@@ -197,6 +197,22 @@ def test_the_summary_adds_up(trace: Trace) -> None:
     assert sum(facts["exposed_wait_by_cause"].values()) == facts["exposed_wait_s"]
     assert sum(of["count"] for of in facts["stages"].values()) == len(trace.spans)
     assert all(0 <= share <= 1 for share in facts["busy"].values())
+
+
+def test_of_two_pools_of_gpus_the_mean_counts() -> None:
+    trace = step(
+        task("rollout[1]", "rollout", 0, 4),
+        task("actor_update[1]", "train", 4, 10, "rollout[1]"),
+        task("rollout[2]", "rollout", 4, 6, "rollout[1]"),
+        task("reward_collect[2]", "reward", 6, 9, "rollout[2]"),
+        task("actor_update[2]", "train", 12, 16, "reward_collect[2]"),
+    )
+    facts = summary(trace)
+    assert facts["busy"]["rollout"] == 6 / 16
+    assert facts["busy"]["train"] == 10 / 16
+    assert facts["gpu_busy_s"] == 8
+    assert facts["gpu_busy_s"] + facts["exposed_wait_s"] == facts["wall_s"]
+    assert pool_waits(trace, pools=["train"]) == {"start-up": 4, "dispatch": 2}
 
 
 def test_the_summary_of_a_step() -> None:
