@@ -30,14 +30,14 @@ from dataflow.timeline import perfetto
 BOUND = 0.05
 
 
-def measure(runs: Path, first: int, keys: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(runs: Path, first: int, keys: dict[str, Any], policies: tuple[str, ...] = PRESETS) -> list[dict[str, Any]]:
     """One round, beginning with another policy each: a row per policy; runs that are there are not made again."""
-    for name in PRESETS[first:] + PRESETS[:first]:
+    for name in policies[first:] + policies[:first]:
         if not (runs / name / "summary.json").is_file():
             print(f"{runs.name}: {name} ...", file=sys.stderr)
             finish(start(runs, name, policy=name, **keys))
     load = workload(runs / "baseline", PlanConfig())
-    predicted = predict(load, {name: preset(name, load.mini_batches) for name in PRESETS})
+    predicted = predict(load, {name: preset(name, load.mini_batches) for name in policies})
     rows = []
     for row in predicted:
         wall = json.loads((runs / row.policy / "summary.json").read_text())["wall_s"]

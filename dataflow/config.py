@@ -105,7 +105,7 @@ class ModelConfig(Section):
 class EngineConfig(Section):
     """Rollout: how responses are sampled."""
 
-    rollout: Literal["auto", "hf", "vllm"] = "hf"
+    rollout: Literal["auto", "hf", "vllm"] = "auto"
     """Rollout engine: hf (transformers), vllm, or auto: vLLM where it is installed."""
     n: PositiveInt = 8
     """Responses per prompt."""
@@ -123,6 +123,16 @@ class EngineConfig(Section):
     """Longest response in tokens, eos included."""
     stop: Stops = Field(default=[])
     """Tokens that end a response beside the model's own, as the tokenizer writes them."""
+    replicas: PositiveInt = 1
+    """Engines that share a step's prompts, each in a process of its own."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that one engine's model is spread over (vllm)."""
+    max_num_seqs: PositiveInt = 256
+    """Samples that are decoded at once (vllm)."""
+    kv_cache_gb: PositiveFloat | None = None
+    """Memory for the KV cache (vllm); null: 0.25 on a CPU, on a GPU what engine.gpu_memory leaves."""
+    gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the GPU's memory that weights and KV cache may take (vllm)."""
     restarts: NonNegativeInt = 2
     """How often in a run the engine is built anew when its process dies; it then samples what was lost."""
 

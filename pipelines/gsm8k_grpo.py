@@ -15,8 +15,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from dataflow.config import RunConfig
-from dataflow.engines.choice import ENGINES, rollout_engine
 from dataflow.graph import Hosted, Pipeline
+from dataflow.hosting import rollout_host
 from dataflow.reward_config import RewardConfig
 from dataflow.sampling import sampling_of
 from dataflow.stages.advantage import advantage
@@ -64,19 +64,7 @@ def pipeline(config: Config) -> Pipeline:
         ranks=train.world_size,
         gpus=gpus * trainer_share,
     )
-    engine = Hosted(
-        "rollout",
-        ENGINES[rollout_engine(draw.rollout, own_process=config.executor != "inline")],
-        {
-            "model": config.model.path,
-            "max_prompt_length": config.data.max_prompt_length,
-            "threads": train.threads,
-            "device": device,
-        },
-        gpus=gpus * rollout_share,
-        concurrent=True,
-        restarts=draw.restarts,
-    )
+    engine = rollout_host(config, gpus * rollout_share)
     agent = Hosted(
         "reward",
         "dataflow.rewards.build:build_agent",

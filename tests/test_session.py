@@ -21,7 +21,14 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[1]
 PIPELINE = str(ROOT / "pipelines" / "gsm8k_grpo.py")
-SMALL = ("steps=3", "data.prompts=8", "engine.n=2", "engine.max_tokens=8", "data.max_prompt_length=200")
+SMALL = (
+    "engine.rollout=hf",
+    "steps=3",
+    "data.prompts=8",
+    "engine.n=2",
+    "engine.max_tokens=8",
+    "data.max_prompt_length=200",
+)
 # A random model is never right: what makes groups differ is the length of what it says.
 REWARD = """
 import asyncio, random

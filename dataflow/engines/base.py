@@ -45,8 +45,8 @@ class Sample:
         group: id of the prompt's group.
         index: which of the group's n.
         tokens: ids, the one that ended it included.
-        log_probs: of each token; of the model's distribution at the sampling temperature (at 1 when greedy), before
-            the cuts of top_p, top_k and min_p. 0 for tokens the model did not draw.
+        log_probs: of each token; of the model's distribution at the sampling temperature (at 1 when greedy), with the
+            repetition penalty and before the cuts of top_p, top_k and min_p. 0 for tokens the model did not draw.
         version: of the weights that drew it.
         finish: ``stop`` at a token that ends a response, ``length`` at max_tokens.
         mask: 1 for each token that the model drew, 0 for what a tool said; None if it drew all.

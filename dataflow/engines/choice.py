@@ -6,7 +6,7 @@ import importlib.util
 
 from dataflow.errors import ConfigError, nearest
 
-ENGINES = {"hf": "dataflow.engines.hf:HfRollout", "vllm": "dataflow.engines.vllm:VllmRollout"}
+ENGINES = ("hf", "vllm")
 
 
 def rollout_engine(name: str, own_process: bool = True) -> str:

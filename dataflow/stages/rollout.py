@@ -51,6 +51,7 @@ async def rollout(
     samples = engine.generate(left, sampling, seed=(seed << 20) + task.step)
     responses = await handed_on(prompts, samples, engine, sampling.n, sampling.max_tokens, task)
     task.log({"staleness/rollout": float(task.step - 1 - responses.meta["weights_version"])})
+    task.log(length_metrics(responses))
     return responses
 
 
@@ -77,6 +78,20 @@ def check_version(engine: RolloutEngine, weights: Any, task: TaskInfo) -> None:
             f"{task.stage}[{task.step}]: the engine holds weights version {engine.version}, "
             f"the graph says {weights or 0}; a sync was lost or came too early."
         )
+
+
+def length_metrics(responses: Batch) -> dict[str, float]:
+    """Returns verl's ``response_length/mean``, ``max``, ``min`` and ``clip_ratio``, the share that fills its space."""
+    if "response_mask" not in responses:
+        return {}
+    room = responses["response_mask"].shape[1]
+    lengths = responses["attention_mask"][:, -room:].sum(dim=1).float()
+    return {
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/clip_ratio": float((lengths == room).float().mean()),
+    }
 
 
 def not_handed(prompts: Batch, task: TaskInfo) -> Batch:

@@ -1,0 +1,293 @@
+"""The line: samples in the order in which they were asked for, and the pauses between them.
+
+A weight sync, falling asleep and waking need moments at which nothing is in flight. Each waits in the line for those
+before it to end, and those behind it wait for it: nobody starves, and each sample is drawn by one version of the
+weights. All of it runs on one event loop; the engine behind it may be a thread or another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from dataflow.engines.base import Sample
+from dataflow.errors import Aborted, RunError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(eq=False)
+class Job:
+    """A sample that was asked for.
+
+    Attributes:
+        group, index: which sample it is.
+        prompt: token ids.
+        params: how to draw it, as the backend takes it.
+        inbox: where the sample goes, or the error that came in its place.
+        id: of this try, given when it starts.
+        version: of the weights that draw it.
+        ended: whether anything went to the inbox, or nobody waits any more.
+    """
+
+    group: int
+    index: int
+    prompt: list[int]
+    params: Any
+    inbox: asyncio.Queue[Sample | Exception]
+    id: int = -1
+    version: int = -1
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What came of a job.
+
+    Attributes:
+        id: the job's.
+        tokens, log_probs, finish: as of :class:`~dataflow.engines.base.Sample`.
+        cached: tokens of its prompt that the prefix cache had.
+    """
+
+    id: int
+    tokens: list[int]
+    log_probs: list[float]
+    finish: Literal["stop", "length"]
+    cached: int
+
+
+class Backend(Protocol):
+    """What draws: says of each job once how it ended, through the line's ``ended`` or ``refused``."""
+
+    def start(self, jobs: Sequence[Job]) -> None: ...
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        """Frees what these jobs hold; nothing more is said of them."""
+        ...
+
+
+class VllmBackend(Backend, Protocol):
+    """vLLM in one form or another. All but ``close`` of these is only called while nothing is in flight."""
+
+    async def load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Takes over weights in place, and forgets the prefix cache."""
+        ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    def close(self) -> bool:
+        """Frees everything; True the first time."""
+        ...
+
+
+@dataclass(eq=False)
+class _Pause:
+    work: Callable[[], Awaitable[None]]
+    redraw: bool
+    asleep: bool | None
+    done: asyncio.Future[None]
+    task: asyncio.Task[None] | None = field(default=None)
+
+
+class Line:
+    """Who waits, who runs, and what happens in between; ``backend`` must be set before its first use."""
+
+    backend: Backend
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.asleep = False
+        self.counts = {"samples": 0, "tokens": 0, "prompt_tokens": 0, "cached_tokens": 0}
+        self._queue: deque[Job | _Pause] = deque()
+        self._running: dict[int, Job] = {}
+        self._pause: _Pause | None = None
+        self._ids = itertools.count()
+        self._lost: Callable[[], Exception] | None = None
+
+    @property
+    def unended(self) -> int:
+        """Samples that were asked for and have not ended."""
+        return len(self._running) + sum(isinstance(entry, Job) for entry in self._queue)
+
+    def put(self, jobs: Sequence[Job]) -> None:
+        """Lines these up; each ends with one entry in its inbox.
+
+        Raises:
+            RunError: the engine has failed or is closed.
+        """
+        self._check()
+        self._queue.extend(jobs)
+        self._advance()
+
+    def drop(self, jobs: Sequence[Job]) -> None:
+        """Forgets those of these jobs that have not ended, and frees what they hold."""
+        left = [job for job in jobs if not job.ended]
+        for job in left:
+            job.ended = True
+        started = [job.id for job in left if self._running.pop(job.id, None) is not None]
+        if len(started) < len(left):
+            self._queue = deque(entry for entry in self._queue if isinstance(entry, _Pause) or not entry.ended)
+        if started:
+            self.backend.cancel(started)
+        if left:
+            self._advance()
+
+    def abort(self) -> int:
+        """Ends all jobs with :class:`Aborted`, the waiting ones too; returns how many there were."""
+        jobs = self._jobs()
+        self.drop(jobs)
+        for job in jobs:
+            job.inbox.put_nowait(Aborted("rollout: the samples in flight were given up."))
+        return len(jobs)
+
+    async def pause(
+        self, work: Callable[[], Awaitable[None]], redraw: bool = False, asleep: bool | None = None
+    ) -> None:
+        """Does ``work`` once nothing is in flight; those that were asked for before it go first.
+
+        Args:
+            work: what to do; if it fails, the engine is taken to be broken.
+            redraw: don't wait for those in flight: cancel them, and draw them anew behind it.
+            asleep: whether jobs have to wait afterwards, until a pause says otherwise; None leaves it.
+
+        Raises:
+            RunError: it failed, or the engine has failed before.
+        """
+        self._check()
+        pause = _Pause(work, redraw, asleep, asyncio.get_running_loop().create_future())
+        self._queue.append(pause)
+        self._advance()
+        try:
+            await pause.done
+        except asyncio.CancelledError:
+            if pause in self._queue:  # once begun it is carried through
+                self._queue.remove(pause)
+                self._advance()
+            raise
+
+    def ended(self, drawn: Sequence[Drawn]) -> None:
+        """Hands over what has been drawn; of jobs that are not in flight any more nobody wants it."""
+        for one in drawn:
+            if (job := self._running.pop(one.id, None)) is None:
+                continue
+            self.counts["samples"] += 1
+            self.counts["tokens"] += len(one.tokens)
+            self.counts["prompt_tokens"] += len(job.prompt)
+            self.counts["cached_tokens"] += one.cached
+            job.ended = True
+            job.inbox.put_nowait(
+                Sample(job.group, job.index, one.tokens, one.log_probs, job.version, finish=one.finish)
+            )
+        self._advance()
+
+    def refused(self, id: int, error: Exception) -> None:
+        """Ends one job with an error, and no other."""
+        if (job := self._running.pop(id, None)) is not None:
+            job.ended = True
+            job.inbox.put_nowait(error)
+            self._advance()
+
+    def fail(self, cause: Exception) -> None:
+        """Ends all that wait, and all that comes, with an error whose cause this is."""
+
+        def lost() -> Exception:
+            error = RunError(f"rollout: vLLM failed ({_reason(cause)}); the engine has to be built anew.")
+            error.__cause__ = cause
+            return error
+
+        self._end(lost)
+
+    def close(self) -> None:
+        """Ends all that wait with :class:`Aborted`, and all that comes with an error."""
+        self._end(lambda: Aborted("rollout: the engine was closed."))
+
+    def _end(self, lost: Callable[[], Exception]) -> None:
+        if self._lost is not None:
+            return
+        self._lost = lost
+        jobs = self._jobs()
+        pauses = [entry for entry in (self._pause, *self._queue) if isinstance(entry, _Pause)]
+        self._running.clear()
+        self._queue.clear()
+        self._pause = None
+        for job in jobs:
+            job.ended = True
+            job.inbox.put_nowait(lost())
+        for pause in pauses:
+            if pause.task is not None:
+                pause.task.cancel()
+            if not pause.done.done():
+                pause.done.set_exception(lost())
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise self._lost()
+
+    def _jobs(self) -> list[Job]:
+        return [*self._running.values(), *(entry for entry in self._queue if isinstance(entry, Job))]
+
+    def _advance(self) -> None:
+        """Starts what may start."""
+        starting: list[Job] = []
+        while self._queue and self._pause is None:
+            entry = self._queue[0]
+            if isinstance(entry, Job) and self.asleep:
+                # Only a pause wakes: the first one goes ahead of the jobs that wait for just that.
+                pause = next((entry for entry in self._queue if isinstance(entry, _Pause)), None)
+                if pause is None:
+                    break
+                self._queue.remove(pause)
+                self._queue.appendleft(pause)
+            elif isinstance(entry, Job):
+                entry.id, entry.version = next(self._ids), self.version
+                starting.append(entry)
+                self._queue.popleft()
+            elif starting or self._running:
+                if not entry.redraw:
+                    break
+                self._redraw(entry, starting)
+                starting = []
+            else:
+                self._queue.popleft()
+                self._pause = entry
+                entry.task = asyncio.get_running_loop().create_task(self._do(entry))
+        if starting:
+            self._running |= {job.id: job for job in starting}
+            try:
+                self.backend.start(starting)
+            except Exception as error:
+                self.fail(error)
+
+    def _redraw(self, pause: _Pause, starting: Sequence[Job]) -> None:
+        """Puts what is in flight, or would have been, behind the pause at the head of the queue."""
+        jobs = [*self._running.values(), *starting]
+        self.backend.cancel(list(self._running))
+        self._running.clear()
+        self._queue.popleft()
+        self._queue.extendleft(reversed([pause, *jobs]))
+
+    async def _do(self, pause: _Pause) -> None:
+        try:
+            await pause.work()
+        except Exception as error:
+            self.fail(error)
+            return
+        self._pause = None
+        if pause.asleep is not None:
+            self.asleep = pause.asleep
+        with suppress(asyncio.InvalidStateError):  # whoever asked was cancelled
+            pause.done.set_result(None)
+        self._advance()
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -1,0 +1,156 @@
+"""Rollout with vLLM in processes of its own: several GPUs for one model, and no step shares the interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dataflow.engines.line import Job, Line, VllmBackend
+from dataflow.engines.vllm import VllmRollout
+from dataflow.engines.vllm_thread import drawn_of
+from dataflow.errors import ConfigError, DataError
+
+
+class AsyncVllmRollout(VllmRollout):
+    """A :class:`~dataflow.engines.base.RolloutEngine` over vLLM's ``AsyncLLM``.
+
+    It samples as :class:`VllmRollout` does, which see for the other arguments, and needs an event loop that stays:
+    one for all calls. New weights go to the workers through a file in shared memory.
+
+    Args:
+        tensor_parallel: GPUs (on CPU: processes) that the model is cut over.
+
+    Raises:
+        ConfigError: ``tensor_parallel`` does not divide the model's heads.
+    """
+
+    _children = "1"
+
+    def __init__(self, *args: Any, tensor_parallel: int = 1, **options: Any) -> None:
+        self._tensor_parallel = tensor_parallel
+        super().__init__(*args, **options)
+
+    def _open(self, arguments: Mapping[str, Any], threads: int) -> VllmBackend:
+        heads = self._config.get_text_config().num_attention_heads
+        if self._tensor_parallel < 1 or heads % self._tensor_parallel:
+            raise ConfigError(
+                f"engine.tensor_parallel={self._tensor_parallel} does not divide the model's {heads} attention heads."
+            )
+        if not self._cuda:
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the processes may share the cores
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        wanted = {**arguments, "tensor_parallel_size": self._tensor_parallel, "enable_log_requests": False}
+        return EngineProcess(AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted)), self._line, sleeps=self._cuda)
+
+
+class EngineProcess:
+    """Asks an ``AsyncLLM``; a :class:`~dataflow.engines.line.VllmBackend` of a line.
+
+    Args:
+        engine: the ``AsyncLLM``.
+        line: told what ends.
+        sleeps: whether the engine has a sleep mode, as on a GPU.
+    """
+
+    def __init__(self, engine: Any, line: Line, sleeps: bool) -> None:
+        self._engine = engine
+        self._line = line
+        self._sleeps = sleeps
+        self._asleep = False
+        self._closed = False
+        self._prepared: asyncio.Future[Any] | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._cancelled: list[asyncio.Task[None]] = []
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """See :meth:`Backend.start`."""
+        for job in jobs:
+            self._tasks[job.id] = asyncio.ensure_future(self._draw(job.id, job))
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        """See :meth:`Backend.cancel`."""
+        for id in ids:
+            task = self._tasks.pop(id)
+            task.cancel()
+            self._cancelled.append(task)
+        self._cancelled = [task for task in self._cancelled if not task.done()]
+
+    async def _draw(self, id: int, job: Job) -> None:
+        prompt = {"type": "token", "prompt_token_ids": job.prompt}
+        try:
+            await self._ready()
+            (output,) = [output async for output in self._engine.generate(prompt, job.params, str(id))]
+            drawn = drawn_of(output)
+        except ValueError as cause:  # all that vLLM finds wrong with one request
+            error = DataError(f"rollout: vLLM does not take the prompt of group {job.group}: {cause}")
+            error.__cause__ = cause
+            self._tasks.pop(id, None)
+            self._line.refused(id, error)
+        except Exception as error:
+            self._line.fail(error)
+        else:
+            self._tasks.pop(id, None)
+            self._line.ended([drawn])
+
+    async def _ready(self) -> None:
+        """Has the sampler prepared, before the first sample: the constructor need not run on a loop."""
+        if self._prepared is None:
+            self._prepared = asyncio.ensure_future(self._engine.collective_rpc("report_uncut_log_probs"))
+        await asyncio.shield(self._prepared)
+
+    async def _let_go(self) -> None:
+        """Waits until the engine is rid of requests that were cancelled."""
+        await asyncio.gather(*self._cancelled, return_exceptions=True)
+        await self._engine.pause_generation(mode="abort", clear_cache=True)
+
+    async def load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """See :meth:`VllmBackend.load`."""
+        from safetensors.torch import save_file
+
+        await self._let_go()
+        if self._asleep:
+            await self._engine.wake_up(tags=["weights"])
+        # Every worker reads its own share of it; the file is memory, and its name is gone once all have it.
+        with tempfile.NamedTemporaryFile(dir=_memory(), prefix="dataflow-weights-", suffix=".safetensors") as file:
+            whole = {name: value.detach().cpu().contiguous() for name, value in weights}
+            await asyncio.to_thread(save_file, whole, file.name)
+            await self._engine.collective_rpc("take_weights_file", args=(file.name,))
+        if not self._asleep:
+            await self._engine.resume_generation()
+
+    async def sleep(self) -> None:
+        """See :meth:`VllmBackend.sleep`."""
+        if self._sleeps:
+            await self._let_go()
+            if self._asleep:
+                await self._engine.wake_up()  # a sync has woken the weights alone
+            await self._engine.sleep(level=1)
+            self._asleep = True
+
+    async def wake(self) -> None:
+        """See :meth:`VllmBackend.wake`."""
+        if self._asleep:
+            await self._engine.wake_up()
+            await self._engine.resume_generation()
+            self._asleep = False
+
+    def close(self) -> bool:
+        """See :meth:`VllmBackend.close`."""
+        first, self._closed = not self._closed, True
+        if first:
+            for task in self._tasks.values():
+                if not task.get_loop().is_closed():
+                    task.cancel()
+            self._engine.shutdown()
+        return first
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if os.path.isdir("/dev/shm") else None

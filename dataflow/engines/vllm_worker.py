@@ -1,0 +1,69 @@
+"""What vLLM's worker is asked to do beside its own: take over weights, and say log-probs as the trainer does.
+
+vLLM mixes the class into its worker by name (``worker_extension_cls``) and calls it through ``collective_rpc``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class RolloutWorker:
+    """Mixed into vLLM's worker, on CPU and GPU; its names must not be taken there."""
+
+    model_runner: Any
+    reload_weights: Any
+
+    def report_uncut_log_probs(self) -> None:
+        """Has the sampler return log-probs at the sampling temperature, before the cuts of top_p, top_k and min_p.
+
+        Of vLLM's own modes ``raw_logprobs`` is at temperature 1 and ``processed_logprobs`` behind the cuts. In the
+        processed modes whatever ``Sampler.sample`` returns beside the tokens is what it reports.
+
+        Raises:
+            RuntimeError: a sampler of another build.
+        """
+        sampler = self.model_runner.sampler
+        # The sampler of vLLM's second model runner, for one, has another `sample`.
+        if type(sampler).__module__ != "vllm.v1.sample.sampler" or sampler.logprobs_mode != "processed_logits":
+            raise RuntimeError(f"{type(sampler)} in mode {sampler.logprobs_mode} cannot report log-probs before cuts.")
+        sample = sampler.sample
+
+        def report(logits: torch.Tensor, metadata: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+            # First, as sampling changes the logits in place.
+            wanted = metadata.max_num_logprobs is not None
+            log_probs = uncut_log_probs(logits, metadata.temperature) if wanted else None
+            return sample(logits, metadata, *args, **options)[0], log_probs
+
+        sampler.sample = report
+
+    def take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Loads weights in place, by Hugging Face name, tied ones once and under the name of the embedding."""
+        with torch.no_grad():
+            self.reload_weights(weights_iterator=iter(weights))
+        head = getattr(self.model_runner.get_model(), "lm_head", None)
+        # On CPU a layer computes with a packed copy of its weight, which is made anew for each layer that was loaded.
+        # A tied head is not: its weight is the embedding's, but its packed copy would still be of the old one.
+        if head is not None and getattr(head, "cpu_linear", None) is not None:
+            head.quant_method.process_weights_after_loading(head)
+
+    def take_weights_file(self, path: str) -> None:
+        """As :meth:`take_weights`, from a safetensors file."""
+        from safetensors.torch import load_file
+
+        self.take_weights(load_file(path).items())
+
+
+def uncut_log_probs(logits: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
+    """Returns log-probs at each row's temperature, float32 ``[rows, vocabulary]``.
+
+    Args:
+        logits: float32 ``[rows, vocabulary]``, with penalties.
+        temperature: ``[rows]``, below 1e-5 for greedy rows, whose log-probs are at 1; None if all are greedy.
+    """
+    if temperature is not None:
+        logits = logits / torch.where(temperature < 1e-5, 1.0, temperature)[:, None]
+    return logits.log_softmax(dim=-1, dtype=torch.float32)

@@ -1,0 +1,56 @@
+"""The weights that a model has by its Hugging Face names, to check a sync against before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dataflow.errors import DataflowError, nearest
+
+
+class WeightNames:
+    """Names and shapes of a model's weights, and which are tied.
+
+    Args:
+        config: a transformers configuration of a causal LM.
+    """
+
+    def __init__(self, config: Any) -> None:
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        # On the meta device nothing has an address: tied weights are known by being the same parameter.
+        tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        self.shapes = {name: tuple(tensors[name].shape) for name in model.state_dict()}
+        first: dict[int, str] = {}
+        self._own = {name: first.setdefault(id(tensors[name]), name) for name in self.shapes}
+
+    def pick(self, weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+        """Returns the weights, tied ones once, by the first of their names (the embedding's).
+
+        Raises:
+            DataflowError: an unknown or missing name, another shape, or two tied weights that differ.
+        """
+        picked: dict[str, torch.Tensor] = {}
+        source: dict[str, str] = {}
+        for name, value in weights.items():
+            if name not in self.shapes:
+                raise DataflowError(
+                    f"weight sync {version}: the model has no weight '{name}'{nearest(name, self.shapes) or '.'}"
+                )
+            if self.shapes[name] != tuple(value.shape):
+                raise DataflowError(
+                    f"weight sync {version}: '{name}' has shape {tuple(value.shape)}, "
+                    f"the model wants {self.shapes[name]}."
+                )
+            twin = source.setdefault(self._own[name], name)
+            if twin != name and not torch.equal(weights[twin], value):
+                raise DataflowError(f"weight sync {version}: '{twin}' and '{name}' are tied but differ.")
+            picked[self._own[name]] = weights[twin]
+        missing = [name for name, own in self._own.items() if own not in picked]
+        if missing:
+            raise DataflowError(f"weight sync {version}: {len(missing)} weights are missing, first '{missing[0]}'.")
+        return picked

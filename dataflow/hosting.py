@@ -1,0 +1,68 @@
+"""The process of the rollout engine, from a run's configuration: which engine, with what, on how many GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dataflow.engines.choice import rollout_engine
+from dataflow.errors import ConfigError
+from dataflow.stage import Hosted
+
+HF = "dataflow.engines.hf:HfRollout"
+VLLM = "dataflow.engines.vllm:VllmRollout"
+VLLM_ON_GPU = "dataflow.engines.vllm_async:AsyncVllmRollout"
+REPLICAS = "dataflow.engines.replicas:Replicas"
+CPU_CACHE = 256 << 20
+"""Bytes of the KV cache on a CPU, where nothing else is given."""
+
+
+def rollout_host(config: Any, gpus: float) -> Hosted:
+    """Returns the host of the rollout engine, named ``rollout``.
+
+    Args:
+        config: a :class:`~dataflow.config.RunConfig`.
+        gpus: for each of the engine's workers, shares allowed; 0 samples on the CPU.
+
+    Raises:
+        ConfigError: an engine that is not installed, or cannot do what is asked of it.
+    """
+    draw = config.engine
+    kind = rollout_engine(draw.rollout, own_process=config.executor != "inline")
+    options: dict[str, Any] = {
+        "model": config.model.path,
+        "max_prompt_length": config.data.max_prompt_length,
+        "threads": config.trainer.threads,
+        "device": "cuda" if gpus else "cpu",
+    }
+    factory, workers = HF, draw.tensor_parallel
+    if kind == "vllm":
+        factory = VLLM_ON_GPU if gpus or workers > 1 else VLLM
+        options |= {
+            "max_tokens": draw.max_tokens,
+            "max_num_seqs": draw.max_num_seqs,
+            "gpu_memory": draw.gpu_memory,
+            "kv_cache_bytes": int(draw.kv_cache_gb * 2**30) if draw.kv_cache_gb else None if gpus else CPU_CACHE,
+        }
+        if gpus:
+            options["dtype"] = "bfloat16"
+        if factory == VLLM_ON_GPU:
+            options["tensor_parallel"] = workers
+    elif workers > 1:
+        raise ConfigError(f"engine.tensor_parallel={workers}: the transformers engine has one worker; use vllm.")
+    if workers > 1 and 0 < gpus < 1:
+        raise ConfigError(
+            f"engine.tensor_parallel={workers} needs whole GPUs, which the trainer does not share; "
+            "use placement=disaggregated."
+        )
+    if draw.replicas > 1:
+        if config.executor == "inline":
+            raise ConfigError(f"engine.replicas={draw.replicas} needs processes of their own; use executor=ray.")
+        options = {
+            "factory": factory,
+            "options": options,
+            "replicas": draw.replicas,
+            "gpus": gpus * workers,
+            "threads": config.trainer.threads,
+        }
+        factory, gpus = REPLICAS, 0.0
+    return Hosted("rollout", factory, options, gpus=gpus * workers, concurrent=True, restarts=draw.restarts)

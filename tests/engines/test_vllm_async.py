@@ -1,0 +1,100 @@
+"""vLLM in processes of its own, a model cut over two of them; most of it is tested with the engine in this process.
+
+One test, as starting it takes half a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataflow.engines.base import Sample, Sampling
+from dataflow.engines.vllm_async import AsyncVllmRollout
+from dataflow.errors import Aborted, ConfigError, RunError
+from tests.engines.tiny_models import greedy, load, log_probs, prompts, save_model
+
+pytestmark = [pytest.mark.heavy, pytest.mark.vllm, pytest.mark.timeout(300)]
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+P, R = 80, 24
+GREEDY = Sampling(temperature=0.0, max_tokens=R)
+
+
+def test_it_draws_syncs_aborts_and_fails_as_a_whole(tmp_path: Path) -> None:
+    paths = [save_model(tmp_path / str(seed), seed) for seed in range(2)]
+    models = [load(path) for path in paths]
+    engine = AsyncVllmRollout(paths[0], P, R, max_num_seqs=8, kv_cache_bytes=32 << 20, tensor_parallel=2)
+    batch, sampling = prompts([3, 40, 17] * 4), Sampling(n=2, temperature=0.8, top_p=0.9, max_tokens=R)
+
+    async def collect(found: list[Sample], asked: Sampling = sampling) -> None:
+        found.extend([sample async for sample in engine.generate(batch, asked, seed=3)])
+
+    def check(samples: Sequence[Sample], temperature: float) -> None:
+        for sample in samples:
+            expected = log_probs(models[sample.version], batch["prompt_ids"][sample.group], sample.tokens, temperature)
+            torch.testing.assert_close(expected, torch.tensor(sample.log_probs), atol=1e-3, rtol=0)
+
+    async def body() -> None:
+        for version, model in enumerate(models):
+            if version:
+                await engine.sync(model.state_dict(), version)
+            best: list[Sample] = []
+            await collect(best, GREEDY)
+            for sample in best:
+                assert list(sample.tokens) == greedy(model, batch["prompt_ids"][sample.group], R)
+            check(best, 1.0)
+        for rule in ("wait", "abort"):
+            engine.in_flight = rule
+            before: list[Sample] = []
+            after: list[Sample] = []
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(collect(before))
+                await asyncio.sleep(0)
+                tasks.create_task(engine.sync(models[0].state_dict(), 0))
+                await asyncio.sleep(0)
+                tasks.create_task(collect(after))
+            assert [s.version for s in before] == [1 if rule == "wait" else 0] * 24
+            assert [s.version for s in after] == [0] * 24
+            check([*before, *after], 0.8)
+            if rule == "abort":
+                tokens = [{(s.group, s.index): s.tokens for s in samples} for samples in (before, after)]
+                assert tokens[0] == tokens[1], "the seed alone decides"
+            await engine.sync(models[1].state_dict(), 1)
+        waiter = asyncio.ensure_future(collect([]))
+        await asyncio.sleep(0)
+        assert await engine.abort() == 24
+        with pytest.raises(Aborted):
+            await waiter
+        await engine.sleep()
+        await engine.wake()
+        assert (await engine.sample(batch["prompt_ids"][0], GREEDY, (0,))).version == 1
+        assert engine.stats()["running"] == 0
+        waiter = asyncio.ensure_future(collect([]))
+        await asyncio.sleep(0)
+        for process in engine._backend._engine.engine_core.resources.engine_manager.processes:
+            process.kill()
+        for _ in range(2):
+            with pytest.raises(RunError, match="vLLM failed"):
+                await waiter
+            waiter = asyncio.ensure_future(collect([]))
+
+    async def limited() -> None:
+        async with asyncio.timeout(200):
+            await body()
+
+    try:
+        asyncio.run(limited())
+    finally:
+        engine.close()
+
+
+def test_heads_that_cannot_be_shared(tmp_path: Path) -> None:
+    path = save_model(tmp_path, 0)
+    with pytest.raises(ConfigError, match="tensor_parallel=3 does not divide the model's 2"):
+        AsyncVllmRollout(path, P, R, tensor_parallel=3)
