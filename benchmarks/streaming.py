@@ -1,6 +1,6 @@
 """What streaming gains where responses are ragged: measured, and predicted from the run that did not stream.
 
-    python benchmarks/streaming.py [steps=8] [engine.rollout=vllm]
+    python benchmarks/streaming.py [steps=6] [engine.rollout=vllm]
 
 An untrained model says any token as likely as another, and enough of them end a response that the longest of a step is
 more than three times as long as the mean. Rewards take about as long as a rollout. All runs are strictly on-policy.
@@ -24,9 +24,9 @@ from prediction import measure
 
 POLICIES = ("baseline", "baseline+stream", "mini-batch", "mini-batch+stream")
 BOUND = 0.05
-ENDS = 16
-"""Tokens that end a response beside eos: with 676 in the vocabulary the mean response has about 40."""
-LONGEST = 256
+ENDS = 7
+"""Tokens that end a response beside eos: with 676 in the vocabulary the mean response has about 80."""
+LONGEST = 512
 
 
 def babbler(directory: Path) -> tuple[Path, list[str]]:
@@ -56,7 +56,7 @@ def lengths(trace: Path) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the pipeline, such as steps=8")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the pipeline, such as steps=6")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("-o", dest="out", default="streaming.json")
     parser.add_argument("--runs", help="keep the runs here; those that are there are not made again")
@@ -64,15 +64,16 @@ def main() -> int:
     runs = Path(options.runs or tempfile.mkdtemp(prefix="dataflow-streaming-"))
     model, ends = babbler(runs / "model")
     keys: dict[str, Any] = {
-        "steps": 8,
+        "steps": 6,
         "seed": 0,
         "val.every": 0,
         "model.path": model,
         "engine.max_tokens": LONGEST,
         "engine.stop": json.dumps(ends),
-        "judge.latency": "uniform:0.2:0.6",
+        "data.prompts": 8,
+        "judge.latency": "uniform:1:2",
         "judge.time_scale": 1,
-        "reward.concurrency": 32,
+        "reward.concurrency": 16,
         **dict(item.split("=", 1) for item in options.overrides),
     }
     rounds = [measure(runs / f"round-{n}", n % len(POLICIES), keys, POLICIES) for n in range(1, options.rounds + 1)]

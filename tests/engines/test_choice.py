@@ -15,7 +15,7 @@ def test_vllm_is_taken_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "has_vllm", lambda: True)
     assert rollout_engine("auto") == rollout_engine("vllm") == "vllm"
     assert rollout_engine("auto", own_process=False) == rollout_engine("hf") == "hf"
-    with pytest.raises(ConfigError, match="needs a process of its own; use executor=ray, or engine.rollout=hf"):
+    with pytest.raises(ConfigError, match=r"needs a process of its own; use executor=ray, or engine\.rollout=hf"):
         rollout_engine("vllm", own_process=False)
 
 
@@ -27,5 +27,5 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_engine() -> None:
-    with pytest.raises(ConfigError, match="engine.rollout=vlm is unknown; did you mean 'vllm'?"):
+    with pytest.raises(ConfigError, match=r"engine\.rollout=vlm is unknown; did you mean 'vllm'\?"):
         rollout_engine("vlm")

@@ -328,7 +328,7 @@ def test_sync_refuses_wrong_names(model: str, tmp_path: Path) -> None:
 
 
 def test_bad_input(engine: HfRollout, model: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="group 1 has 13 tokens, more than data.max_prompt_length=12"):
+    with pytest.raises(DataError, match=r"group 1 has 13 tokens, more than data\.max_prompt_length=12"):
         generate(engine, prompts([3, 13]), Sampling(), seed=0)
     with pytest.raises(DataError, match="group 0 is empty"):
         generate(engine, prompts([0]), Sampling(), seed=0)
