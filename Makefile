@@ -60,8 +60,9 @@ endif
 train: setup  ## train: GRPO with the `both` policy, in a few minutes on two cores
 	$(BIN)/dataflow run $(PIPELINE) $(ARGS)
 
+# Most of the time a test waits for processes to start: two files at once take little more than half of it.
 test: setup  ## all tests
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: setup  ## the tests that need no engine, in under a minute
 	$(BIN)/python -m pytest -q -m 'not heavy' --hypothesis-profile=fast $(ARGS)

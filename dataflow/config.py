@@ -27,6 +27,7 @@ from dataflow.overrides import describe, parse_overrides
 from dataflow.placement import Placement
 from dataflow.reward_config import CustomRewardConfig, JudgeConfig, RewardConfig
 from dataflow.section import Section, Text
+from dataflow.tools_config import ToolsConfig
 
 if TYPE_CHECKING:
     from dataflow.policy import SchedulingPolicy
@@ -260,6 +261,7 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    tools: ToolsConfig = Field(default_factory=ToolsConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
@@ -275,6 +277,11 @@ class RunConfig(Section):
         if name is not None and (name in (".", "..") or set("/\\\0") & set(name)):
             raise ValueError("give a plain directory name, without slashes")
         return name
+
+    @property
+    def response_length(self) -> int:
+        """Tokens that a response may have, over all its turns."""
+        return self.tools.max_response_tokens if self.tools.offered else self.engine.max_tokens
 
     def run_file(self, name: str) -> str | None:
         """Returns where a file of the run's directory lies, on whatever machine; None while the run has no name."""

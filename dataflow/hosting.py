@@ -30,7 +30,9 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
     kind = rollout_engine(draw.rollout, own_process=config.executor != "inline")
     options: dict[str, Any] = {
         "model": config.model.path,
-        "max_prompt_length": config.data.max_prompt_length,
+        # A later turn's prompt holds the turns before it.
+        "max_prompt_length": config.data.max_prompt_length
+        + (config.tools.max_response_tokens if config.tools.offered else 0),
         "threads": config.trainer.threads,
         "device": "cuda" if gpus else "cpu",
     }

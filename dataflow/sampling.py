@@ -1,4 +1,4 @@
-"""How a run samples: from its configuration to what the rollout engine is told, for training and for validation."""
+"""How a run samples: from its configuration to the stages that do, and what they tell the rollout engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,37 @@ from typing import Any
 
 from dataflow.engines.base import Sampling
 from dataflow.errors import ConfigError, nearest
+from dataflow.stage import Stage
+from dataflow.stages.rollout import rollout, val_rollout
+
+
+def rollout_stages(config: Any) -> tuple[Stage, Stage]:
+    """Returns ``rollout`` and ``val_rollout``, to be bound to an engine; conversations where the run offers tools.
+
+    Args:
+        config: a :class:`~dataflow.config.RunConfig`.
+
+    Raises:
+        ConfigError: a stop token or a tool that is not known.
+    """
+    sampling, held_out = sampling_of(config)
+    offer = config.tools
+    if not offer.offered:
+        return rollout.bind(sampling=sampling, seed=config.seed), val_rollout.bind(sampling=held_out, seed=config.seed)
+    from dataflow.stages.conversation import conversation, val_conversation
+    from dataflow.tools import Toolbox
+
+    talk = {
+        "seed": config.seed,
+        "tools": Toolbox(config.model.path, offer.path, tuple(offer.names), offer.timeout, offer.format).check(),
+        "max_turns": offer.max_turns,
+        "max_response_tokens": offer.max_response_tokens,
+        "max_prompt_length": config.data.max_prompt_length,
+    }
+    return (
+        conversation.bind(name="rollout", sampling=sampling, **talk),
+        val_conversation.bind(name="val_rollout", sampling=held_out, **talk),
+    )
 
 
 def sampling_of(config: Any) -> tuple[Sampling, Sampling]:

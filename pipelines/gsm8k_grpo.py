@@ -18,11 +18,10 @@ from dataflow.config import RunConfig
 from dataflow.graph import Hosted, Pipeline
 from dataflow.hosting import rollout_host
 from dataflow.reward_config import RewardConfig
-from dataflow.sampling import sampling_of
+from dataflow.sampling import rollout_stages
 from dataflow.stages.advantage import advantage
 from dataflow.stages.log_prob import old_log_prob, ref_log_prob
 from dataflow.stages.reward import reward_collect, reward_request, val_score
-from dataflow.stages.rollout import rollout, val_rollout
 from dataflow.stages.sync import gather_weights, sync_weights
 from dataflow.stages.update import update_stage
 
@@ -55,7 +54,7 @@ def pipeline(config: Config) -> Pipeline:
             "trainer": train,
             "algorithm": config.algorithm,
             "total_steps": config.steps,
-            "response_length": draw.max_tokens,
+            "response_length": config.response_length,
             "temperature": draw.temperature,
             "seed": config.seed,
             "device": device,
@@ -79,10 +78,10 @@ def pipeline(config: Config) -> Pipeline:
         concurrent=True,
         restarts=config.reward.restarts,
     )
-    sampling, held_out = sampling_of(config)
+    respond, val_respond = rollout_stages(config)  # a conversation each, where the run offers tools
 
     stages = [
-        rollout.bind(on=sampling_on, engine=engine, sampling=sampling, seed=config.seed),
+        respond.bind(on=sampling_on, engine=engine),
         reward_request.bind(agent=agent, spare=config.reward.spare_groups),
         old_log_prob.bind(on=training, trainer=trainer),
         reward_collect.bind(agent=agent),
@@ -94,9 +93,8 @@ def pipeline(config: Config) -> Pipeline:
     if config.algorithm.use_kl_loss:
         stages.insert(3, ref_log_prob.bind(on=training, trainer=trainer))
     if config.val.every:
-        val = {"seed": config.seed, "every": config.val.every}
         stages += [
-            val_rollout.bind(on=sampling_on, engine=engine, sampling=held_out, **val),
+            val_respond.bind(on=sampling_on, engine=engine, every=config.val.every),
             val_score.bind(agent=agent, every=config.val.every),
         ]
     return Pipeline(

@@ -45,6 +45,24 @@ checkpoint: {every: 3}
 """
 
 
+# Files that take a minute or more; begun first, so that at the end no worker is left alone with one.
+LONGEST = (
+    "test_session",
+    "test_ray_restart",
+    "test_executors",
+    "test_ray",
+    "test_remote",
+    "test_streaming",
+    "test_vllm",
+    "test_vllm_async",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_process_left() -> Iterator[None]:
     """Fails the session if a worker, a judge or a Ray daemon that some test started outlives the tests."""

@@ -150,8 +150,9 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     data = samples.to_dataproto()
     mask = data.batch["response_mask"]
     scores = torch.zeros(mask.shape, dtype=torch.float32)
-    # A response's one score stands on its last token.
-    scores[torch.arange(len(mask)), (mask.sum(dim=-1) - 1).clamp(min=0)] = data.batch["score"].float()
+    # A response's one score stands on the last token that the model said; between its turns may be a tool's.
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(dim=-1)
+    scores[torch.arange(len(mask)), last] = data.batch["score"].float()
     name = algorithm.adv_estimator
     estimate = get_adv_estimator_fn(name)
     by_std = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}

@@ -78,7 +78,7 @@ def pipeline(engine: Hosted, spare: int = 0) -> Pipeline:
     )
 
 
-@pytest.fixture(params=["inline", pytest.param("ray", marks=pytest.mark.heavy)])
+@pytest.fixture
 def executor(request: pytest.FixtureRequest) -> Any:
     if request.param == "inline":
         return InlineExecutor()
@@ -120,8 +120,18 @@ def run(executor: Any, policy: SchedulingPolicy, engine: Hosted, steps: int = 4,
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("order", ["arrival", "index"])
-@pytest.mark.parametrize("name", ["baseline+stream", "both+stream"])
+@pytest.mark.parametrize(
+    ("executor", "name", "order"),
+    [
+        ("inline", "baseline+stream", "arrival"),
+        ("inline", "baseline+stream", "index"),
+        ("inline", "both+stream", "arrival"),
+        ("inline", "both+stream", "index"),
+        pytest.param("ray", "baseline+stream", "index", marks=pytest.mark.heavy),
+        pytest.param("ray", "both+stream", "arrival", marks=pytest.mark.heavy),
+    ],
+    indirect=["executor"],
+)
 def test_each_group_is_scored_and_used_once(executor: Any, name: str, order: Any) -> None:
     found = preset(name, BATCHES)
     policy = SchedulingPolicy(found.split, found.max_staleness, order, stream_rollout=True)
@@ -209,17 +219,21 @@ def follow(responses: Batch) -> tuple[int, ...]:
     return responses.ids
 
 
+WRONGS = {
+    "number": "was to emit sets 0 to 1, not 2",
+    "kind": "task.emit takes the number of the set, then a Batch for each of responses",
+    "few": "ended after 1 of the 2 parts",
+    "raises": "ZeroDivisionError: half way",
+}
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("number", "was to emit sets 0 to 1, not 2"),
-        ("kind", "task.emit takes the number of the set, then a Batch for each of responses"),
-        ("few", "ended after 1 of the 2 parts"),
-        ("raises", "ZeroDivisionError: half way"),
-    ],
+    ("executor", "how"),
+    [*(("inline", how) for how in WRONGS), pytest.param("ray", "raises", marks=pytest.mark.heavy)],
+    indirect=["executor"],
 )
-def test_a_stage_that_streams_wrongly_is_told_how(executor: Any, how: str, message: str) -> None:
+def test_a_stage_that_streams_wrongly_is_told_how(executor: Any, how: str) -> None:
     graph = expand(
         Pipeline([wrongly.bind(how=how), follow], inputs=["prompts"]),
         SchedulingPolicy(stream_rollout=True),
@@ -236,7 +250,7 @@ def test_a_stage_that_streams_wrongly_is_told_how(executor: Any, how: str, messa
         finally:
             await executor.close()
 
-    with pytest.raises((StageFailed, DataflowError), match=message):
+    with pytest.raises((StageFailed, DataflowError), match=WRONGS[how]):
         asyncio.run(asyncio.wait_for(body(), 30))
 
 

@@ -1,0 +1,227 @@
+"""Conversation: a rollout of several turns. The model may call tools, and goes on with what they said.
+
+Each sample is a conversation, and each conversation a coroutine of its own: one that waits for a tool holds up no
+other, and each is handed on when it has ended. What a tool said is no token of the model's: it has mask 0 and
+log-prob 0, so that no loss sees it.
+
+    prompt | model's turn ... <tool_call> ... eos | frame, answer, frame | model's turn ... eos |
+    mask     1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1     0 0 0 0 0 0 0 0 0 0 0  1 1 1 1 1 1 1 1 1 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from dataflow.batch import Batch
+from dataflow.engines.base import RolloutEngine, Sample, Sampling
+from dataflow.graph import Carried, TaskInfo, stage
+from dataflow.stages.rollout import VALIDATION_SEED, check_version, handed_on, length_metrics, not_handed
+
+if TYPE_CHECKING:
+    from dataflow.tools.toolbox import Desk, Toolbox
+
+
+@stage(writes="responses", on="gpu", streams=True)
+async def conversation(
+    prompts: Batch,
+    weights: Carried,
+    *,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    tools: Toolbox,
+    max_turns: int,
+    max_response_tokens: int,
+    seed: int,
+    max_prompt_length: int | None = None,
+    task: TaskInfo,
+) -> Batch:
+    """Samples ``sampling.n`` conversations per prompt with the weights the policy allows; takes rollout's place.
+
+    Args:
+        prompts: a row per prompt: ``prompt_ids``, ``raw_prompt`` (chat messages), ``extra_info`` (with what each tool
+            is to be told of this sample in ``tools_kwargs``) and what the reward needs.
+        weights: version of the weights that the engine was last given; None before the first sync.
+        engine: holds the weights. It takes prompts of ``max_prompt_length + max_response_tokens``.
+        sampling: how to draw a turn; ``max_tokens`` is the longest one.
+        tools: that the model may call.
+        max_turns: turns of the model in a conversation; a call in the last one is not answered.
+        max_response_tokens: R, tokens of all turns together, the tools' included.
+        seed: of the run; turn t of a sample is drawn by (run and step, group, index, t) alone.
+        max_prompt_length: tokens that a prompt may have once the tools are described in it; None does not check.
+        task: which step this is; takes rollout's metrics, ``tools/turns`` and ``tools/calls`` (means over samples) and
+            ``tools/errors`` (the share of calls that failed).
+
+    Returns:
+        What :meth:`RolloutEngine.batch` returns, padded to ``max_response_tokens``, with columns ``turns``,
+        ``tool_calls``, ``tool_errors`` (ints) and ``ended`` (``answer``, ``max_turns``, ``length`` or ``budget``). The
+        first three stand in ``extra_info`` too, where rewards see them, ``turns`` as verl's ``num_turns``.
+
+    Raises:
+        RunError: the engine holds another version than the graph says.
+        DataError: ``tools_kwargs`` that do not fit the tools, or a prompt that is too long.
+        ModelError: the chat template cannot frame a tool's answer.
+    """
+    check_version(engine, weights, task)
+    tools.check_template()
+    told = tools.described(prompts, max_prompt_length)
+    limits = Limits(max_turns, max_response_tokens)
+    samples = conversations(not_handed(told, task), engine, sampling, tools, limits, (seed << 20) + task.step)
+    responses = await handed_on(told, samples, engine, sampling.n, max_response_tokens, task)
+    calls = sum(responses["tool_calls"])
+    task.log(
+        {
+            "staleness/rollout": float(task.step - 1 - responses.meta["weights_version"]),
+            "tools/turns": sum(responses["turns"]) / len(responses),
+            "tools/calls": calls / len(responses),
+            "tools/errors": sum(responses["tool_errors"]) / max(1, calls),
+            **length_metrics(responses),
+        }
+    )
+    return responses
+
+
+@stage(writes="val_responses", on="gpu")
+async def val_conversation(
+    val_prompts: Batch,
+    weights: Any,
+    *,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    tools: Toolbox,
+    max_turns: int,
+    max_response_tokens: int,
+    seed: int,
+    max_prompt_length: int | None = None,
+    task: TaskInfo,
+) -> Batch:
+    """Answers the held-out prompts with the weights of this step, tools at hand; see :func:`conversation`."""
+    check_version(engine, weights, task)
+    tools.check_template()
+    told = tools.described(val_prompts, max_prompt_length)
+    limits = Limits(max_turns, max_response_tokens)
+    samples = conversations(told, engine, sampling, tools, limits, VALIDATION_SEED + seed)
+    return await handed_on(told, samples, engine, sampling.n, max_response_tokens, task)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a conversation ends: turns of the model, and tokens of all turns with the tools' answers."""
+
+    turns: int
+    tokens: int
+
+
+async def conversations(
+    prompts: Batch, engine: RolloutEngine, sampling: Sampling, tools: Toolbox, limits: Limits, seed: int
+) -> AsyncGenerator[Sample, None]:
+    """Yields each conversation as a sample when it has ended; whoever stops before gives up all others.
+
+    Args:
+        prompts: a row per prompt.
+        engine: draws the turns.
+        sampling: how, and how many conversations a prompt has.
+        tools: that the model may call.
+        limits: of each conversation.
+        seed: of all of them.
+    """
+    ended: asyncio.Queue[asyncio.Task[Sample]] = asyncio.Queue()
+    rows = zip(prompts.ids, prompts["prompt_ids"], _extras(prompts), strict=True)
+    async with tools.open() as desk:
+        going = [
+            asyncio.create_task(
+                Conversation(ids, extra, desk, tools).run(engine, sampling, limits, (seed, group, index))
+            )
+            for group, ids, extra in rows
+            for index in range(sampling.n)
+        ]
+        for one in going:
+            one.add_done_callback(ended.put_nowait)
+        try:
+            for _ in going:
+                yield (await ended.get()).result()
+        finally:
+            for one in going:
+                one.cancel()
+            await asyncio.gather(*going, return_exceptions=True)
+
+
+def _extras(prompts: Batch) -> Sequence[Any]:
+    return prompts["extra_info"] if "extra_info" in prompts else [None] * len(prompts)
+
+
+@dataclass
+class Conversation:
+    """One conversation.
+
+    Attributes:
+        prompt: its token ids.
+        extra_info: of its row.
+        desk: calls tools.
+        tools: read the calls and frame the answers.
+        tokens: of all turns so far, with mask and log-prob of each.
+    """
+
+    prompt: Sequence[int]
+    extra_info: Any
+    desk: Desk
+    tools: Toolbox
+    tokens: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    turns: int = 0
+    calls: int = 0
+    errors: int = 0
+
+    async def run(
+        self, engine: RolloutEngine, sampling: Sampling, limits: Limits, seed: tuple[int, int, int]
+    ) -> Sample:
+        """Returns the whole conversation; ``seed`` ends in its group and index."""
+        own = self.desk.own(self.extra_info)
+        version: int | None = None
+        try:
+            while True:
+                room = limits.tokens - len(self.tokens)
+                asked = replace(sampling, n=1, max_tokens=min(sampling.max_tokens, room))
+                turn = await engine.sample([*self.prompt, *self.tokens], asked, (*seed, self.turns))
+                version = turn.version if version is None else min(version, turn.version)
+                self._add(turn.tokens, turn.log_probs)
+                self.turns += 1
+                ended = await self._answer(turn, limits, own)
+                if ended is not None:
+                    break
+        finally:
+            await own.close(self.desk.run)
+        counts = {"turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
+        told = {"num_turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
+        facts = {**counts, "ended": ended, "extra_info": {**(self.extra_info or {}), **told}}
+        cut: Literal["stop", "length"] = "length" if ended in ("length", "budget") else "stop"
+        return Sample(seed[1], seed[2], self.tokens, self.log_probs, version, cut, self.mask, facts)
+
+    async def _answer(self, turn: Sample, limits: Limits, own: Any) -> str | None:
+        """Has the turn's calls answered; returns how the conversation ends with it, None if it goes on."""
+        if turn.finish == "length":  # cut in the middle: it has no end that an answer could follow
+            return "budget" if len(self.tokens) >= limits.tokens else "length"
+        calls = self.tools.parse(turn.tokens)
+        if not calls:
+            return "answer"
+        if self.turns >= limits.turns:
+            return "max_turns"
+        if len(self.tokens) >= limits.tokens:
+            return "budget"
+        answers = await asyncio.gather(*(self.desk.answer(call, own) for call in calls))
+        self.calls += len(answers)
+        self.errors += sum(answer.failed for answer in answers)
+        said = [(call.name, answer.text) for call, answer in zip(calls, answers, strict=True)]
+        room = limits.tokens - len(self.tokens)
+        frame = self.tools.framed(turn.tokens, said)
+        self._add(frame[:room])
+        return "budget" if len(frame) >= room else None
+
+    def _add(self, tokens: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
+        """Adds what the model drew or, without log-probs, what a tool said."""
+        self.tokens += tokens
+        self.mask += [int(log_probs is not None)] * len(tokens)
+        self.log_probs += [0.0] * len(tokens) if log_probs is None else log_probs

@@ -1,0 +1,111 @@
+"""How a model writes its calls: a format reads them out of the text of a turn."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+from dataflow.errors import ConfigError
+from dataflow.rewards.custom import describe, pick
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that a model asks for.
+
+    Attributes:
+        name: of the tool; empty if it cannot be read.
+        arguments: by name.
+        error: what is wrong with the call, said to the model; None if nothing is.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Format(Protocol):
+    """Reads a model's calls. One of the user's own is a class in the file ``tools.path``, built without arguments."""
+
+    def parse(self, text: str) -> list[ToolCall]:
+        """Returns the calls in a turn, in order; none where it holds none.
+
+        Args:
+            text: of one whole turn, special tokens included.
+        """
+        ...
+
+
+@runtime_checkable
+class Framing(Protocol):
+    """A format that also says how answers are put to the model, where the chat template is not to do that."""
+
+    def frame(self, answers: Sequence[str]) -> str:
+        """Returns the text that follows a turn with calls, up to where the model goes on.
+
+        Args:
+            answers: one for each call of the turn.
+        """
+        ...
+
+
+class Hermes:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number a turn: Qwen2.5, Qwen3, Hermes.
+
+    What stands in ``<think>`` is no call. The last call may lack its end, as the end of the turn ends it too.
+
+    >>> Hermes().parse('So <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    [ToolCall(name='add', arguments={'a': 1}, error=None)]
+    """
+
+    _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+    _DECODER = json.JSONDecoder()
+
+    def parse(self, text: str) -> list[ToolCall]:
+        """See :class:`Format`."""
+        said = text.rpartition("</think>")[2]
+        if "<think>" in said:  # it never came to an end
+            said = said.partition("<think>")[0]
+        return [self._call(match[1]) for match in self._CALL.finditer(said)]
+
+    def _call(self, body: str) -> ToolCall:
+        try:
+            # Behind the last call may stand the token that ends the turn: what follows the object is not read.
+            found, end = self._DECODER.raw_decode(body.lstrip())
+        except (ValueError, RecursionError) as error:
+            return ToolCall("", error=f"the tool call is not valid JSON ({error})")
+        rest = body.lstrip()[end:].strip()
+        if rest and not rest.startswith("<"):
+            return ToolCall("", error="the tool call is not valid JSON (text follows the object)")
+        if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+            return ToolCall("", error='a tool call is an object with "name" and "arguments"')
+        arguments = found.get("arguments", {})
+        if not isinstance(arguments, dict):
+            return ToolCall(found["name"], error='"arguments" of a tool call is an object')
+        return ToolCall(found["name"], arguments)
+
+
+FORMATS: dict[str, type[Format]] = {"hermes": Hermes}
+
+
+def find_format(name: str, module: ModuleType | None = None, where: str = "tools.format") -> Format:
+    """Returns the format of a name: one of :data:`FORMATS`, or a class in the user's file.
+
+    Raises:
+        ConfigError: there is none, or it cannot read calls.
+    """
+    kind = FORMATS.get(name)
+    if kind is None and module is None:
+        raise ConfigError(f"{where}: there is no format '{name}'; give one of {', '.join(FORMATS)}, or tools.path too.")
+    if kind is None:
+        kind = pick(module, name, where)  # type: ignore[arg-type]
+    if not callable(getattr(kind, "parse", None)):
+        raise ConfigError(f"{where}: '{name}' has no method parse(text) that returns a list of ToolCall.")
+    try:
+        return kind() if isinstance(kind, type) else kind
+    except Exception as error:
+        raise ConfigError(f"{where}: '{name}' cannot be built: {describe(error)}.") from error

@@ -1,0 +1,245 @@
+"""Tools: functions and classes of the user's, what the model is told of them, and the file they are loaded from."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from dataflow.errors import ConfigError, DataError, nearest
+from dataflow.rewards.custom import load_file, pick
+
+READY = {"calculator": "dataflow.tools.calculator:calculator"}
+"""The tools that come with dataflow."""
+
+_MARK = "_dataflow_tool"
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def tool(name: str | None = None, *, description: str | None = None) -> Callable[[F], F]:
+    """Makes a function or a class a tool.
+
+    The parameters before ``*`` are the model's to give, and it is told of them; those after ``*`` are the sample's
+    own, by ``extra_info["tools_kwargs"][name]``. A function is called with both. Of a class each conversation has an
+    instance, made at the first call with the sample's own; then the instance is called with what the model gives, and
+    at the end its method ``close``, if it has one. Either may be async.
+
+    Args:
+        name: that the model calls it by; its Python name if None.
+        description: what the model is told that it does; the first paragraph of the docstring if None.
+
+    >>> @tool("add")
+    ... def plus(a: int, b: int, *, unit: str = ""):
+    ...     "Adds two numbers."
+    ...     return f"{a + b}{unit}"
+    >>> Tool.of(plus).schema["function"]["parameters"]["required"]
+    ['a', 'b']
+    """
+    if name is not None and not isinstance(name, str):
+        raise ConfigError("@tool takes the tool's name: write @tool() or @tool('name').")
+
+    def wrap(found: F) -> F:
+        setattr(found, _MARK, (name, description))
+        return found
+
+    return wrap
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function or class that the model may call.
+
+    Attributes:
+        name: that the model calls it by.
+        target: the function or class.
+        description: what the model is told that it does.
+    """
+
+    name: str
+    target: Callable[..., Any]
+    description: str
+
+    @staticmethod
+    def of(target: Any, where: str = "tool") -> Tool:
+        """Returns the tool that a function or class is, with or without ``@tool``.
+
+        Raises:
+            ConfigError: it cannot be called, or takes what no model can give.
+        """
+        own_name = getattr(target, "__name__", type(target).__name__)
+        if not callable(target) or (isinstance(target, type) and "__call__" not in dir(target)):
+            what = f"class '{own_name}' has no method __call__" if callable(target) else f"'{target!r}' is no function"
+            raise ConfigError(f"{where}: {what}; a tool is a function, or a class whose instances can be called.")
+        name, description = vars(target).get(_MARK, (None, None)) if hasattr(target, "__dict__") else (None, None)
+        if description is None:
+            description = inspect.cleandoc(getattr(target, "__doc__", None) or "").partition("\n\n")[0]
+        made = Tool(name or own_name, target, " ".join(description.split()))
+        try:
+            _ = made.schema, made.own
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        except Exception as error:  # a hint that names nothing, or no type that JSON knows
+            raise ConfigError(
+                f"{where}: the parameters of tool '{made.name}' cannot be described ({error}); give them types that "
+                "JSON has."
+            ) from error
+        return made
+
+    @property
+    def is_class(self) -> bool:
+        return isinstance(self.target, type)
+
+    @cached_property
+    def _asked(self) -> list[inspect.Parameter]:
+        """What a call takes of the model."""
+        call = self.target.__call__ if isinstance(self.target, type) else self.target
+        found = list(inspect.signature(call).parameters.values())[int(self.is_class) :]
+        for each in found:
+            if each.kind in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL):
+                raise ConfigError(
+                    f"tool '{self.name}': a model gives arguments by name, so '{each.name}' must have one."
+                )
+        if self.is_class:
+            return [each for each in found if each.kind is not each.VAR_KEYWORD]
+        return [each for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+    @cached_property
+    def own(self) -> inspect.Signature:
+        """What it takes of the sample."""
+        found = inspect.signature(self.target)
+        if self.is_class:
+            return found
+        kept = [each for each in found.parameters.values() if each.kind in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
+        return found.replace(parameters=kept)
+
+    @cached_property
+    def _model(self) -> type[BaseModel]:
+        call = self.target.__call__ if isinstance(self.target, type) else self.target
+        plain = call if inspect.isroutine(call) else type(call).__call__
+        hints = typing.get_type_hints(plain, include_extras=True)
+        fields: dict[str, Any] = {}
+        for at, each in enumerate(self._asked):
+            default = ... if each.default is each.empty else each.default
+            # Under names of our own: pydantic takes some, such as "copy" or "model_x", for itself.
+            fields[f"p{at}"] = (hints.get(each.name, Any), _field(default, each.name))
+        return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
+
+    @cached_property
+    def schema(self) -> dict[str, Any]:
+        """What the model is told of it: a JSON schema, as chat templates take it in ``tools``."""
+        parameters = _untitled(self._model.model_json_schema(by_alias=True))
+        parameters.pop("additionalProperties", None)
+        parameters.setdefault("properties", {})
+        about = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": about}
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the model's arguments as the types that the tool asks for.
+
+        Raises:
+            ValueError: one is missing, unknown or of another type; the message is for the model.
+        """
+        try:
+            read = self._model.model_validate(dict(given))
+        except ValidationError as error:
+            faults = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors()]
+            raise ValueError(f"wrong arguments for {self.name}: {'; '.join(faults)}") from error
+        # What was left out is the function's own default.
+        return {each.name: getattr(read, f"p{at}") for at, each in enumerate(self._asked) if each.name in given}
+
+    def check_own(self, given: Mapping[str, Any], where: str) -> None:
+        """Sees that it takes what a sample has for it.
+
+        Raises:
+            DataError: it does not, or needs more.
+        """
+        try:
+            self.own.bind(**given)
+        except TypeError as error:
+            raise DataError(f"{where}: tool '{self.name}' cannot be called with its tools_kwargs ({error}).") from error
+
+
+def _field(default: Any, name: str) -> Any:
+    from pydantic import Field
+
+    return Field(default, alias=name)
+
+
+def _untitled(schema: Any) -> Any:
+    """Returns it without the titles that pydantic adds, which say nothing to a model."""
+    if isinstance(schema, list):
+        return [_untitled(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    # A property may itself be called "title": that one has a schema, pydantic's a text.
+    return {key: _untitled(value) for key, value in schema.items() if key != "title" or not isinstance(value, str)}
+
+
+def load_tools(path: str | None = None, names: Sequence[str] = (), where: str = "tools.path") -> dict[str, Tool]:
+    """Returns tools by name: the user's file's, and those that come with dataflow.
+
+    Args:
+        path: of a Python file; all that is marked with ``@tool`` in it, unless ``names`` says which.
+        names: of tools or, in the file, of functions and classes without a mark.
+        where: the setting that named the file, to begin an error with.
+
+    Raises:
+        ConfigError: no such file or name, something that cannot be called, two tools of one name, or no tool at all.
+    """
+    where = f"{where}={path}" if path else "tools.names"
+    return choose_tools(load_file(path, where) if path else None, names, where)
+
+
+def choose_tools(module: ModuleType | None, names: Sequence[str], where: str) -> dict[str, Tool]:
+    """Returns the tools of a loaded file, see :func:`load_tools`."""
+    found = marked_tools(module, where)
+    if not names:
+        if not found:
+            what = "it marks nothing with @tool; mark a function, or name one in tools.names"
+            raise ConfigError(f"{where}: {what if module else 'no tool is named; give one, or tools.path'}.")
+        return found
+    chosen: dict[str, Tool] = {}
+    for name in names:
+        if name in found:
+            one = found[name]
+        elif module is not None and getattr(module, name, None) is not None:
+            one = Tool.of(pick(module, name, where), where)
+        elif name in READY:
+            place, _, attribute = READY[name].partition(":")
+            one = Tool.of(getattr(importlib.import_module(place), attribute), where)
+        else:
+            known = [*found, *READY]
+            raise ConfigError(f"{where}: there is no tool '{name}'{nearest(name, known) or _list(known)}")
+        _add(chosen, one, where)
+    return chosen
+
+
+def marked_tools(module: ModuleType | None, where: str) -> dict[str, Tool]:
+    """Returns what a loaded file marks with ``@tool``, by name.
+
+    Raises:
+        ConfigError: two tools of one name, or one that cannot be called.
+    """
+    found: dict[str, Tool] = {}
+    for value in list(vars(module).values()) if module else []:
+        if hasattr(value, "__dict__") and _MARK in vars(value):
+            _add(found, Tool.of(value, where), where)
+    return found
+
+
+def _list(names: Sequence[str]) -> str:
+    return f"; there is {', '.join(names)}."
+
+
+def _add(tools: dict[str, Tool], one: Tool, where: str) -> None:
+    twin = tools.get(one.name)
+    if twin is not None and twin.target is not one.target:
+        raise ConfigError(f"{where}: two tools are called '{one.name}'; give one another name in @tool.")
+    tools.setdefault(one.name, one)

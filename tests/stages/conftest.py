@@ -1,0 +1,15 @@
+"""What tests of stages share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_qwen: Path) -> Any:
+    from dataflow.data.prompts import load_tokenizer
+
+    return load_tokenizer(str(tiny_qwen))
