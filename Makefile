@@ -12,7 +12,7 @@ BIN := .venv/bin
 WANTED = $(shell cat setup.cfg pyproject.toml overrides-cpu.txt | cksum) $(EXTRA) $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install train test test-fast check format compare bench clean
+.PHONY: help setup install train test gpu-check test-fast check format compare bench clean
 
 ifeq ($(filter cpu gpu,$(EXTRA)),)
 $(error EXTRA=$(EXTRA): give cpu or gpu)
@@ -63,6 +63,9 @@ train: setup  ## train: GRPO with the `both` policy, in a few minutes on two cor
 # Most of the time a test waits for processes to start: two files at once take little more than half of it.
 test: setup  ## all tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+gpu-check: setup  ## the tests that need a GPU (EXTRA=gpu), with what they measure
+	$(BIN)/python -m pytest -q -rs tests/test_cuda.py tests/engines/test_gpu.py tests/engines/test_vllm.py $(ARGS)
 
 test-fast: setup  ## the tests that need no engine, in under a minute
 	$(BIN)/python -m pytest -q -m 'not heavy' --hypothesis-profile=fast $(ARGS)

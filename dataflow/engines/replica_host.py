@@ -28,13 +28,14 @@ class Replica:
     ) -> None:
         """Builds the engine."""
         os.environ.update(environment)
-        import tensordict  # noqa: F401 - the first Batch would import it
-
         build: Any = factory
         if isinstance(factory, str):
             module, _, name = factory.partition(":")
             build = getattr(importlib.import_module(module), name)
         self.engine: RolloutEngine = build(**options)
+        # What the first Batch to arrive would import: seconds that belong to start-up, not to a task.
+        import tensordict  # noqa: F401
+
         self._drawing: dict[int, asyncio.Task[None]] = {}
         self._cancelled: set[int] = set()
 

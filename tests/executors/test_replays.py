@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from dataflow.errors import DataflowError
 from dataflow.executors.base import Call
 from dataflow.executors.replays import Replays, Submission
-from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId, TaskInfo, stage
+from dataflow.graph import Carried, Hosted, Pipeline, Stage, Task, TaskId, TaskInfo, stage
 
 DESK = Hosted("desk", dict)
 OTHER = Hosted("other", dict)
@@ -152,3 +155,31 @@ def test_a_pipeline_opened_beside_changes_nothing() -> None:
     submit(kept, submitted(1))
     hand_out(kept, 1, 0, 2, (3,))
     assert [s.groups for s in kept.left()] == [(0, 1, 2, 4, 5, 6, 7)]
+
+
+@stage(writes="weights", on="gpu", replays=True)
+def load(actor_weights, *, desk): ...
+
+
+@stage(writes="responses", on="gpu")
+def sample(prompts, weights: Carried, *, desk): ...
+
+
+def loaded(step: int) -> Submission:
+    call = Call("load", TaskInfo(step, "load"), (("actor_weights", 1, False),), None)
+    return Submission(task(load, step), call, (f"weights {step}",), ())
+
+
+def test_of_a_state_the_newest_counts_whatever_its_step() -> None:
+    kept = Replays("desk")
+    kept.learn(Pipeline([load.bind(desk=DESK), sample.bind(desk=DESK)], inputs=["prompts", "actor_weights"]))
+    assert kept.left() == []
+    submit(kept, loaded(1))
+    submit(kept, loaded(2))
+    assert len(kept) == 1
+    assert [s.values for s in kept.left()] == [("weights 2",)]
+
+
+def test_a_stage_that_leaves_neither_groups_nor_a_state_is_told() -> None:
+    with pytest.raises(DataflowError, match="'request' replays, so what it leaves in its tool must be groups, or a"):
+        submit(usual(), submitted(1, ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from dataflow.planner import simulate
 from dataflow.policy import preset
 from dataflow.sources.read import read_workload
 from dataflow.sources.trace import of_trace
+from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
+from dataflow.timeline.spans import Level
 from dataflow.workload import Measured, Validation, grpo
 from tests.simulated import job, run
 
@@ -43,6 +46,25 @@ def test_what_a_trace_holds_is_read() -> None:
     assert isinstance(update, Measured)
     assert update.steps[3] == pytest.approx((0.5,) * 4)
     assert update.seconds(3, 0, 2) == pytest.approx(1.0)
+
+
+def test_when_groups_ended_in_the_run_a_streaming_rollout_would_hand_them_on() -> None:
+    trace = run(job())
+    assert of_trace(trace, "a run", PlanConfig()).ends == ()
+    assert any("evenly" in said for said in of_trace(trace, "a run", PlanConfig()).assumptions)
+    rollouts = [s for s in trace.spans if s.stage == "rollout"]
+    for s in rollouts:
+        long = 0.5 + 0.1 * (s.step % 2)  # steps differ; the mean counts
+        shares = [long * k / 7 for k in range(7)] + [1.0]
+        trace.levels += [Level(SAMPLED, s.begin + share * (s.end - s.begin), k) for k, share in enumerate(shares, 1)]
+    found = of_trace(trace, "a run", PlanConfig())
+    assert found.ends == pytest.approx((*(0.55 * k / 7 for k in range(7)), 1.0))
+    evenly = replace(found, ends=())
+    early, late = (simulate(w, preset("baseline+stream", 4))[0].end for w in (found, evenly))
+    assert early < late
+    # A rollout that began anew has its groups twice: nothing is told from such a run.
+    trace.levels.append(Level(SAMPLED, rollouts[0].begin, 1))
+    assert of_trace(trace, "a run", PlanConfig()).ends == ()
 
 
 def test_a_run_that_was_stopped_counts_its_whole_steps() -> None:
