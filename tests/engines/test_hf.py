@@ -9,45 +9,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.hf import HfRollout
 from dataflow.errors import Aborted, ConfigError, DataError, DataflowError, ModelError
+from tests.engines import tiny_models
 from tests.engines.drawing import draw, generate, run
+from tests.engines.tiny_models import ENDS, EOS, PAD, VOCAB
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 
-VOCAB, EOS, PAD, WIDE = 61, 1, 0, 12
-ENDS = [EOS, *range(5, VOCAB, 6)]  # many tokens end a response, so that rows do leave the batch
+WIDE = 12
+# Four heads, two of which share their keys, which decoding treats in a way of its own.
+SHAPE = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "initializer_range": 0.4,
+}
 
 
 def save_model(path: Path, seed: int, tie: bool = True) -> str:
-    words = {"<pad>": PAD, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=128,
-        tie_word_embeddings=tie,
-        initializer_range=0.4,  # lively enough that different weights say different things
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
-    model = Qwen2ForCausalLM(config)
-    model.generation_config.eos_token_id = ENDS
-    model.save_pretrained(path)
-    return str(path)
+    return tiny_models.save_model(path, seed, tie, **SHAPE)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,23 +24,26 @@ VOCAB, EOS, PAD = 61, 1, 0
 ENDS = [EOS, *range(5, VOCAB, 6)]  # many tokens end a response, so that samples end at different times
 
 
-def save_model(path: Path, seed: int, tie: bool = True, ends: Sequence[int] = ENDS) -> str:
-    """Writes a Qwen2 whose heads are 32 wide, the least that vLLM's attention on CPU takes."""
+def save_model(path: Path, seed: int, tie: bool = True, ends: Sequence[int] = ENDS, **shape: Any) -> str:
+    """Writes a Qwen2 whose heads are 32 wide, the least that vLLM's attention on CPU takes, or of another shape."""
     words = {"<pad>": PAD, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     eos = "<eos>" if ends else None
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token=eos).save_pretrained(path)
+    wanted = {
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 96,
+        "initializer_range": 0.25,  # lively enough that different weights say different things
+    }
     config = Qwen2Config(
+        **{**wanted, **shape},
         vocab_size=VOCAB,
-        hidden_size=64,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=96,
         max_position_embeddings=128,
         tie_word_embeddings=tie,
-        initializer_range=0.25,  # lively enough that different weights say different things
         bos_token_id=None,
         eos_token_id=EOS if ends else None,
         pad_token_id=PAD,
