@@ -43,6 +43,10 @@ class RewardFailed(RunError):
     """A reward request could not be scored."""
 
 
+class ToolLost(RunError):
+    """What a hosted tool is made of has died: the tool has to be built anew."""
+
+
 class Aborted(RunError):
     """A sample in flight was given up."""
 

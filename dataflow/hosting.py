@@ -63,6 +63,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             "factory": factory,
             "options": options,
             "replicas": draw.replicas,
+            "seats": draw.max_num_seqs,
             "gpus": gpus * workers,
             "threads": config.trainer.threads,
         }

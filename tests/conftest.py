@@ -53,8 +53,10 @@ LONGEST = (
     "test_ray",
     "test_remote",
     "test_streaming",
+    "test_replicas",
     "test_vllm",
     "test_vllm_async",
+    "test_vllm_restart",
 )
 
 

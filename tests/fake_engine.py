@@ -12,6 +12,7 @@ from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
+from dataflow.errors import ToolLost
 
 
 class FakeRollout:
@@ -20,14 +21,16 @@ class FakeRollout:
     Args:
         seed: of that order.
         version: of the weights it is built with.
-        deaths: a file that counts them; this process is killed in the midst of a rollout, once.
+        deaths: a file that tells of it; this process is killed in the midst of a rollout, once.
+        lost: the engine says that it is lost, instead.
     """
 
-    def __init__(self, seed: int = 0, version: int = 0, deaths: str | None = None) -> None:
+    def __init__(self, seed: int = 0, version: int = 0, deaths: str | None = None, lost: bool = False) -> None:
         self.version = version
         self.asked: list[tuple[int, tuple[int, ...]]] = []
         self.running = 0
         self._dice = random.Random(seed)
+        self._lost = lost
         self._deaths = None if deaths is None else Path(deaths)
 
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
@@ -42,6 +45,8 @@ class FakeRollout:
                 if self._deaths is not None and self.version and len(left) == half and not self._deaths.exists():
                     self._deaths.touch()
                     await asyncio.sleep(0.5)  # what was handed on before must have left this process
+                    if self._lost:
+                        raise ToolLost("its replica died")
                     os.kill(os.getpid(), signal.SIGKILL)
                 group, index = left.pop()
                 self.running -= 1

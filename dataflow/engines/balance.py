@@ -57,7 +57,7 @@ class Balance:
         self._most = most
         self._line = line
         self._waiting: deque[list[Job]] = deque()
-        self._hands: dict[int, Hand] = {}  # by the id of each job that is out
+        self._out: dict[int, tuple[Hand, Job]] = {}  # by the job's id
         self._keys = itertools.count()
         self._cancelling: set[asyncio.Task[None]] = set()
 
@@ -75,9 +75,10 @@ class Balance:
         left = ([job for job in group if job.id not in gone] for group in self._waiting)
         self._waiting = deque(group for group in left if group)
         for id in ids:
-            if (hand := self._hands.get(id)) is None:
+            if id not in self._out:
                 continue
-            self._over(hand, next(job for job in hand.jobs.values() if job.id == id))
+            hand, job = self._out[id]
+            self._over(hand, job)
             if not hand.jobs and hand.reading is not None:
                 hand.reading.cancel()
                 task = asyncio.ensure_future(self._let_go(hand))
@@ -87,15 +88,16 @@ class Balance:
 
     async def settled(self) -> None:
         """Waits until the engines are rid of what was cancelled."""
-        await asyncio.gather(*self._cancelling)
+        here = asyncio.get_running_loop()
+        await asyncio.gather(*(task for task in self._cancelling if task.get_loop() is here))
 
     def close(self) -> None:
         """Hands out nothing more and reads no more answers."""
         self._waiting.clear()
-        for hand in dict.fromkeys(self._hands.values()):
+        for hand in dict.fromkeys(hand for hand, _job in self._out.values()):
             if hand.reading is not None and not hand.reading.get_loop().is_closed():
                 hand.reading.cancel()
-        self._hands.clear()
+        self._out.clear()
 
     def _hand_out(self) -> None:
         calls: dict[tuple[Seat, Ask], list[Job]] = {}
@@ -108,7 +110,7 @@ class Balance:
             calls.setdefault((seat, group[0].params), []).extend(group)
         for (seat, ask), jobs in calls.items():
             hand = Hand(next(self._keys), seat, {(job.group, job.index): job for job in jobs})
-            self._hands |= {job.id: hand for job in jobs}
+            self._out |= {job.id: (hand, job) for job in jobs}
             prompts = {job.group: job.prompt for job in jobs}
             draw = seat.actor.draw.options(num_returns="streaming")
             hand.reading = asyncio.ensure_future(
@@ -148,7 +150,7 @@ class Balance:
         self._line.ended(drawn)
 
     def _over(self, hand: Hand, job: Job) -> None:
-        del hand.jobs[job.group, job.index], self._hands[job.id]
+        del hand.jobs[job.group, job.index], self._out[job.id]
         hand.seat.outstanding -= 1
 
     async def _let_go(self, hand: Hand) -> None:

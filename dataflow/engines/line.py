@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dataflow.engines.base import Sample
-from dataflow.errors import Aborted, RunError
+from dataflow.errors import Aborted, ToolLost
 
 if TYPE_CHECKING:
     import torch
@@ -200,7 +200,7 @@ class Line:
         """Ends all that wait, and all that comes, with an error whose cause this is."""
 
         def lost() -> Exception:
-            error = RunError(f"rollout: vLLM failed ({_reason(cause)}); the engine has to be built anew.")
+            error = ToolLost(f"rollout: vLLM failed ({_reason(cause)}); the engine has to be built anew.")
             error.__cause__ = cause
             return error
 

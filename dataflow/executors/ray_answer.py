@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from dataflow.errors import RunError
+from dataflow.errors import RunError, ToolLost
 
 DIED = "the process that ran it died (killed, or out of memory)"
 
@@ -22,16 +22,21 @@ async def fetch(ref: Any) -> Any:
 
 
 def died(error: BaseException | None) -> bool:
-    """Whether a call failed because its process is gone, not because its function raised."""
+    """Whether a call failed because its tool is gone, with its process or by its own word (:class:`ToolLost`).
+
+    Anything else that its function raised is no death.
+    """
     from ray import exceptions
 
+    if isinstance(error, exceptions.RayTaskError):
+        return isinstance(error.cause, ToolLost)
     gone = (
         exceptions.RayActorError,
         exceptions.OutOfMemoryError,
         exceptions.NodeDiedError,
         exceptions.WorkerCrashedError,
     )
-    return isinstance(error, gone) and not isinstance(error, exceptions.RayTaskError)
+    return isinstance(error, gone)
 
 
 def cause(error: BaseException) -> BaseException:
@@ -48,5 +53,6 @@ def cause(error: BaseException) -> BaseException:
 
 
 def last_words(error: BaseException) -> str:
-    """Returns the first line of what Ray says of a death."""
-    return str(error).strip().splitlines()[0]
+    """Returns the first line of what Ray, or the tool itself, says of a death."""
+    said = getattr(error, "cause", None) or error
+    return (str(said).strip().splitlines() or [type(said).__name__])[0]

@@ -178,12 +178,13 @@ def test_spare_groups_stream_too(order: Any) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("lost", [False, True], ids=["killed", "by its own word"])
 def test_an_engine_that_dies_in_mid_rollout_is_synced_anew_and_samples_only_the_rest(
-    local_ray: None, tmp_path: Path
+    local_ray: None, tmp_path: Path, lost: bool
 ) -> None:
     from dataflow.executors.ray import RayExecutor
 
-    options = {"deaths": str(tmp_path / "died")}
+    options = {"deaths": str(tmp_path / "died"), "lost": lost}
     engine = Hosted("rollout", FakeRollout, options, concurrent=True, restarts=1)
     policy = SchedulingPolicy(4, 0, "arrival", stream_rollout=True)
     trace, trained, asked = run(RayExecutor(num_cpus=2), policy, engine)
