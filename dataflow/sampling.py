@@ -23,13 +23,16 @@ def rollout_stages(config: Any) -> tuple[Stage, Stage]:
     """
     sampling, held_out = sampling_of(config)
     offer = config.tools
+    # Only a GPU that the trainer needs too is worth the time that going to sleep takes.
+    shared = config.placement == "colocated" and config.ray.gpus_per_worker > 0
+    how = {"seed": config.seed, "sleeps": shared}
     if not offer.offered:
-        return rollout.bind(sampling=sampling, seed=config.seed), val_rollout.bind(sampling=held_out, seed=config.seed)
+        return rollout.bind(sampling=sampling, **how), val_rollout.bind(sampling=held_out, **how)
     from dataflow.stages.conversation import conversation, val_conversation
     from dataflow.tools import Toolbox
 
     talk = {
-        "seed": config.seed,
+        **how,
         "tools": Toolbox(config.model.path, offer.path, tuple(offer.names), offer.timeout, offer.format).check(),
         "max_turns": offer.max_turns,
         "max_response_tokens": offer.max_response_tokens,

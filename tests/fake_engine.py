@@ -29,6 +29,7 @@ class FakeRollout:
         self.version = version
         self.asked: list[tuple[int, tuple[int, ...]]] = []
         self.running = 0
+        self.slept: list[str] = []
         self._dice = random.Random(seed)
         self._lost = lost
         self._deaths = None if deaths is None else Path(deaths)
@@ -79,9 +80,11 @@ class FakeRollout:
         assert not self.running
         self.version = version
 
-    async def sleep(self) -> None: ...
+    async def sleep(self) -> None:
+        self.slept.append("sleep")
 
-    async def wake(self) -> None: ...
+    async def wake(self) -> None:
+        self.slept.append("wake")
 
     async def abort(self) -> int:
         return 0

@@ -36,6 +36,7 @@ async def conversation(
     max_response_tokens: int,
     seed: int,
     max_prompt_length: int | None = None,
+    sleeps: bool = False,
     task: TaskInfo,
 ) -> Batch:
     """Samples ``sampling.n`` conversations per prompt with the weights the policy allows; takes rollout's place.
@@ -51,6 +52,7 @@ async def conversation(
         max_response_tokens: R, tokens of all turns together, the tools' included.
         seed: of the run; turn t of a sample is drawn by (run and step, group, index, t) alone.
         max_prompt_length: tokens that a prompt may have once the tools are described in it; None does not check.
+        sleeps: as of :func:`~dataflow.stages.rollout.rollout`.
         task: which step this is; takes rollout's metrics, ``tools/turns`` and ``tools/calls`` (means over samples) and
             ``tools/errors`` (the share of calls that failed).
 
@@ -69,7 +71,7 @@ async def conversation(
     told = tools.described(prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)
     samples = conversations(not_handed(told, task), engine, sampling, tools, limits, (seed << 20) + task.step)
-    responses = await handed_on(told, samples, engine, sampling.n, max_response_tokens, task)
+    responses = await handed_on(told, samples, engine, sampling.n, max_response_tokens, task, sleeps)
     calls = sum(responses["tool_calls"])
     task.log(
         {
@@ -95,6 +97,7 @@ async def val_conversation(
     max_response_tokens: int,
     seed: int,
     max_prompt_length: int | None = None,
+    sleeps: bool = False,
     task: TaskInfo,
 ) -> Batch:
     """Answers the held-out prompts with the weights of this step, tools at hand; see :func:`conversation`."""
@@ -103,7 +106,7 @@ async def val_conversation(
     told = tools.described(val_prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)
     samples = conversations(told, engine, sampling, tools, limits, VALIDATION_SEED + seed)
-    return await handed_on(told, samples, engine, sampling.n, max_response_tokens, task)
+    return await handed_on(told, samples, engine, sampling.n, max_response_tokens, task, sleeps)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ async def rollout(
     engine: RolloutEngine,
     sampling: Sampling,
     seed: int,
+    sleeps: bool = False,
     task: TaskInfo,
 ) -> Batch:
     """Samples ``sampling.n`` responses per prompt with the weights the policy allows.
@@ -38,6 +39,7 @@ async def rollout(
         engine: holds the weights.
         sampling: how to draw.
         seed: of the run; a sample's own stream follows from it, the step, the group and its place in the group.
+        sleeps: the engine gives its memory back to whoever shares the GPU while it does not sample.
         task: which step this is.
 
     Returns:
@@ -49,7 +51,7 @@ async def rollout(
     check_version(engine, weights, task)
     left = not_handed(prompts, task)
     samples = engine.generate(left, sampling, seed=(seed << 20) + task.step)
-    responses = await handed_on(prompts, samples, engine, sampling.n, sampling.max_tokens, task)
+    responses = await handed_on(prompts, samples, engine, sampling.n, sampling.max_tokens, task, sleeps)
     task.log({"staleness/rollout": float(task.step - 1 - responses.meta["weights_version"])})
     task.log(length_metrics(responses))
     return responses
@@ -63,12 +65,13 @@ async def val_rollout(
     engine: RolloutEngine,
     sampling: Sampling,
     seed: int,
+    sleeps: bool = False,
     task: TaskInfo,
 ) -> Batch:
     """Answers the held-out prompts with the weights of this step."""
     check_version(engine, weights, task)
     samples = engine.generate(val_prompts, sampling, seed=VALIDATION_SEED + seed)
-    return await handed_on(val_prompts, samples, engine, sampling.n, sampling.max_tokens, task)
+    return await handed_on(val_prompts, samples, engine, sampling.n, sampling.max_tokens, task, sleeps)
 
 
 def check_version(engine: RolloutEngine, weights: Any, task: TaskInfo) -> None:
@@ -101,7 +104,13 @@ def not_handed(prompts: Batch, task: TaskInfo) -> Batch:
 
 
 async def handed_on(
-    prompts: Batch, samples: AsyncIterator[Sample], engine: RolloutEngine, n: int, length: int, task: TaskInfo
+    prompts: Batch,
+    samples: AsyncIterator[Sample],
+    engine: RolloutEngine,
+    n: int,
+    length: int,
+    task: TaskInfo,
+    sleeps: bool = False,
 ) -> Batch:
     """Makes batches of samples as they come, hands them on if the task streams, and returns all of them.
 
@@ -112,11 +121,12 @@ async def handed_on(
         n: samples of a group.
         length: tokens that responses are padded to.
         task: what it is to hand on, and has.
+        sleeps: whether the engine sleeps before and after.
     """
     done: dict[int, Batch] = dict(task.handed)
     left = {group for batch in done.values() for group in batch.ids}
     sets = Sets([group for group in prompts.ids if group not in left], n, task)
-    async with _closing(samples) as coming:
+    async with _awake(engine, sleeps), _closing(samples) as coming:
         async for sample in coming:
             before = sets.whole
             for number, whole in sets.add(sample):
@@ -125,6 +135,18 @@ async def handed_on(
             if sets.whole > before:
                 task.level(SAMPLED, time.time(), sets.whole)
     return Batch.concat([done[number] for number in sorted(done)]).select(prompts.ids)
+
+
+@contextlib.asynccontextmanager
+async def _awake(engine: RolloutEngine, sleeps: bool) -> AsyncIterator[None]:
+    if not sleeps:
+        yield
+        return
+    await engine.wake()
+    try:
+        yield
+    finally:
+        await engine.sleep()
 
 
 def _closing(samples: AsyncIterator[Sample]) -> Any:

@@ -14,7 +14,8 @@ from dataflow.engines.base import Sampling
 from dataflow.errors import DataflowError, StageFailed
 from dataflow.executors.inline import InlineExecutor
 from dataflow.graph import Hosted, Latest, Pipeline, stage
-from dataflow.policy import SchedulingPolicy, expand, preset
+from dataflow.placement import placed
+from dataflow.policy import PRESETS, SchedulingPolicy, expand, preset
 from dataflow.reward_agent import RewardAgent
 from dataflow.runner import Runner
 from dataflow.stages.reward import reward_collect, reward_request
@@ -99,9 +100,12 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def run(executor: Any, policy: SchedulingPolicy, engine: Hosted, steps: int = 4, spare: int = 0) -> tuple[Any, ...]:
+def run(
+    executor: Any, policy: SchedulingPolicy, engine: Hosted, steps: int = 4, spare: int = 0, apart: bool = False
+) -> tuple[Any, ...]:
     """Returns the trace, what the trainer was given, and what the engine was asked for."""
-    graph = expand(pipeline(engine, spare), policy, steps, BATCHES, groups=GROUPS)
+    stages = placed(pipeline(engine, spare), "disaggregated") if apart else pipeline(engine, spare)
+    graph = expand(stages, policy, steps, BATCHES, groups=GROUPS)
     trace = Trace(meta={"resources": dict(graph.pipeline.resources)})
     prompts = Batch(range(GROUPS + spare), {"prompt_ids": [[1]] * (GROUPS + spare)})
     runner = Runner(graph, executor, inputs={"prompts": lambda step: prompts}, trace=trace)
@@ -151,6 +155,16 @@ def test_each_group_is_scored_and_used_once(executor: Any, name: str, order: Any
         first = min(span.begin for task, span in spans.items() if task.startswith(f"reward_request[{step}."))
         assert min(emitted) <= first + 0.02
         assert first < spans[f"rollout[{step}]"].end, "rewards start while others are still sampled"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", [*PRESETS, "both+stream"])
+def test_every_policy_runs_with_gpus_of_its_own_for_the_engine(name: str) -> None:
+    engine = Hosted("rollout", FakeRollout, concurrent=True)
+    trace, trained, _asked = run(InlineExecutor(), preset(name, BATCHES), engine, apart=True)
+    assert trace.pools == ["train", "rollout"]
+    for at in range(0, len(trained), BATCHES):
+        assert sorted(group for ids, _scores in trained[at : at + BATCHES] for group in ids) == list(range(GROUPS))
 
 
 @pytest.mark.timeout(120)

@@ -109,6 +109,23 @@ def test_another_version_of_the_weights_ends_the_run(stage: Any) -> None:
         run(stage, 2, FakeRollout(version=3), TaskInfo(2, stage.name), weights=1)
 
 
+@pytest.mark.parametrize("stage", [rollout, val_rollout])
+def test_an_engine_that_shares_its_gpu_sleeps_before_and_after(stage: Any) -> None:
+    engine = FakeRollout()
+    run(stage, 2, engine, TaskInfo(1, stage.name))
+    assert engine.slept == []
+
+    async def body() -> None:
+        with pytest.raises(Aborted):
+            await stage(
+                prompts(4), None, engine=failing, sampling=Sampling(), seed=0, sleeps=True, task=TaskInfo(1, stage.name)
+            )
+
+    failing = Failing()
+    asyncio.run(body())
+    assert failing.slept == ["wake", "sleep"], "after an error too"
+
+
 class Failing(FakeRollout):
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> Any:
         async for sample in super().generate(prompts, sampling, seed):
