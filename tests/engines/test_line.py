@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dataflow.engines.base import Sample
 from dataflow.engines.line import Drawn, Job, Line
-from dataflow.errors import Aborted, DataError, RunError
+from dataflow.errors import Aborted, DataError, ToolLost
 from tests.engines.drawing import run
 
 pytestmark = pytest.mark.timeout(60)
@@ -240,14 +240,14 @@ def test_a_failure_reaches_everybody(where: str) -> None:
             await turn()
             line.put(jobs(1))
         await turn()
-        assert got(running) == ([(0, 0)] if where == "pause" else [RunError])
+        assert got(running) == ([(0, 0)] if where == "pause" else [ToolLost])
         for task in (pausing, later) if where != "start" else ():
             error = task.exception()
-            assert isinstance(error, RunError)
+            assert isinstance(error, ToolLost)
             assert error.__cause__ is cause
-        with pytest.raises(RunError, match=r"vLLM failed .ValueError: broken"):
+        with pytest.raises(ToolLost, match=r"vLLM failed .ValueError: broken"):
             line.put(jobs(1))
-        with pytest.raises(RunError, match="built anew"):
+        with pytest.raises(ToolLost, match="built anew"):
             await line.pause(broken)
         assert line.unended == 0
 
