@@ -11,6 +11,9 @@ BIN := .venv/bin
 # What an install depends on. The directory is part of it: scripts in .venv name it, so a moved tree needs a new one.
 WANTED = $(shell cat setup.cfg pyproject.toml overrides-cpu.txt | cksum) $(EXTRA) $(CURDIR)
 
+# Most of the time a test waits for processes to start: two files at once take little more than half of it.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
 .PHONY: help setup install train test gpu-check test-fast check format compare bench clean
 
@@ -60,15 +63,14 @@ endif
 train: setup  ## train: GRPO with the `both` policy, in a few minutes on two cores
 	$(BIN)/dataflow run $(PIPELINE) $(ARGS)
 
-# Most of the time a test waits for processes to start: two files at once take little more than half of it.
 test: setup  ## all tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -q $(TWO) $(ARGS)
 
 gpu-check: setup  ## the tests that need a GPU (EXTRA=gpu), with what they measure
 	$(BIN)/python -m pytest -q -rs tests/test_cuda.py tests/engines/test_gpu.py tests/engines/test_vllm.py $(ARGS)
 
 test-fast: setup  ## the tests that need no engine, in under a minute
-	$(BIN)/python -m pytest -q -m 'not heavy' --hypothesis-profile=fast $(ARGS)
+	$(BIN)/python -m pytest -q $(TWO) -m 'not heavy' --hypothesis-profile=fast $(ARGS)
 
 check: setup  ## lint, format, types, the direction of imports
 	$(BIN)/ruff check .
