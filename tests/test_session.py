@@ -77,9 +77,8 @@ def test_a_seed_decides_the_weights_whatever_the_order_of_rewards(keys: tuple[st
     assert fast["weights_sha256"] == slow["weights_sha256"]
 
 
-@pytest.mark.parametrize("policy", ["off-policy", "both"])
-def test_staleness_never_exceeds_the_policy_and_files_are_whole(keys: tuple[str, ...], policy: str) -> None:
-    summary = run(keys, f"policy={policy}", "val.every=2", "algorithm.use_kl_loss=true")
+def test_staleness_never_exceeds_the_policy_and_files_are_whole(keys: tuple[str, ...]) -> None:
+    summary = run(keys, "policy=both", "val.every=2", "algorithm.use_kl_loss=true")
     directory = summary["directory"]
     assert {f.name for f in directory.iterdir()} >= {
         "config.yaml", "trace.json", "metrics.jsonl", "tensorboard", "summary.json", "timeline.png",
