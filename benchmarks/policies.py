@@ -26,14 +26,15 @@ BOUND = 1.10
 
 def measure(runs: Path, steps: int) -> list[dict[str, Any]]:
     """Runs all four policies one after another; the same seed, the same delays' law."""
-    probe = finish(start(runs, "probe", policy="baseline", steps=4, val__every=0, judge__time_scale=0.002))
+    base = {"engine__rollout": "hf", "val__every": 0}  # everywhere there, so that figures can be compared
+    probe = finish(start(runs, "probe", policy="baseline", steps=4, judge__time_scale=0.002, **base))
     work = probe["gpu_busy_s"] / probe["steps"]
     scale = work * CONCURRENCY / (SAMPLES * MEAN_DELAY_S)
     print(f"GPU-pool work {work:.2f} s a step -> judge.time_scale={scale:.4f}", file=sys.stderr)
     rows = []
     for policy in POLICIES:
         print(f"running {policy} ...", file=sys.stderr)
-        keys = {"policy": policy, "steps": steps, "val__every": 0, "reward__concurrency": CONCURRENCY}
+        keys = {**base, "policy": policy, "steps": steps, "reward__concurrency": CONCURRENCY}
         rows.append(finish(start(runs, policy, **keys, judge__time_scale=round(scale, 5))))
     return rows
 
