@@ -12,8 +12,6 @@ HF = "dataflow.engines.hf:HfRollout"
 VLLM = "dataflow.engines.vllm:VllmRollout"
 VLLM_ON_GPU = "dataflow.engines.vllm_async:AsyncVllmRollout"
 REPLICAS = "dataflow.engines.replicas:Replicas"
-CPU_CACHE = 256 << 20
-"""Bytes of the KV cache on a CPU, where nothing else is given."""
 
 
 def rollout_host(config: Any, gpus: float) -> Hosted:
@@ -43,10 +41,11 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             "max_tokens": draw.max_tokens,
             "max_num_seqs": draw.max_num_seqs,
             "gpu_memory": draw.gpu_memory,
-            "kv_cache_bytes": int(draw.kv_cache_gb * 2**30) if draw.kv_cache_gb else None if gpus else CPU_CACHE,
         }
         if gpus:
-            options["dtype"] = "bfloat16"
+            options |= {"dtype": "bfloat16", "kv_cache_bytes": None}
+        if draw.kv_cache_gb:
+            options["kv_cache_bytes"] = int(draw.kv_cache_gb * 2**30)
         if factory == VLLM_ON_GPU:
             options["tensor_parallel"] = workers
     elif workers > 1:

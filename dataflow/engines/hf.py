@@ -14,7 +14,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,8 +32,10 @@ from transformers.utils.logging import disable_progress_bar
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.draw import draw, uniforms
-from dataflow.engines.samples import check_sampling, end_tokens, left_pad, prompt_ids, to_batch
-from dataflow.errors import Aborted, ConfigError, DataflowError, ModelError, nearest
+from dataflow.engines.samples import check_sampling, left_pad, prompt_ids, to_batch
+from dataflow.engines.weights import WeightNames
+from dataflow.engines.words import Words, loading
+from dataflow.errors import Aborted, ConfigError, nearest
 
 _GROUPED = "sdpa_grouped"
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -89,19 +90,13 @@ class HfRollout:
             raise ConfigError(
                 f"rollout: max_prompt_length={max_prompt_length}, max_batch={max_batch}; both are 1 at least."
             )
-        # A missing path would be taken for a hub id, and the hub asked about it for a minute.
-        if (model.startswith(("/", ".", "~")) or model.count("/") > 1) and not Path(model).is_dir():
-            raise ModelError(f"model directory '{model}' does not exist.")
         torch.set_num_threads(threads)
         disable_progress_bar()  # two lines of it would break the run's own
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(model)
+        with loading(model):
+            tokenizer = AutoTokenizer.from_pretrained(model)
             self.model = AutoModelForCausalLM.from_pretrained(
                 model, dtype=getattr(torch, dtype), attn_implementation="sdpa"
             )
-        except (OSError, ValueError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ModelError(f"model '{model}' cannot be loaded: {reason}") from error
         self.model.to(device).eval().requires_grad_(False)
         config = self.model.config.get_text_config()
         if getattr(config, "num_key_value_heads", None) not in (None, config.num_attention_heads):
@@ -110,13 +105,8 @@ class HfRollout:
         self.max_batch = max_batch
         self.device = torch.device(device)
         self.version = 0
-        self._vocabulary = int(config.vocab_size)
-        ends = end_tokens(self.tokenizer, self.model.generation_config, self.model.config)
-        if not ends:
-            raise ModelError(f"model '{model}' names no eos_token_id; set it in its generation_config.json.")
-        self._ends = ends
-        pad = self.tokenizer.pad_token_id
-        self._pad: int = ends[0] if pad is None else pad
+        self.words = Words.of(model, tokenizer, self.model.generation_config, self.model.config)
+        self._weights = WeightNames(self.model)
         self._thread = ThreadPoolExecutor(1, "rollout")
         self._turns: list[tuple[tuple[Sampling, int], _Row, asyncio.Future[Sample]]] = []
         self._aborts = 0
@@ -125,7 +115,7 @@ class HfRollout:
 
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
         """See :meth:`RolloutEngine.generate`. A batch of another size may round a logit otherwise, by about 1e-6."""
-        check_sampling(sampling, self._vocabulary)
+        check_sampling(sampling, self.words.size)
         ids = prompt_ids(prompts, self.max_prompt_length)
         rows = [
             _Row(prompt, uniforms((seed, group, index), sampling.max_tokens), group, index)
@@ -160,7 +150,7 @@ class HfRollout:
 
     async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
         """See :meth:`RolloutEngine.sample`. Those that wait while the engine computes are then drawn together."""
-        check_sampling(sampling, self._vocabulary)
+        check_sampling(sampling, self.words.size)
         (ids,) = prompt_ids(Batch([0], {"prompt_ids": [prompt]}), self.max_prompt_length)
         loop = asyncio.get_running_loop()
         row = _Row(ids, uniforms(seed, sampling.max_tokens))
@@ -190,7 +180,7 @@ class HfRollout:
 
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
         """See :meth:`RolloutEngine.batch`."""
-        return to_batch(prompts, samples, length, self.tokenizer, self._pad)
+        return to_batch(prompts, samples, length, self.words.tokenizer, self.words.pad)
 
     async def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`: on a GPU the weights wait in the host's memory."""
@@ -271,7 +261,7 @@ class HfRollout:
         self, rows: Sequence[_Row], prompts: Sequence[Sequence[int]], owner: torch.Tensor, sampling: Sampling
     ) -> Iterator[tuple[_Row | None, list[int], list[float], bool]]:
         """Decodes the rows together; ``owner`` int64 ``[rows]`` says the prompt of each."""
-        tokens, mask = left_pad(prompts, self._pad)
+        tokens, mask = left_pad(prompts, self.words.pad)
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(tokens, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), cache)
@@ -282,10 +272,10 @@ class HfRollout:
 
         shape = (len(rows), sampling.max_tokens)
         numbers = torch.from_numpy(np.stack([row.uniforms for row in rows])).to(self.device)
-        ends = torch.tensor([*self._ends, *sampling.stop_token_ids], device=self.device)
+        ends = torch.tensor([*self.words.ends, *sampling.stop_token_ids], device=self.device)
         # What a penalty looks at: in place of the padding a token that the prompt has anyway.
         said = torch.where(mask.bool(), tokens[pick], tokens[pick, -1:])
-        said = torch.cat([said, torch.full(shape, self._pad, device=self.device)], dim=1)
+        said = torch.cat([said, torch.full(shape, self.words.pad, device=self.device)], dim=1)
         wide = tokens.shape[1]
         drawn = said[:, wide:]
         scores = torch.zeros(shape, dtype=torch.float32, device=self.device)
@@ -293,7 +283,7 @@ class HfRollout:
         live = torch.ones_like(at, dtype=torch.bool)
         for t in range(shape[1]):
             token, score = draw(logits, numbers[at, t], sampling, said[at, : wide + t])
-            drawn[at, t], scores[at, t] = torch.where(live, token, self._pad), score
+            drawn[at, t], scores[at, t] = torch.where(live, token, self.words.pad), score
             ended = live & torch.isin(token, ends)
             live = live & ~ended
             last = t + 1 == shape[1]
@@ -335,27 +325,11 @@ class HfRollout:
         await self._run(lambda: self._load(weights, version))
 
     def _load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        picked = self._weights.pick(weights, version)
         own: dict[str, torch.Tensor] = self.model.state_dict()
-        given: dict[int, str] = {}  # storage of this model -> the name that fills it
-        for name, value in weights.items():
-            if name not in own:
-                raise DataflowError(
-                    f"weight sync {version}: the model has no weight '{name}'{nearest(name, own) or '.'}"
-                )
-            if own[name].shape != value.shape:
-                raise DataflowError(
-                    f"weight sync {version}: '{name}' has shape {tuple(value.shape)}, "
-                    f"the model wants {tuple(own[name].shape)}."
-                )
-            twin = given.setdefault(own[name].data_ptr(), name)
-            if twin != name and not torch.equal(weights[twin], value):
-                raise DataflowError(f"weight sync {version}: '{twin}' and '{name}' are tied but differ.")
-        missing = [name for name, weight in own.items() if weight.data_ptr() not in given]
-        if missing:
-            raise DataflowError(f"weight sync {version}: {len(missing)} weights are missing, first '{missing[0]}'.")
         with torch.no_grad():
-            for name in given.values():
-                own[name].copy_(weights[name])
+            for name, value in picked.items():
+                own[name].copy_(value)
         self.version = version
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -98,12 +98,22 @@ class _Pause:
     task: asyncio.Task[None] | None = field(default=None)
 
 
+def _engine_lost(cause: Exception) -> str:
+    reason = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+    return f"rollout: vLLM failed ({reason}); the engine has to be built anew."
+
+
 class Line:
-    """Who waits, who runs, and what happens in between; ``backend`` must be set before its first use."""
+    """Who waits, who runs, and what happens in between; ``backend`` must be set before its first use.
+
+    Args:
+        lost: says of a failure what is lost with it, and the fix.
+    """
 
     backend: Backend
 
-    def __init__(self) -> None:
+    def __init__(self, lost: Callable[[Exception], str] = _engine_lost) -> None:
+        self._story = lost
         self.version = 0
         self.asleep = False
         self.counts = {"samples": 0, "tokens": 0, "prompt_tokens": 0, "cached_tokens": 0}
@@ -127,6 +137,28 @@ class Line:
         self._check()
         self._queue.extend(jobs)
         self._advance()
+
+    async def draw(self, jobs: Sequence[Job]) -> AsyncGenerator[Sample, None]:
+        """Lines up jobs of one inbox and yields the sample of each as it ends; who stops early frees those left.
+
+        Raises:
+            RunError: the engine has failed or is closed.
+            Exception: what came in the place of a sample.
+        """
+        self.put(jobs)
+        try:
+            for _ in jobs:
+                entry = await jobs[0].inbox.get()
+                if isinstance(entry, Exception):
+                    raise entry
+                yield entry
+        finally:
+            self.drop(jobs)
+
+    async def draw_one(self, job: Job) -> Sample:
+        """Returns the sample of one job; see :meth:`draw`."""
+        async with aclosing(self.draw([job])) as samples:
+            return await anext(samples)
 
     def drop(self, jobs: Sequence[Job]) -> None:
         """Forgets those of these jobs that have not ended, and frees what they hold."""
@@ -200,7 +232,7 @@ class Line:
         """Ends all that wait, and all that comes, with an error whose cause this is."""
 
         def lost() -> Exception:
-            error = ToolLost(f"rollout: vLLM failed ({_reason(cause)}); the engine has to be built anew.")
+            error = ToolLost(self._story(cause))
             error.__cause__ = cause
             return error
 
@@ -287,7 +319,3 @@ class Line:
         with suppress(asyncio.InvalidStateError):  # whoever asked was cancelled
             pause.done.set_result(None)
         self._advance()
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

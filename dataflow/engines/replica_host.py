@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.batch import Batch
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
+from dataflow.stage import Hosted
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +28,7 @@ class Replica:
     ) -> None:
         """Builds the engine."""
         os.environ.update(environment)
-        build: Any = factory
-        if isinstance(factory, str):
-            module, _, name = factory.partition(":")
-            build = getattr(importlib.import_module(module), name)
-        self.engine: RolloutEngine = build(**options)
+        self.engine: RolloutEngine = Hosted("replica", factory, options).build()
         # What the first Batch to arrive would import: seconds that belong to start-up, not to a task.
         import tensordict  # noqa: F401
 

@@ -21,7 +21,7 @@ from dataflow.engines.balance import Ask, Balance, Seat, reason
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.engines.line import Job, Line
 from dataflow.engines.replica_host import Replica, pack
-from dataflow.errors import ConfigError, ModelError, RunError, ToolLost, UserError
+from dataflow.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ class Replicas:
         self._redraw = options.get("in_flight") == "abort"
         self._longest = int(options["max_prompt_length"])
         self._to_sleep = self._closed = False
-        self._line = _Line()
+        self._line = Line(_lost)
         kind = ray.remote(Replica).options(num_cpus=0, num_gpus=gpus, max_concurrency=1000)
         self._seats = [Seat(f"replica {at + 1} of {replicas}", kind.remote()) for at in range(replicas)]
         self._balance = self._line.backend = Balance(self._seats, seats, self._line)
@@ -93,25 +93,9 @@ class Replicas:
 
     def _read(self, model: str) -> None:
         """Reads what belongs to the model beside its weights, while the engines start."""
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+        from dataflow.engines.words import read_words
 
-        from dataflow.engines.samples import end_tokens
-
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(model)
-            text = AutoConfig.from_pretrained(model).get_text_config()
-        except (OSError, ValueError) as error:
-            why = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ModelError(f"model '{model}' cannot be loaded: {why}") from error
-        generation: Any = None
-        with contextlib.suppress(OSError):  # a model need not have one
-            generation = GenerationConfig.from_pretrained(model)
-        self._vocabulary = int(text.vocab_size)
-        pads = [self.tokenizer.pad_token_id, *end_tokens(self.tokenizer, generation, text)]
-        pad = next((token for token in pads if token is not None), None)
-        if pad is None:
-            raise ModelError(f"model '{model}' names no eos_token_id; set it in its generation_config.json.")
-        self._pad = int(pad)
+        self.words, _config = read_words(model)
 
     def _wait_for(self, built: Sequence[concurrent.futures.Future[None]]) -> None:
         done, late = concurrent.futures.wait(built, _BUILD_S, concurrent.futures.FIRST_EXCEPTION)
@@ -132,35 +116,27 @@ class Replicas:
             for group, prompt in zip(prompts.ids, ids, strict=True)
             for index in range(sampling.n)
         ]
-        self._line.put(jobs)
-        try:
-            for _ in jobs:
-                yield _good(await inbox.get())
-        finally:
-            self._line.drop(jobs)
+        async with contextlib.aclosing(self._line.draw(jobs)) as samples:
+            async for sample in samples:
+                yield sample
 
     async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
         """See :meth:`RolloutEngine.sample`; a group of one to the balance."""
         (ids,) = self._checked(Batch([0], {"prompt_ids": [prompt]}), sampling)
-        job = Job(0, 0, ids, Ask(sampling, tuple(seed)), asyncio.Queue())
-        self._line.put([job])
-        try:
-            return _good(await job.inbox.get())
-        finally:
-            self._line.drop([job])
+        return await self._line.draw_one(Job(0, 0, ids, Ask(sampling, tuple(seed)), asyncio.Queue()))
 
     def _checked(self, prompts: Batch, sampling: Sampling) -> list[list[int]]:
         """Returns the token ids of each prompt; fails here, before a sample is drawn, on what every engine refuses."""
         from dataflow.engines.samples import check_sampling, prompt_ids
 
-        check_sampling(sampling, self._vocabulary)
+        check_sampling(sampling, self.words.size)
         return prompt_ids(prompts, self._longest)
 
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
         """See :meth:`RolloutEngine.batch`."""
         from dataflow.engines.samples import to_batch
 
-        return to_batch(prompts, samples, length, self.tokenizer, self._pad)
+        return to_batch(prompts, samples, length, self.words.tokenizer, self.words.pad)
 
     async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Sends new weights to all replicas, once into Ray's store; ``version`` is the new one when all have them.
@@ -250,23 +226,9 @@ class Replicas:
                 ray.kill(seat.actor)
 
 
-class _Line(Line):
-    def fail(self, cause: Exception) -> None:
-        """Ends all that wait, and all that comes, with an error whose cause this is."""
-
-        def lost() -> Exception:
-            error = ToolLost(f"rollout: {cause}; the replicas have to be built anew.")
-            error.__cause__ = cause
-            return error
-
-        self._end(lost)
+def _lost(cause: Exception) -> str:
+    return f"rollout: {cause}; the replicas have to be built anew."
 
 
 async def _answer(ref: Any) -> Any:
     return await ref
-
-
-def _good(entry: Sample | Exception) -> Sample:
-    if isinstance(entry, Exception):
-        raise entry
-    return entry

@@ -80,15 +80,6 @@ def seed_of(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def end_tokens(tokenizer: Any, *configs: Any) -> list[int]:
-    """Returns the ids that end a response: the tokenizer's, then those of the model's configurations."""
-    ends = [tokenizer.eos_token_id]
-    for config in configs:
-        ids = getattr(config, "eos_token_id", None)
-        ends += ids if isinstance(ids, list) else [ids]
-    return list(dict.fromkeys(int(end) for end in ends if end is not None))
-
-
 def left_pad(ids: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns token ids and mask, int64 ``[len(ids), longest]``."""
     wide = max(map(len, ids))

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +18,11 @@ import torch
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.line import Job, Line, VllmBackend
-from dataflow.engines.samples import check_sampling, end_tokens, prompt_ids, seed_of, to_batch
+from dataflow.engines.samples import check_sampling, prompt_ids, seed_of, to_batch
 from dataflow.engines.vllm_thread import EngineThread
 from dataflow.engines.weights import WeightNames
-from dataflow.errors import ConfigError, DataError, DataflowError, ModelError, RunError, nearest
+from dataflow.engines.words import loading, read_words
+from dataflow.errors import ConfigError, DataError, DataflowError, RunError, nearest
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _RULES = ("wait", "abort")
@@ -97,7 +99,9 @@ class VllmRollout:
                 f"rollout: max_prompt_length={max_prompt_length}, max_tokens={max_tokens}, "
                 f"max_num_seqs={max_num_seqs}, threads={threads}; each is 1 at least."
             )
-        self._read(model)
+        self.words, self._config = read_words(model)
+        with loading(model):
+            self._weights = WeightNames.of_config(self._config)
         positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and max_prompt_length + max_tokens > positions:
             raise ConfigError(
@@ -173,32 +177,6 @@ class VllmRollout:
 
         return EngineThread(build, self._line, sleeps=self._cuda)
 
-    def _read(self, model: str) -> None:
-        """Reads what belongs to the model beside its weights."""
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
-        # A missing path would be taken for a hub id, and the hub asked about it for a minute.
-        if (model.startswith(("/", ".", "~")) or model.count("/") > 1) and not Path(model).is_dir():
-            raise ModelError(f"model directory '{model}' does not exist.")
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(model)
-            self._config = AutoConfig.from_pretrained(model)
-            self._weights = WeightNames(self._config)
-        except (OSError, ValueError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ModelError(f"model '{model}' cannot be loaded: {reason}") from error
-        try:
-            generation: Any = GenerationConfig.from_pretrained(model)
-        except OSError:  # a model need not have one
-            generation = None
-        text = self._config.get_text_config()
-        self._ends = end_tokens(self.tokenizer, generation, text)
-        if not self._ends:
-            raise ModelError(f"model '{model}' names no eos_token_id; set it in its generation_config.json.")
-        self._vocabulary = int(text.vocab_size)
-        pad = self.tokenizer.pad_token_id
-        self._pad: int = self._ends[0] if pad is None else pad
-
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
         """See :meth:`RolloutEngine.generate`. A batch of another size may round a logit otherwise, by about 1e-6.
 
@@ -212,27 +190,19 @@ class VllmRollout:
             for group, prompt in zip(prompts.ids, ids, strict=True)
             for index in range(sampling.n)
         ]
-        self._line.put(jobs)
-        try:
-            for _ in jobs:
-                yield _good(await inbox.get())
-        finally:
-            self._line.drop(jobs)
+        async with aclosing(self._line.draw(jobs)) as samples:
+            async for sample in samples:
+                yield sample
 
     async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
         """See :meth:`RolloutEngine.sample`."""
         self._check(sampling)
         (ids,) = self._ids(Batch([0], {"prompt_ids": [prompt]}))
-        job = Job(0, 0, ids, self._params(sampling, seed_of(*seed)), asyncio.Queue())
-        self._line.put([job])
-        try:
-            return _good(await job.inbox.get())
-        finally:
-            self._line.drop([job])
+        return await self._line.draw_one(Job(0, 0, ids, self._params(sampling, seed_of(*seed)), asyncio.Queue()))
 
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
         """See :meth:`RolloutEngine.batch`."""
-        return to_batch(prompts, samples, length, self.tokenizer, self._pad)
+        return to_batch(prompts, samples, length, self.words.tokenizer, self.words.pad)
 
     async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Loads new weights in place, by Hugging Face name; a tied ``lm_head.weight`` may be left out.
@@ -292,7 +262,7 @@ class VllmRollout:
         _engine.release()
 
     def _check(self, sampling: Sampling) -> None:
-        check_sampling(sampling, self._vocabulary)
+        check_sampling(sampling, self.words.size)
         if sampling.max_tokens > self.max_tokens:
             raise ConfigError(
                 f"rollout: max_tokens={sampling.max_tokens} is more than the {self.max_tokens} that the engine "
@@ -306,11 +276,11 @@ class VllmRollout:
         ids = prompt_ids(prompts, self.max_prompt_length)
         for group, prompt in zip(prompts.ids, ids, strict=True):
             # Without a tokenizer vLLM does not look, and the step that reads such a token would end the engine.
-            if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-                wrong = next(token for token in prompt if not 0 <= token < self._vocabulary)
+            if min(prompt) < 0 or max(prompt) >= self.words.size:
+                wrong = next(token for token in prompt if not 0 <= token < self.words.size)
                 raise DataError(
                     f"rollout: the prompt of group {group} has token {wrong}; the model knows 0 to "
-                    f"{self._vocabulary - 1}. Is it from another tokenizer?"
+                    f"{self.words.size - 1}. Is it from another tokenizer?"
                 )
         return ids
 
@@ -325,7 +295,7 @@ class VllmRollout:
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             max_tokens=sampling.max_tokens,
-            stop_token_ids=[*self._ends, *sampling.stop_token_ids],  # without a tokenizer it knows no eos
+            stop_token_ids=[*self.words.ends, *sampling.stop_token_ids],  # without a tokenizer it knows no eos
             seed=seed,
             logprobs=0,
             flat_logprobs=True,
@@ -367,9 +337,3 @@ def _prepare(cuda: bool, threads: int, offline: bool) -> None:
 def _changes(before: Mapping[str, str]) -> dict[str, str | None]:
     """Returns the environment's variables that are not as before, as they were before."""
     return {name: before.get(name) for name, value in os.environ.items() if before.get(name) != value}
-
-
-def _good(entry: Sample | Exception) -> Sample:
-    if isinstance(entry, Exception):
-        raise entry
-    return entry

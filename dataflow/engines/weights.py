@@ -14,19 +14,23 @@ class WeightNames:
     """Names and shapes of a model's weights, and which are tied.
 
     Args:
-        config: a transformers configuration of a causal LM.
+        model: a transformers causal LM.
     """
 
-    def __init__(self, config: Any) -> None:
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+    def __init__(self, model: Any) -> None:
         # On the meta device nothing has an address: tied weights are known by being the same parameter.
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         self.shapes = {name: tuple(tensors[name].shape) for name in model.state_dict()}
         first: dict[int, str] = {}
         self._own = {name: first.setdefault(id(tensors[name]), name) for name in self.shapes}
+
+    @classmethod
+    def of_config(cls, config: Any) -> WeightNames:
+        """Returns those of a transformers configuration's model, which takes no memory."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return cls(AutoModelForCausalLM.from_config(config))
 
     def pick(self, weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
         """Returns the weights, tied ones once, by the first of their names (the embedding's).

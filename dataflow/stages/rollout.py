@@ -124,8 +124,7 @@ async def handed_on(
         sleeps: whether the engine sleeps before and after.
     """
     done: dict[int, Batch] = dict(task.handed)
-    left = {group for batch in done.values() for group in batch.ids}
-    sets = Sets([group for group in prompts.ids if group not in left], n, task)
+    sets = Sets(not_handed(prompts, task).ids, n, task)
     async with _awake(engine, sleeps), _closing(samples) as coming:
         async for sample in coming:
             before = sets.whole

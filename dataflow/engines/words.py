@@ -1,0 +1,85 @@
+"""Words: what belongs to a model beside its weights: its tokenizer, and the tokens that end and pad."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Words:
+    """A model's vocabulary.
+
+    Attributes:
+        tokenizer: transformers'.
+        ends: ids that end a response.
+        pad: the id to pad with.
+        size: number of token ids.
+    """
+
+    tokenizer: Any
+    ends: list[int]
+    pad: int
+    size: int
+
+    @classmethod
+    def of(cls, model: str, tokenizer: Any, generation: Any, config: Any) -> Words:
+        """Returns the vocabulary of a model that has been read.
+
+        Args:
+            model: its name, for the message.
+            tokenizer: its own.
+            generation: its generation configuration, if it has one.
+            config: its configuration.
+
+        Raises:
+            ModelError: it names no token that ends a response.
+        """
+        ends = [tokenizer.eos_token_id]
+        for source in (generation, config):
+            ids = getattr(source, "eos_token_id", None)
+            ends += ids if isinstance(ids, list) else [ids]
+        known = list(dict.fromkeys(int(end) for end in ends if end is not None))
+        if not known:
+            raise ModelError(f"model '{model}' names no eos_token_id; set it in its generation_config.json.")
+        pad = tokenizer.pad_token_id
+        return cls(tokenizer, known, known[0] if pad is None else pad, int(config.get_text_config().vocab_size))
+
+
+@contextlib.contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Makes one clear sentence of what goes wrong while a model's files are read.
+
+    Raises:
+        ModelError: there is no such directory, or something in it cannot be read.
+    """
+    # A missing path would be taken for a hub id, and the hub asked about it for a minute.
+    if (model.startswith(("/", ".", "~")) or model.count("/") > 1) and not Path(model).is_dir():
+        raise ModelError(f"model directory '{model}' does not exist.")
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"model '{model}' cannot be loaded: {reason}") from error
+
+
+def read_words(model: str) -> tuple[Words, Any]:
+    """Returns a model's vocabulary and its configuration, without its weights.
+
+    Raises:
+        ModelError: they cannot be read, or no token ends a response.
+    """
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    with loading(model):
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model)
+    generation: Any = None
+    with contextlib.suppress(OSError):  # a model need not have one
+        generation = GenerationConfig.from_pretrained(model)
+    return Words.of(model, tokenizer, generation, config.get_text_config()), config
