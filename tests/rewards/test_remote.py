@@ -449,6 +449,11 @@ def test_without_a_ledger_the_death_of_an_actor_stops_the_agent() -> None:
     run(body)
 
 
+async def lasting(actor: Any) -> None:
+    while True:  # ray.kill returns before its victim has died, which may answer some more
+        await actor.stats.remote()
+
+
 def test_close_ends_the_actors_and_all_who_wait() -> None:
     async def body() -> None:
         from ray.exceptions import RayActorError
@@ -465,8 +470,7 @@ def test_close_ends_the_actors_and_all_who_wait() -> None:
                 await waiting
             for actor in [agent._limits_actor, *(shard.actor for shard in agent._shards)]:
                 with pytest.raises(RayActorError):
-                    while True:  # ray.kill returns before its victim has died, which may answer once more
-                        await actor.stats.remote()
+                    await lasting(actor)
             await judge.until(lambda: judge.now == 0)
 
     run(body)
