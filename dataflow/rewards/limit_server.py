@@ -194,8 +194,10 @@ class LimitServer:
             request = _Request(holder, number, endpoint, tuple(place), tokens)
             holder.requests[number] = request
             self._limiter.push(request)
+        # Once: the second of a message must not seem to have begun after the cut that the first one made.
+        now = time.time()
         for number, seconds, throttled, failed, tokens in message.get("ends", ()):
-            self._end(holder, number, time.time() - seconds, throttled, failed, tokens)
+            self._end(holder, number, now - seconds, throttled, failed, tokens)
         self._limiter.fill()
         self._tell_levels()
 
