@@ -275,7 +275,7 @@ class Killer:
 
 @pytest.mark.parametrize(("policy", "seed"), [("both", 2)])  # more by hand: each takes a minute of two cores
 def test_killed_at_random_moments_the_run_uses_each_group_once(policy, seed, tmp_path, warnings):
-    journal, steps = tmp_path / "journal", 6
+    journal, steps = tmp_path / "journal", 4
     killer = Killer(seed, journal)
     done = run(pipeline(journal), preset(policy, PARTS), steps, killer)
     assert killer.kills == done.deaths == 2
