@@ -126,6 +126,7 @@ class Asks:
         if shared is not None:
             self._by_key[shared] = ask
         request.ask = ask
+        ask.queued_at = time.time()
         self.life.queue(ask)
 
     # --- Lifecycle's Outcome ----------------------------------------------------------------------------------
@@ -186,4 +187,7 @@ def _told(method: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 def _stamp(request: Request, ask: Ask, end: float) -> None:
     """Says when the request was served; one that shared another's call took no service of its own."""
     request.end = end
-    request.begin, request.tries = (end, 0) if request.how == "shared" else (ask.begin, ask.tries)
+    if request.how == "shared":
+        request.begin, request.tries = end, 0
+    else:
+        request.begin, request.tries, request.notes = ask.begin, ask.tries, ask.notes

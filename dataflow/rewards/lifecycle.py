@@ -85,6 +85,7 @@ class Lifecycle:
         timeout_s = self._first_s
         if not ask.tries:
             ask.begin = time.time()
+            ask.held_by = "slot" if self._limiter.full(line) else "rate"
             if self._retry.deadline_s is not None:
                 ask.deadline = loop.time() + self._retry.deadline_s
         elif timeout_s is not None:
@@ -154,6 +155,7 @@ class Lifecycle:
             # Those behind it learn by their own tries that the server is away for longer than any of them may take.
             pause_s = min(retry_after_s(error), self._retry.deadline_s or math.inf)
             self.counts["throttled"] += 1
+            ask.throttled += 1
             if pause_s:
                 line.pause(pause_s)
         if ask.live:

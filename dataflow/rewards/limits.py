@@ -329,6 +329,10 @@ class Limiter:
             other.woken()
         self.fill()
 
+    def full(self, line: Line) -> bool:
+        """Whether all slots are taken: whoever took the last one had waited for it, others for their rate."""
+        return self.running >= self.limits.concurrency or line.running >= int(line.limit)
+
     def waiting(self) -> int:
         return sum(line.waiting() for line in self._all)
 

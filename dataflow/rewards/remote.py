@@ -32,7 +32,7 @@ from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.asks import Asks
 from dataflow.rewards.limit_server import Address
 from dataflow.rewards.remote_host import Arrival, Facts, Failure, RewardHost
-from dataflow.rewards.requests import Request, Step, StepRequests, Ticket, latency_summary
+from dataflow.rewards.requests import NOTES, Request, Step, StepRequests, Ticket, latency_summary
 from dataflow.rewards.shared import start_limits
 
 _COLUMNS = ("data_source", "ground_truth", "extra_info", "raw_prompt", "response_mask")
@@ -355,6 +355,7 @@ def _fill_in(request: Request, arrival: Arrival, row: int, record: Mapping[str, 
     request.kept = arrival.kept is None or arrival.kept[row]
     request.begin, request.end = record["begin"], record["end"]
     request.tries, request.how = record.get("tries", 1), record.get("how", "")
+    request.notes = {name: record[name] for name in NOTES if name in record}
 
 
 def _needed(samples: Batch) -> Batch:

@@ -10,7 +10,7 @@ import asyncio
 import math
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +23,10 @@ from dataflow.rewards.failure import FailureRule
 
 Step = int | str
 Order = Literal["arrival", "index"]
+
+NOTES = ("queued_s", "held_by", "throttled")
+"""What a request's notes may say."""
+_NO_WAIT_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Request:
     how: str = ""
     """How it was scored if not by a call of its own: ``ledger``, ``shared``, ``hedged``. Or that it was not:
     ``failed``, or ``cancelled`` since another of its group had failed."""
+    notes: Mapping[str, Any] | None = None
+    """What held it up, see :attr:`Ask.notes`."""
     ask: Ask | None = None
 
     def __str__(self) -> str:
@@ -78,6 +84,12 @@ class Ask:
     deadline: float = math.inf
     """Seconds of the loop's clock."""
     tries: int = 0
+    queued_at: float = 0.0
+    """Seconds of ``time.time()``, like ``begin``."""
+    held_by: str = ""
+    """What its first call waited for, if it did not start at once: a free ``slot``, or the ``rate`` that is allowed."""
+    throttled: int = 0
+    """How often the service said that it is asked too much."""
     errors: list[str] = field(default_factory=list)
     error: BaseException | None = None
     """Of the last call that failed."""
@@ -90,6 +102,16 @@ class Ask:
     @property
     def wanted(self) -> bool:
         return bool(self.requests)
+
+    @property
+    def notes(self) -> Mapping[str, Any] | None:
+        """What the trace says of why it took long: ``queued_s`` and ``held_by`` (waits under 10 ms are none), and
+        ``throttled``."""
+        queued_s = self.begin - self.queued_at
+        if queued_s < _NO_WAIT_S and not self.throttled:
+            return None
+        held = {"queued_s": round(queued_s, 3), "held_by": self.held_by} if queued_s >= _NO_WAIT_S else {}
+        return {**held, "throttled": self.throttled} if self.throttled else held
 
 
 @dataclass(eq=False, slots=True)
@@ -281,6 +303,8 @@ def record(request: Request) -> dict[str, Any]:
         facts["tries"] = request.tries
     if request.how:
         facts["how"] = request.how
+    if request.notes:
+        facts |= request.notes
     return facts
 
 

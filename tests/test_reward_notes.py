@@ -1,0 +1,71 @@
+"""What the trace says of a request that took long: where it waited before its first call, and who told it to."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from dataflow.reward_agent import Limits, Retry, RewardAgent
+from tests.test_reward_agent import run, samples
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may need more than 10 ms for what is to be called at once."""
+    monkeypatch.setattr("dataflow.rewards.requests._NO_WAIT_S", 0.4)
+
+
+class Busy(Exception):
+    status = 429
+
+
+async def slow(ground_truth: str, **_others: Any) -> float:
+    await asyncio.sleep(0.5)
+    return float(ground_truth)
+
+
+def records(function: Any, groups: int, **options: Any) -> list[dict[str, Any]]:
+    async def body() -> list[dict[str, Any]]:
+        agent = RewardAgent(function, **options)
+        agent.submit(1, samples(groups, n=1))
+        rewards = await agent.collect(1, order="index")
+        await agent.close()
+        return list(rewards.meta["records"])
+
+    found: list[dict[str, Any]] = run(body)
+    return found
+
+
+def test_who_starts_at_once_has_nothing_to_say() -> None:
+    assert [set(record) for record in records(slow, 2, limits=Limits(2))] == [{"group", "sample", "begin", "end"}] * 2
+
+
+def test_who_waits_for_a_slot_says_how_long() -> None:
+    first, second = records(slow, 2, limits=Limits(1))
+    assert "queued_s" not in first
+    assert second["held_by"] == "slot"
+    assert second["queued_s"] >= 0.49
+    assert second["begin"] - first["begin"] >= 0.49
+
+
+def test_who_waits_for_the_rate_does_not_blame_the_slots() -> None:
+    found = records(slow, 3, limits=Limits(8, rpm=120))  # two at once, then one every half second
+    late = [record for record in found if "queued_s" in record]
+    assert late
+    assert {record["held_by"] for record in late} == {"rate"}
+
+
+def test_who_was_told_to_slow_down_says_how_often() -> None:
+    left = [Busy("later"), Busy("later")]
+
+    async def busy(ground_truth: str, **_others: Any) -> float:
+        if left:
+            raise left.pop()
+        return float(ground_truth)
+
+    (record,) = records(busy, 1, retry=Retry(tries=5, backoff_s=0.01, max_backoff_s=0.01))
+    assert (record["tries"], record["throttled"]) == (3, 2)
