@@ -245,7 +245,7 @@ def simulate(
 
 def _settled(runner: Runner, trace: Trace, pool: str) -> float:
     """Returns the time before which no task can begin on a pool any more."""
-    since = runner.running_since(pool)
+    since = min((s.begin for s in runner.running() if s.resource == pool), default=None)
     last = max((s.end for s in trace.spans if s.resource == pool and s.end > s.begin), default=0.0)
     return last if since is None else min(since, last)
 

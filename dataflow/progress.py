@@ -1,22 +1,48 @@
-"""Progress on the terminal: a moving bar on a tty, a plain line a step elsewhere; and the table at the end."""
+"""Progress on the terminal: a moving picture on a tty, a plain line a step elsewhere; and the table at the end."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from dataflow.timeline.spans import Span
+from dataflow.live import facts, picture, recent
+from dataflow.timeline.spans import Span, Trace
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# What is said of a step, in this order: beside the moving picture, and where there is none.
+_SHORT = {"critic/score/mean": "reward {:.2f}", "accuracy": "accuracy {:.2f}"}
+_LONG = {
+    "reward/latency_p95": "p95 {:.2f} s",
+    "reward/failed": "{:.0f} failed",
+    "reward/retried": "{:.0f} tried again",
+    "overlap/exposed_wait_s": "exposed wait {:.2f} s",
+    "staleness/max": "staleness {:.0f}",
+}
+_COUNTS = ("reward/failed", "reward/retried")
+
+
+def _worth(name: str, metrics: Mapping[str, float]) -> bool:
+    return name in metrics and (name not in _COUNTS or metrics[name] > 0)
 
 
 class Progress:
-    """Shows what a run does; quiet shows nothing."""
+    """Shows what a run does.
 
-    def __init__(self, quiet: bool = False) -> None:
+    Args:
+        quiet: show nothing.
+        console: rich's, where to; stderr by default.
+    """
+
+    def __init__(self, quiet: bool = False, console: Console | None = None) -> None:
         from rich.console import Console
 
-        self._console = Console(stderr=True, quiet=quiet, highlight=False)
+        self._console = console or Console(stderr=True, quiet=quiet, highlight=False)
         self._bar: Any = None
+        self._live: Any = None
+        self._metrics: Mapping[str, float] = {}
         self._task: Any = None
         self._warm: Any = None
         self._steps = 0
@@ -28,6 +54,7 @@ class Progress:
             self._console.print("making the tiny model: a short supervised warm-up, cached for later runs")
             if self._console.is_terminal:
                 self._warm = self._make_bar("warm-up")
+                self._warm.start()
                 self._task = self._warm.add_task("", total=total, facts="")
             else:
                 self._warm = False
@@ -52,9 +79,7 @@ class Progress:
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}"),
         )
-        bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
-        bar.start()
-        return bar
+        return Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
 
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
@@ -66,17 +91,38 @@ class Progress:
             self._console.print(what)
             yield
 
+    @property
+    def moves(self) -> bool:
+        """Whether there is a terminal that can show a moving picture."""
+        return bool(self._console.is_terminal and not self._console.quiet)
+
     def start(self, steps: int) -> None:
         """Training starts."""
         self._steps = steps
-        if self._console.is_terminal:
+        if self.moves:
+            from rich.live import Live
+
             self._bar = self._make_bar("training")
             self._task = self._bar.add_task("", total=steps, facts="")
+            self._live = Live(self._bar, console=self._console)
+            self._live.start()
 
-    def span(self, span: Span) -> None:
-        """A task ended."""
-        if self._bar is not None:
-            self._bar.refresh()
+    def show(self, trace: Trace, running: Sequence[Span], stats: Mapping[str, Any], most: int) -> None:
+        """Moves the picture on.
+
+        Args:
+            trace, running, most: see :func:`dataflow.live.recent`.
+            stats: the reward agent's.
+        """
+        if self._live is None:
+            return
+        from rich.console import Group
+        from rich.text import Text
+
+        shown = recent(trace, running, most)
+        if shown.spans:
+            line = Text(facts(stats, self._metrics), no_wrap=True, overflow="ellipsis")
+            self._live.update(Group(self._bar, picture(shown, self._console.width), line))
 
     def accuracy(self, value: float) -> None:
         """An evaluation ended."""
@@ -84,29 +130,23 @@ class Progress:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step's training ended."""
-        facts = self._facts(metrics)
+        self._metrics = metrics
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, facts=facts)
+            self._bar.update(self._task, completed=step, facts=self._line(metrics, _SHORT))
         else:
-            self._console.print(f"step {step}/{self._steps}  {facts}")
+            self._console.print(f"step {step}/{self._steps}  {self._line(metrics, _SHORT | _LONG)}")
 
-    def _facts(self, metrics: Mapping[str, float]) -> str:
-        facts = []
-        if "critic/score/mean" in metrics:
-            facts.append(f"reward {metrics['critic/score/mean']:.2f}")
+    def _line(self, metrics: Mapping[str, float], told: Mapping[str, str]) -> str:
         if self._accuracy is not None:
-            facts.append(f"accuracy {self._accuracy:.2f}")
-        if "overlap/exposed_wait_s" in metrics:
-            facts.append(f"exposed wait {metrics['overlap/exposed_wait_s']:.2f} s")
-        if "staleness/max" in metrics:
-            facts.append(f"staleness {metrics['staleness/max']:.0f}")
-        return "  ".join(facts)
+            metrics = {**metrics, "accuracy": self._accuracy}
+        # A count of nothing need not be said.
+        return "  ".join(text.format(metrics[name]) for name, text in told.items() if _worth(name, metrics))
 
     def stop(self) -> None:
         """Training is over, well or not."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = self._bar = None
 
 
 def end_table(summary: dict[str, Any]) -> str:

@@ -33,7 +33,8 @@ class Runner:
         graph: what to run.
         executor: where; already opened.
         inputs: for each input field (``prompts``) a function of the step.
-        trace: gets a span per finished task.
+        trace: gets a span per finished task, with its marks and levels.
+        origin: second 0 of the trace, on the executor's clock; by default when the first task is started.
         estimates: seconds per stage, where known.
         on_step: called with a step and its metrics when the step's training is done, and again with those of
             optional stages (validation) that ended later.
@@ -47,6 +48,7 @@ class Runner:
         *,
         inputs: Mapping[str, Callable[[int], Any]],
         trace: Trace,
+        origin: float | None = None,
         estimates: Mapping[str, float] | None = None,
         on_step: OnStep | None = None,
         on_span: Callable[[Span], None] | None = None,
@@ -64,7 +66,7 @@ class Runner:
         self._states: dict[str, Any] = {}
         self._fetched: dict[int, dict[str, Any]] = {}
         self._metrics: dict[int, dict[str, list[float]]] = {}
-        self._origin: float | None = None
+        self._origin = origin
         self._failure: BaseException | None = None
 
     async def run(self) -> Trace:
@@ -92,9 +94,17 @@ class Runner:
                     raise DataflowError("the run stands still: tasks are left, but none is running.")
                 finished = self._obey(self._event(done))
 
-    def running_since(self, resource: str) -> float | None:
-        """Returns when the oldest of the tasks was started that run on a resource; None if none does."""
-        return min((since for task, _, since in self._tasks.values() if task.stage.on == resource), default=None)
+    def running(self) -> list[Span]:
+        """Returns what runs now, as spans from each task's start until now."""
+        origin = self._origin
+        if origin is None:
+            return []
+        now = self.executor.now() - origin
+        found = []
+        for i, (task, _, since) in self._tasks.items():
+            facts = {"optional": True} if task.stage.every is not None else {}
+            found.append(Span(i.stage, i.step, i.part, i.parts, task.stage.on, since - origin, now, facts))
+        return found
 
     def stop(self) -> None:
         """Cancels what runs; ``run`` does so by itself when it is cancelled or fails."""
@@ -161,14 +171,17 @@ class Runner:
             args=facts,
             waited_for=str(waited_for) if waited_for else "",
         )
-        self.trace.spans.append(span)
+        inside: list[Mark | Level] = []
         for mark in report.marks:
             if "value" in mark:
-                self.trace.levels.append(Level(mark["name"], mark["at"] - self._origin, float(mark["value"])))
+                inside.append(Level(mark["name"], mark["at"] - self._origin, float(mark["value"])))
                 continue
             facts = {k: v for k, v in mark.items() if k not in ("name", "begin", "end")}
+            if i.parts > 1:
+                facts = {"part": i.part, **facts}
             begin, end = mark["begin"] - self._origin, mark["end"] - self._origin
-            self.trace.marks.append(Mark(mark["name"], task.stage.on, begin, end, {"step": i.step, **facts}))
+            inside.append(Mark(mark["name"], task.stage.on, begin, end, {"step": i.step, **facts}))
+        self.trace.add(span, *inside)
         if self._on_span is not None:
             self._on_span(span)
 

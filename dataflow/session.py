@@ -18,20 +18,23 @@ from typing import Any
 from loguru import logger
 
 from dataflow.config import RunConfig, dump_yaml
-from dataflow.errors import ConfigError, Interrupted, UserError
+from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
 from dataflow.executors.base import Executor
 from dataflow.graph import Pipeline, TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.progress import Progress
 from dataflow.runner import Runner
-from dataflow.timeline import attribution, perfetto
+from dataflow.timeline import attribution
 from dataflow.timeline.spans import Trace
+from dataflow.timeline.writer import TraceWriter
 from dataflow.tracking import Tracker, step_metrics, write_summary
 
 VALIDATION = ("val_rollout", "val_score")
 REWARDS = ("requested", "scored", "failed", "cancelled", "retried", "hedged", "cached", "shared", "tokens")
 # The accuracy after a run is the mean of this many last evaluations: single ones swing by several points.
 LAST_EVALUATIONS = 3
+SHOWN_S = 0.5
+"""Seconds between two pictures of a run on a terminal."""
 
 
 class Session:
@@ -152,6 +155,8 @@ class Session:
         graph = self.expand()  # again: the judge's address is known now
         executor = self._executor()
         trace = Trace(meta=self._meta())
+        writer = TraceWriter(self.directory / "trace.json", trace.meta)
+        trace.sink = writer.add
         try:
             with self.progress.phase("starting workers"):
                 await executor.open(graph.pipeline)
@@ -159,22 +164,28 @@ class Session:
             if set(VALIDATION) <= graph.pipeline.by_name.keys():
                 with self.progress.phase("evaluating"):
                     await self._evaluate(executor)
+            # Both executors' clocks are unix time, by which the trace can be laid over others.
+            trace.meta["started"] = executor.now()
+            writer.say(trace.meta)
             runner = Runner(
                 graph,
                 executor,
                 inputs=self.inputs,
                 trace=trace,
+                origin=trace.meta["started"],
                 on_step=self._on_step,
-                on_span=self.progress.span,
             )
             self.trace = trace
             self.progress.start(graph.steps)
+            showing = asyncio.create_task(self._show(runner, executor))
             try:
                 await runner.run()
                 trace.meta["status"] = "finished"
             except asyncio.CancelledError:
                 runner.stop()
                 raise
+            finally:
+                showing.cancel()
             self.progress.stop()
             digest = await executor.ask("trainer", "digest") if "trainer" in graph.pipeline.hosts() else None
             self.summary = self._summarise(trace, digest, await self._rewards(executor))
@@ -185,11 +196,21 @@ class Session:
             self.progress.stop()
             if trace.meta["status"] == "running":
                 trace.meta["status"] = "failed"
-            perfetto.write(trace, self.directory / "trace.json")
+            try:
+                self._leave(trace, writer)
+            finally:
+                await executor.close()
+
+    def _leave(self, trace: Trace, writer: TraceWriter) -> None:
+        """Ends the run's files, each whatever becomes of the other."""
+        try:
+            writer.close(trace)
+            if writer.left_out:
+                logger.warning(f"{writer.path} leaves out {writer.left_out} items whose times are no finite numbers")
+        finally:
             if not self.summary:
                 self.summary = self._summarise(trace, None, {})
             write_summary(self.directory / "summary.json", self.summary)
-            await executor.close()
 
     def _executor(self) -> Executor:
         if self.config.executor == "inline":
@@ -223,6 +244,20 @@ class Session:
             self.progress.step(step, metrics)
         self.tracker.log(step, metrics)
 
+    async def _show(self, runner: Runner, executor: Executor) -> None:
+        """Moves the picture on, while there is one and the run goes."""
+        per_step = sum(self.graph.parts.values())
+        stats: dict[str, Any] = {}
+        while self.progress.moves:
+            if "reward" in self.graph.pipeline.hosts():
+                try:
+                    stats = await executor.ask("reward", "stats")
+                except DataflowError as error:
+                    # Of an agent that died the run itself tells, or has a new one.
+                    logger.debug(f"the reward agent does not answer: {error}")
+            self.progress.show(runner.trace, runner.running(), stats, (self.graph.ahead + 3) * per_step)
+            await asyncio.sleep(SHOWN_S)
+
     async def _rewards(self, executor: Executor) -> dict[str, Any]:
         if "reward" not in self.graph.pipeline.hosts():
             return {}
@@ -254,7 +289,6 @@ class Session:
 
     def _summarise(self, trace: Trace, digest: str | None, rewards: dict[str, Any]) -> dict[str, Any]:
         numbers = attribution.summary(trace)
-        service = sum(m.end - m.begin for m in trace.marks if not m.args.get("validation"))
         evaluations = [self._evaluations[step] for step in sorted(self._evaluations) if step > 0]
         last = evaluations[-LAST_EVALUATIONS:]
         return {
@@ -270,9 +304,8 @@ class Session:
             "gpu_busy_s": numbers["gpu_busy_s"],
             "exposed_wait_s": numbers["exposed_wait_s"],
             "exposed_wait_by_cause": numbers["exposed_wait_by_cause"],
-            # Neither the GPU pool nor the reward service can take less, whatever the order.
-            "reward_service_s": service / self.config.reward.concurrency,
-            "lower_bound_s": max(numbers["gpu_busy_s"], service / self.config.reward.concurrency),
+            "reward_service_s": numbers["reward_service_s"],
+            "lower_bound_s": numbers["lower_bound_s"],
             "accuracy_before": self._evaluations.get(0),
             "accuracy_after": sum(last) / len(last) if last else None,
             "evaluations": {str(step): self._evaluations[step] for step in sorted(self._evaluations)},
@@ -312,4 +345,6 @@ def prepare_logging() -> None:
     import sys
 
     logger.remove()
-    logger.add(sys.stderr, level="INFO", format="<level>{message}</level>")
+    # Looked up at each line: while a picture moves, stderr is what writes above it.
+    logger.add(lambda line: sys.stderr.write(line), level="INFO", format="<level>{message}</level>",
+               colorize=sys.stderr.isatty())  # fmt: skip

@@ -437,3 +437,33 @@ def test_check_trace_notices_two_in_one_slot_and_a_version_that_was_overwritten(
     late = [s if s.task != "rollout[3]" else moved(s, end=s.end + 500) for s in trace.spans]
     with pytest.raises(AssertionError, match=r"overwrote it meanwhile|began before"):
         check_trace(Trace(late, meta=trace.meta), wide)
+
+
+def test_what_runs_is_told_as_spans_until_now() -> None:
+    seen: dict[str, list[Span]] = {}
+    graph, trace = grpo(preset("both", 4), steps=3), Trace()
+    runner: Runner
+
+    async def main() -> None:
+        nonlocal runner
+        executor = VirtualExecutor(SteadyCosts())
+        await executor.open(graph.pipeline)
+        runner = Runner(
+            graph,
+            executor,
+            inputs={},
+            trace=trace,
+            on_span=lambda span: seen.setdefault(span.task, runner.running()),
+        )
+        assert runner.running() == []
+        await runner.run()
+        assert runner.running() == []
+
+    asyncio.run(main())
+    ended = {span.task: span for span in trace.spans}
+    told = [(ended[name], now) for name, spans in seen.items() for now in spans]
+    assert told
+    for at, now in told:
+        assert now.end == at.end, "until now"
+        assert (now.begin, now.resource) == (ended[now.task].begin, ended[now.task].resource)
+        assert ended[now.task].end >= at.end

@@ -16,6 +16,7 @@ import pytest
 
 from dataflow.cli import main
 from dataflow.timeline import perfetto
+from tests.timeline.trace_format import check
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
@@ -81,7 +82,7 @@ def test_staleness_never_exceeds_the_policy_and_files_are_whole(keys: tuple[str,
     summary = run(keys, "policy=both", "val.every=2", "algorithm.use_kl_loss=true")
     directory = summary["directory"]
     assert {f.name for f in directory.iterdir()} >= {
-        "config.yaml", "trace.json", "metrics.jsonl", "tensorboard", "summary.json", "timeline.png",
+        "config.yaml", "trace.json", "metrics.jsonl", "tensorboard", "summary.json", "timeline.png", "timeline.html",
     }  # fmt: skip
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     stale = [m["staleness/max"] for m in metrics if "staleness/max" in m]
@@ -153,6 +154,7 @@ def test_a_reward_function_that_raises_ends_the_run_and_names_the_sample(
     assert "sample" in err
     assert "the judge is on holiday" in err
     assert perfetto.read(summary["directory"] / "trace.json").spans
+    check(json.loads((summary["directory"] / "trace.json").read_text()))
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
@@ -192,6 +194,38 @@ def test_a_signal_stops_within_five_seconds_and_leaves_no_process(
     assert json.loads((directory / "summary.json").read_text())["steps"] >= 2
     for line in (directory / "metrics.jsonl").read_text().splitlines():
         json.loads(line)
+
+
+def test_a_run_that_is_killed_leaves_a_trace_up_to_its_end(
+    keys: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = ["executor=inline", "steps=500", "name=killed", "val.every=0"]
+    command = [sys.executable, "-m", "dataflow.cli", "run", PIPELINE, *[k for k in keys if k[:5] != "steps"], *long]
+    begin = time.time()
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 2/"):
+                break
+        at = time.time()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+    directory = tmp_path / "runs" / "killed"
+    trace = perfetto.read(directory / "trace.json")
+    assert {s.step for s in trace.spans} >= {1, 2}
+    assert [m for m in trace.marks if m.args["step"] == 2]
+    assert trace.meta["status"] == "cut off"
+    # Second 0 is unix time: what was recorded last ended just before the kill.
+    assert begin < trace.meta["started"] < at
+    assert abs(trace.meta["started"] + max(s.end for s in trace.spans) - at) < 5
+    assert main(["timeline", str(directory)]) == 0
+    shown = capsys.readouterr()
+    assert "(cut off)" in shown.out
+    assert f"note: {directory} is cut off after" in shown.err
 
 
 def test_a_name_that_is_taken_is_refused_and_the_run_kept(

@@ -46,6 +46,8 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         raise DataError(f"trace {source} holds no whole step of '{missing[0]}'; give a run that trained a step.")
     latencies = tuple(m.end - m.begin for m in trace.marks if m.name == "reward")
     said = [f"stage times and {len(latencies)} reward latencies are those of the run."]
+    if cut := trace.meta.get("cut"):
+        said.append(f"the run is {cut}.")
     law = Law("empirical", values=latencies) if latencies else Law("constant")
     if config.reward.latency is not None:
         law = parse_law(config.reward.latency, "reward.latency")

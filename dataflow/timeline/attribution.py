@@ -8,13 +8,16 @@ update that waited a millisecond for its advantages, which waited ten seconds fo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dataflow.timeline.spans import POOLS, Span, Trace, union
+from dataflow.timeline.spans import POOLS, Span, Trace, emissions, union
 
 CAUSES = {"reward": "rewards"}
 """Causes that are not called as the resource is."""
+
+WEIGHTS = ("gather_weights", "sync_weights")
+"""Stages that bring weights from the trainer to the engine: a wait for one is for weights, wherever it runs."""
 
 RESOURCES = {
     "rollout": "gpu",
@@ -38,14 +41,21 @@ class Wait:
 
     Attributes:
         begin, end: seconds from the run's first task.
-        cause: "rewards", "controller", "io", "start-up", "dispatch", or another resource or stage by name.
+        cause: "rewards", "weights", "controller", "io", "start-up", "dispatch", or another resource or stage by name.
         task: the task that ended the wait.
+        by: the task that the time is charged to, whose end was waited for; "" where there is none.
     """
 
     begin: float
     end: float
     cause: str
     task: str
+    by: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return self.end - self.begin
 
 
 def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, float] | None = None) -> list[Wait]:
@@ -65,6 +75,9 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
     near = trace if window is None else Trace([s for s in trace.spans if s.end >= begin])
     spans = near.on(resource)
     by_task = {s.task: s for s in near.spans}
+    for span in near.spans:
+        for emission in emissions(span):
+            by_task.setdefault(emission.task, emission)
     on = {**RESOURCES, **{s.stage: s.resource for s in trace.spans}}
     first = min((s.begin for s in trace.spans if s.resource == resource), default=float("inf"))
 
@@ -115,11 +128,13 @@ def _walk(
 ) -> list[Wait]:
     """Splits a gap by cause, from its end back to its begin along what each task waited for last."""
 
-    def cause_of(where: str) -> str:
-        return "dispatch" if where == resource else CAUSES.get(where, where)
+    def cause_of(stage: str, where: str) -> str:
+        if where == resource:
+            return "dispatch"
+        return "weights" if stage in WEIGHTS else CAUSES.get(where, where)
 
     name = span.task if span else ""
-    cause = cause_of(span.resource) if span else "dispatch"
+    cause, by = (cause_of(span.stage, span.resource), name) if span else ("dispatch", "")
     pieces: list[Wait] = []
     seen = {name}
     at, task = end, span
@@ -127,20 +142,21 @@ def _walk(
         before = find(task.waited_for) if task else None
         if before is None or before.task in seen:
             stage = task.waited_for.partition("[")[0] if task else ""
-            if stage and before is None:
+            if task and stage and before is None:
                 # It left no span: all that remains was a wait for it, if its name says where it ran.
-                cause = cause_of(on.get(stage, stage))
-            pieces.append(Wait(begin, at, cause, name))
+                cause, by = cause_of(stage, on.get(stage, stage)), task.waited_for
+            pieces.append(Wait(begin, at, cause, name, by))
             break
         seen.add(before.task)
         done = min(max(before.end, begin), at)
         if done < at:
-            pieces.append(Wait(done, at, cause, name))
-        at, task, cause = done, before, cause_of(before.resource)
+            pieces.append(Wait(done, at, cause, name, by))
+        at, task, cause, by = done, before, cause_of(before.stage, before.resource), before.task
     merged: list[Wait] = []
     for piece in reversed(pieces):
+        # Two tasks of one cause in a row, as a dispatch after the other, are one wait: for the one that ended it.
         if merged and merged[-1].cause == piece.cause:
-            merged[-1] = Wait(merged[-1].begin, piece.end, piece.cause, name)
+            merged[-1] = replace(piece, begin=merged[-1].begin)
         else:
             merged.append(piece)
     return merged
@@ -160,7 +176,7 @@ def pool_waits(
     by_cause: dict[str, float] = {}
     for pool in pools:
         for wait in exposed_waits(trace, pool, window):
-            by_cause[wait.cause] = by_cause.get(wait.cause, 0.0) + (wait.end - wait.begin) / len(pools)
+            by_cause[wait.cause] = by_cause.get(wait.cause, 0.0) + wait.seconds / len(pools)
     return by_cause
 
 
@@ -171,7 +187,9 @@ def summary(trace: Trace) -> dict[str, Any]:
         ``wall_s`` (first task to last training task), ``step_s`` (wall time per step), ``gpu_busy_s``,
         ``exposed_wait_s``, ``exposed_wait_by_cause`` {cause: seconds}, ``busy`` {resource: share of the wall
         time}, ``stages`` {stage: {"total_s", "count"}}. Busy time and exposed wait are the mean of the GPU pools, and
-        add up to the wall time.
+        add up to the wall time. Where the trace has its job: ``reward_service_s``, what the reward requests take at
+        full concurrency, and ``lower_bound_s``: neither the GPUs nor the reward service can take less, whatever the
+        order.
     """
     by_cause, pools = pool_waits(trace), trace.pools or POOLS[:1]
     stages: dict[str, dict[str, float]] = {}
@@ -181,12 +199,18 @@ def summary(trace: Trace) -> dict[str, Any]:
         of["count"] += 1
     wall = trace.wall
     steps = {s.step for s in trace.spans if not s.optional}
+    busy = sum(map(trace.busy, pools)) / len(pools)
+    bounds: dict[str, float] = {}
+    if concurrency := (trace.meta.get("job") or {}).get("concurrency"):
+        service = sum(m.end - m.begin for m in trace.marks if not m.args.get("validation")) / concurrency
+        bounds = {"reward_service_s": service, "lower_bound_s": max(busy, service)}
     return {
         "wall_s": wall,
         "step_s": wall / len(steps) if steps else 0.0,
-        "gpu_busy_s": sum(map(trace.busy, pools)) / len(pools),
+        "gpu_busy_s": busy,
         "exposed_wait_s": sum(by_cause.values()),
         "exposed_wait_by_cause": dict(sorted(by_cause.items(), key=lambda item: (-item[1], item[0]))),
         "busy": {name: trace.busy(name) / wall if wall > 0 else 0.0 for name in trace.resources},
+        **bounds,
         "stages": {name: stages[name] for name in trace.stages},
     }

@@ -1,176 +1,170 @@
 """The trace as a file: Trace Event JSON, which https://ui.perfetto.dev opens as it is, and the way back.
 
 A process per run, a track per resource (further ones where its tasks overlap), one for the GPU's waits, async
-spans for reward requests, counters of those in flight and of the limits that changed. Timestamps are whole
-microseconds, so that neighbours on a track never overlap by rounding; the exact times stand in ``args``.
+spans for reward requests, arrows from samples to their rewards to their updates, counters of requests in flight and of
+the limits that changed. Timestamps are whole microseconds, so that neighbours on a track never overlap by rounding; the
+exact times stand in ``args``. docs/trace.md has the format; :mod:`dataflow.timeline.writer` writes it.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dataflow.errors import DataError
+from dataflow.errors import DataError, nearest
 from dataflow.files import replaced
-from dataflow.timeline.attribution import exposed_waits
-from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, in_flight, lanes
+from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace
+from dataflow.timeline.writer import FORMAT, LEVEL, MARK, PID, REQUEST, SPAN, TASK, TraceWriter
 
-PID = 1
-TASK, REQUEST, WAIT, LEVEL = "task", "request", "wait", "level"
-
-# Key in an event's args -> attribute of the span or mark.
-_SPAN = {k: k for k in ("stage", "step", "part", "parts", "resource", "waited_for")}
-_SPAN |= {"begin_s": "begin", "end_s": "end"}
-_MARK = {"resource": "resource", "begin_s": "begin", "end_s": "end"}
+_SHARE = 1000  # items that are written at once
 
 
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Writes a trace; a reader sees the old file or the new one, never half of it.
+    """Writes a whole trace; a reader sees the old file or the new one, never half of it.
 
     Args:
         trace: what to write. NaN and infinities in ``args`` become null, numpy scalars become numbers.
         path: of the JSON file; its directory must exist.
+
+    Raises:
+        ValueError: the time of something is NaN or infinite.
+        RunError: the file cannot be written.
     """
-    other = {"format": "dataflow", "version": VERSION, "meta": _plain(trace.meta)}
-    with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.write('{"traceEvents": [')
-        for i, event in enumerate(_events(trace)):
-            file.write(",\n" if i else "\n")
-            file.write(json.dumps(event, allow_nan=False, separators=(",", ":")))
-        file.write('\n], "displayTimeUnit": "ms", "otherData": ')
-        file.write(json.dumps(other, allow_nan=False) + "}\n")
+    items: list[Span | Mark | Level] = [*trace.spans, *trace.marks, *trace.levels]
+    with replaced(path) as temporary, TraceWriter(temporary, trace.meta) as writer:
+        for i in range(0, len(items), _SHARE):
+            writer.add(*items[i : i + _SHARE])
+        if writer.left_out:
+            raise ValueError(f"trace {path}: {writer.left_out} of {len(items)} items cannot be written: NaN in a time?")
+        writer.close(trace)
 
 
-def _events(trace: Trace) -> Iterator[dict[str, Any]]:
-    name = " ".join(str(trace.meta[k]) for k in ("name", "policy") if trace.meta.get(k)) or "run"
-    yield _about("process_name", 0, name=name)
-    names: list[str] = []  # of the tracks; a track's tid is its place, from 1
-    track_of: dict[int, int] = {}  # id(span) -> tid
-    first: dict[str, int] = {}  # resource -> tid
-    for resource in trace.resources:
-        first[resource] = len(names) + 1
-        for i, lane in enumerate(lanes(trace.on(resource)) or [[]]):
-            names.append(resource if i == 0 else f"{resource} {i + 1}")
-            track_of.update((id(span), len(names)) for span in lane)
-    waits = {pool: found for pool in trace.pools if (found := exposed_waits(trace, pool))}
-    below = {}  # tid of the track of a pool's waits -> tid of the pool's own
-    for pool in waits:
-        names.append(f"{pool} waits")
-        below[len(names)] = first[pool]
-    for tid, track in enumerate(names, start=1):
-        yield _about("thread_name", tid, name=track)
-        # The waits belong right below the pool's own track.
-        place = 2 * below[tid] + 1 if tid in below else 2 * tid
-        yield _about("thread_sort_index", tid, sort_index=place)
-    for span in trace.spans:
-        yield {
-            **_complete(TASK, f"{span.stage} {span.label}", track_of[id(span)], span.begin, span.end),
-            "args": _pack({key: getattr(span, name) for key, name in _SPAN.items()}, span.args),
-        }
-    for tid, found in zip(below, waits.values(), strict=True):
-        for wait in found:
-            yield {
-                **_complete(WAIT, f"waits for {wait.cause}", tid, wait.begin, wait.end),
-                "args": {"cause": wait.cause, "task": wait.task},
-            }
-    for i, mark in enumerate(trace.marks, start=1):
-        common = {"cat": REQUEST, "name": mark.name, "id": hex(i), "pid": PID, "tid": first[mark.resource]}
-        begin, end = _ticks(mark.begin, mark.end)
-        own = {key: getattr(mark, name) for key, name in _MARK.items()}
-        yield {"ph": "b", "ts": begin, **common, "args": _pack(own, mark.args)}
-        yield {"ph": "e", "ts": end, **common}
-    for time, level in in_flight(trace.marks):
-        counter = {"ph": "C", "name": "rewards in flight", "pid": PID, "ts": round(time * 1e6)}
-        yield {**counter, "args": {"requests": level}}
-    for known in trace.levels:
-        counter = {"ph": "C", "cat": LEVEL, "name": known.name, "pid": PID, "ts": round(known.at * 1e6)}
-        # The exact time stands beside the args, all of which Perfetto would draw.
-        yield {**counter, "at_s": known.at, "args": {"value": known.value}}
+def load(run: str) -> Trace:
+    """Reads the trace of a run, given by its directory or by the file.
 
-
-def _about(kind: str, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": PID, "tid": tid, "args": args}
-
-
-def _complete(category: str, name: str, tid: int, begin: float, end: float) -> dict[str, Any]:
-    ts, until = _ticks(begin, end)
-    return {"ph": "X", "cat": category, "name": name, "pid": PID, "tid": tid, "ts": ts, "dur": until - ts}
-
-
-def _ticks(begin: float, end: float) -> tuple[int, int]:
-    ts = round(begin * 1e6)
-    return ts, max(ts, round(end * 1e6))
-
-
-def _pack(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts our facts and the user's side by side; a user's key that looks like ours gets a "+" in front."""
-    clear = {f"+{k}" if k in own or k.startswith("+") else k: v for k, v in theirs.items()}
-    return {k: _plain(v) for k, v in {**own, **clear}.items()}
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can say of a value: Perfetto refuses a whole file for one NaN in it."""
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
-        return _plain(value.tolist())
-    return str(value)
+    Raises:
+        DataError: there is no such run, or as :func:`read`.
+    """
+    path = Path(run)
+    if path.is_dir():
+        path = path / "trace.json"
+    if not path.is_file():
+        near = nearest(run, [str(p) for p in path.parent.parent.glob("*")]) if path.parent.parent.is_dir() else ""
+        raise DataError(f"no run at '{run}': there is no {path}{near or '; give a run directory (runs/NAME)'}")
+    return read(path)
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
-    """Reads what :func:`write` wrote, equal to the bit.
+    """Reads a trace's file, equal to the bit; of one that was cut off, what there is.
+
+    Args:
+        path: of a file that :func:`write` wrote, or a run while it went; also packed, as ``.gz``. If it has no end,
+            ``meta["cut"]`` says in a sentence what is missing, and ``meta["status"]`` is "cut off".
 
     Raises:
         DataError: no such file, no JSON, no trace of ours, or one of a newer version.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        data = Path(path).read_bytes()
+        text = (gzip.decompress(data) if Path(path).suffix == ".gz" else data).decode()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"trace {path} is no whole gzip file ({error}); pack it anew.") from error
     except OSError as error:
         raise DataError(f"trace {path}: {error.strerror or error}; give the trace.json of a run.") from error
     except UnicodeDecodeError as error:
         raise DataError(f"trace {path} is not text; give the trace.json of a run.") from error
     if not text.strip():
         raise DataError(f"trace {path} is empty; give the trace.json of another run.")
-    try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"trace {path} is not JSON ({error}); give the trace.json of a run.") from error
-    other = data.get("otherData") if isinstance(data, dict) else None
-    events = data.get("traceEvents") if isinstance(data, dict) else None
-    if not isinstance(other, dict) or other.get("format") != "dataflow" or not isinstance(events, list):
-        raise DataError(f"trace {path} was not written by dataflow; give the trace.json of a run.")
-    version, meta = other.get("version"), other.get("meta")
-    if not isinstance(version, int) or version > VERSION or not isinstance(meta, dict):
+    events, said = _parse(text, path)
+    version, meta = said.get("version"), said.get("meta")
+    if not isinstance(version, int) or version > VERSION:
         raise DataError(f"trace {path} is of version {version}, this dataflow reads {VERSION}; install a newer one.")
+    if not isinstance(meta, dict):
+        raise DataError(f"trace {path} does not say of what run it is; give the trace.json of another run.")
     trace = Trace(meta=meta)
     for event in events:
         try:
-            kind = (event["ph"], event.get("cat"))
-            if kind == ("X", TASK):
-                own, args = _unpack(_SPAN, event["args"])
-                trace.add(Span(**own, args=args))
-            elif kind == ("b", REQUEST):
-                own, args = _unpack(_MARK, event["args"])
-                trace.add(Mark(str(event["name"]), **own, args=args))
-            elif kind == ("C", LEVEL):
-                level = float(event["args"]["value"])
-                trace.levels.append(Level(str(event["name"]), _seconds(event["at_s"]), level))
+            _take(trace, event)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 f"trace {path} has a broken event ({type(error).__name__}: {error}) in "
                 f"{json.dumps(event)[:80]}; give the trace.json of another run."
             ) from error
+    if said.get("open"):
+        meta["cut"] = _cut(trace)
+        if meta.get("status") == "running":
+            meta["status"] = "cut off"
     return trace
+
+
+def _parse(text: str, path: str | os.PathLike[str]) -> tuple[list[Any], dict[str, Any]]:
+    """Returns a file's events and what it says of itself, last: its version, its meta, whether it is still open."""
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        if not text.lstrip().startswith("["):
+            raise DataError(f"trace {path} is not JSON ({error}); give the trace.json of a run.") from error
+        data = _lines(text, path)
+    other: Any = None
+    if isinstance(data, dict):
+        # Version 1, or a tool that saved the trace in the other form.
+        other, data = data.get("otherData"), data.get("traceEvents")
+    events = data if isinstance(data, list) else []
+    for event in events:
+        if isinstance(event, dict) and event.get("ph") == "M" and isinstance(args := event.get("args"), dict):
+            other = args if args.get("format") == FORMAT else other
+    if not isinstance(data, list) or not isinstance(other, dict) or other.get("format") != FORMAT:
+        raise DataError(f"trace {path} was not written by dataflow; give the trace.json of a run.")
+    return events, other
+
+
+def _lines(text: str, path: str | os.PathLike[str]) -> list[Any]:
+    """Returns the events of a file that has no end: one a line, the last of which may be half written."""
+    lines = text.strip().split("\n")
+    events = []
+    for number, line in enumerate(lines, start=1):
+        bare = (line.lstrip().removeprefix("[") if number == 1 else line).strip().removesuffix(",")
+        if not bare:
+            continue
+        try:
+            events.append(json.loads(bare))
+        except (json.JSONDecodeError, RecursionError) as error:
+            if number < len(lines):
+                raise DataError(
+                    f"trace {path} has a broken event in line {number} ({error}): {bare[:80]!r}; "
+                    "give the trace.json of another run."
+                ) from error
+    if not events:
+        raise DataError(f"trace {path} is cut off before its first event; give the trace.json of another run.")
+    return events
+
+
+def _take(trace: Trace, event: Any) -> None:
+    kind = (event["ph"], event.get("cat"))
+    if event.get("pid", PID) != PID:
+        return  # of a profile that was merged with it
+    if kind == ("X", TASK):
+        own, args = _unpack(SPAN, event["args"])
+        trace.add(Span(**own, args=args))
+    elif kind == ("b", REQUEST):
+        own, args = _unpack(MARK, event["args"])
+        trace.add(Mark(str(event["name"]), **own, args=args))
+    elif kind == ("C", LEVEL):
+        trace.add(Level(str(event["name"]), _seconds(event["at_s"]), float(event["args"]["value"])))
+
+
+def _cut(trace: Trace) -> str:
+    if not trace.spans:
+        return "cut off before its first task had ended: the run was killed, or still goes on"
+    end = max(s.end for s in trace.spans)
+    last = max(trace.spans, key=lambda s: s.end).task
+    return f"cut off after {end:.1f} s: the run was killed, or still goes on; its last task was {last}"
 
 
 def _unpack(keys: Mapping[str, str], args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -6,13 +6,13 @@ Everything that shows or analyses a run (attribution, Perfetto, text, picture, p
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dataflow.graph import TaskId
 
-VERSION = 1
+VERSION = 2
 """Version of the trace's content; a reader refuses newer ones."""
 
 
@@ -91,25 +91,32 @@ class Trace:
         spans: in the order they were added (usually that of their ends).
         marks: reward requests.
         levels: changes of limits.
-        meta: ``policy``, ``steps``, ``seed``, ``status`` ("finished", "interrupted" or "failed"),
-            ``resources`` {name: slots, None for as many as come}, ``started`` (unix time), ``version``.
+        meta: ``policy``, ``steps``, ``seed``, ``status`` ("running", "finished", "interrupted", "failed", or "cut off"
+            of a file without its end, of which ``cut`` says what is missing),
+            ``resources`` {name: slots, None for as many as come}, ``started`` (unix time of second 0), ``version``.
+        sink: given whatever is added, after it was: a file that grows while the run goes.
     """
 
     spans: list[Span] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     levels: list[Level] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
+    sink: Callable[..., None] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.meta.setdefault("version", VERSION)
 
-    def add(self, *items: Span | Mark) -> None:
-        """Adds spans and marks."""
+    def add(self, *items: Span | Mark | Level) -> None:
+        """Adds spans, marks and levels; a task's come in one call, so that the sink has all of it or nothing."""
         for item in items:
             if isinstance(item, Span):
                 self.spans.append(item)
-            else:
+            elif isinstance(item, Mark):
                 self.marks.append(item)
+            else:
+                self.levels.append(item)
+        if self.sink is not None:
+            self.sink(*items)
 
     @property
     def window(self) -> tuple[float, float]:
@@ -149,6 +156,12 @@ class Trace:
     def busy(self, resource: str) -> float:
         """Returns the seconds of :attr:`window` in which at least one task was on the resource."""
         return covered([(s.begin, s.end) for s in self.spans if s.resource == resource], *self.window)
+
+
+def emissions(span: Span) -> list[Span]:
+    """Returns what a streaming task had handed on at each time, as if each were a task of its own that ended then."""
+    times = span.args.get("emitted_s") or ()
+    return [replace(span, part=i, parts=len(times), end=at, args={}) for i, at in enumerate(times)]
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

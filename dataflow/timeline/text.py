@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from dataflow.timeline.attribution import Wait, exposed_waits, summary
+from dataflow.timeline.culprits import Culprit, culprits
 from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes
 
 LETTERS = {
@@ -42,6 +44,23 @@ def letters(stages: Iterable[str]) -> dict[str, str]:
     return {stage: named[stage] for stage in stages}
 
 
+@dataclass(frozen=True)
+class Chart:
+    """A trace drawn with letters.
+
+    Attributes:
+        rows: name and bars of each; further lanes of a resource have no name, the last may be the rewards in flight.
+        axis: of time, in seconds; as wide as the bars.
+        legend: what letters and signs mean.
+        letter: of each stage.
+    """
+
+    rows: list[tuple[str, str]]
+    axis: str
+    legend: list[str]
+    letter: dict[str, str]
+
+
 def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) -> str:
     """Draws a trace as text, the same every time.
 
@@ -56,6 +75,14 @@ def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) 
     """
     if not trace.spans:
         return f"{title(trace)}\n(no task ran)\n"
+    drawn = chart(trace, width, steps)
+    left = max(len(name) for name, _ in drawn.rows) + 2
+    lines = [title(trace), *(f"{name:<{left}}{bars}" for name, bars in drawn.rows), " " * left + drawn.axis]
+    return "\n".join([*lines, *_wrap(drawn.legend, width)]) + "\n"
+
+
+def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Chart:
+    """Draws the rows of :func:`gantt`, whose arguments these are; the trace has tasks."""
     begin, end = extent(trace, steps)
     rows: list[tuple[str, list[Span], list[Wait]]] = []
     for resource in trace.resources:
@@ -65,15 +92,14 @@ def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) 
             rows.append((resource if i == 0 else "", lane, waits))
     flights = [m for m in trace.marks if m.begin < m.end and m.end > begin and m.begin < end > begin]
     names = [name for name, _, _ in rows] + (["in flight"] if flights else [])
-    left = max(map(len, names)) + 2
-    columns = max(10, width - left)
+    columns = max(10, width - max(map(len, names)) - 2)
     scale = columns / (end - begin) if end > begin else 0.0
 
     def column(time: float) -> int:
         return min(columns, max(0, round((time - begin) * scale)))
 
     letter = letters(sorted(trace.stages))
-    lines = [title(trace)]
+    drawn: list[tuple[str, str]] = []
     for name, lane, waits in rows:
         cells = [" "] * columns
         for wait in waits:
@@ -88,16 +114,14 @@ def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) 
             a = min(column(span.begin), columns - 1)
             if column(span.end) <= a and cells[a] == " ":
                 cells[a] = letter[span.stage]
-        lines.append(f"{name:<{left}}{''.join(cells).rstrip()}")
+        drawn.append((name, "".join(cells).rstrip()))
     if flights:
-        lines.append(f"{'in flight':<{left}}{_flights(in_flight(flights), begin, end, columns).rstrip()}")
-    lines.append(" " * left + _axis(begin, end, columns))
+        drawn.append(("in flight", _flights(in_flight(flights), begin, end, columns).rstrip()))
     shown_stages = [s for s in trace.stages if any(s == span.stage for _, lane, _ in rows for span in lane)]
     legend = [f"{letter[s]} {s}" for s in shown_stages] + [f"~ {' or '.join(trace.pools) or 'gpu'} waits"]
     if flights:
         legend.append(f"█ {max(level for _, level in in_flight(flights))} rewards in flight")
-    lines += _wrap(legend, width)
-    return "\n".join(lines) + "\n"
+    return Chart(drawn, _axis(begin, end, columns), legend, letter)
 
 
 def title(trace: Trace) -> str:
@@ -113,6 +137,41 @@ def title(trace: Trace) -> str:
         text += f", {busy}, exposed wait {_s(facts['exposed_wait_s'])} s"
     causes = ", ".join(f"{k} {_s(v)}" for k, v in facts["exposed_wait_by_cause"].items() if v >= 0.005)
     return text + (f" ({causes})" if causes else "")
+
+
+_WAITS = {
+    "rewards": "waiting for rewards",
+    "weights": "waiting for weights",
+    "controller": "waiting for the controller",
+    "io": "waiting for files",
+    "dispatch": "handing out tasks",
+    "start-up": "start-up",
+}
+
+
+def idle_lines(trace: Trace) -> list[str]:
+    """Returns a sentence for each pool of GPUs: how long it idled, and for what, with the longest wait for each cause.
+
+    The causes come in the order of their time, and sum to the idle time but for rounding.
+    """
+    return [_idle_line(trace, pool) for pool in trace.pools]
+
+
+def _idle_line(trace: Trace, pool: str) -> str:
+    by_cause: dict[str, list[Culprit]] = {}
+    for culprit in culprits(trace, [pool]):
+        by_cause.setdefault(culprit.wait.cause, []).append(culprit)
+    total = {cause: sum(c.wait.seconds for c in found) for cause, found in by_cause.items()}
+    words = []
+    for cause in sorted(total, key=lambda c: (-total[c], c)):
+        text = f"{_s(total[cause])} s {_WAITS.get(cause, f'waiting for {cause}')}"
+        worst = by_cause[cause][0]
+        if worst.words and cause != "dispatch":
+            text += f" (worst: {worst.words}, {_s(worst.wait.seconds)} s)"
+        words.append(text)
+    name = "GPU" if pool == "gpu" else pool
+    said = f"{name} pool idle {_s(sum(total.values()))} s of {_s(trace.wall)} s"
+    return f"{said}: {', '.join(words)}" if words else said
 
 
 def _s(seconds: float) -> str:

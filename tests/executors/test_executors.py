@@ -212,7 +212,8 @@ def test_a_pipeline_runs_to_its_end(executor, policy):
     facts = {s.task: s.args for s in runner.trace.spans}
     assert facts["rollout[5]"] == {"samples": GROUPS * N, "weights_version": 4 - policy.max_staleness}
     assert len(runner.trace.marks) == steps * policy.split
-    assert runner.trace.marks[0].args == {"step": 1, "group": 1 if policy.split > 1 else 0}
+    part = {"part": 0} if policy.split > 1 else {}
+    assert runner.trace.marks[0].args == {"step": 1, **part, "group": 1 if policy.split > 1 else 0}
     assert most >= 1
 
 

@@ -34,9 +34,9 @@ def test_a_wait_for_rewards_is_seen_through_the_stage_between() -> None:
         task("actor_update[1]", "gpu", 11.25, 14, "advantage[1]"),
     )
     assert exposed_waits(trace) == [
-        Wait(3, 10, "rewards", "actor_update[1]"),
-        Wait(10, 11, "controller", "actor_update[1]"),
-        Wait(11, 11.25, "dispatch", "actor_update[1]"),
+        Wait(3, 10, "rewards", "actor_update[1]", "reward_collect[1]"),
+        Wait(10, 11, "controller", "actor_update[1]", "advantage[1]"),
+        Wait(11, 11.25, "dispatch", "actor_update[1]", "actor_update[1]"),
     ]
 
 
@@ -68,7 +68,7 @@ def test_what_was_ready_before_the_gap_is_dispatch() -> None:
 )
 def test_a_task_that_left_no_span_is_judged_by_its_name(waited_for: str, cause: str) -> None:
     trace = step(task("rollout[1]", "gpu", 0, 1), task("actor_update[1]", "gpu", 2, 3, waited_for))
-    assert exposed_waits(trace) == [Wait(1, 2, cause, "actor_update[1]")]
+    assert exposed_waits(trace) == [Wait(1, 2, cause, "actor_update[1]", waited_for or "actor_update[1]")]
 
 
 def test_a_stage_that_ran_elsewhere_in_the_trace_says_where_it_runs() -> None:
@@ -86,7 +86,35 @@ def test_a_users_resource_is_a_cause_by_its_name() -> None:
         task("execute[1]", "sandbox", 1, 4, "rollout[1]"),
         task("actor_update[1]", "gpu", 4, 5, "execute[1]"),
     )
-    assert exposed_waits(trace) == [Wait(1, 4, "sandbox", "actor_update[1]")]
+    assert exposed_waits(trace) == [Wait(1, 4, "sandbox", "actor_update[1]", "execute[1]")]
+
+
+def test_a_wait_for_weights_is_no_wait_for_the_gpus_they_come_from() -> None:
+    trace = step(
+        task("rollout[1]", "rollout", 0, 1),
+        task("actor_update[1]", "train", 1, 3, "rollout[1]"),
+        task("gather_weights[1]", "train", 3, 4, "actor_update[1]"),
+        task("sync_weights[1]", "rollout", 4.5, 5, "gather_weights[1]"),
+        task("rollout[2]", "rollout", 5, 6, "sync_weights[1]"),
+    )
+    assert exposed_waits(trace, "rollout") == [
+        Wait(1, 3, "train", "sync_weights[1]", "actor_update[1]"),
+        Wait(3, 4, "weights", "sync_weights[1]", "gather_weights[1]"),
+        Wait(4, 4.5, "dispatch", "sync_weights[1]", "sync_weights[1]"),
+    ]
+
+
+def test_what_a_streaming_rollout_handed_on_ends_a_wait_for_it() -> None:
+    trace = step(
+        task("actor_update[1]", "train", 0, 1),
+        task("rollout[2]", "rollout", 0, 9, emitted_s=[4, 9]),
+        task("advantage[2.1]", "controller", 6, 7, "rollout[2.1]"),
+        task("actor_update[2.1]", "train", 7, 8, "advantage[2.1]"),
+    )
+    assert exposed_waits(trace, "train")[:2] == [
+        Wait(1, 4, "rollout", "actor_update[2.1]", "rollout[2.1]"),
+        Wait(4, 7, "controller", "actor_update[2.1]", "advantage[2.1]"),
+    ]
 
 
 def test_a_late_write_is_charged_to_io_and_validation_to_nobody() -> None:
@@ -97,7 +125,7 @@ def test_a_late_write_is_charged_to_io_and_validation_to_nobody() -> None:
         task("val_score[1]", "reward", 5, 9, "val_rollout[1]", optional=True),
     )
     assert trace.wall == 2
-    assert exposed_waits(trace) == [Wait(1, 2, "io", "checkpoint[1]")]
+    assert exposed_waits(trace) == [Wait(1, 2, "io", "checkpoint[1]", "checkpoint[1]")]
 
 
 def test_validation_amid_training_is_busy_time() -> None:
@@ -116,7 +144,7 @@ def test_a_window_may_cut_a_gap() -> None:
         task("reward_collect[1]", "reward", 1, 6, "rollout[1]"),
         task("actor_update[1]", "gpu", 6, 7, "reward_collect[1]"),
     )
-    assert exposed_waits(trace, window=(2, 4)) == [Wait(2, 4, "rewards", "actor_update[1]")]
+    assert exposed_waits(trace, window=(2, 4)) == [Wait(2, 4, "rewards", "actor_update[1]", "reward_collect[1]")]
 
 
 @given(st.data())
@@ -136,7 +164,8 @@ def test_a_window_knows_what_was_done_before_it() -> None:
         task("sync_weights[1]", "gpu", 2, 3),
         task("actor_update[2]", "gpu", 4, 5, "reward_collect[1]"),
     )
-    assert exposed_waits(trace, window=(2, 5)) == exposed_waits(trace) == [Wait(3, 4, "dispatch", "actor_update[2]")]
+    dispatch = Wait(3, 4, "dispatch", "actor_update[2]", "actor_update[2]")
+    assert exposed_waits(trace, window=(2, 5)) == exposed_waits(trace) == [dispatch]
 
 
 def test_a_circle_of_names_ends() -> None:

@@ -1,9 +1,12 @@
-"""The trace file: what Perfetto needs of it, and that nothing is lost on the way back."""
+"""The trace file: what Perfetto needs of it, that nothing is lost on the way back, and what of it a cut leaves."""
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dataflow.errors import DataError
+from dataflow.executors.virtual import VirtualExecutor
+from dataflow.policy import expand, preset
+from dataflow.runner import Runner
+from dataflow.testing import SteadyCosts, grpo_pipeline
 from dataflow.timeline import perfetto
-from dataflow.timeline.spans import Level, Mark, Span, Trace
+from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace
+from tests.timeline.trace_format import check
 
 times = st.floats(0, 1e5, allow_nan=False)
 plain = st.recursive(
@@ -57,6 +65,13 @@ def traces(draw: st.DrawFn) -> Trace:
     return Trace(*few, meta)
 
 
+def load(path: Path) -> list[dict[str, Any]]:
+    """The events of a file, which is JSON as it stands."""
+    events = json.loads(path.read_text())
+    assert isinstance(events, list)
+    return events
+
+
 def example() -> Trace:
     trace = Trace(meta={"policy": "both", "seed": 0, "resources": {"gpu": 1, "reward": None}, "started": 1.7e9})
     trace.add(
@@ -66,6 +81,7 @@ def example() -> Trace:
         Span("actor_update", 1, 0, 2, "gpu", 0.7, 0.8, {}, "reward_collect[1.1]"),
         Mark("reward", "reward", 0.3, 0.7, {"step": 1, "group": 0, "sample": 1}),
         Mark("reward", "reward", 0.35, 0.9, {"step": 1, "group": 1, "sample": 0}),
+        Level("reward limit", 0.5, 32.0),
     )
     return trace
 
@@ -80,25 +96,61 @@ def test_nothing_is_lost_on_the_way_back(tmp_path: Path, trace: Trace) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(traces())
-def test_spans_of_a_track_never_overlap(tmp_path: Path, trace: Trace) -> None:
+def test_any_trace_keeps_the_rules_of_the_format(tmp_path: Path, trace: Trace) -> None:
     perfetto.write(trace, tmp_path / "trace.json")
-    tracks: dict[int, list[tuple[int, int]]] = {}
-    for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
-        if event["ph"] == "X":
-            assert isinstance(event["ts"], int)
-            tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
-    for spans in tracks.values():
-        spans.sort()
-        assert all(spans[i][1] <= spans[i + 1][0] for i in range(len(spans) - 1))
+    check(load(tmp_path / "trace.json"))
+
+
+@pytest.mark.parametrize("policy", ["baseline", "mini-batch", "both", "both+stream"])
+def test_the_trace_of_a_run_keeps_the_rules_and_has_an_arrow_for_each_update(tmp_path: Path, policy: str) -> None:
+    pipeline = grpo_pipeline(val_every=2)
+    graph = expand(pipeline, preset(policy, 4), 3, 4, groups=16)
+    meta = {"policy": policy, "resources": dict(pipeline.resources), "job": {"pipeline": pipeline.facts()}}
+    trace = Trace(meta=meta)
+    runner = Runner(
+        graph, VirtualExecutor(SteadyCosts(latency=12.0)), inputs={"prompts": lambda step: None}, trace=trace
+    )
+    asyncio.run(runner.run())
+    for span in list(trace.spans):
+        if span.stage == "reward_collect":
+            trace.add(Mark("reward", "reward", span.begin, span.end, {"step": span.step, "part": span.part}))
+            trace.add(Level("reward limit", span.begin, 32.0))
+    perfetto.write(trace, tmp_path / "trace.json")
+    events = load(tmp_path / "trace.json")
+    check(events)
+    assert {e["ph"] for e in events} == set("MXbeCstf")
+    slices = [e for e in events if e["ph"] == "X"]
+
+    def slice_of(event: dict[str, Any]) -> str:
+        around = [e["name"] for e in slices if e["tid"] == event["tid"] and e["ts"] <= event["ts"] < e["ts"] + e["dur"]]
+        assert len(around) == 1
+        return str(around[0])
+
+    flows: dict[int, list[str]] = {}
+    for event in events:
+        if event["ph"] in "stf":
+            flows.setdefault(event["id"], []).append(slice_of(event))
+    split = preset(policy, 4).split
+    wanted = [
+        [
+            f"rollout {step}",
+            f"reward_collect {step}" + (f".{update + 1}" if split > 1 else ""),
+            f"actor_update {step}.{update + 1}",
+        ]
+        for step in (1, 2, 3)
+        for update in range(4)
+    ]
+    assert sorted(flows.values()) == sorted(wanted)
+    if policy == "both+stream":
+        begins = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
+        assert len({begins[i] for i, names in flows.items() if names[0] == "rollout 2"}) > 1, "from each emission"
 
 
 def test_the_events_are_what_perfetto_reads(tmp_path: Path) -> None:
     perfetto.write(example(), tmp_path / "trace.json")
-    data = json.loads((tmp_path / "trace.json").read_text())
-    events = data["traceEvents"]
-    assert {e["ph"] for e in events} == {"M", "X", "b", "e", "C"}
+    events = load(tmp_path / "trace.json")
+    check(events)
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert list(names.values()) == ["gpu", "reward", "reward 2", "gpu waits"]
     order = {names[e["tid"]]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
     assert sorted(order, key=order.__getitem__) == ["gpu", "gpu waits", "reward", "reward 2"]
     spans = [(names[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
@@ -113,12 +165,32 @@ def test_the_events_are_what_perfetto_reads(tmp_path: Path) -> None:
     rollout = next(e for e in events if e["name"] == "rollout 1")
     assert rollout["args"]["weights_version"] == 0
     assert rollout["args"]["samples"] == 256
-    opened = {e["id"]: e for e in events if e["ph"] == "b"}
-    closed = {e["id"]: e for e in events if e["ph"] == "e"}
-    assert opened.keys() == closed.keys()
-    assert all((opened[i]["cat"], opened[i]["name"]) == (closed[i]["cat"], closed[i]["name"]) for i in opened)
-    counter = [(e["ts"], e["args"]["requests"]) for e in events if e["ph"] == "C"]
-    assert counter == [(300_000, 1), (350_000, 2), (700_000, 1), (900_000, 0)]
+    counters: dict[str, list[tuple[int, float]]] = {}
+    for event in events:
+        if event["ph"] == "C":
+            counters.setdefault(event["name"], []).append((event["ts"], *event["args"].values()))
+    assert counters == {
+        "rewards in flight": [(300_000, 1), (350_000, 2), (700_000, 1), (900_000, 0)],
+        "reward limit": [(500_000, 32.0)],
+    }
+    flow = [(e["ph"], names[e["tid"]], e["ts"]) for e in events if e["ph"] in "stf"]
+    assert flow == [("s", "gpu", 299_999), ("t", "reward", 699_999), ("f", "gpu", 700_000)]
+
+
+def test_tracks_are_as_few_as_keep_the_spans_of_a_run_apart(tmp_path: Path) -> None:
+    trace = Trace(meta={"resources": {"gpu": 1, "reward": None}})
+    for begin, end in [(0, 1), (0, 2), (1, 3), (2, 4), (0, 5), (3.5, 6)]:
+        trace.add(Span("reward_collect", 1, 0, 1, "reward", begin, end))
+    perfetto.write(trace, tmp_path / "trace.json")
+    names = [e["args"]["name"] for e in load(tmp_path / "trace.json") if e["name"] == "thread_name"]
+    assert names == ["reward", "reward 2", "reward 3"]
+
+
+def test_a_task_that_began_before_the_run_by_another_machines_clock_is_drawn_at_its_begin(tmp_path: Path) -> None:
+    trace = Trace([Span("rollout", 1, 0, 1, "gpu", -0.2, 1.0), Span("rollout", 2, 0, 1, "gpu", 1.0, 2.0)])
+    perfetto.write(trace, tmp_path / "trace.json")
+    check(load(tmp_path / "trace.json"))
+    assert perfetto.read(tmp_path / "trace.json") == trace
 
 
 def test_numbers_that_json_lacks_are_written_so_that_perfetto_opens_the_file(tmp_path: Path) -> None:
@@ -139,6 +211,93 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
 
 
+# --- files of before, cut files, and what is none -----------------------------------------------------------
+
+
+def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
+    span = {"stage": "rollout", "step": 1, "part": 0, "parts": 1, "resource": "gpu", "waited_for": ""}
+    span |= {"begin_s": 0.1, "end_s": 0.3, "samples": 4, "+stage": "mine"}
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "both"}},
+        {"ph": "X", "cat": "task", "name": "rollout 1", "pid": 1, "tid": 1, "ts": 100000, "dur": 200000, "args": span},
+        {"ph": "b", "ts": 0, "cat": "request", "name": "reward", "id": "0x1", "pid": 1, "tid": 1,
+         "args": {"resource": "reward", "begin_s": 0.0, "end_s": 1.0, "step": 1}},
+        {"ph": "C", "cat": "level", "name": "limit", "pid": 1, "ts": 0, "at_s": 0.5, "args": {"value": 3.0}},
+    ]  # fmt: skip
+    meta = {"policy": "both", "status": "finished", "version": 1}
+    data = {"traceEvents": events, "otherData": {"format": "dataflow", "version": 1, "meta": meta}}
+    (tmp_path / "trace.json").write_text(json.dumps(data))
+    assert perfetto.read(tmp_path / "trace.json") == Trace(
+        [Span("rollout", 1, 0, 1, "gpu", 0.1, 0.3, {"samples": 4, "stage": "mine"})],
+        [Mark("reward", "reward", 0.0, 1.0, {"step": 1})],
+        [Level("limit", 0.5, 3.0)],
+        meta,
+    )
+
+
+def test_a_trace_that_another_tool_saved_is_read(tmp_path: Path) -> None:
+    perfetto.write(example(), tmp_path / "trace.json")
+    events = load(tmp_path / "trace.json")
+    (tmp_path / "pretty.json").write_text(json.dumps(events, indent=2))
+    (tmp_path / "object.json").write_text(json.dumps({"traceEvents": events}))
+    assert perfetto.read(tmp_path / "pretty.json") == perfetto.read(tmp_path / "object.json") == example()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(traces(), st.data())
+def test_any_prefix_of_a_file_is_a_prefix_of_its_trace(tmp_path: Path, trace: Trace, data: st.DataObject) -> None:
+    path = tmp_path / "trace.json"
+    perfetto.write(trace, path)
+    whole = path.read_bytes()
+    first = whole.index(b",\n")
+    path.write_bytes(whole[: data.draw(st.integers(0, len(whole)), "bytes")])
+    if path.stat().st_size < first:
+        with pytest.raises(DataError, match=r"is empty|cut off before its first event"):
+            perfetto.read(path)
+        return
+    back = perfetto.read(path)
+    for some, all_of in ((back.spans, trace.spans), (back.marks, trace.marks), (back.levels, trace.levels)):
+        assert some == all_of[: len(some)]
+    assert back == trace or "cut" in back.meta
+    assert {**back.meta, "cut": 0, "status": 0} == {**trace.meta, "cut": 0, "status": 0}
+
+
+def test_what_is_missing_of_a_cut_file_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    perfetto.write(Trace(example().spans, meta={"status": "running"}), path)
+    lines = path.read_text().split("\n")
+    tasks = [i for i, line in enumerate(lines) if '"ph":"X","cat":"task"' in line]
+    path.write_text("\n".join(lines[: tasks[2] + 1])[:-20])
+    back = perfetto.read(path)
+    assert len(back.spans) == 2
+    assert back.meta["status"] == "cut off"
+    assert back.meta["cut"] == (
+        "cut off after 0.7 s: the run was killed, or still goes on; its last task was reward_collect[1.1]"
+    )
+    path.write_text("\n".join(lines[: tasks[0]]))
+    assert perfetto.read(path).meta["cut"].startswith("cut off before its first task had ended")
+    # Behind what closes the trace nothing of it comes: waits and counters are told again of what there is.
+    path.write_text("\n".join(lines[:-4]))
+    assert "cut" not in perfetto.read(path).meta
+
+
+def test_a_line_broken_amid_a_file_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    perfetto.write(example(), path)
+    lines = path.read_text().split("\n")
+    lines[4] = lines[4][:-30]
+    path.write_text("\n".join(lines[:-2]))
+    with pytest.raises(DataError, match="has a broken event in line 5") as caught:
+        perfetto.read(path)
+    assert "\n" not in str(caught.value)
+
+
+def said(**args: Any) -> bytes:
+    return json.dumps(
+        [{"ph": "M", "name": "process_labels", "pid": 1, "args": {"format": "dataflow", **args}}]
+    ).encode()
+
+
 def broken_event() -> str:
     event = {"ph": "X", "cat": "task", "args": {"stage": "rollout", "step": "one"}}
     other = {"format": "dataflow", "version": 1, "meta": {}}
@@ -154,13 +313,19 @@ def broken_event() -> str:
         (b'{"traceEvents": [', "is not JSON"),
         (b"\xff\xfe\x00", "is not text"),
         (b"[]", "not written by dataflow"),
+        (b"[", "cut off before its first event"),
+        (b'[{"ph": "X", "ts": 1},\n{"ph"', "not written by dataflow"),
+        (b"[3, null]", "not written by dataflow"),
+        (said(version=VERSION + 1, meta={}), "install a newer"),
+        (said(version=VERSION), "does not say of what run it is"),
+        (said(meta={}), "of version None"),
         (b'{"traceEvents": []}', "not written by dataflow"),
         (
             b'{"traceEvents": {}, "otherData": {"format": "dataflow", "version": 1}}',
             "not written by dataflow",
         ),
         (
-            b'{"traceEvents": [], "otherData": {"format": "dataflow", "version": 2, "meta": {}}}',
+            b'{"traceEvents": [], "otherData": {"format": "dataflow", "version": 99, "meta": {}}}',
             "install a newer",
         ),
         (b'{"traceEvents": [], "otherData": {"format": "dataflow"}}', "of version None"),
@@ -178,6 +343,17 @@ def test_what_is_no_trace_is_said_in_one_sentence(tmp_path: Path, content: bytes
         perfetto.read(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_packed_trace_is_read_and_a_torn_one_said(tmp_path: Path) -> None:
+    perfetto.write(example(), tmp_path / "trace.json")
+    packed = gzip.compress((tmp_path / "trace.json").read_bytes())
+    (tmp_path / "trace.json.gz").write_bytes(packed)
+    assert perfetto.read(tmp_path / "trace.json.gz") == example()
+    for torn in (packed[:-20], b"[", b""):
+        (tmp_path / "trace.json.gz").write_bytes(torn)
+        with pytest.raises(DataError, match=r"is no whole gzip file|is empty"):
+            perfetto.read(tmp_path / "trace.json.gz")
 
 
 def test_a_missing_file_or_a_folder_is_said(tmp_path: Path) -> None:

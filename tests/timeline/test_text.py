@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.timeline.spans import Mark, Span, Trace
-from dataflow.timeline.text import LETTERS, gantt, letters, table, tick
+from dataflow.timeline.text import LETTERS, gantt, idle_lines, letters, table, tick
 
 
 def both() -> Trace:
@@ -124,3 +124,33 @@ def test_a_table_is_aligned() -> None:
     assert table([["policy", "wall"], ["both", "9.51"], ["baseline", "12.00"]]) == (
         "policy     wall\nboth       9.51\nbaseline  12.00"
     )
+
+
+def test_where_the_idle_time_went_in_a_sentence() -> None:
+    trace = both()
+    trace.add(
+        Mark("reward", "reward", 5, 9, {"step": 1, "part": 0, "group": 2}),
+        Mark("reward", "reward", 5, 14, {"step": 1, "part": 1, "group": 17, "tries": 3, "throttled": 1}),
+        Mark("reward", "reward", 9, 24, {"step": 2, "part": 0, "group": 4, "queued_s": 3.0, "held_by": "slot"}),
+    )
+    assert idle_lines(trace) == [
+        "GPU pool idle 7.00 s of 30.0 s: 6.00 s waiting for rewards (worst: step 2, group 4, held back 3.0 s for a "
+        "free slot, 5.00 s), 1.00 s waiting for the controller (worst: step 2, penalise_length, 1.00 s)"
+    ]
+
+
+def test_each_pool_of_gpus_has_its_sentence() -> None:
+    trace = Trace()
+    trace.add(
+        Span("rollout", 1, 0, 1, "rollout", 0, 4),
+        Span("actor_update", 1, 0, 1, "train", 4, 6, {}, "rollout[1]"),
+        Span("gather_weights", 1, 0, 1, "train", 6, 8, {}, "actor_update[1]"),
+        Span("sync_weights", 1, 0, 1, "rollout", 8, 9, {}, "gather_weights[1]"),
+    )
+    assert idle_lines(trace) == [
+        "rollout pool idle 4.00 s of 9.00 s: 2.00 s waiting for train (worst: step 1, actor_update, 2.00 s), "
+        "2.00 s waiting for weights (worst: step 1, gather_weights, 2.00 s)",
+        "train pool idle 5.00 s of 9.00 s: 4.00 s start-up, 1.00 s waiting for weights "
+        "(worst: step 1, sync_weights, 1.00 s)",
+    ]
+    assert idle_lines(Trace()) == []

@@ -1,0 +1,82 @@
+"""What a terminal shows while a run goes: the last steps as a moving Gantt, the rewards, what is ahead.
+
+Draws, and nothing else: whoever has the run tells it of tasks, running ones and the reward agent's numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dataflow.timeline.picture import colours
+from dataflow.timeline.spans import Span, Trace
+from dataflow.timeline.text import chart
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+STEPS = 3
+"""Steps that are shown: the newest, and those it overlaps with."""
+_PIECES = re.compile(r"[^\W\d_][\d.=]*|~+|[^~\w]+|.")
+"""A bar is its letter, then digits, dots and dashes; what waits; the rest."""
+_MARKS = 20_000
+"""Requests to look at: enough for some steps of any run, few enough to draw twice a second."""
+
+
+def recent(trace: Trace, running: Sequence[Span], most: int) -> Trace:
+    """Returns the newest tasks, with those that run: what a picture of now needs of a long run.
+
+    Args:
+        trace: of the run so far.
+        running: tasks that have not ended, as spans until now.
+        most: finished tasks to look at.
+    """
+    spans = [*trace.spans[-most:], *running]
+    begin = min((s.begin for s in spans), default=0.0)
+    return Trace(spans, [m for m in trace.marks[-_MARKS:] if m.end > begin], meta=trace.meta)
+
+
+def picture(trace: Trace, width: int) -> Text:
+    """Returns the Gantt of a trace's last steps in colour: a row for each lane of each resource, and one of rewards."""
+    from rich.text import Text
+
+    newest = max(s.step for s in trace.spans)
+    drawn = chart(trace, width, (newest - STEPS + 1, newest))
+    colour = colours(trace.stages)
+    look = {letter: f"white on {colour[stage]}" for stage, letter in drawn.letter.items()}
+    left = max(len(name) for name, _ in drawn.rows) + 2
+    text = Text(no_wrap=True, overflow="crop")
+    for name, bars in drawn.rows:
+        text.append(f"{name:<{left}}", "bold")
+        for piece in _PIECES.findall(bars):
+            text.append(piece, look.get(piece[0], "dim" if piece[0] == "~" else ""))
+        text.append("\n")
+    text.append(" " * left + drawn.axis, "dim")
+    return text
+
+
+def facts(stats: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
+    """Returns the numbers of now in a line.
+
+    Args:
+        stats: the reward agent's, empty where there is none.
+        metrics: of the last step.
+    """
+    said = []
+    if stats:
+        limit = sum((stats.get("limit") or {}).values())
+        said.append(f"rewards in flight {stats.get('running', 0)}" + (f" of {limit}" if limit else ""))
+        said.append(f"queued {stats.get('waiting', 0)}")
+        if (p95 := (stats.get("latency_s") or {}).get("p95")) is not None and math.isfinite(p95):
+            said.append(f"p95 {p95:.2f} s")
+        said += [f"{stats[name]} {word}" for name, word in _TOLD.items() if stats.get(name)]
+    if "overlap/exposed_wait_s" in metrics:
+        said.append(f"exposed wait {metrics['overlap/exposed_wait_s']:.2f} s a step")
+    if "staleness/max" in metrics:
+        said.append(f"staleness {metrics['staleness/max']:.0f}")
+    return "  ".join(said)
+
+
+_TOLD = {"failed": "failed", "retried": "tried again", "timed_out": "timed out", "throttled": "throttled"}

@@ -1,0 +1,92 @@
+"""Who a wait was for: of rewards the group that came last, with what had happened to its request. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dataflow.timeline.attribution import Wait, exposed_waits
+from dataflow.timeline.spans import POOLS, Mark, Trace
+
+_TASK = re.compile(r"^(?P<stage>.+)\[(?P<step>\d+)(?:\.(?P<part>\d+))?\]$")
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """What one wait was for.
+
+    Attributes:
+        wait: the time.
+        pool: the GPUs that waited.
+        step: of what was waited for; None for a wait for nobody (start-up).
+        request: of rewards the request that ended last of those waited for, where the trace has it.
+    """
+
+    wait: Wait
+    pool: str
+    step: int | None = None
+    request: Mark | None = field(default=None, hash=False)
+
+    @property
+    def words(self) -> str:
+        """Says who it was: ``step 12, group 17, 3 tries``."""
+        if self.step is None:
+            return ""
+        words = [f"step {self.step}"]
+        if self.request is None:
+            if self.wait.cause not in ("rewards", "dispatch"):
+                words.append(self.wait.by.partition("[")[0])
+            return ", ".join(words)
+        facts = self.request.args
+        words.append(f"group {facts.get('group')}")
+        if facts.get("tries", 1) > 1:
+            words.append(f"{facts['tries']} tries")
+        if throttled := facts.get("throttled"):
+            words.append(f"told to slow down {throttled} time{'s' * (throttled != 1)}")
+        if "queued_s" in facts:
+            held = "by the rate limit" if facts.get("held_by") == "rate" else "for a free slot"
+            words.append(f"held back {facts['queued_s']:.1f} s {held}")
+        if how := facts.get("how"):
+            words.append(str(how))
+        return ", ".join(words)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns it JSON-able; ``seconds`` are of the wait, what is said of the request is as the trace has it."""
+        facts = {} if self.request is None else dict(self.request.args)
+        wait = self.wait
+        own = {"pool": self.pool, "cause": wait.cause, "seconds": wait.seconds, "begin_s": wait.begin}
+        return {**own, "task": wait.task, "waited_for": wait.by, **facts, "step": self.step}
+
+
+def culprits(trace: Trace, pools: Sequence[str] | None = None) -> list[Culprit]:
+    """Returns one for each wait of the GPUs (:func:`~dataflow.timeline.attribution.exposed_waits`), the longest first.
+
+    Args:
+        trace: of a run.
+        pools: of GPUs; None for all that the trace has something of.
+    """
+    last: dict[tuple[int, int | None], Mark] = {}  # of a step's part, and of the whole step
+    for mark in trace.marks:
+        if (step := mark.args.get("step")) is None or mark.args.get("validation"):
+            continue
+        for part in {mark.args.get("part"), None}:
+            if (known := last.get((step, part))) is None or mark.end > known.end:
+                last[step, part] = mark
+    found: list[Culprit] = []
+    for pool in (trace.pools or POOLS[:1]) if pools is None else pools:
+        for wait in exposed_waits(trace, pool):
+            task = _TASK.match(wait.by)
+            if task is None:
+                found.append(Culprit(wait, pool))
+                continue
+            step, part = int(task["step"]), int(task["part"] or 1) - 1
+            request = last.get((step, part)) or last.get((step, None)) if wait.cause == "rewards" else None
+            found.append(Culprit(wait, pool, step, request))
+    return sorted(found, key=lambda c: (-c.wait.seconds, c.wait.begin, c.pool))
+
+
+def worst_waits(trace: Trace, most: int = 5) -> list[dict[str, Any]]:
+    """Returns the longest waits of the GPUs that were for something, JSON-able; see :meth:`Culprit.as_dict`."""
+    return [c.as_dict() for c in culprits(trace) if c.wait.cause not in ("dispatch", "start-up")][:most]

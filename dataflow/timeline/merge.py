@@ -1,0 +1,194 @@
+"""A run's trace and profiles of the same time in one file: torch profiler traces, Ray timelines, on one clock.
+
+A trace says at which unix time its second 0 was, a torch profiler trace that of its own zero
+(``baseTimeNanoseconds``), and a Ray timeline's times are unix time.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import DataError, RunError
+from dataflow.files import replaced
+from dataflow.timeline.spans import Trace
+from dataflow.timeline.writer import TraceWriter
+
+APART_S = 60.0
+"""Seconds that a profile may lie before or behind the run: its workers start earlier, and end later."""
+
+_UNIX_US = 1e14  # microseconds: times below it are of no clock that began in 1970
+_IDS = 100_000  # numbers of processes and tracks from here on are not ours
+
+
+def merge(trace: Trace, profiles: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None) -> str:
+    """Writes a run's trace and profiles into one file, which stays a trace of the run for every reader.
+
+    Args:
+        trace: of a run.
+        profiles: files that ``torch.profiler`` exported (``export_chrome_trace``) or ``ray timeline`` wrote, ``.gz`` or
+            not. Their processes keep apart, and are called after the file.
+        out: the .json file to write.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        DataError: the run does not say when it began, a file is no profile, broken, or of another time, or ``out``
+            cannot be written.
+    """
+    if out is None or Path(out).suffix != ".json":
+        raise DataError(f"merge: -o {out or 'is missing'}; give it the name of a .json file, -o merged.json.")
+    started = trace.meta.get("started")
+    if not isinstance(started, float | int) or trace.meta.get("version") in (None, 1):
+        raise DataError("merge: this trace does not say exactly when it began; make the run again with this dataflow.")
+    numbers = itertools.count(_IDS)
+    loaded = [_Profile(Path(path), trace, started, numbers) for path in profiles]
+    # No time may be negative: what began before the run moves all of it on.
+    zero = max([0, *(math.ceil(-profile.begin) for profile in loaded)])
+    if not Path(out).parent.is_dir():
+        raise DataError(f"merge: there is no directory {Path(out).parent}; make it, or write elsewhere.")
+    try:
+        with replaced(out) as temporary, TraceWriter(temporary, trace.meta, zero) as writer:
+            writer.add(*trace.spans, *trace.marks, *trace.levels)
+            for profile in loaded:
+                writer.raw(profile.moved(zero))
+            writer.close(trace)
+    except (RunError, OSError) as error:
+        raise DataError(f"merge: {out} cannot be written: {error.__cause__ or error}") from error
+    return str(out)
+
+
+@dataclass
+class _Profile:
+    """One profile, read and checked.
+
+    Attributes:
+        path: of the file.
+        trace, started: of the run, and the unix time of its second 0.
+        numbers: for processes, tracks and flows, which no two files may share.
+        shift: microseconds from the file's times to the run's.
+        begin: of its first event, in microseconds of the run's clock.
+    """
+
+    path: Path
+    trace: Trace
+    started: float
+    numbers: Iterator[int]
+    shift: float = 0.0
+    begin: float = 0.0
+    events: list[dict[str, Any]] = field(default_factory=list)
+    _known: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        data = _load(self.path)
+        events = data.get("traceEvents") if isinstance(data, dict) else data
+        if not isinstance(events, list) or not all(map(_is_event, events)):
+            raise self._wrong("holds no list of trace events")
+        self.events = events
+        timed = [e for e in events if e["ph"] != "M"]
+        if not timed:
+            raise self._wrong("holds no event")
+        begins = [self._number(e, "ts") for e in timed]
+        begin = min(begins)
+        end = max(ts + self._number(e, "dur", 0.0) for ts, e in zip(begins, timed, strict=True))
+        base = data.get("baseTimeNanoseconds") if isinstance(data, dict) else None
+        if base is None and begin < _UNIX_US:
+            raise self._wrong("does not say of what time it is (it has no baseTimeNanoseconds, and no unix times)")
+        if base is not None and (not isinstance(base, int | float) or not math.isfinite(base)):
+            raise self._wrong(f"has the time {base!r} for its zero")
+        # Nanoseconds as whole numbers: a float of unix time holds them to a quarter of a microsecond.
+        self.shift = (int(base or 0) - round(self.started * 1e9)) / 1000
+        self.begin = begin + self.shift
+        before = -(end + self.shift) / 1e6
+        behind = self.begin / 1e6 - max((s.end for s in self.trace.spans), default=0.0)
+        if max(before, behind) > APART_S:
+            said = f"ends {before:.0f} s before the run began" if before > 0 else f"begins {behind:.0f} s after its end"
+            raise DataError(f"profile {self.path} {said}; give one that was taken during the run.")
+
+    def moved(self, zero: int) -> Iterator[dict[str, Any]]:
+        """Yields its events on the run's clock, ``zero`` microseconds on, with numbers of their own."""
+        stem = self.path.name.removesuffix(".gz").removesuffix(".json").removesuffix(".pt.trace")
+        named: set[tuple[str, ...]] = set()
+        for event in self.events:
+            event = dict(event)
+            pid, tid = event.get("pid"), event.pop("tid", None)
+            event["pid"] = self._mine("pid", pid)
+            if tid is not None and not str(event.get("name")).startswith("process_"):
+                event["tid"] = self._mine("tid", pid, tid)
+            for key in ("id", "bind_id"):
+                if key in event:
+                    event[key] = self._mine("id", event[key])
+            if isinstance(whole := event.get("id2"), dict) and "global" in whole:
+                event["id2"] = {**whole, "global": hex(self._mine("id", whole["global"]))}
+            if event["ph"] != "M":
+                event["ts"] = round(event["ts"] + self.shift + zero, 3)
+                if "dur" in event:
+                    # Ray takes the difference of two large floats, which may fall below nothing.
+                    event["dur"] = max(0, event["dur"])
+                yield event
+                continue
+            event.pop("ts", None)
+            if event.get("name") == "process_name":
+                named.add(_key("pid", pid))
+                event["args"] = {"name": f"{stem}: {_said(event)}"}
+            elif event.get("name") == "thread_name":
+                named.add(_key("tid", pid, tid))
+            yield event
+        for what, number in self._known.items():
+            if what[0] == "pid" and what not in named:
+                yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": f"{stem}: {what[1]}"}}
+            elif what[0] == "tid" and what not in named:
+                place = {"pid": self._known["pid", what[1]], "tid": number}
+                yield {"ph": "M", "name": "thread_name", **place, "args": {"name": what[2]}}
+
+    def _mine(self, *what: Any) -> int:
+        key = _key(*what)
+        if key not in self._known:
+            self._known[key] = next(self.numbers)
+        return self._known[key]
+
+    def _number(self, event: dict[str, Any], key: str, default: float | None = None) -> float:
+        value = event.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._wrong(f"has a broken event ({key} is {value!r}) in {json.dumps(event)[:80]}")
+        return value
+
+    def _wrong(self, why: str) -> DataError:
+        return DataError(
+            f"profile {self.path} {why}; give a trace of torch.profiler (export_chrome_trace) or of 'ray timeline'."
+        )
+
+
+def _key(*what: Any) -> tuple[str, ...]:
+    """What a process, a track or a flow is known by: of a number how it is written, so that 1 and "1" are one."""
+    return tuple(part if isinstance(part, str) else json.dumps(part) for part in what)
+
+
+def _is_event(event: Any) -> bool:
+    return isinstance(event, dict) and isinstance(event.get("ph"), str)
+
+
+def _said(event: dict[str, Any]) -> Any:
+    args = event.get("args")
+    return args.get("name") if isinstance(args, dict) else None
+
+
+def _load(path: Path) -> Any:
+    try:
+        data = path.read_bytes()
+        return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"profile {path} is no whole gzip file ({error}); write it anew.") from error
+    except OSError as error:
+        raise DataError(f"profile {path}: {error.strerror or error}; give a file that is there.") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"profile {path} is not JSON ({error}); give one that was written to its end.") from error

@@ -1,0 +1,245 @@
+"""The trace's file while a run goes: whole after each task, there after a SIGKILL, and no reason to stop the run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataflow.cli import main
+from dataflow.errors import RunError
+from dataflow.executors.inline import InlineExecutor
+from dataflow.graph import Pipeline, TaskInfo, stage
+from dataflow.policy import SchedulingPolicy, expand
+from dataflow.runner import Runner
+from dataflow.timeline import perfetto
+from dataflow.timeline.spans import Level, Mark, Span, Trace
+from dataflow.timeline.writer import TraceWriter
+from tests.timeline.trace_format import check
+
+ROOT = Path(__file__).parents[2]
+
+
+def span(step: int = 1, **args: object) -> Span:
+    return Span("rollout", step, 0, 1, "gpu", float(step), step + 0.5, dict(args))
+
+
+def start(path: Path, **meta: object) -> tuple[Trace, TraceWriter]:
+    trace = Trace(meta={"status": "running", **meta})
+    writer = TraceWriter(path, trace.meta)
+    trace.sink = writer.add
+    return trace, writer
+
+
+def test_the_file_holds_each_task_once_it_is_added(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace, writer = start(path, policy="both")
+    assert perfetto.read(path).meta["status"] == "cut off"
+    for step in range(1, 5):
+        trace.add(span(step), Mark("reward", "reward", step, step + 0.2), Level("limit", step, 8.0))
+        back = perfetto.read(path)
+        assert (back.spans, back.marks, back.levels) == (trace.spans, trace.marks, trace.levels)
+        assert back.meta["cut"].endswith(f"its last task was rollout[{step}]")
+    trace.meta["status"] = "finished"
+    writer.close(trace)
+    assert perfetto.read(path) == trace
+    check(json.loads(path.read_text()))
+    size = path.stat().st_size
+    writer.close(trace)
+    assert path.stat().st_size == size
+
+
+@pytest.mark.parametrize("status", ["finished", "interrupted", "failed"])
+def test_the_file_is_whole_json_in_every_ending(tmp_path: Path, status: str) -> None:
+    path = tmp_path / "trace.json"
+    trace, writer = start(path)
+    trace.meta["status"] = status
+    writer.close(trace)
+    check(json.loads(path.read_text()))
+    assert perfetto.read(path) == trace
+    assert "cut" not in perfetto.read(path).meta
+
+
+def test_what_is_said_last_counts(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace, writer = start(path, started=1.0)
+    trace.meta["started"] = 2.0
+    writer.say(trace.meta)
+    assert perfetto.read(path).meta["started"] == 2.0
+    writer.close(trace)
+
+
+class Odd:
+    """A fact of a user's that no file can hold."""
+
+    def __str__(self) -> str:
+        raise ValueError("no name")
+
+
+def test_whatever_a_task_tells_the_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace, writer = start(path)
+    loop: list[object] = []
+    loop.append(loop)
+    trace.add(
+        span(1, loss=float("nan"), most=float("inf"), n=np.int64(3), x=np.float32(0.5), at=np.array([1.0, np.nan])),
+        span(2, **{"numbers": {1: 2, None: 3}, "where": path, "part": "mine"}),
+        Mark("reward", "reward", 1.0, 2.0, {7: "a key that is no text"}),  # type: ignore[dict-item]
+    )
+    assert writer.left_out == 0
+    trace.add(
+        span(3, odd=Odd()),
+        span(4, loop=loop),
+        Span("rollout", 5, 0, 1, "gpu", float("nan"), 1.0),
+        Mark("reward", "reward", 0.0, float("inf")),
+        Level("limit", 1.0, float("nan")),
+        span(6),
+    )
+    assert writer.left_out == 5
+    writer.close(trace)
+    check(json.loads(path.read_text()))
+    back = perfetto.read(path)
+    assert [s.step for s in back.spans] == [1, 2, 6]
+    assert back.spans[0].args == {"loss": None, "most": None, "n": 3, "x": 0.5, "at": [1.0, None]}
+    assert back.spans[1].args["part"] == "mine"
+    assert back.marks[0].args == {"7": "a key that is no text"}
+    assert len(trace.spans) == 6
+
+
+def test_a_full_disk_is_one_sentence_and_keeps_the_trace_in_memory() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with pytest.raises(RunError, match=r"^trace /dev/full cannot be written: No space left on device; make room"):
+        start(Path("/dev/full"))
+
+
+def test_a_disk_that_fills_up_while_a_run_goes_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, writer = start(tmp_path / "trace.json")
+    trace.add(span(1))
+
+    class Full:
+        closed = False
+
+        def write(self, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            self.closed = True
+            raise OSError(28, "No space left on device")
+
+    real = writer._file
+    monkeypatch.setattr(writer, "_file", Full())
+    with pytest.raises(RunError, match="No space left on device; make room") as caught:
+        trace.add(span(2))
+    assert "\n" not in str(caught.value)
+    assert [s.step for s in trace.spans] == [1, 2]
+    trace.add(span(3))
+    writer.close(trace)
+    real.close()
+    assert [s.step for s in perfetto.read(tmp_path / "trace.json").spans] == [1]
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"trace .*trace\.json cannot be written: No such file or directory"):
+        TraceWriter(tmp_path / "none" / "trace.json", {})
+
+
+@stage(writes="made", on="gpu")
+def make(prompts: object, *, task: TaskInfo) -> object:
+    now = time.time()
+    task.mark("reward", now, now + 0.5, group=3)
+    task.level("limit", now, 2)
+    return prompts
+
+
+def run(trace: Trace, **more: Any) -> None:
+    graph = expand(Pipeline([make], inputs=["prompts"]), SchedulingPolicy(), 2, 1)
+    inputs = {"prompts": lambda step: step}
+    asyncio.run(Runner(graph, InlineExecutor(), inputs=inputs, trace=trace, **more).run())
+
+
+def test_the_runner_gives_each_task_with_its_marks_in_one_call() -> None:
+    given: list[tuple[object, ...]] = []
+    trace = Trace(sink=lambda *items: given.append(items))
+    run(trace, origin=time.time() - 100)
+    assert [tuple(map(type, items)) for items in given] == [(Span, Mark, Level)] * 2
+    assert [items[0] for items in given] == trace.spans
+    assert 100 <= trace.spans[0].begin < 110
+    assert trace.levels[0].value == 2.0
+
+
+def test_a_file_that_cannot_be_written_ends_the_run_with_that_sentence() -> None:
+    def full(*items: object) -> None:
+        raise RunError("trace t.json cannot be written: No space left on device; make room there.")
+
+    trace = Trace(sink=full)
+    with pytest.raises(RunError, match="No space left"):
+        run(trace)
+    assert (len(trace.spans), len(trace.marks), len(trace.levels)) == (1, 1, 1)
+
+
+KILLED = """
+import asyncio, os, sys, time
+from dataflow.executors.inline import InlineExecutor
+from dataflow.graph import Latest, Pipeline, stage
+from dataflow.policy import SchedulingPolicy, expand
+from dataflow.runner import Runner
+from dataflow.timeline.spans import Trace
+from dataflow.timeline.writer import TraceWriter
+
+@stage(writes="responses", on="gpu")
+def rollout(prompts, *, task):
+    time.sleep(0.005)
+    now = time.time()
+    task.mark("reward", now - 0.001, now, group=task.step)
+    return prompts
+
+@stage(writes="actor", on="gpu")
+def actor_update(responses, actor: Latest):
+    time.sleep(0.005)
+    return responses
+
+graph = expand(Pipeline([rollout, actor_update], inputs=["prompts"]), SchedulingPolicy(), 100_000, 1)
+trace = Trace(meta={"status": "running", "policy": "baseline"})
+writer = TraceWriter(sys.argv[1], trace.meta)
+trace.sink = writer.add
+told = lambda span: print(span.task, len(trace.spans), flush=True)
+asyncio.run(Runner(graph, InlineExecutor(), inputs={"prompts": int}, trace=trace, on_span=told).run())
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_run_leaves_all_that_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ}
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("actor_update[20]"):
+                break
+        process.send_signal(signal.SIGKILL)
+        rest = process.stdout.read().splitlines()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()  # type: ignore[union-attr]
+    told = [line, *rest][-1].split()
+    back = perfetto.read(path)
+    # All that the run told of, and at most the task that it was about to tell of.
+    assert len(back.spans) - int(told[1]) in (0, 1)
+    assert [s.step for s in back.spans if s.stage == "rollout"] == [m.args["step"] for m in back.marks]
+    assert main(["timeline", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "(cut off)" in shown.out
+    assert f"its last task was {back.spans[-1].task}" in shown.err
