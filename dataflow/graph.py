@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dataflow.errors import PipelineError, nearest
+from dataflow.mermaid import stages_chart
 from dataflow.stage import Carried, Grain, Hosted, Lag, Latest, Read, Stage, TaskInfo, stage
 
 if TYPE_CHECKING:
@@ -263,17 +264,9 @@ class Pipeline:
                 lines.append(f"{'':<{wide}}    writes {', '.join(s.writes)}")
         return "\n".join(lines)
 
-    def draw(self) -> str:
-        """Returns the stages as a mermaid flowchart; dotted edges come from an earlier step."""
-        lines = ["flowchart LR"]
-        lines += [f'    {s.name}["{s.name}<br/><small>{s.on}</small>"]' for s in self.stages]
-        lines += [f"    {name}([{name}])" for name in self.inputs]
-        for s in self.stages:
-            lines += [f"    {r.field} --> {s.name}" for r in s.reads if r.field in self.inputs]
-        for source, target, name, lag in self.edges:
-            arrow = "-->" if lag == "none" else "-.->"
-            lines.append(f"    {source.name} {arrow}{f'|{name}|' if name else ''} {target.name}")
-        return "\n".join(lines)
+    def draw(self, critical: Sequence[str] = ()) -> str:
+        """Returns the stages as a mermaid flowchart; see :func:`dataflow.mermaid.stages_chart`."""
+        return stages_chart(self, critical)
 
 
 class TaskId(NamedTuple):

@@ -202,7 +202,7 @@ class _Panel:
                 room = size * (0.64 * len(span.label) - 0.32 * span.label.count(".")) + 2
                 if size <= height * 72 * 0.75 and room * _PIXELS / 72 <= (end - begin) * pixels:
                     middle = ((begin + end) / 2 - self.begin, below + height / 2)
-                    text: dict[str, Any] = {"fontsize": size, "color": _contrast(colour[span.stage])}
+                    text: dict[str, Any] = {"fontsize": size, "color": contrast(colour[span.stage])}
                     axis.text(*middle, span.label, ha="center", va="center_baseline", **text)
                     break
 
@@ -275,7 +275,7 @@ def save(figure: Figure, target: Path, kind: str) -> None:
         figure.savefig(temporary, format=kind, dpi=_PIXELS, metadata=quiet)
 
 
-def _contrast(colour: str) -> str:
+def contrast(colour: str) -> str:
     """Black or white, whichever reads better on a colour."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"
