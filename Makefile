@@ -11,11 +11,14 @@ BIN := .venv/bin
 # What an install depends on. The directory is part of it: scripts in .venv name it, so a moved tree needs a new one.
 WANTED = $(shell cat setup.cfg pyproject.toml overrides-cpu.txt | cksum) $(EXTRA) $(CURDIR)
 
+CHROMIUM = $(or $(DATAFLOW_CHROMIUM),$(shell command -v chromium || command -v chromium-browser \
+	|| command -v google-chrome))
+
 # Most of the time a test waits for processes to start: two files at once take little more than half of it.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install train test gpu-check test-fast check format compare bench clean
+.PHONY: help setup install browser train test gpu-check test-fast check format compare bench clean
 
 ifeq ($(filter cpu gpu,$(EXTRA)),)
 $(error EXTRA=$(EXTRA): give cpu or gpu)
@@ -63,7 +66,18 @@ endif
 train: setup  ## train: GRPO with the `both` policy, in a few minutes on two cores
 	$(BIN)/dataflow run $(PIPELINE) $(ARGS)
 
-test: setup  ## all tests
+browser: setup  ## a Chromium for the tests of the timeline's page, where there is none
+	@if [ -z "$(CHROMIUM)" ]; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+			echo "installing chromium"; \
+			{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium; } > .venv/.chromium 2>&1 \
+				|| echo "no chromium: apt-get failed (see .venv/.chromium); the tests in a browser are skipped" >&2; \
+		else \
+			echo "no chromium: install one, or name it in DATAFLOW_CHROMIUM; the tests in a browser are skipped" >&2; \
+		fi; \
+	fi
+
+test: setup browser  ## all tests
 	$(BIN)/python -m pytest -q $(TWO) $(ARGS)
 
 gpu-check: setup  ## the tests that need a GPU (EXTRA=gpu), with what they measure

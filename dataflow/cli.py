@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.errors import ConfigError, DataError, DataflowError, Interrupted, UserError, nearest
-from dataflow.policy import PRESETS
+from dataflow.errors import ConfigError, DataError, DataflowError, Interrupted, UserError
 
 EXAMPLES = {
     "run": "dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
     "show": "dataflow show pipelines/gsm8k_grpo.py policy=both steps=2",
     "plan": "dataflow plan runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png",
-    "timeline": "dataflow timeline runs/gsm8k_grpo-both-1 -o timeline.png",
-    "compare": "dataflow compare runs/a runs/b -o compare.png",
+    "timeline": "dataflow timeline runs/gsm8k_grpo-both-1 -o timeline.html",
+    "compare": "dataflow compare runs/a runs/b -o compare.html",
 }
 INTERRUPTED = 130
 
@@ -93,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("pipeline", metavar="PIPELINE.py")
     show.add_argument("overrides", nargs="*", metavar="key=value")
     show.add_argument("-o", dest="out", metavar="FILE.mmd|.svg|.png", help="draw it")
+    show.add_argument("--costs", metavar="RUN", help="a run whose stage times say what the critical path is")
     show.add_argument("--json", action="store_true", help="print nodes and edges as JSON")
 
     plan = add("plan", _plan, "Predicts every policy from a run, a verl log or costs written by hand (costs.yaml).")
@@ -106,12 +105,15 @@ def _parser() -> argparse.ArgumentParser:
 
     timeline = add("timeline", _timeline, "Shows one run's overlap.")
     timeline.add_argument("run", metavar="RUN", help="a run's directory, or its trace.json")
-    timeline.add_argument("-o", dest="out", metavar="FILE.png|.svg|.txt")
+    timeline.add_argument("-o", dest="out", metavar="FILE.html|.png|.svg|.txt", help="draw it; .html to look around in")
+    timeline.add_argument("--follow", action="store_true", help="serve the page, and refresh it while the run goes")
+    timeline.add_argument("--port", type=int, default=0, metavar="N", help="of --follow; one that is free by default")
+    timeline.add_argument("--merge", nargs="+", metavar="FILE.json", help="profiles of torch or Ray, to lay beside it")
     timeline.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
     compare = add("compare", _compare, "Shows several runs on one time axis; given a pipeline, runs all four policies.")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or PIPELINE.py key=value ...")
-    compare.add_argument("-o", dest="out", metavar="FILE.png|.svg")
+    compare.add_argument("-o", dest="out", metavar="FILE.html|.png|.svg", help="draw them; .html to look around in")
     compare.add_argument("--predicted", action="store_true", help="one RUN beside its own prediction, stage by stage")
     compare.add_argument("--json", action="store_true", help="print the table as JSON")
     return parser
@@ -142,15 +144,19 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps(summary, indent=1))
     else:
         print(end_table(summary))
-        print(f"timeline: {session.directory / 'timeline.png'}")
+        print(f"timeline: {session.directory / 'timeline.html'}")
         print(f"trace:    {session.directory / 'trace.json'} (opens in https://ui.perfetto.dev)")
     return 0
 
 
 def _picture(directory: Path) -> None:
-    from dataflow.timeline.picture import draw
+    from dataflow.compare import summary_of
+    from dataflow.timeline import files
 
-    draw(_trace(str(directory)), directory / "timeline.png")
+    trace = _trace(str(directory))
+    name = str(trace.meta.get("policy", "run"))
+    for out in ("timeline.png", "timeline.html"):
+        files.draw({name: trace}, directory / out, directory.name, {name: summary_of(str(directory))})
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -162,10 +168,11 @@ def _show(options: argparse.Namespace) -> int:
     policy = config.policy.resolve(config.trainer.mini_batches)
     steps = config.steps
     graph = expand(pipeline, policy, steps, config.trainer.mini_batches, groups=config.data.prompts)
+    seconds = _seconds_of(options.costs) if options.costs else None
     if options.out:
         from dataflow.graph_picture import draw_graph
 
-        draw_graph(pipeline, graph if unroll else None, Path(options.out))
+        draw_graph(pipeline, graph if unroll else None, Path(options.out), seconds)
         print(options.out)
     elif options.json:
         window = graph.window(1, steps if unroll else 1)
@@ -177,7 +184,25 @@ def _show(options: argparse.Namespace) -> int:
             facts = f"{policy.split} parts, max_staleness {policy.max_staleness}, {steps} steps"
             print(f"\n{config.policy.preset}, {facts}:\n")
             print(graph.explain(1, steps))
+        print(f"\n{_critical(pipeline, graph if unroll else None, seconds)}")
     return 0
+
+
+def _seconds_of(run: str) -> dict[str, float]:
+    """Returns how long the tasks of each stage took in one step of a run, together."""
+    from dataflow.timeline.attribution import summary
+
+    trace = _trace(run)
+    steps = len({s.step for s in trace.spans if not s.optional}) or 1
+    return {name: of["total_s"] / steps for name, of in summary(trace)["stages"].items()}
+
+
+def _critical(pipeline: Any, graph: Any, seconds: dict[str, float] | None) -> str:
+    from dataflow.graph_picture import critical_path, stages
+
+    path = critical_path(pipeline, stages(pipeline) if graph is None else graph.window(), seconds)
+    said = "each stage counts the same; --costs RUN takes the times of a run" if seconds is None else "times of the run"
+    return f"critical path ({said}): {' -> '.join(map(str, path))}"
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -209,166 +234,68 @@ def _plan(options: argparse.Namespace) -> int:
 def _trace(run: str) -> Any:
     from dataflow.timeline import perfetto
 
-    path = Path(run)
-    if path.is_dir():
-        path = path / "trace.json"
-    if not path.is_file():
-        near = nearest(run, [str(p) for p in path.parent.parent.glob("*")]) if path.parent.parent.is_dir() else ""
-        raise DataError(f"no run at '{run}': there is no {path}{near or '; give a run directory (runs/NAME)'}")
-    return perfetto.read(path)
+    trace = perfetto.load(run)
+    if note := trace.meta.get("cut"):
+        print(f"note: {run} is {note}", file=sys.stderr)
+    return trace
 
 
 def _timeline(options: argparse.Namespace) -> int:
-    from dataflow.timeline import attribution
-    from dataflow.timeline.text import gantt
+    from dataflow.compare import summary_of
+    from dataflow.timeline import attribution, files
+    from dataflow.timeline.culprits import worst_waits
+    from dataflow.timeline.text import gantt, idle_lines
 
+    if options.follow:
+        return _follow(options)
+    if not options.merge:
+        files.check(options.out, ".txt")
     trace = _trace(options.run)
+    if options.merge:
+        from dataflow.timeline.merge import merge
+
+        print(merge(trace, options.merge, options.out))
+        return 0
     if options.json:
-        print(json.dumps(attribution.summary(trace), indent=1))
+        print(json.dumps({**attribution.summary(trace), "worst_waits": worst_waits(trace)}, indent=1))
         return 0
     if options.out and not options.out.endswith(".txt"):
-        from dataflow.timeline.picture import draw
-
-        draw(trace, options.out)
+        name, run = str(trace.meta.get("policy", "run")), Path(options.run).resolve()
+        title = (run if run.is_dir() else run.parent).name
+        files.draw({name: trace}, options.out, title, {name: summary_of(options.run)})
         print(options.out)
         return 0
-    text = gantt(trace, 140)
+    text = "\n".join([gantt(trace, 140), *idle_lines(trace)]) + "\n"
     if options.out:
         Path(options.out).write_text(text)
         print(options.out)
     else:
-        print(text)
+        print(text, end="")
+    return 0
+
+
+def _follow(options: argparse.Namespace) -> int:
+    from dataflow.timeline.follow import follow
+
+    if options.out or options.json or options.merge:
+        raise ConfigError("timeline --follow serves a page and writes nothing; leave -o, --json and --merge out.")
+    follow(options.run, options.port, lambda url: print(f"timeline: {url} (Ctrl-C ends it)", flush=True))
     return 0
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from dataflow.timeline import attribution
-    from dataflow.timeline.text import table
+    from dataflow.compare import compare, predicted, run_all
+    from dataflow.timeline import files
 
+    files.check(options.out)
     runs = options.runs
     if options.predicted:
-        return _compare_predicted(options)
+        print(predicted(runs, _trace, options.out, options.json))
+        return 0
     if runs[0].endswith(".py"):
-        runs = _run_all(runs[0], runs[1:])
-    traces: dict[str, Any] = {}
-    rows = []
-    for run in runs:
-        trace = _trace(run)
-        name = str(trace.meta.get("policy") or Path(run).name)
-        name = name if name not in traces else Path(run).name
-        if name in traces:
-            raise ConfigError(f"run '{run}' is given twice; give different runs.")
-        traces[name] = trace
-        numbers = attribution.summary(trace)
-        summary = _summary_of(Path(run))
-        rows.append(
-            {
-                "run": str(run),
-                "policy": name,
-                "wall_s": numbers["wall_s"],
-                "step_s": numbers["step_s"],
-                "change": numbers["wall_s"] / rows[0]["wall_s"] - 1 if rows else 0.0,
-                "gpu_busy": numbers["gpu_busy_s"] / numbers["wall_s"] if numbers["wall_s"] else 0.0,
-                "exposed_wait_s": numbers["exposed_wait_s"],
-                "lower_bound_s": summary.get("lower_bound_s"),
-                "accuracy_before": summary.get("accuracy_before"),
-                "accuracy_after": summary.get("accuracy_after"),
-            }
-        )
-    if options.out:
-        from dataflow.timeline.picture import draw
-
-        draw(traces, options.out)
-    if options.json:
-        print(json.dumps(rows, indent=1))
-        return 0
-    lines = [("policy", "wall s", "s/step", "change", "GPU busy", "exposed wait s", "lower bound s", "accuracy")]
-    for row in rows:
-        bound, after = row["lower_bound_s"], row["accuracy_after"]
-        lines.append(
-            (
-                row["policy"],
-                f"{row['wall_s']:.1f}",
-                f"{row['step_s']:.2f}",
-                f"{row['change']:+.1%}",
-                f"{row['gpu_busy']:.0%}",
-                f"{row['exposed_wait_s']:.1f}",
-                "-" if bound is None else f"{bound:.1f}",
-                "-" if after is None else f"{row['accuracy_before']:.2f} -> {after:.2f}",
-            )
-        )
-    print(table(lines))
-    if options.out:
-        print(f"\npicture: {options.out}")
+        runs = run_all(runs[0], runs[1:])
+    print(compare(runs, _trace, options.out, options.json))
     return 0
-
-
-def _compare_predicted(options: argparse.Namespace) -> int:
-    from dataflow.backtest import backtest
-    from dataflow.timeline.text import table
-
-    if len(options.runs) != 1 or options.runs[0].endswith(".py"):
-        raise ConfigError("compare --predicted: give one RUN, to lay beside its own prediction.")
-    run = options.runs[0]
-    trace = _trace(run)
-    lines, predicted = backtest(trace, run)
-    if options.out:
-        from dataflow.timeline.picture import draw
-
-        draw({str(trace.meta.get("policy", "measured")): trace, "predicted": predicted}, options.out)
-    if options.json:
-        rows = [
-            {"what": at.what, "measured_s": at.measured_s, "predicted_s": at.predicted_s, "error": at.error}
-            for at in lines
-        ]
-        print(json.dumps(rows, indent=1))
-        return 0
-    cells = [("seconds in all", "measured", "predicted", "error")]
-    for at in lines:
-        error = "-" if at.error is None else f"{at.error:+.1%}"
-        cells.append((at.what, f"{at.measured_s:.2f}", f"{at.predicted_s:.2f}", error))
-    print(table(cells))
-    if options.out:
-        print(f"\npicture: {options.out}")
-    return 0
-
-
-def _run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
-    """Runs the pipeline under each preset, one process after another, and returns the runs' directories."""
-    from dataflow.config import load_pipeline_file, parse_overrides
-
-    given = [text for text in overrides if text.split("=")[0] in ("policy", "name")]
-    if given:
-        raise ConfigError(f"'{given[0]}': compare sets policy and name itself; leave it out.")
-    module = load_pipeline_file(pipeline)
-    config = parse_overrides(module.Config, list(overrides))
-    number = 1
-    while any((Path(config.runs) / f"compare-{number}-{name}").exists() for name in PRESETS):
-        number += 1
-    runs = []
-    for name in PRESETS:
-        directory = Path(config.runs) / f"compare-{number}-{name}"
-        print(f"{name}:", file=sys.stderr)
-        command = [sys.executable, "-m", "dataflow.cli", "run", pipeline, *overrides]
-        command += [f"policy={name}", f"name={directory.name}"]
-        # The child prints its own error; stdout belongs to the table.
-        code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
-        if code:
-            raise (UserError if code == 2 else DataflowError)(
-                f"compare: the run under '{name}' ended with exit code {code}."
-            )
-        runs.append(str(directory))
-    return runs
-
-
-def _summary_of(run: Path) -> dict[str, Any]:
-    path = run / "summary.json"
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except ValueError as error:
-        raise DataError(f"{path} is no JSON: {error}; the run may have been cut off.") from error
 
 
 if __name__ == "__main__":

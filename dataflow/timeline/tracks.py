@@ -1,0 +1,369 @@
+"""Where everything of some runs stands on the page: rows, lanes, and columns of numbers to draw from. Pure.
+
+Down the page lengths are pixels from the top; across it they are seconds from a run's first task, on one axis for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from dataflow.timeline.attribution import WEIGHTS, Wait
+from dataflow.timeline.critical import critical_path
+from dataflow.timeline.culprits import Culprit, culprits
+from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes
+from dataflow.timeline.text import extent
+
+Columns: TypeAlias = dict[str, list[Any]]
+
+HEAD, STRIP, GAP = 22.0, 15.0, 7.0
+"""Pixels of a run's name, of the numbers of its steps, and between two rows."""
+_POOL, _LANE, _BAND = 42.0, 15.0, 84.0
+_MOST = 120.0  # pixels for the lanes of one row
+_POINTS = 2000  # of a band: as many as there are pixels across a screen
+_WORD = 80  # letters of one fact in a tooltip
+
+_SPANS = ("run", "begin", "end", "top", "bottom", "stage", "step", "part", "parts", "version", "stale", "samples",
+          "small", "waited", "more")  # fmt: skip
+_PATH = ("run", "begin", "end", "top", "bottom", "stage", "step", "task", "from_x", "from_y", "y")
+_WAITS = ("run", "begin", "end", "top", "bottom", "step", "pool", "cause", "task", "who")
+_BANDS = ("begin", "end", "top", "bottom", "count")
+_REQUESTS = ("run", "begin", "end", "y", "step", "to_x", "to_y", "idle", "who", "task")
+_STEPS = ("run", "at", "top", "bottom", "y", "step")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A resource of a run: its name, and the pixels that it takes."""
+
+    name: str
+    top: float
+    bottom: float
+
+
+def _columns(names: Iterable[str]) -> Columns:
+    return {name: [] for name in names}
+
+
+@dataclass
+class Sheet:
+    """Everything that is to be drawn, as columns of equal length.
+
+    Attributes:
+        names: of the runs, from top to bottom.
+        stages: of all runs; a ``stage`` in the columns is a place in it.
+        rows: of all runs.
+        heads: where each run's name stands, in pixels.
+        height: of all, in pixels.
+        longest: seconds of the longest run, validation at its end included.
+        stripes: rows of the overview, one for each pool of GPUs of each run.
+        spans: tasks. ``version``, ``stale`` and ``samples`` are NaN where nothing is known, ``small`` is the row of the
+            overview or -1, ``more`` is what else is known.
+        path: tasks on the critical paths, and where the one before ended.
+        waits: exposed waits of the pools of GPUs.
+        bands: for each run with reward requests how many were in flight, from ``begin`` to ``end``.
+        most: the most in flight of each band.
+        requests: of each mini-batch the reward request that came last, the task that it led to, and for how long GPUs
+            were ``idle`` for it.
+        steps: where the training of each step ended.
+    """
+
+    names: list[str] = field(default_factory=list)
+    stages: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    heads: list[float] = field(default_factory=list)
+    height: float = 0.0
+    longest: float = 0.0
+    stripes: int = 0
+    spans: Columns = field(default_factory=lambda: _columns(_SPANS))
+    path: Columns = field(default_factory=lambda: _columns(_PATH))
+    waits: Columns = field(default_factory=lambda: _columns(_WAITS))
+    bands: list[Columns] = field(default_factory=list)
+    most: list[int] = field(default_factory=list)
+    requests: Columns = field(default_factory=lambda: _columns(_REQUESTS))
+    steps: Columns = field(default_factory=lambda: _columns(_STEPS))
+
+
+def sheet(traces: Mapping[str, Trace]) -> Sheet:
+    """Lays runs out below each other.
+
+    Args:
+        traces: by the names that the runs are to have; each has a task at least.
+    """
+    made = Sheet(stages=list(dict.fromkeys(stage for trace in traces.values() for stage in trace.stages)))
+    for name, trace in traces.items():
+        made.names.append(name)
+        _Run(made, trace).lay_out()
+        made.height += GAP
+    return made
+
+
+def _add(columns: Columns, *values: Any) -> None:
+    for column, value in zip(columns.values(), values, strict=True):
+        column.append(value)
+
+
+class _Run:
+    """One run on its way into a sheet."""
+
+    def __init__(self, made: Sheet, trace: Trace) -> None:
+        self.made, self.trace = made, trace
+        self.index = len(made.names) - 1
+        self.begin, end = extent(trace)
+        made.longest = max(made.longest, end - self.begin)
+        self.stage = {name: i for i, name in enumerate(made.stages)}
+        self.culprits = culprits(trace)
+        self.asked = {mark.resource for mark in trace.marks}
+        self.rows: dict[str, Row] = {}
+        self.place: dict[str, tuple[float, float]] = {}  # task -> top and bottom of its bar
+
+    def lay_out(self) -> None:
+        made = self.made
+        made.heads.append(made.height + HEAD / 2)
+        top = made.height = made.height + HEAD + STRIP
+        versions, tries = versions_of(self.trace), _tries(self.trace.marks)
+        for resource in self.trace.resources:
+            self._row(resource, versions, tries)
+        self._waits()
+        self._requests()
+        self._path()
+        for step, at in step_ends(self.trace).items():
+            _add(made.steps, self.index, at - self.begin, top, made.height, top - STRIP / 2, step)
+
+    def _row(self, resource: str, versions: Mapping[int, int], tries: Mapping[tuple[int, int], str]) -> None:
+        made, top = self.made, self.made.height
+        small = -1
+        if resource in (self.trace.pools or self.trace.resources[:1]):
+            small, made.stripes = made.stripes, made.stripes + 1
+        rows = lanes(self.trace.on(resource))
+        levels = in_flight(m for m in self.trace.marks if m.resource == resource)
+        most = _POOL if resource in POOLS and len(rows) == 1 else _LANE
+        lane = min(most, _MOST / len(rows)) if rows else 0.0
+        for i, spans in enumerate(rows):
+            above, below = top + i * lane, top + (i + 1) * lane - (1.0 if lane > 4 else 0.0)
+            for span in spans:
+                self.place[span.task] = above, below
+                self._span(span, above, below, small, versions, tries)
+        made.height = top + lane * len(rows)
+        if levels:
+            self._band(levels, made.height + 2, made.height + 2 + _BAND)
+            made.height += 2 + _BAND
+        self.rows[resource] = Row(resource, top, made.height)
+        made.rows.append(self.rows[resource])
+        made.height += GAP
+
+    def _span(
+        self,
+        span: Span,
+        above: float,
+        below: float,
+        small: int,
+        versions: Mapping[int, int],
+        tries: Mapping[tuple[int, int], str],
+    ) -> None:
+        rest = dict(span.args)
+        version = rest.pop("weights_version", None)
+        if version is None and span.stage == "actor_update":
+            version = versions.get(span.step)
+        stale = staleness_of(span, versions)
+        samples, optional = rest.pop("samples", None), rest.pop("optional", False)
+        rest.pop("staleness", None)
+        if times := rest.pop("emitted_s", ()):
+            rest["handed on"] = f"in {len(times)} parts, from {times[0] - self.begin:.2f} s on"
+        if span.resource in self.asked and not optional:
+            rest["requests"] = tries.get((span.step, span.part if span.parts > 1 else -1), "none of its own")
+        if optional:
+            rest["training"] = "goes on without it"
+        _add(self.made.spans, self.index, span.begin - self.begin, span.end - self.begin, above, below,
+             self.stage[span.stage], span.step, span.part, span.parts, _number(version), _number(stale),
+             _number(samples), small, span.waited_for, told(rest))  # fmt: skip
+
+    def _band(self, levels: Sequence[tuple[float, int]], above: float, below: float) -> None:
+        most = max(level for _, level in levels)
+        columns = _columns(_BANDS)
+        levels = thin(levels, _POINTS)
+        until = [*(time for time, _ in levels[1:]), levels[-1][0]]
+        for (time, level), end in zip(levels, until, strict=True):
+            high = below - level / most * (below - above)
+            _add(columns, time - self.begin, end - self.begin, high, below, level)
+        self.made.bands.append(columns)
+        self.made.most.append(most)
+
+    def _waits(self) -> None:
+        for found in sorted(self.culprits, key=lambda c: (c.wait.begin, c.pool)):
+            wait, row = found.wait, self.rows.get(found.pool)
+            if row is not None:
+                _add(self.made.waits, self.index, wait.begin - self.begin, wait.end - self.begin, row.top,
+                     row.bottom, step_of(wait.task), found.pool, wait.cause, wait.task, found.words)  # fmt: skip
+
+    def _requests(self) -> None:
+        """Of each mini-batch the request that came last, whether or not anybody waited for it."""
+        waited: dict[int, str] = {}
+        idle: dict[int, float] = {}
+        for found in self.culprits:
+            if found.request is not None:
+                waited.setdefault(id(found.request), found.wait.task)
+                idle[id(found.request)] = idle.get(id(found.request), 0.0) + found.wait.seconds
+        by_task = {span.task: span for span in self.trace.spans}
+        chosen, update_for = last_requests(self.trace.marks), _updates(self.trace, self.asked)
+        bars = [Span("", i, 0, 1, m.resource, m.begin, max(m.end, m.begin)) for i, m in enumerate(chosen.values())]
+        tracks = lanes(bars)
+        lane_of = {span.step: i for i, lane in enumerate(tracks) for span in lane}
+        for i, ((step, part), mark) in enumerate(chosen.items()):
+            row = self.rows[mark.resource]
+            y = row.bottom - _BAND + (lane_of[i] + 0.5) / len(tracks) * _BAND
+            target = by_task.get(waited.get(id(mark), "")) or update_for(step, part)
+            x, at = mark.end, y
+            if target is not None and target.task in self.place:
+                x, at = max(target.begin, mark.end), self.place[target.task][1]
+            who = Culprit(Wait(mark.begin, mark.end, "rewards", ""), "", step, mark).words
+            _add(self.made.requests, self.index, mark.begin - self.begin, mark.end - self.begin, y, step,
+                 x - self.begin, at, idle.get(id(mark), 0.0), who, target.task if target else "")  # fmt: skip
+
+    def _path(self) -> None:
+        before: tuple[float, float] | None = None
+        for span in critical_path(self.trace):
+            row = self.rows[span.resource]
+            # What a streaming task handed on has no bar of its own: it lies on the task's.
+            above, below = self.place.get(span.task) or self.place.get(_whole(span)) or (row.top, row.bottom)
+            y, begin, end = (above + below) / 2, span.begin - self.begin, span.end - self.begin
+            x, came = before or (begin, y)
+            _add(self.made.path, self.index, begin, end, above, below, self.stage[span.stage], span.step, span.task,
+                 x, came, y)  # fmt: skip
+            before = end, y
+
+
+def _whole(span: Span) -> str:
+    return Span(span.stage, span.step, 0, 1, span.resource, 0, 0).task
+
+
+def _number(value: Any) -> float:
+    """NaN for what is no number: a column holds numbers alone."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+
+
+def step_of(task: str) -> int:
+    """Returns a task's step by its name; -1 for what is no task."""
+    number = task.rpartition("[")[2].partition("]")[0].partition(".")[0]
+    return int(number) if number.isdecimal() else -1
+
+
+def told(facts: Mapping[str, Any]) -> str:
+    """Returns facts as lines for a tooltip: name, tab, value."""
+    lines = []
+    for name, value in facts.items():
+        text = f"{value:.6g}" if isinstance(value, float) else str(value)
+        text = " ".join(text.split())
+        text = text if len(text) <= _WORD else text[: _WORD - 1] + "…"
+        lines.append(f"{' '.join(str(name).split())[:_WORD]}\t{text}")
+    return "\n".join(lines)
+
+
+def thin(levels: Sequence[tuple[float, int]], points: int) -> Sequence[tuple[float, int]]:
+    """Returns levels over time with at most so many points more than one: the highest of each stretch of time."""
+    if len(levels) <= points:
+        return levels
+    begin, end = levels[0][0], levels[-1][0]
+    size = (end - begin) / points
+    kept: list[tuple[float, int]] = []
+    high = at = level = 0
+    for time, now in levels[:-1]:
+        place = min(points - 1, int((time - begin) / size))
+        if place != at:
+            kept.append((begin + at * size, high))
+            # What was in flight stays so until the next change, through stretches without one.
+            if place > at + 1:
+                kept.append((begin + (at + 1) * size, level))
+            high = level
+        at, level, high = place, now, max(high, now)
+    kept.append((begin + at * size, high))
+    if at + 1 < points:
+        kept.append((begin + (at + 1) * size, level))
+    kept.append((end, levels[-1][1]))
+    return kept
+
+
+def versions_of(trace: Trace) -> dict[int, int]:
+    """Returns the weights version that each step's samples are of: the oldest, where a step has several."""
+    found: dict[int, int] = {}
+    for span in trace.spans:
+        version = span.args.get("weights_version")
+        if isinstance(version, int) and not span.optional and span.stage not in WEIGHTS:
+            found[span.step] = min(version, found.get(span.step, version))
+    return found
+
+
+def staleness_of(span: Span, versions: Mapping[int, int]) -> int | None:
+    """Returns how many steps older a training task's samples are than the weights its step's update starts from."""
+    if span.optional or span.stage in WEIGHTS:
+        return None
+    if isinstance(said := span.args.get("staleness"), int | float):
+        return round(said)
+    version = span.args.get("weights_version")
+    if version is None and span.stage == "actor_update":
+        version = versions.get(span.step)
+    return span.step - 1 - version if isinstance(version, int) else None
+
+
+def step_ends(trace: Trace) -> dict[int, float]:
+    """Returns when each step's training was over: at the end of the last part of the stage that ends the first one."""
+    training = [s for s in trace.spans if not s.optional and s.stage not in WEIGHTS]
+    pooled = [s for s in training if s.resource in POOLS] or training
+    if not pooled:
+        return {}
+    first = min(s.step for s in pooled)
+    closing = max((s for s in pooled if s.step == first), key=lambda s: (s.end, s.stage)).stage
+    parts: dict[int, list[Span]] = {}
+    for span in pooled:
+        if span.stage == closing:
+            parts.setdefault(span.step, []).append(span)
+    return {step: max(s.end for s in of) for step, of in sorted(parts.items()) if len(of) >= of[0].parts}
+
+
+def last_requests(marks: Iterable[Mark]) -> dict[tuple[int, int], Mark]:
+    """Returns the training request that ended last of each step and part; -1 is the part of a step that has none."""
+    last: dict[tuple[int, int], Mark] = {}
+    for mark in marks:
+        step, part = mark.args.get("step"), mark.args.get("part", -1)
+        if not isinstance(step, int) or not isinstance(part, int) or mark.args.get("validation"):
+            continue
+        if (known := last.get((step, part))) is None or mark.end > known.end:
+            last[step, part] = mark
+    return dict(sorted(last.items()))
+
+
+def _updates(trace: Trace, asked: Collection[str]) -> Callable[[int, int], Span | None]:
+    """Finds the update that a part's rewards go to: the first that trains on them."""
+    updates: dict[int, dict[int, Span]] = {}
+    shares: dict[int, int] = {}
+    for span in trace.spans:
+        if span.stage == "actor_update":
+            updates.setdefault(span.step, {})[span.part] = span
+        elif span.resource in asked:
+            shares[span.step] = max(shares.get(span.step, 1), span.parts)
+
+    def find(step: int, part: int) -> Span | None:
+        of = updates.get(step)
+        if not of:
+            return None
+        parts = next(iter(of.values())).parts
+        return of.get(max(part, 0) * parts // shares.get(step, 1))
+
+    return find
+
+
+def _tries(marks: Iterable[Mark]) -> dict[tuple[int, int], str]:
+    """(step, part) -> how many requests there were, and how often they were tried."""
+    counts: dict[tuple[int, int], list[int]] = {}
+    for mark in marks:
+        step, part = mark.args.get("step"), mark.args.get("part", -1)
+        if isinstance(step, int) and isinstance(part, int) and not mark.args.get("validation"):
+            tries = mark.args.get("tries", 1)
+            counts.setdefault((step, part), []).append(tries if isinstance(tries, int) else 1)
+    found = {}
+    for key, tries in counts.items():
+        again = sum(t > 1 for t in tries)
+        found[key] = f"{len(tries)}, {again} tried again (at most {max(tries)} tries)" if again else f"{len(tries)}"
+    return found
