@@ -16,6 +16,7 @@ from dataflow.files import replaced
 from dataflow.timeline import panel
 from dataflow.timeline.attribution import summary
 from dataflow.timeline.chart import chart, script_facts
+from dataflow.timeline.files import named
 from dataflow.timeline.picture import colours
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.tracks import sheet
@@ -47,13 +48,7 @@ def page(
     target = Path(path)
     if target.suffix.lower() != ".html":
         raise DataError(f"page {path}: no such kind, '{target.suffix}'; give a name in .html.")
-    runs = {str(traces.meta.get("policy", "run")): traces} if isinstance(traces, Trace) else dict(traces)
-    if not runs:
-        raise DataError(f"page {path}: there is no run to show; give one.")
-    for name, trace in runs.items():
-        if not trace.spans:
-            raise DataError(f"page {path}: no task of run '{name}' ran, so there is nothing to show.")
-    made = text(runs, title, facts)
+    made = text(named(traces, f"page {path}"), title, facts)
     with replaced(target) as temporary:
         temporary.write_text(made, encoding="utf-8")
 
@@ -76,7 +71,8 @@ def text(
     item: Any = renumbered(json_item(chart(drawn, colour)))
     numbers = {name: summary(trace) for name, trace in traces.items()}
     several = len(traces) > 1
-    title = title or " and ".join(traces)
+    *others, last = traces
+    title = title or (f"{', '.join(others)} and {last}" if others else last)
     parts = [f"<h1>{escape(title)}</h1>"]
     for name, trace in traces.items():
         parts.append(_named(panel.notes(trace, live), name if several else ""))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dataflow.errors import DataError
 from dataflow.files import replaced
 from dataflow.timeline.attribution import exposed_waits, pool_waits
+from dataflow.timeline.files import named
 from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes
 from dataflow.timeline.text import extent, tick
 
@@ -72,13 +73,7 @@ def draw(
     kind = target.suffix.lower().lstrip(".")
     if kind not in ("png", "svg"):
         raise DataError(f"picture {path}: no such kind, '{target.suffix}'; give a name in .png or .svg.")
-    runs = {str(traces.meta.get("policy", "run")): traces} if isinstance(traces, Trace) else dict(traces)
-    if not runs:
-        raise DataError(f"picture {path}: there is no run to draw; give one.")
-    for name, trace in runs.items():
-        if not trace.spans:
-            raise DataError(f"picture {path}: no task of run '{name}' ran, so there is nothing to draw.")
-
+    runs = named(traces, f"picture {path}")
     panels = [_Panel(name, trace, steps) for name, trace in runs.items()]
     colour = colours(dict.fromkeys(s for p in panels for s in p.trace.stages))
     longest = max(p.end - p.begin for p in panels) or 1.0

@@ -82,7 +82,7 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
         draw(run(), tmp_path / "run.gif")
     with pytest.raises(DataError, match="no task of run 'both'"):
         draw(Trace(meta={"policy": "both"}), tmp_path / "run.png")
-    with pytest.raises(DataError, match="no run to draw"):
+    with pytest.raises(DataError, match="no run to show"):
         draw({}, tmp_path / "run.png")
     assert list(tmp_path.iterdir()) == []
 
