@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,13 +67,10 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None) -> list[Culprit]:
         trace: of a run.
         pools: of GPUs; None for all that the trace has something of.
     """
-    last: dict[tuple[int, int | None], Mark] = {}  # of a step's part, and of the whole step
-    for mark in trace.marks:
-        if (step := mark.args.get("step")) is None or mark.args.get("validation"):
-            continue
-        for part in {mark.args.get("part"), None}:
-            if (known := last.get((step, part))) is None or mark.end > known.end:
-                last[step, part] = mark
+    last = last_requests(trace.marks)
+    of_step: dict[int, Mark] = {}
+    for (step, _), mark in last.items():
+        of_step[step] = max(of_step.get(step, mark), mark, key=lambda m: m.end)
     found: list[Culprit] = []
     for pool in (trace.pools or POOLS[:1]) if pools is None else pools:
         for wait in exposed_waits(trace, pool):
@@ -82,7 +79,7 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None) -> list[Culprit]:
                 found.append(Culprit(wait, pool))
                 continue
             step, part = int(task["step"]), int(task["part"] or 1) - 1
-            request = last.get((step, part)) or last.get((step, None)) if wait.cause == "rewards" else None
+            request = (last.get((step, part)) or of_step.get(step)) if wait.cause == "rewards" else None
             found.append(Culprit(wait, pool, step, request))
     return sorted(found, key=lambda c: (-c.wait.seconds, c.wait.begin, c.pool))
 
@@ -90,3 +87,15 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None) -> list[Culprit]:
 def worst_waits(trace: Trace, most: int = 5) -> list[dict[str, Any]]:
     """Returns the longest waits of the GPUs that were for something, JSON-able; see :meth:`Culprit.as_dict`."""
     return [c.as_dict() for c in culprits(trace) if c.wait.cause not in ("dispatch", "start-up")][:most]
+
+
+def last_requests(marks: Iterable[Mark]) -> dict[tuple[int, int], Mark]:
+    """Returns the training request that ended last of each step and part; -1 is the part of a step that has none."""
+    last: dict[tuple[int, int], Mark] = {}
+    for mark in marks:
+        step, part = mark.args.get("step"), mark.args.get("part", -1)
+        if not isinstance(step, int) or not isinstance(part, int) or mark.args.get("validation"):
+            continue
+        if (known := last.get((step, part))) is None or mark.end > known.end:
+            last[step, part] = mark
+    return dict(sorted(last.items()))

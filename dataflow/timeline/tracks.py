@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from dataflow.timeline.attribution import WEIGHTS, Wait
 from dataflow.timeline.critical import critical_path
-from dataflow.timeline.culprits import Culprit, culprits
+from dataflow.timeline.culprits import Culprit, culprits, last_requests
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes
 from dataflow.timeline.text import extent
 
@@ -320,18 +320,6 @@ def step_ends(trace: Trace) -> dict[int, float]:
         if span.stage == closing:
             parts.setdefault(span.step, []).append(span)
     return {step: max(s.end for s in of) for step, of in sorted(parts.items()) if len(of) >= of[0].parts}
-
-
-def last_requests(marks: Iterable[Mark]) -> dict[tuple[int, int], Mark]:
-    """Returns the training request that ended last of each step and part; -1 is the part of a step that has none."""
-    last: dict[tuple[int, int], Mark] = {}
-    for mark in marks:
-        step, part = mark.args.get("step"), mark.args.get("part", -1)
-        if not isinstance(step, int) or not isinstance(part, int) or mark.args.get("validation"):
-            continue
-        if (known := last.get((step, part))) is None or mark.end > known.end:
-            last[step, part] = mark
-    return dict(sorted(last.items()))
 
 
 def _updates(trace: Trace, asked: Collection[str]) -> Callable[[int, int], Span | None]:

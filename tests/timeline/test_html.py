@@ -13,9 +13,10 @@ import pytest
 
 from dataflow.errors import DataError
 from dataflow.testing.runs import made_up
+from dataflow.timeline.culprits import last_requests
 from dataflow.timeline.html import page, renumbered, text, waiting
 from dataflow.timeline.spans import Mark, Span, Trace
-from dataflow.timeline.tracks import last_requests, sheet, staleness_of, step_ends, thin, versions_of
+from dataflow.timeline.tracks import sheet, staleness_of, step_ends, thin, versions_of
 from tests.timeline.test_culprits import two_parts
 
 EVIL = "<script>alert('x')</script>"
