@@ -134,7 +134,7 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=step, facts=self._line(metrics, _SHORT))
         else:
-            self._console.print(f"step {step}/{self._steps}  {self._line(metrics, _SHORT | _LONG)}")
+            self._console.print(f"step {step}/{self._steps}  {self._line(metrics, _SHORT | _LONG)}", soft_wrap=True)
 
     def _line(self, metrics: Mapping[str, float], told: Mapping[str, str]) -> str:
         if self._accuracy is not None:

@@ -23,7 +23,8 @@ METRICS = {
 
 def screen(terminal: bool) -> tuple[Progress, io.StringIO]:
     file = io.StringIO()
-    return Progress(console=Console(file=file, force_terminal=terminal, width=100, highlight=False)), file
+    # Off a terminal rich takes a line to be 80 wide.
+    return Progress(console=Console(file=file, force_terminal=terminal, width=100 if terminal else 80)), file
 
 
 def test_off_a_terminal_a_step_is_a_plain_line() -> None:
