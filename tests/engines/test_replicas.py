@@ -496,6 +496,13 @@ def gone(pids: Sequence[int]) -> None:
 # The real one.
 
 
+def command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it has just ended
+        return ""
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -529,4 +536,4 @@ def test_two_vllm_replicas_say_what_transformers_does(tmp_path: Path) -> None:
     finally:
         run(engine.close())
     started = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    gone([p.pid for p in started if "Replica" in " ".join(p.cmdline())])
+    gone([p.pid for p in started if "Replica" in command(p)])

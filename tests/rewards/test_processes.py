@@ -323,7 +323,14 @@ def test_giving_up_again_and_again_leaves_nothing(path: str) -> None:
 
     run(pool, body)
     assert not pool.counts["died"]
-    assert gone(*(child.pid for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())))
+    assert gone(*(child.pid for child in psutil.Process().children() if "spawn_main" in command(child)))
+
+
+def command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it has just ended
+        return ""
 
 
 def test_ctrl_c_is_not_for_workers(path: str) -> None:
