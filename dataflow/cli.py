@@ -193,8 +193,7 @@ def _seconds_of(run: str) -> dict[str, float]:
     from dataflow.timeline.attribution import summary
 
     trace = _trace(run)
-    steps = len({s.step for s in trace.spans if not s.optional}) or 1
-    return {name: of["total_s"] / steps for name, of in summary(trace)["stages"].items()}
+    return {name: of["total_s"] / max(1, trace.steps) for name, of in summary(trace)["stages"].items()}
 
 
 def _critical(pipeline: Any, graph: Any, seconds: dict[str, float] | None) -> str:

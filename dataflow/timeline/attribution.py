@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dataflow.timeline.spans import POOLS, Span, Trace, emissions, union
+from dataflow.timeline.spans import POOLS, Span, Trace, by_task, union
 
 CAUSES = {"reward": "rewards"}
 """Causes that are not called as the resource is."""
@@ -74,16 +74,13 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
     # A window near the end of a long run looks at what is near it, not at everything once more.
     near = trace if window is None else Trace([s for s in trace.spans if s.end >= begin])
     spans = near.on(resource)
-    by_task = {s.task: s for s in near.spans}
-    for span in near.spans:
-        for emission in emissions(span):
-            by_task.setdefault(emission.task, emission)
+    known = by_task(near.spans)
     on = {**RESOURCES, **{s.stage: s.resource for s in trace.spans}}
     first = min((s.begin for s in trace.spans if s.resource == resource), default=float("inf"))
 
     def find(name: str) -> Span | None:
-        if name in by_task or near is trace:
-            return by_task.get(name)
+        if name in known or near is trace:
+            return known.get(name)
         stage = name.partition("[")[0]
         return next((s for s in trace.spans if s.stage == stage and s.task == name), None)
 
@@ -198,7 +195,6 @@ def summary(trace: Trace) -> dict[str, Any]:
         of["total_s"] += max(0.0, span.end - span.begin)
         of["count"] += 1
     wall = trace.wall
-    steps = {s.step for s in trace.spans if not s.optional}
     busy = sum(map(trace.busy, pools)) / len(pools)
     bounds: dict[str, float] = {}
     if concurrency := (trace.meta.get("job") or {}).get("concurrency"):
@@ -206,7 +202,7 @@ def summary(trace: Trace) -> dict[str, Any]:
         bounds = {"reward_service_s": service, "lower_bound_s": max(busy, service)}
     return {
         "wall_s": wall,
-        "step_s": wall / len(steps) if steps else 0.0,
+        "step_s": wall / trace.steps if trace.steps else 0.0,
         "gpu_busy_s": busy,
         "exposed_wait_s": sum(by_cause.values()),
         "exposed_wait_by_cause": dict(sorted(by_cause.items(), key=lambda item: (-item[1], item[0]))),

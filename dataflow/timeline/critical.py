@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from dataflow.timeline.spans import POOLS, Span, Trace, emissions
+from dataflow.timeline.spans import POOLS, Span, Trace, by_task
 
 
 def critical_path(trace: Trace) -> list[Span]:
@@ -21,10 +21,7 @@ def critical_path(trace: Trace) -> list[Span]:
         trace: of a run; ``meta["resources"]`` says where tasks wait for a slot.
     """
     slots = trace.meta.get("resources") or {}
-    by_task = {span.task: span for span in trace.spans}
-    for span in trace.spans:
-        for emission in emissions(span):
-            by_task.setdefault(emission.task, emission)
+    known = by_task(trace.spans)
     before = {
         name: sorted((s for s in trace.spans if s.resource == name), key=lambda s: (s.end, s.begin, s.task))
         for name in trace.resources
@@ -37,7 +34,7 @@ def critical_path(trace: Trace) -> list[Span]:
     while at is not None and at.task not in seen:
         path.append(at)
         seen.add(at.task)
-        dependency, holder = by_task.get(at.waited_for), None
+        dependency, holder = known.get(at.waited_for), None
         if at.resource in before and (ended := bisect_right(ends[at.resource], at.begin)):
             holder = before[at.resource][ended - 1]
         found = [s for s in (holder, dependency) if s is not None and s.task not in seen]

@@ -67,7 +67,7 @@ def compared(
         busy = of["gpu_busy_s"] / wall if wall else 0.0
         rows.append([
             f"<b>{escape(name)}</b>{_status(traces[name])}",
-            str(_steps(traces[name])),
+            str(traces[name].steps),
             seconds(wall),
             seconds(of["step_s"]),
             "–" if of is first or not base else change(of["step_s"] / base - 1),
@@ -95,10 +95,6 @@ def _accuracy(facts: Mapping[str, Any]) -> str:
     return f"{after:.3f}" if before is None else f"{before:.3f} → {after:.3f}"
 
 
-def _steps(trace: Trace) -> int:
-    return len({s.step for s in trace.spans if not s.optional})
-
-
 def notes(trace: Trace, live: bool = False) -> str:
     """Returns what has to be known before anything else: that a run did not finish, that its trace is cut off."""
     status, cut = str(trace.meta.get("status", "finished")), trace.meta.get("cut")
@@ -115,7 +111,7 @@ def notes(trace: Trace, live: bool = False) -> str:
 
 def headline(trace: Trace, numbers: Numbers) -> str:
     """Returns a run in a sentence: how long, how busy, what for it waited."""
-    wall, steps = numbers["wall_s"], _steps(trace)
+    wall, steps = numbers["wall_s"], trace.steps
     words = [f"<b>{steps} step{'s' * (steps != 1)}</b> in <b>{seconds(wall)}</b>, {seconds(numbers['step_s'])} a step."]
     pools = trace.pools
     if pools and wall > 0:
@@ -144,7 +140,7 @@ def panel(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
 
 
 def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
-    meta, steps = trace.meta, _steps(trace)
+    meta, steps = trace.meta, trace.steps
     of = meta.get("steps")
     policy = str(meta.get("policy", "–"))
     knobs = [f"{name.replace('_', ' ')} {meta[name]}" for name in ("split", "max_staleness", "order") if name in meta]

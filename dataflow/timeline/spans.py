@@ -139,6 +139,11 @@ class Trace:
         return list(dict.fromkeys([*declared, *seen]))
 
     @property
+    def steps(self) -> int:
+        """How many steps something was trained of."""
+        return len({s.step for s in self.spans if not s.optional})
+
+    @property
     def stages(self) -> list[str]:
         """Stages that ran, in order of their first begin."""
         return list(dict.fromkeys(s.stage for s in sorted(self.spans, key=lambda s: (s.begin, s.step, s.stage))))
@@ -156,6 +161,16 @@ class Trace:
     def busy(self, resource: str) -> float:
         """Returns the seconds of :attr:`window` in which at least one task was on the resource."""
         return covered([(s.begin, s.end) for s in self.spans if s.resource == resource], *self.window)
+
+
+def by_task(spans: Iterable[Span]) -> dict[str, Span]:
+    """Returns spans by the names of their tasks, with what streaming tasks handed on: see :func:`emissions`."""
+    spans = list(spans)
+    found = {span.task: span for span in spans}
+    for span in spans:
+        for emission in emissions(span):
+            found.setdefault(emission.task, emission)
+    return found
 
 
 def emissions(span: Span) -> list[Span]:

@@ -128,7 +128,7 @@ def title(trace: Trace) -> str:
     """Returns a run's numbers in a line: policy, steps, wall time, busy share and waits of the GPUs."""
     facts = summary(trace)
     status = trace.meta.get("status", "finished")
-    count = len({s.step for s in trace.spans if not s.optional})
+    count = trace.steps
     text = f"{trace.meta.get('policy', 'run')}: {count} step{'s' * (count != 1)} in {_s(facts['wall_s'])} s"
     if status != "finished":
         text += f" ({status})"
