@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 from dataflow.rewards.custom import is_async
@@ -23,6 +24,7 @@ GRACE_S = 1.0
 """What a task that was cancelled may take to end before it counts as a stray."""
 
 Told: TypeAlias = Callable[["Call"], None]
+Tell: TypeAlias = Callable[[], None]
 
 
 class TimedOut(TimeoutError):
@@ -245,12 +247,15 @@ class Calls:
         except Exception as error:
             self._on_bug(error)
 
-    def _in_thread(self, call: Call, function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
+    def _in_thread(self, call: Call, function: Callable[..., Any], keywords: Mapping[str, Any]) -> Tell:
         result, error = None, None
         try:
             result = function(**keywords)
         except BaseException as raised:  # whatever user code raises belongs to whoever asked, not to the thread
             error = raised
+        return partial(self._post, call, result, error)
+
+    def _post(self, call: Call, result: Any, error: BaseException | None) -> None:
         try:
             self.loop.call_soon_threadsafe(call._thread_ended, result, error)
         except RuntimeError:  # the loop is closed: whoever waited is gone with it
@@ -309,12 +314,14 @@ class Threads:
     """Daemon threads that are used again. ThreadPoolExecutor's are not: they are joined at exit, stuck or not."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], Tell] | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._count = 0
 
-    def run(self, job: Callable[[], None]) -> None:
-        """Runs the job in an idle thread, or in a new one.
+    def run(self, job: Callable[[], Tell]) -> None:
+        """Runs the job in an idle thread, or in a new one, and then what it returns, which tells of its end.
+
+        Whoever is told finds the thread idle: calls one after the other take one thread.
 
         Raises:
             NoThread: there is neither; the job will not run.
@@ -329,9 +336,10 @@ class Threads:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
-            del job  # a waiting thread must not keep the last call's samples
+            tell = job()
             self._idle.release()
+            tell()
+            del job, tell  # a waiting thread must not keep the last call's samples
 
     def close(self) -> None:
         """Ends the threads as they fall idle."""

@@ -323,8 +323,8 @@ class JumpingThreads:
         self._loop = loop
         self.seconds = 0.0
 
-    def run(self, job: Callable[[], None]) -> None:
-        self._loop.call_later(self.seconds, job)
+    def run(self, job: Callable[[], Callable[[], None]]) -> None:
+        self._loop.call_later(self.seconds, lambda: job()())
 
     def close(self) -> None:
         pass
