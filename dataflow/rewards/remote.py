@@ -2,7 +2,7 @@
 
 Each actor serves whole groups of every step with an agent of its own, and all stay within the limits of one. What
 is whole comes back as columns and is handed out here, by the code of the local agent; so first come, next by id,
-spare groups, cancelling and failing mean the same. Nothing polls: one call to each actor waits for its news.
+spare groups, sets, cancelling and failing mean the same. Nothing polls: one call to each actor waits for its news.
 
 Invariants:
 
@@ -17,45 +17,23 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn, cast
 
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.errors import ConfigError, DataflowError, RewardFailed, RunError
-from dataflow.executors.ray_answer import cause, died, last_words
+from dataflow.errors import ConfigError, DataflowError, RewardFailed
+from dataflow.executors.ray_answer import cause, died, fetch, last_words
 from dataflow.executors.ray_host import pickled
-from dataflow.graph import Hosted
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.asks import Asks
 from dataflow.rewards.limit_server import Address
-from dataflow.rewards.remote_host import Arrival, Facts, Failure, RewardHost
+from dataflow.rewards.remote_host import Arrival, Facts, Failure
+from dataflow.rewards.remote_shard import Part, Shard, answers, hosted, needed, start
 from dataflow.rewards.requests import NOTES, Request, Step, StepRequests, Ticket, latency_summary
 from dataflow.rewards.shared import start_limits
 
-_COLUMNS = ("data_source", "ground_truth", "extra_info", "raw_prompt", "response_mask")
-_BUILD_S = 600.0
 _CLOSE_S = 10.0
-
-
-@dataclass(eq=False)
-class _Part:
-    """A step's groups in one actor: the handle of their samples, and which have not come back."""
-
-    samples: Any
-    left: set[int]
-
-
-@dataclass(eq=False)
-class _Shard:
-    """One actor."""
-
-    name: str
-    actor: Any
-    parts: dict[Step, _Part] = field(default_factory=dict)
-    stats: dict[str, Any] = field(default_factory=dict)
 
 
 class RemoteAgent(RewardAgent):
@@ -64,7 +42,7 @@ class RemoteAgent(RewardAgent):
     What differs: what an actor refuses (token ids that it cannot decode) fails at ``collect``, as ``submit`` does not
     wait for the actors. The user's object lives in the actors, one in each: its ``log`` is told of groups as they
     arrive, its budget, ``max_failed_share`` and equal requests in flight count in each actor by itself. ``stats``
-    is as the actors said with the last groups of a step, or at :meth:`refresh`.
+    is as each actor said with the last groups that it had of a step, or at :meth:`refresh`.
 
     Args:
         factory: returns the agent; called in each actor. ``functools.partial`` of
@@ -91,11 +69,11 @@ class RemoteAgent(RewardAgent):
     ) -> None:
         if actors < 1 or restarts < 0:
             raise ConfigError(f"reward agent: actors={actors}, restarts={restarts}; give 1 and 0 or more.")
-        self._blob = pickled(_spec(factory), {})
+        self._blob = pickled(hosted(factory), {})
         self._options = dict(options or {})
         self._restarts = restarts
         self._deaths = 0
-        self._shards = [_Shard(f"{name} {i}", _start(self._options)) for i in range(actors)]
+        self._shards = [Shard(f"{name} {i}", start(self._options)) for i in range(actors)]
         self._limits_actor: Any = None
         self._facts, self._address = self._open(shared)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -104,13 +82,17 @@ class RemoteAgent(RewardAgent):
         self._asks = cast(Asks, _Elsewhere())
 
     def submit(self, step: Step, samples: Batch, *, spare: int = 0, more: bool = False) -> Ticket:
-        if more:
-            raise DataflowError(f"reward agents in actors take a step whole; submit all groups of step {step} at once.")
-        ticket = super().submit(step, samples, spare=spare)
-        needed = _needed(samples)
+        import ray
+
+        ticket = super().submit(step, samples, spare=spare, more=more)
+        state, sent, actors = self._steps[step], needed(samples), len(self._shards)
+        # In turn over all of the step: of small sets, too, each actor gets as many groups as another.
+        before = len(state.seen) - len(ticket.groups)
         for i, shard in enumerate(self._shards):
-            if groups := ticket.groups[i :: len(self._shards)]:
-                self._send(shard, step, needed.select(groups))
+            if groups := ticket.groups[(i - before) % actors :: actors]:
+                owed = dict.fromkeys(groups, ray.put(sent.select(groups)))
+                shard.parts.setdefault(state.key, Part()).owed |= owed
+                self._send(shard, state, owed)
         return ticket
 
     def stats(self) -> dict[str, Any]:
@@ -133,7 +115,7 @@ class RemoteAgent(RewardAgent):
     async def refresh(self) -> dict[str, Any]:
         """Asks the actors for their stats, and returns those of all."""
 
-        async def ask(shard: _Shard) -> None:
+        async def ask(shard: Shard) -> None:
             shard.stats = await shard.actor.stats.remote()
 
         await asyncio.gather(*map(ask, self._shards))
@@ -146,7 +128,7 @@ class RemoteAgent(RewardAgent):
         await super().close()
         for task in self._tasks:
             task.cancel()
-        closing = [asyncio.ensure_future(_answer(shard.actor.close.remote())) for shard in self._shards]
+        closing = [asyncio.ensure_future(fetch(shard.actor.close.remote())) for shard in self._shards]
         _done, late = await asyncio.wait(closing, timeout=_CLOSE_S)
         for task in late:
             task.cancel()
@@ -160,16 +142,16 @@ class RemoteAgent(RewardAgent):
     def _open(self, shared: Address | None) -> tuple[Facts, Address | None]:
         """Builds the agents, side by side, and lets them share their limits."""
         try:
-            facts = _get([self._build(shard, shared) for shard in self._shards])[0]
+            facts = answers([self._build(shard, shared) for shard in self._shards])[0]
             if shared is None and len(self._shards) > 1:
                 self._limits_actor, shared = start_limits(facts.limits)
-                _get([shard.actor.share.remote(shard.name, shared) for shard in self._shards])
+                answers([shard.actor.share.remote(shard.name, shared) for shard in self._shards])
         except BaseException:
             self._kill()
             raise
         return facts, shared
 
-    def _build(self, shard: _Shard, shared: Address | None) -> Any:
+    def _build(self, shard: Shard, shared: Address | None) -> Any:
         return shard.actor.build.remote(self._blob, shard.name, shared)
 
     def _kill(self) -> None:
@@ -184,23 +166,24 @@ class RemoteAgent(RewardAgent):
         loop = super()._bind()
         if first:
             for shard in self._shards:
-                self._spawn(self._pump(shard))
+                self._spawn(self._pump, shard)
             if self._limits_actor is not None:
-                self._spawn(self._watch_limits())
+                self._spawn(self._watch_limits)
         return loop
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._guarded(work))
+    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *values: Any) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._guarded(work, *values))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, work: Callable[..., Coroutine[Any, Any, None]], *values: Any) -> None:
         try:
-            await work
+            await work(*values)
         except Exception as error:
             self._bug(error)
 
-    async def _pump(self, shard: _Shard) -> None:
+    async def _pump(self, shard: Shard) -> None:
         """Takes an actor's news, and replaces it when it dies."""
         while True:
             try:
@@ -224,12 +207,12 @@ class RemoteAgent(RewardAgent):
             words = f"the actor that holds the shared limits of '{self._shards[0].name}' and others died"
             self.halt(f"{words} ({last_words(error)}); start the run again.", error)
 
-    def _replace(self, shard: _Shard, error: Exception) -> bool:
+    def _replace(self, shard: Shard, error: Exception) -> bool:
         """Starts an actor in place of one that died and sends it what that still owed; returns whether it could."""
         import ray
 
         self._deaths += 1
-        owed = sum(len(part.left) for part in shard.parts.values())
+        owed = shard.owed
         words = f"the actor of reward agent '{shard.name}' died with {owed} groups to come ({last_words(error)})"
         if self._halted is not None:
             return False
@@ -240,11 +223,10 @@ class RemoteAgent(RewardAgent):
         else:
             logger.warning("{}; a new one takes over.", words)
             ray.kill(shard.actor)  # one that only seemed dead
-            shard.actor = _start(self._options)
-            self._spawn(self._built(self._build(shard, self._address)))
+            shard.actor = start(self._options)
+            self._spawn(self._built, self._build(shard, self._address))
             for step, part in shard.parts.items():
-                if part.left:
-                    self._spawn(self._sent(step, shard.actor.submit.remote(step, part.samples, sorted(part.left))))
+                self._send(shard, self._steps[step], part.owed)
             return True
         return False
 
@@ -257,12 +239,9 @@ class RemoteAgent(RewardAgent):
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    def _send(self, shard: _Shard, step: Step, samples: Batch) -> None:
-        import ray
-
-        part = _Part(ray.put(samples), set(samples.ids))
-        shard.parts[step] = part
-        self._spawn(self._sent(step, shard.actor.submit.remote(step, part.samples)))
+    def _send(self, shard: Shard, state: StepRequests, owed: Mapping[int, Any]) -> None:
+        sends = [self._spawn(self._sent, state.key, ref) for ref in shard.submit(state, owed)]
+        shard.parts[state.key].sends += sends
 
     async def _sent(self, step: Step, ref: Any) -> None:
         try:
@@ -275,7 +254,7 @@ class RemoteAgent(RewardAgent):
         if (state := self._steps.get(step)) is not None:
             self.fail(state, str(error), error)
 
-    def _arrived(self, shard: _Shard, arrival: Arrival) -> None:
+    def _arrived(self, shard: Shard, arrival: Arrival) -> None:
         """Groups are whole: they are as if they had been scored here."""
         shard.stats = arrival.stats or shard.stats
         for at, endpoint, limit in arrival.limits:
@@ -290,11 +269,9 @@ class RemoteAgent(RewardAgent):
             _fill_in(request, arrival, row, record)
             came.setdefault(request.group, []).append(request)
         for group, requests in came.items():
-            part.left.discard(group)
+            part.owed.pop(group, None)
             if not state.over:
                 self._whole(state, group, requests)
-        if not part.left:
-            part.samples = None
         self._groups.serve(state)
 
     def _whole(self, state: StepRequests, group: int, requests: Sequence[Request]) -> None:
@@ -328,8 +305,13 @@ class RemoteAgent(RewardAgent):
         super()._end(state, kind, message, error)
         for shard in self._shards:
             part = shard.parts.pop(state.key, None)
-            if part is not None and part.left and not self._closed:
-                self._spawn(self._sent(state.key, shard.actor.cancel.remote(state.key)))
+            if part is not None and (part.owed or state.more) and not self._closed:
+                self._spawn(self._cancel_there, shard, state.key, part.sends)
+
+    async def _cancel_there(self, shard: Shard, step: Step, sends: Sequence[asyncio.Task[None]]) -> None:
+        """Tells an actor that nobody wants more of a step, once all its sets are there: Ray keeps no order of calls."""
+        await asyncio.wait(sends)
+        await self._sent(step, shard.actor.cancel.remote(step))
 
 
 class _Elsewhere:
@@ -356,43 +338,3 @@ def _fill_in(request: Request, arrival: Arrival, row: int, record: Mapping[str, 
     request.begin, request.end = record["begin"], record["end"]
     request.tries, request.how = record.get("tries", 1), record.get("how", "")
     request.notes = {name: record[name] for name in NOTES if name in record}
-
-
-def _needed(samples: Batch) -> Batch:
-    """Returns the columns that a reward is made of; the others need not travel."""
-    text = "response_text" if "response_text" in samples else "responses"
-    return samples.like(**{name: samples[name] for name in (*_COLUMNS, text) if name in samples})
-
-
-def _spec(factory: Callable[[], RewardAgent]) -> Hosted:
-    if isinstance(factory, partial):
-        module, factory = factory.func.__module__, partial(factory)
-        factory.__module__ = module  # whose functions travel whole where the actors could not import it
-    return Hosted("reward", factory)
-
-
-def _start(options: Mapping[str, Any]) -> Any:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    if not ray.is_initialized():
-        raise ConfigError("reward agent: Ray does not run here; call ray.init() before, or use RewardAgent.")
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    chosen = {"num_cpus": 0, "scheduling_strategy": here, **options}
-    return ray.remote(RewardHost).options(**chosen).remote()
-
-
-def _get(refs: Sequence[Any]) -> list[Any]:
-    """Waits for answers, and raises what went wrong in the actor."""
-    import ray
-
-    try:
-        return list(ray.get(list(refs), timeout=_BUILD_S))
-    except ray.exceptions.GetTimeoutError:
-        raise RunError(f"reward agent: its actors are not up after {_BUILD_S:g} s; see 'ray status'.") from None
-    except Exception as error:
-        raise cause(error) from None
-
-
-async def _answer(ref: Any) -> Any:
-    return await ref

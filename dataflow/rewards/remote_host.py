@@ -41,7 +41,7 @@ class Arrival:
         kept: whether a loss may use it; None where the rule leaves nothing out.
         limits: changes of limits since the last arrival.
         story: of the last failure that the step's rule took care of.
-        stats: of the agent, with the last groups of the step.
+        stats: of the agent, with the last groups that it has of the step.
     """
 
     step: Step
@@ -102,8 +102,14 @@ class RewardHost:
         """Makes the limits those of a server, from the first request on."""
         self._agent._shared = SharedLimits(shared, name)
 
-    async def submit(self, step: Step, samples: Batch, groups: Sequence[int] | None = None) -> None:
+    async def submit(self, step: Step, samples: Batch, groups: Sequence[int] | None = None, more: bool = False) -> None:
         """Queues a step, or these groups of it.
+
+        Args:
+            step: as the agent's ``submit`` takes it.
+            samples: likewise.
+            groups: of the samples, those to score; None for all.
+            more: further groups may follow, in any order of the calls, until :meth:`cancel` ends the step.
 
         Raises:
             DataflowError: as the agent's ``submit`` does.
@@ -111,12 +117,15 @@ class RewardHost:
         await self._built.wait()
         if groups is not None:
             samples = samples.select(groups)
-        self._agent.submit(step, samples)
-        self._serving[step] = asyncio.create_task(self._serve(step, len(samples.ids)))
+        self._agent.submit(step, samples, more=more)
+        if step not in self._serving:
+            self._serving[step] = asyncio.create_task(self._serve(self._agent._steps[step]))
 
     async def cancel(self, step: Step) -> None:
-        """Cancels what is left of a step."""
+        """Cancels what is left of a step, of which nothing more is told."""
         await self._built.wait()
+        if (serving := self._serving.pop(step, None)) is not None:
+            serving.cancel()
         self._agent.cancel(step)
 
     async def news(self) -> list[Arrival | Failure]:
@@ -137,24 +146,25 @@ class RewardHost:
             task.cancel()
         await self._agent.close()
 
-    async def _serve(self, step: Step, left: int) -> None:
-        state = self._agent._steps[step]
+    async def _serve(self, state: StepRequests) -> None:
+        step, ended = state.key, False
         try:
-            while left:
+            while not ended:
                 came = [await self._agent.collect(step, 1)]
-                if left > 1:
+                if state.left:
                     await asyncio.sleep(_GATHER_S)
                 if state.arrived:
                     came.append(await self._agent.collect(step, len(state.arrived)))
-                left -= sum(len(rewards.ids) for rewards in came)
-                self._put(*(self._arrival(state, rewards) for rewards in came))
+                ended = "step" in came[-1].meta
+                stats = None if state.left else self._agent.stats()
+                self._put(*(self._arrival(state, each) for each in came[:-1]), self._arrival(state, came[-1], stats))
         except Exception as error:  # whatever it is, whoever waits for the step must hear of it
             message = str(error) if isinstance(error, DataflowError) else f"step {step}: {describe(error)}"
             self._put(Failure(step, message))
         finally:
-            del self._serving[step]
+            self._serving.pop(step, None)
 
-    def _arrival(self, state: StepRequests, rewards: Batch) -> Arrival:
+    def _arrival(self, state: StepRequests, rewards: Batch, stats: dict[str, Any] | None = None) -> Arrival:
         columns, meta = rewards.columns, rewards.meta
         return Arrival(
             state.key,
@@ -164,7 +174,7 @@ class RewardHost:
             columns["kept"].tolist() if "kept" in columns else None,
             meta["limits"],
             state.story,
-            self._agent.stats() if "step" in meta else None,
+            stats,
         )
 
     def _put(self, *news: Arrival | Failure) -> None:

@@ -15,14 +15,18 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
+from dataflow.executors.inline import InlineExecutor
 from dataflow.executors.ray import RayExecutor
 from dataflow.executors.ray_host import pickled
 from dataflow.graph import Hosted
+from dataflow.policy import SchedulingPolicy
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.remote import RemoteAgent
 from dataflow.rewards.remote_host import RewardHost
 from dataflow.rewards.shared import start_limits
+from tests.executors import test_streaming as streaming
+from tests.fake_engine import FakeRollout
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 
@@ -339,6 +343,63 @@ def test_failed_groups_are_replaced_by_any_actors() -> None:
     run(body)
 
 
+# --- sets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step", "order"), [(60, "arrival"), (61, "index")])
+def test_sets_come_while_others_are_collected(here: Callable[..., None], step: int, order: Any) -> None:
+    async def body(judge: Judge, agent: RemoteAgent) -> None:
+        judge.held = {f"{step}/1.", f"{step}/6."}
+        submit = partial(samples, n=1, step=step)
+        agent.submit(step, submit(3), more=True)
+        parts = [asyncio.ensure_future(agent.collect(step, k, order, last=k == 4)) for k in (2, 3, 4)]
+        if order == "arrival":
+            assert scores(await parts[0]) == expected((0, 2), n=1, step=step)
+        agent.submit(step, submit(1, first=3), more=True)
+        agent.submit(step, submit(2, first=4), more=True)
+        if order == "arrival":
+            assert scores(await parts[1]) == expected((3, 4, 5), n=1, step=step)
+        agent.submit(step, submit(3, first=6), more=True)
+        await judge.until(lambda: len(judge.asked) == 9)
+        await judge.let()
+        got = [await part for part in parts]
+        ids = [(0, 2), (3, 4, 5), (1, 6, 7, 8)] if order == "arrival" else [(0, 1), (2, 3, 4), (5, 6, 7, 8)]
+        assert [scores(part) for part in got] == [expected(groups, n=1, step=step) for groups in ids]
+        assert ["step" in part.meta for part in got] == [False, False, True]
+        assert Counter(judge.asked).most_common(1)[0][1] == 1
+        await over(agent)
+
+    here(body)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_cancel_ends_all_sets_of_a_step(here: Callable[..., None], at_once: bool) -> None:
+    async def body(judge: Judge, agent: RemoteAgent) -> None:
+        step = 70 + at_once
+        judge.held = {f"{step}/"}
+        agent.submit(step, samples(1, step=step), more=True)
+        agent.submit(step, samples(2, first=1, step=step), more=True)
+        waiting = asyncio.ensure_future(agent.collect(step, 1))
+        if not at_once:
+            await judge.until(lambda: judge.now == 6)
+        await asyncio.sleep(0)
+        assert agent.cancel(step) == 6
+        with pytest.raises(RewardFailed, match="cancelled"):
+            await waiting
+        with pytest.raises(RewardFailed, match="cancelled"):
+            agent.submit(step, samples(1, first=3, step=step), more=True)
+        await over(agent)
+        await judge.until(lambda: judge.now == 0)
+
+    here(body)
+
+
+async def over(agent: RemoteAgent) -> None:
+    """Waits until no actor has a step."""
+    while sum([(await shard.actor.stats.remote())["steps"] for shard in agent._shards]):
+        await asyncio.sleep(0.01)
+
+
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
@@ -432,6 +493,44 @@ def test_an_actor_that_dies_is_replaced_and_nothing_is_lost_or_paid_for_twice(tm
     run(body)
 
 
+async def killed(agent: RemoteAgent, which: int) -> None:
+    """Kills an actor and waits until that is known: ray.kill returns before its victim has died."""
+    import ray
+
+    deaths = agent.stats()["actors_died"]
+    ray.kill(agent._shards[which].actor)
+    while agent.stats()["actors_died"] == deaths:
+        await asyncio.sleep(0.01)
+
+
+def test_actors_that_die_between_sets_and_in_mid_set_are_given_what_is_owed(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with judging() as (judge, port):
+            factory = partial(asking, port, str(tmp_path / "ledger.sqlite"), limits=Limits(64))
+            async with remote(factory, actors=2, restarts=2) as agent:
+                agent.submit(1, samples(4), more=True)
+                assert scores(await agent.collect(1, 4)) == expected(range(4))
+                judge.held = {"0/6.1"}
+                await killed(agent, 0)
+                agent.submit(1, samples(4, first=4), more=True)
+                assert scores(await agent.collect(1, 3)) == expected((4, 5, 7))
+                book = Ledger(tmp_path / "ledger.sqlite", "run")
+                while book.totals()["answered"] < 15:
+                    await asyncio.sleep(0.01)
+                book.close()
+                await killed(agent, 0)
+                agent.submit(1, samples(2, first=8), more=True)
+                rest = asyncio.ensure_future(agent.collect(1, 3, last=True))
+                await judge.until(lambda: judge.asked.count("0/6.1") == 2)
+                await judge.let()
+                assert scores(await rest) == expected((6, 8, 9))
+                assert {text for text, count in Counter(judge.asked).items() if count > 1} == {"0/6.1"}
+                stats = await agent.refresh()
+                assert (stats["actors_died"], stats["scored"], stats["cached"]) == (2, 20, 1)
+
+    run(body)
+
+
 def test_without_a_ledger_the_death_of_an_actor_stops_the_agent() -> None:
     async def body() -> None:
         import ray
@@ -481,3 +580,34 @@ def test_an_agent_that_cannot_be_built_is_an_error_at_once() -> None:
         RemoteAgent(partial(scoring, on_failure="drop_sampel"))
     with pytest.raises(ConfigError, match="actors=0"):
         RemoteAgent(scoring, actors=0)
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def rating() -> RewardAgent:
+    async def compute_score(ground_truth: str, **_others: Any) -> float:
+        await asyncio.sleep(0.01 * (int(ground_truth) % 3))
+        return float(ground_truth)
+
+    return RewardAgent(compute_score)
+
+
+def rating_in_two_actors() -> RemoteAgent:
+    return RemoteAgent(rating, actors=2)
+
+
+@pytest.mark.parametrize(("executor", "order"), [("inline", "index"), ("ray", "arrival")])
+def test_a_run_that_streams_has_its_rewards_from_two_actors(
+    executor: str, order: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "agent", rating_in_two_actors)
+    policy = SchedulingPolicy(4, 1, order, stream_rollout=True)
+    runs = RayExecutor(num_cpus=2) if executor == "ray" else InlineExecutor()
+    engine = Hosted("rollout", FakeRollout, concurrent=True)
+    _trace, trained, _asked = streaming.run(runs, policy, engine, steps=2, spare=2)
+    assert len(trained) == 2 * 4
+    for at in (0, 4):
+        groups = [group for ids, _scores in trained[at : at + 4] for group in ids]
+        assert len(set(groups)) == 8
+        assert order == "arrival" or groups == list(range(8))

@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from dataflow.batch import Batch
-from dataflow.errors import ConfigError, DataflowError
+from dataflow.errors import ConfigError, DataflowError, RewardFailed
 from dataflow.graph import Hosted
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.failure import FailureRule
@@ -28,10 +28,11 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(limited())
 
 
-def samples(groups: int, n: int = 2, **columns: Any) -> Batch:
-    texts = [f"{g}.{i}" for g in range(groups) for i in range(n)]
+def samples(groups: int, n: int = 2, first: int = 0, **columns: Any) -> Batch:
+    ids = range(first, first + groups)
+    texts = [f"{g}.{i}" for g in ids for i in range(n)]
     given = {"response_text": texts, "data_source": ["d"] * len(texts), "ground_truth": texts}
-    return Batch([g for g in range(groups) for _ in range(n)], given | columns)
+    return Batch([g for g in ids for _ in range(n)], given | columns)
 
 
 def agent(**options: Any) -> RewardAgent:
@@ -96,8 +97,47 @@ def test_groups_of_a_step_are_scored_while_others_go_on() -> None:
         ]
         assert (await actor.stats())["running"] == 2
         await actor.cancel(1)
+        while (stats := await actor.stats())["running"]:
+            await asyncio.sleep(0.001)
+        assert stats["steps"] == 0
+        await actor.close()
+
+    run(body)
+
+
+def test_a_step_in_sets_is_served_until_it_is_cancelled() -> None:
+    async def body() -> None:
+        actor, _facts = await host()
+        await actor.submit(1, samples(2), [1], more=True)
+        await actor.submit(1, samples(2, first=2), more=True)
+        got = await told(actor, 3)
+        assert got[-1].stats is not None, "nothing is left of what it was given"
+        assert (await actor.stats())["steps"] == 1
+        await actor.submit(1, samples(2, first=4, ground_truth=["1", "1", "1", "never"]), more=True)
+        (arrival,) = await told(actor, 1)
+        assert ({record["group"] for record in arrival.records}, arrival.stats) == ({4}, None)
+        await actor.cancel(1)
+        await actor.submit(2, samples(1))
+        assert [news.step for news in await actor.news()] == [2], "who cancels need not be told"
+        assert (await actor.stats())["steps"] == 0
+        with pytest.raises(RewardFailed, match="step 1: its reward requests were cancelled"):
+            await actor.submit(1, samples(1, first=6), more=True)
+        await actor.close()
+
+    run(body)
+
+
+def test_a_set_that_fails_is_told_once() -> None:
+    async def body() -> None:
+        actor, _facts = await host()
+        await actor.submit(1, samples(1), more=True)
+        await told(actor, 1)
+        await actor.submit(1, samples(1, first=1, ground_truth=["1", "bad"]), more=True)
         (failure,) = await actor.news()
-        assert failure == Failure(1, "step 1: its reward requests were cancelled.")
+        assert isinstance(failure, Failure)
+        assert failure.message.startswith("sample 1 of group 1 of step 1: 'compute_score' raised ValueError")
+        with pytest.raises(RewardFailed, match="sample 1 of group 1"):
+            await actor.submit(1, samples(1, first=2), more=True)
         await actor.close()
 
     run(body)

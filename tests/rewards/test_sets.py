@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from dataflow.errors import DataflowError, RewardFailed
+from dataflow.reward_agent import RewardAgent
+from dataflow.rewards.remote import RemoteAgent
 from dataflow.rewards.requests import Ticket
-from tests.rewards.group_rig import BROKEN, Reward, agent_of, samples
+from tests.rewards import group_rig
+from tests.rewards.actor_rig import remote_agents
+from tests.rewards.group_rig import BROKEN, Reward, samples
 from tests.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)
+Make = Callable[..., RewardAgent]
 
 
-def test_a_collect_waits_for_groups_that_are_yet_to_be_submitted() -> None:
+@pytest.fixture(params=["here", pytest.param("in actors", marks=pytest.mark.heavy)])
+def agent_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
+    return group_rig.agent_of if request.param == "here" else remote_agents(monkeypatch, group_rig.agent_of)
+
+
+def test_a_collect_waits_for_groups_that_are_yet_to_be_submitted(agent_of: Make) -> None:
     async def body() -> None:
         agent = agent_of(Reward())
         tickets = [agent.submit(1, samples(2), more=True)]
@@ -40,7 +51,7 @@ def test_a_collect_waits_for_groups_that_are_yet_to_be_submitted() -> None:
     run_virtual(body)
 
 
-def test_by_index_the_next_groups_are_waited_for() -> None:
+def test_by_index_the_next_groups_are_waited_for(agent_of: Make) -> None:
     async def body() -> None:
         agent = agent_of(Reward(_0_0=("after", 5)))
         agent.submit(1, samples(1), more=True)
@@ -56,22 +67,24 @@ def test_by_index_the_next_groups_are_waited_for() -> None:
     run_virtual(body)
 
 
-def test_what_is_left_at_the_last_collect_is_cancelled() -> None:
+def test_what_is_left_at_the_last_collect_is_cancelled(agent_of: Make) -> None:
     async def body() -> None:
         reward = Reward(_3_1="never")
         agent = agent_of(reward, "replace_group")
         for first in (0, 2):
             agent.submit(1, samples(2, first=first), spare=2, more=True)
-        assert (await agent.collect(1, 2, last=True)).ids == (0, 1)
+        await asyncio.sleep(1)
+        assert (await agent.collect(1, 2, order="index", last=True)).ids == (0, 1)
         await asyncio.sleep(1)
         assert reward.cancelled == ["3.1"]
-        assert agent.stats()["steps"] == agent.stats()["running"] == 0
+        stats = await agent.refresh() if isinstance(agent, RemoteAgent) else agent.stats()
+        assert stats["steps"] == stats["running"] == 0
         await agent.close()
 
     run_virtual(body)
 
 
-def test_a_lost_group_is_replaced_by_one_of_a_later_set() -> None:
+def test_a_lost_group_is_replaced_by_one_of_a_later_set(agent_of: Make) -> None:
     async def body() -> None:
         agent = agent_of(Reward(_0_1=BROKEN), "replace_group")
         agent.submit(1, samples(2), spare=1, more=True)
@@ -85,7 +98,7 @@ def test_a_lost_group_is_replaced_by_one_of_a_later_set() -> None:
     run_virtual(body)
 
 
-def test_a_step_that_has_failed_takes_no_further_set() -> None:
+def test_a_step_that_has_failed_takes_no_further_set(agent_of: Make) -> None:
     async def body() -> None:
         agent = agent_of(Reward(_0_0=BROKEN))
         agent.submit(1, samples(1), more=True)
@@ -99,23 +112,53 @@ def test_a_step_that_has_failed_takes_no_further_set() -> None:
     run_virtual(body)
 
 
+def test_an_empty_set_is_refused_and_the_step_goes_on(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward())
+        agent.submit(1, samples(2), more=True)
+        with pytest.raises(DataflowError, match="step 1 has no samples to score"):
+            agent.submit(1, samples(0), more=True)
+        agent.submit(1, samples(1, first=2), more=True)
+        assert (await agent.collect(1, 3, last=True)).ids == (0, 1, 2)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_parts_cross_the_borders_of_sets(agent_of: Make) -> None:
+    async def body() -> None:
+        late = {f"_{group}_1": ("after", s) for group, s in ((4, 1), (5, 2), (6, 3), (7, 4), (2, 40), (0, 50))}
+        agent = agent_of(Reward(**late))
+        agent.submit(1, samples(3), more=True)
+        parts = [asyncio.ensure_future(agent.collect(1, k, last=k == 1)) for k in (2, 3, 2, 1)]
+        await asyncio.sleep(1)
+        for first, groups in ((3, 1), (4, 4)):
+            agent.submit(1, samples(groups, first=first), more=True)
+            await asyncio.sleep(1)
+        got = [await part for part in parts]
+        assert [part.ids for part in got] == [(1, 3), (4, 5, 6), (2, 7), (0,)]
+        assert ["step" in part.meta for part in got] == [False, False, False, True]
+        await agent.close()
+
+    run_virtual(body)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
         ({}, {}, "step 1 was submitted before; submit each step once"),
         ({}, {"more": True}, "step 1 was submitted before"),
         ({"more": True}, {}, "step 1 was submitted before"),
-        ({"more": True}, {"more": True, "groups": 2}, "step 1 holds group 1 twice"),
+        ({"more": True}, {"more": True}, "step 1 holds group 1 twice"),
         ({"more": True}, {"more": True, "spare": -1}, "-1 of which cannot be spare"),
     ],
 )
-def test_bad_input(first: dict[str, Any], second: dict[str, Any], message: str) -> None:
+def test_bad_input(agent_of: Make, first: dict[str, Any], second: dict[str, Any], message: str) -> None:
     async def body() -> None:
         agent = agent_of(Reward())
         agent.submit(1, samples(2), **first)
-        groups = second.pop("groups", None)
         with pytest.raises(DataflowError, match=message):
-            agent.submit(1, samples(1, first=1) if groups else samples(1, first=2), **second)
+            agent.submit(1, samples(1, first=1 if "twice" in message else 2), **second)
         await agent.close()
 
     run_virtual(body)
