@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ class AsyncVllmRollout(VllmRollout):
     """A :class:`~dataflow.engines.base.RolloutEngine` over vLLM's ``AsyncLLM``.
 
     It samples as :class:`VllmRollout` does, which see for the other arguments, and needs an event loop that stays:
-    one for all calls. New weights go to the workers through a file in shared memory.
+    one for all calls. New weights go to the workers through vLLM's own weight transfer
+    (:mod:`dataflow.engines.vllm_transfer`): CUDA IPC on GPUs, shared memory on CPU.
 
     Args:
         tensor_parallel: GPUs (on CPU: processes) that the model is cut over.
@@ -43,10 +43,20 @@ class AsyncVllmRollout(VllmRollout):
             )
         if not self._cuda:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the processes may share the cores
+        else:
+            # Handles of GPU memory are torch's objects, which only pickle carries to the engine's process.
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        wanted = {**arguments, "tensor_parallel_size": self._tensor_parallel, "enable_log_requests": False}
+        from dataflow.engines.vllm_transfer import backend
+
+        wanted = {
+            **arguments,
+            "tensor_parallel_size": self._tensor_parallel,
+            "enable_log_requests": False,
+            "weight_transfer_config": {"backend": backend(self._cuda)},
+        }
         return EngineProcess(AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted)), self._line, sleeps=self._cuda)
 
 
@@ -112,34 +122,57 @@ class EngineProcess:
 
     async def load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         """See :meth:`VllmBackend.load`."""
-        from safetensors.torch import save_file
+        from dataflow.engines.vllm_transfer import send
 
-        await self._let_go()
-        if self._asleep:
-            await self._engine.wake_up(tags=["weights"])
-        # Every worker reads its own share of it; the file is memory, and its name is gone once all have it.
-        with tempfile.NamedTemporaryFile(dir=_memory(), prefix="dataflow-weights-", suffix=".safetensors") as file:
-            whole = {name: value.detach().cpu().contiguous() for name, value in weights}
-            await asyncio.to_thread(save_file, whole, file.name)
-            await self._engine.collective_rpc("take_weights_file", args=(file.name,))
-        if not self._asleep:
-            await self._engine.resume_generation()
+        async def work() -> None:
+            await self._let_go()
+            if self._asleep:
+                await self._engine.wake_up(tags=["weights"])
+            await send(self._engine, weights)
+            if not self._asleep:
+                await self._engine.resume_generation()
+
+        await self._while_alive(work())
 
     async def sleep(self) -> None:
         """See :meth:`VllmBackend.sleep`."""
-        if self._sleeps:
+
+        async def work() -> None:
             await self._let_go()
             if self._asleep:
                 await self._engine.wake_up()  # a sync has woken the weights alone
             await self._engine.sleep(level=1)
             self._asleep = True
 
+        if self._sleeps:
+            await self._while_alive(work())
+
     async def wake(self) -> None:
         """See :meth:`VllmBackend.wake`."""
-        if self._asleep:
+
+        async def work() -> None:
             await self._engine.wake_up()
             await self._engine.resume_generation()
             self._asleep = False
+
+        if self._asleep:
+            await self._while_alive(work())
+
+    async def _while_alive(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does work that asks the engine; if its process dies meanwhile, vLLM would leave the question unanswered.
+
+        Raises:
+            EngineDeadError: vLLM's: it died.
+        """
+        self._engine._run_output_handler()  # runs already, unless nothing was drawn yet; ends as the process dies
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._engine.output_handler}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self._engine.dead_error
+            await task
+        finally:
+            task.cancel()
 
     def close(self) -> bool:
         """See :meth:`VllmBackend.close`."""
@@ -150,7 +183,3 @@ class EngineProcess:
                     task.cancel()
             self._engine.shutdown()
         return first
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else None

@@ -1,14 +1,23 @@
 """What vLLM's worker is asked to do beside its own: take over weights, and say log-probs as the trainer does.
 
-vLLM mixes the class into its worker by name (``worker_extension_cls``) and calls it through ``collective_rpc``.
+vLLM mixes :class:`RolloutWorker` into its worker by name (``worker_extension_cls``), before it loads the model, and
+calls it through ``collective_rpc``. Importing this imports vLLM, and registers :class:`FileTransfer` with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+FILE = "dataflow_file"
+"""The name of :class:`FileTransfer` among vLLM's backends."""
 
 
 class RolloutWorker:
@@ -44,17 +53,57 @@ class RolloutWorker:
         """Loads weights in place, by Hugging Face name, tied ones once and under the name of the embedding."""
         with torch.no_grad():
             self.reload_weights(weights_iterator=iter(weights))
-        head = getattr(self.model_runner.get_model(), "lm_head", None)
-        # On CPU a layer computes with a packed copy of its weight, which is made anew for each layer that was loaded.
-        # A tied head is not: its weight is the embedding's, but its packed copy would still be of the old one.
-        if head is not None and getattr(head, "cpu_linear", None) is not None:
-            head.quant_method.process_weights_after_loading(head)
+        remake_head(self.model_runner.get_model())
 
-    def take_weights_file(self, path: str) -> None:
-        """As :meth:`take_weights`, from a safetensors file."""
-        from safetensors.torch import load_file
 
-        self.take_weights(load_file(path).items())
+@dataclass
+class WeightsFile(WeightTransferUpdateInfo):
+    """All weights, by Hugging Face name, tied ones once and under the name of the embedding."""
+
+    path: str
+
+
+class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, WeightsFile]):
+    """Weights from a safetensors file, in place: what vLLM's own transfers, all of them between GPUs, leave out."""
+
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = WeightsFile
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """There is nothing to agree on."""
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # Without the base's wait for the accelerator: on CPU torch raises, as there is none.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: WeightsFile) -> None:
+        with torch.no_grad():
+            self.model.load_weights(load_file(update_info.path).items())
+
+    def finish_weight_update(self) -> None:
+        with torch.no_grad():
+            finalize_layerwise_reload(self.model, self.model_config)
+        remake_head(self.model)
+
+    def shutdown(self) -> None:
+        """There is nothing to free."""
+
+
+WeightTransferEngineFactory.register_engine(FILE, FileTransfer)
+
+
+def remake_head(model: Any) -> None:
+    """Has a tied head compute with weights that were loaded just now.
+
+    On CPU a layer computes with a packed copy of its weight, which is made anew for each layer that was loaded. A tied
+    head is not: its weight is the embedding's, but its packed copy would still be of the old one.
+    """
+    head = getattr(model, "lm_head", None)
+    if head is not None and getattr(head, "cpu_linear", None) is not None:
+        head.quant_method.process_weights_after_loading(head)
 
 
 def uncut_log_probs(logits: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:

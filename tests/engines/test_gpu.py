@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from tests.engines.tiny_models import load, log_probs, prompts, save_model
+
+if TYPE_CHECKING:
+    from dataflow.engines.vllm_async import AsyncVllmRollout
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -37,16 +41,26 @@ def near(path: str, samples: list[Sample]) -> bool:
     )
 
 
-def test_sync_seeds_sleep_and_wake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def weights_of(path: str) -> dict[str, torch.Tensor]:
+    """Returns its weights; a tied head's, which the embedding's are, are left out."""
+    model = load(path)
+    tied = model.config.tie_word_embeddings
+    return {name: w for name, w in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+
+
+def build(path: str, **options: Any) -> AsyncVllmRollout:
     from dataflow.engines.vllm_async import AsyncVllmRollout
 
+    return AsyncVllmRollout(
+        path, 12, LIMIT, dtype="bfloat16", device="cuda", kv_cache_bytes=None, gpu_memory=0.3, **options
+    )
+
+
+def test_sync_seeds_sleep_and_wake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (save_model(tmp_path / str(seed), seed) for seed in (0, 9))
-    weights = {name: w for name, w in load(second).state_dict().items() if name != "lm_head.weight"}
 
     async def body() -> None:
-        engine = AsyncVllmRollout(
-            first, 12, LIMIT, dtype="bfloat16", device="cuda", kv_cache_bytes=None, gpu_memory=0.3
-        )
+        engine = build(first)
         sampling = Sampling(n=4, max_tokens=LIMIT)
         before = await sampled(engine, sampling)
         assert [s.tokens for s in before] == [s.tokens for s in await sampled(engine, sampling)], "seeds reproduce"
@@ -54,7 +68,7 @@ def test_sync_seeds_sleep_and_wake(tmp_path: Path, capsys: pytest.CaptureFixture
         awake = torch.cuda.mem_get_info()[0]
         await engine.sleep()
         asleep = torch.cuda.mem_get_info()[0]
-        await engine.sync(weights, 1)
+        await engine.sync(weights_of(second), 1)
         await engine.wake()
         again = torch.cuda.mem_get_info()[0]
         after = await sampled(engine, sampling)
@@ -66,6 +80,32 @@ def test_sync_seeds_sleep_and_wake(tmp_path: Path, capsys: pytest.CaptureFixture
                 f"\nfree: {awake / 2**30:.2f} GiB awake, {asleep / 2**30:.2f} asleep, {again / 2**30:.2f} awake again"
             )
         assert asleep > awake
+        engine.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("tie", [True, False])
+def test_syncs_through_cuda_ipc_in_chunks(
+    tie: bool, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One buffer, packed anew for every chunk; two syncs, as the first one's mappings must be gone by the second."""
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"tensor_parallel={gpus}: this machine has {torch.cuda.device_count()} GPU")
+    paths = [save_model(tmp_path / str(seed), seed, tie=tie) for seed in (0, 9, 17)]
+
+    async def body() -> None:
+        engine = build(paths[0], tensor_parallel=gpus)
+        # Only now: importing it imports vLLM, which the engine has to prepare.
+        monkeypatch.setattr("dataflow.engines.vllm_transfer._BUFFER_BYTES", 1)  # a weight a chunk, or a few
+        for version, path in enumerate(paths):
+            if version:
+                await engine.sync(weights_of(path), version)
+                assert not torch.cuda.memory_reserved(), "the buffers are freed"
+            samples = await sampled(engine, Sampling(n=2, max_tokens=LIMIT))
+            assert {s.version for s in samples} == {version}
+            assert [near(other, samples) for other in paths] == [other == path for other in paths]
         engine.close()
 
     asyncio.run(body())

@@ -1,17 +1,21 @@
 """vLLM in processes of its own, a model cut over two of them; most of it is tested with the engine in this process.
 
-One test, as starting it takes half a minute.
+Few tests, as starting it takes half a minute.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.vllm_async import AsyncVllmRollout
@@ -90,6 +94,70 @@ def test_it_draws_syncs_aborts_and_fails_as_a_whole(tmp_path: Path) -> None:
 
     try:
         asyncio.run(limited())
+    finally:
+        engine.close()
+
+
+def test_syncs_of_an_untied_model_in_chunks_too_and_one_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from dataflow.engines import vllm_transfer
+
+    paths = [save_model(tmp_path / str(seed), seed, tie=False) for seed in range(3)]
+    models = [load(path) for path in paths]
+    engine = AsyncVllmRollout(paths[0], P, R, max_num_seqs=8, kv_cache_bytes=32 << 20)
+    batch = prompts([3, 40, 17])
+
+    async def check(version: int, model: Any) -> None:
+        samples = [sample async for sample in engine.generate(batch, GREEDY, seed=3)]
+        assert len(samples) == 3
+        for sample in samples:
+            assert sample.version == version
+            assert list(sample.tokens) == greedy(model, batch["prompt_ids"][sample.group], R)
+
+    def in_chunks(client: vllm_transfer.Client, source: vllm_transfer.Weights) -> None:
+        """As on a GPU, where a layer that is one of several weights may come in two chunks."""
+        weights = dict(source)
+        client.start_weight_update()
+        for at in range(3):
+            chunk = tmp_path / f"{at}.safetensors"
+            save_file({name: weights[name].contiguous() for name in list(weights)[at::3]}, chunk)
+            client.update_weights({"path": str(chunk)})
+        client.finish_weight_update()
+
+    def corrupt(weights: Any, path: str) -> None:
+        Path(path).write_bytes(b"no tensors at all")
+
+    async def body() -> None:
+        await check(0, models[0])
+        await engine.sync(models[1].state_dict(), 1)
+        await engine.sync(models[2].state_dict(), 2)
+        await check(2, models[2])
+        monkeypatch.setattr(vllm_transfer, "send_file", in_chunks)
+        await engine.sync(models[1].state_dict(), 3)
+        await check(3, models[1])
+        monkeypatch.undo()
+        monkeypatch.setattr(vllm_transfer, "save_file", corrupt)
+        for _ in range(2):
+            with pytest.raises(RunError, match=r"update_weights failed: .*header too large.* built anew"):
+                await engine.sync(models[0].state_dict(), 4)
+        with pytest.raises(RunError, match="vLLM failed"):
+            await check(4, models[0])
+        assert engine.version == 3
+        # Of a process that dies while it is asked something vLLM itself says nothing to who asked.
+        (process,) = engine._backend._engine.engine_core.resources.engine_manager.processes
+        os.kill(process.pid, signal.SIGSTOP)
+        asked = asyncio.ensure_future(engine._backend.load([]))
+        await asyncio.sleep(0.1)
+        assert not asked.done()
+        process.kill()
+        with pytest.raises(EngineDeadError):
+            await asked
+
+    try:
+        asyncio.run(asyncio.wait_for(body(), 200))
     finally:
         engine.close()
 
