@@ -50,11 +50,6 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             options["tensor_parallel"] = workers
     elif workers > 1:
         raise ConfigError(f"engine.tensor_parallel={workers}: the transformers engine has one worker; use vllm.")
-    if workers > 1 and 0 < gpus < 1:
-        raise ConfigError(
-            f"engine.tensor_parallel={workers} needs whole GPUs, which the trainer does not share; "
-            "use placement=disaggregated."
-        )
     if draw.replicas > 1:
         if config.executor == "inline":
             raise ConfigError(f"engine.replicas={draw.replicas} needs processes of their own; use executor=ray.")
@@ -63,8 +58,9 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             "options": options,
             "replicas": draw.replicas,
             "seats": draw.max_num_seqs,
-            "gpus": gpus * workers,
+            "gpus": gpus,
+            "devices": workers,
             "threads": config.trainer.threads,
         }
-        factory, gpus = REPLICAS, 0.0
-    return Hosted("rollout", factory, options, gpus=gpus * workers, concurrent=True, restarts=draw.restarts)
+        factory, gpus, workers = REPLICAS, 0.0, 1
+    return Hosted("rollout", factory, options, gpus=gpus, devices=workers, concurrent=True, restarts=draw.restarts)

@@ -94,7 +94,8 @@ class Hosted:
         factory: builds the tool; as ``"package.module:name"`` it is imported only where it is built.
         options: keyword arguments of the factory.
         ranks: processes that all run each call (SPMD); the first one's outputs count.
-        gpus: GPUs per process, shares allowed.
+        gpus: GPUs per process, or the share of one.
+        devices: GPUs that each process has ``gpus`` of, all on one node.
         concurrent: calls run side by side on one event loop (for tools that wait).
         restarts: how often in a run it may be built anew when its process dies; stages that replay then run again,
             and after them what was under way. For tools whose state can be given again, as an agent's can.
@@ -105,6 +106,7 @@ class Hosted:
     options: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 1
     gpus: float = 0.0
+    devices: int = 1
     concurrent: bool = False
     restarts: int = 0
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.batch import Batch
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
+from dataflow.gpus import see
 from dataflow.stage import Hosted
 
 if TYPE_CHECKING:
@@ -24,10 +25,15 @@ class Replica:
     """The actor: one engine, whose calls run side by side on one event loop."""
 
     async def build(
-        self, factory: str | Callable[..., RolloutEngine], options: Mapping[str, Any], environment: Mapping[str, str]
+        self,
+        factory: str | Callable[..., RolloutEngine],
+        options: Mapping[str, Any],
+        environment: Mapping[str, str],
+        *gpus: str,
     ) -> None:
-        """Builds the engine."""
+        """Builds the engine, which sees these GPUs, or those that Ray shows it."""
         os.environ.update(environment)
+        see(gpus)
         self.engine: RolloutEngine = Hosted("replica", factory, options).build()
         # What the first Batch to arrive would import: seconds that belong to start-up, not to a task.
         import tensordict  # noqa: F401

@@ -22,6 +22,7 @@ from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.engines.line import Job, Line
 from dataflow.engines.replica_host import Replica, pack
 from dataflow.errors import ConfigError, RunError, UserError
+from dataflow.gpus import Gpus
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,8 @@ class Replicas:
         options: its keyword arguments, the same for each; ``model`` and ``max_prompt_length`` are read here, too. With
             ``in_flight="abort"`` a sync has all samples in flight drawn anew, groups as a whole.
         replicas: how many.
-        gpus: GPUs of each, shares allowed.
+        gpus: GPUs of each, or the share of one.
+        devices: GPUs that each has ``gpus`` of.
         threads: OMP threads of each.
         seats: samples that a replica decodes at once (vLLM's ``max_num_seqs``): it is given no group while it has as
             many.
@@ -61,14 +63,15 @@ class Replicas:
         options: Mapping[str, Any],
         replicas: int,
         gpus: float = 0.0,
+        devices: int = 1,
         threads: int = 1,
         seats: int = 256,
     ) -> None:
         import ray
 
-        if min(replicas, threads, seats) < 1 or gpus < 0:
+        if min(replicas, devices, threads, seats) < 1 or gpus < 0:
             raise ConfigError(
-                f"rollout: replicas={replicas}, threads={threads}, seats={seats}, gpus={gpus}; "
+                f"rollout: replicas={replicas}, devices={devices}, threads={threads}, seats={seats}, gpus={gpus}; "
                 "give 1 or more of each, and 0 or more GPUs."
             )
         if not ray.is_initialized():
@@ -78,13 +81,20 @@ class Replicas:
         self._longest = int(options["max_prompt_length"])
         self._to_sleep = self._closed = False
         self._line = Line(_lost)
-        kind = ray.remote(Replica).options(num_cpus=0, num_gpus=gpus, max_concurrency=1000)
-        self._seats = [Seat(f"replica {at + 1} of {replicas}", kind.remote()) for at in range(replicas)]
+        kind = ray.remote(Replica)
+        self._gpus = [Gpus(gpus, devices) for _ in range(replicas)]
+        self._seats = [
+            Seat(f"replica {at + 1} of {replicas}", kind.options(**taken.options, max_concurrency=1000).remote())
+            for at, taken in enumerate(self._gpus)
+        ]
         self._balance = self._line.backend = Balance(self._seats, seats, self._line)
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         try:
             # No ray.get: this may be the thread of an event loop, as in an actor.
-            built = [seat.actor.build.remote(factory, dict(options), environment).future() for seat in self._seats]
+            built = [
+                seat.actor.build.remote(factory, dict(options), environment, *taken.seen).future()
+                for seat, taken in zip(self._seats, self._gpus, strict=True)
+            ]
             self._read(str(options["model"]))
             self._wait_for(built)
         except BaseException:
@@ -222,8 +232,9 @@ class Replicas:
         import ray
 
         if ray.is_initialized():
-            for seat in self._seats:
+            for seat, taken in zip(self._seats, self._gpus, strict=True):
                 ray.kill(seat.actor)
+                taken.release()
 
 
 def _lost(cause: Exception) -> str:

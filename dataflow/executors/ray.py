@@ -57,6 +57,10 @@ class RayExecutor:
         staged: dict[str, dict[str, Stage]] = {name: {} for name in specs}
         for s in pipeline.stages:
             staged[s.host.name if s.host else HELPER.name][s.name] = s
+        # The largest share of a GPU first: two small ones on one GPU would leave another without room for a large one.
+        for spec in sorted(specs.values(), key=lambda spec: -spec.gpus):
+            if spec.gpus and spec.name not in self._hosts:
+                await self._crew(spec).place()
         await asyncio.gather(*(self._host(spec, staged[name]) for name, spec in specs.items()))
         for crew in self._hosts.values():
             crew.learn(pipeline)
@@ -91,11 +95,16 @@ class RayExecutor:
         self._started = True
 
     async def _host(self, spec: Hosted, stages: dict[str, Stage]) -> None:
-        if spec.name in self._hosts:
-            await self._hosts[spec.name].add(stages)
-            return
-        crew = self._hosts[spec.name] = Crew(spec, self.threads, BUILD_DEADLINE_S, self._read, self._ended.put_nowait)
-        await crew.open(stages)
+        crew = self._hosts.get(spec.name)
+        if crew is not None and crew.opened:
+            await crew.add(stages)
+        else:
+            await (crew or self._crew(spec)).open(stages)
+
+    def _crew(self, spec: Hosted) -> Crew:
+        crew = Crew(spec, self.threads, BUILD_DEADLINE_S, self._read, self._ended.put_nowait)
+        self._hosts[spec.name] = crew
+        return crew
 
     def _read(self, size: int) -> None:
         self.bytes_read += size
@@ -154,8 +163,7 @@ class RayExecutor:
                 task.cancel()
             await asyncio.gather(*closing, return_exceptions=True)
         for crew in self._hosts.values():
-            for actor in crew:
-                ray.kill(actor)
+            crew.actors.kill()
         self._hosts.clear()
         if self._started:
             ray.shutdown()

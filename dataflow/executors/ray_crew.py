@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -18,8 +18,9 @@ from loguru import logger
 
 from dataflow.errors import DataflowError, RunError
 from dataflow.executors.base import Call, Done, Part, Report
+from dataflow.executors.ray_actors import Actors
 from dataflow.executors.ray_answer import DIED, cause, died, fetch, first_failure, last_words
-from dataflow.executors.ray_host import Host, WaitingHost, pickled
+from dataflow.executors.ray_host import pickled
 from dataflow.executors.replays import Replays, Submission
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 
@@ -83,9 +84,8 @@ class Crew:
         hand_on: Callable[[Part], None],
     ) -> None:
         self.spec = spec
-        self.threads = threads
         self.deadline_s = deadline_s
-        self.actors: list[Any] = []
+        self.actors = Actors(spec, threads)
         self.deaths = 0
         self.replays = Replays(spec.name)
         self._read = read
@@ -99,10 +99,23 @@ class Crew:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.actors)
 
+    @property
+    def opened(self) -> bool:
+        """Whether the tool was to be built already: further stages are for :meth:`add`."""
+        return bool(self._blobs)
+
     def learn(self, pipeline: Pipeline) -> None:
         """Finds out what a tool built anew must be given again."""
         if self.spec.restarts:
             self.replays.learn(pipeline)
+
+    async def place(self) -> None:
+        """Starts the actors, before others that want the same GPUs.
+
+        Raises:
+            RunError: they are not up in time.
+        """
+        await self._in_time(self.actors.place())
 
     async def open(self, stages: Mapping[str, Stage]) -> None:
         """Builds the tool.
@@ -111,9 +124,12 @@ class Crew:
             RunError: it is not up in time, or its factory raised.
         """
         self._blobs.append(pickled(self.spec, stages))
+        await self._in_time(self.actors.build(self._blobs))
+
+    async def _in_time(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             async with asyncio.timeout(self.deadline_s):
-                await self._build()
+                await work
         except Exception as error:
             self._say_not_built(error)
 
@@ -195,7 +211,7 @@ class Crew:
         if task.emits > 1:
             call = replace(running.call, handed=tuple(running.handed))
             values = [*running.values, *(value for values in running.handed.values() for value in values)]
-            answers = self.actors[0].stream.options(num_returns="streaming").remote(call, *values)
+            answers = self.actors.first.stream.options(num_returns="streaming").remote(call, *values)
             running.refs.append([answers])
             running.attempt = asyncio.create_task(self._streamed(running, answers))
             return
@@ -279,19 +295,16 @@ class Crew:
 
     async def _revive(self, error: Exception) -> None:
         """Builds the tool anew, as often as it may die, and gives it what the dead one was at work on."""
-        import ray
-
         while True:
             self._count(error)
-            for actor in self.actors:
-                ray.kill(actor)
+            self.actors.kill()
             try:
                 async with asyncio.timeout(self.deadline_s):
                     await self._settled()
                     left = self.replays.left()
                     lost = [running for running in self._running.values() if running.to_send]
                     self._warn(left, lost)
-                    await self._build()
+                    await self.actors.build(self._blobs)
                     for submission in left:
                         await self._replay(submission)
                 break
@@ -347,44 +360,14 @@ class Crew:
                 f"{type(why).__name__}: {why}"
             ) from why
 
-    # --- building -----------------------------------------------------------------------------------------
-
-    async def _build(self) -> None:
-        """Makes an actor per rank and builds the tool in them, with all stages so far."""
-        import ray
-
-        spec = self.spec
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": spec.gpus}
-        if spec.concurrent:
-            options["max_concurrency"] = 1000
-        kind = ray.remote(WaitingHost if spec.concurrent else Host).options(**options)
-        self.actors = [kind.remote() for _ in range(spec.ranks)]
-        address, port = await self.actors[0].address.remote()
-        first, *further = self._blobs
-        await first_failure(
-            [actor.build.remote(first, self._environment(rank, address, port)) for rank, actor in enumerate(self)]
-        )
-        for blob in further:
-            await first_failure([actor.add.remote(blob) for actor in self.actors])
-
-    def _environment(self, rank: int, address: str, port: int) -> dict[str, str]:
-        return {
-            "OMP_NUM_THREADS": str(self.threads),
-            "RANK": str(rank),
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(self.spec.ranks),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-
     def _say_not_built(self, error: Exception) -> NoReturn:
         """Raises what a user is told of a tool that could not be built."""
         import ray
 
         spec, why = self.spec, cause(error)
         if isinstance(error, TimeoutError) and not isinstance(error, ray.exceptions.RayError):
-            asks = f"it asks for {spec.ranks} x {spec.gpus:g} GPUs: does the cluster have them ('ray status')?"
+            asked = " x ".join(f"{n:g}" for n in (spec.ranks, spec.devices, spec.gpus) if n != 1 or n is spec.gpus)
+            asks = f"it asks for {asked} GPUs: does the cluster have them ('ray status')?"
             busy = "is the machine out of memory, or busy with something else?"
             raise RunError(
                 f"'{spec.name}' was not up after {self.deadline_s:.0f} s; {asks if spec.gpus else busy}"

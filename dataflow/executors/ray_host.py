@@ -14,6 +14,7 @@ from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.executors.base import Call, Part, part, prepare, report, results_of
+from dataflow.gpus import see
 from dataflow.graph import Hosted, Stage, TaskInfo
 
 
@@ -30,9 +31,10 @@ class Host:
             s.bind(("", 0))
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
-    def build(self, blob: bytes, environment: Mapping[str, str]) -> int:
-        """Builds the tool; returns this process's id."""
+    def build(self, blob: bytes, environment: Mapping[str, str], *gpus: str) -> int:
+        """Builds the tool, which sees these GPUs, or those that Ray shows it; returns this process's id."""
         os.environ.update(environment)
+        see(gpus)
         import cloudpickle  # type: ignore[import-untyped]
 
         # What the first Batch to arrive would import: seconds that belong to start-up, not to a task.
@@ -98,8 +100,8 @@ def settle_memory() -> None:
 class WaitingHost(Host):
     """A host whose calls run side by side on one event loop: for tools that wait."""
 
-    async def build(self, blob: bytes, environment: Mapping[str, str]) -> int:  # type: ignore[override]
-        return super().build(blob, environment)
+    async def build(self, blob: bytes, environment: Mapping[str, str], *gpus: str) -> int:  # type: ignore[override]
+        return super().build(blob, environment, *gpus)
 
     async def run(self, call: Call, keep: bool, *values: Any) -> Any:
         begin = time.time()

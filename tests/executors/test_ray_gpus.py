@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dataflow.engines.base import Sampling
-from dataflow.errors import RunError
+from dataflow.engines.choice import has_vllm
+from dataflow.engines.replicas import Replicas
+from dataflow.errors import ConfigError, RunError
 from dataflow.executors import ray as ray_executor
 from dataflow.executors.ray import RayExecutor
+from dataflow.gpus import Gpus
 from dataflow.graph import Hosted, Pipeline, stage
+from dataflow.models.tiny import tiny_model
 from pipelines import gsm8k_grpo
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
@@ -33,6 +41,9 @@ class Process:
     def gpus(self) -> str:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
+    def pid(self) -> int:
+        return os.getpid()
+
 
 @stage(writes="out", on="gpu")
 def work(prompts, *, process):
@@ -51,10 +62,10 @@ async def seen_by(pipeline: Pipeline) -> dict[str, list[str]]:
         await executor.close()
 
 
-def shares(gpus_per_worker: float, ranks: int) -> dict[str, Hosted]:
-    """The hosts of the GSM8K pipeline, with a process in place of each engine."""
+def shares(gpus_per_worker: float, ranks: int, **more: object) -> dict[str, Hosted]:
+    """The hosts of the GSM8K pipeline."""
     config = gsm8k_grpo.Config.model_validate(
-        {"ray": {"gpus_per_worker": gpus_per_worker}, "trainer": {"world_size": ranks}, "model": {"path": "x"}}
+        {"ray": {"gpus_per_worker": gpus_per_worker}, "trainer": {"world_size": ranks}, "model": {"path": "x"}, **more}
     )
     hosts = gsm8k_grpo.pipeline(config).hosts()
     assert isinstance(gsm8k_grpo.pipeline(config).by_name["rollout"].tools["sampling"], Sampling)
@@ -64,14 +75,71 @@ def shares(gpus_per_worker: float, ranks: int) -> dict[str, Hosted]:
 def test_each_rank_has_a_gpu_and_the_rollout_shares_one() -> None:
     hosts = shares(1.0, ranks=2)
     assert hosts["trainer"].options["device"] == hosts["rollout"].options["device"] == "cuda"
+    seen = asyncio.run(seen_by(processes(hosts)))
+    assert sorted(seen["trainer"]) == ["0", "1"]
+    assert seen["rollout"][0] in ("0", "1")
+
+
+def processes(hosts: dict[str, Hosted]) -> Pipeline:
+    """A pipeline of these hosts, those on GPUs, with a process in place of each engine."""
     stages = [
-        work.bind(name=name, renamed={"out": name}, process=Hosted(name, Process, ranks=spec.ranks, gpus=spec.gpus))
+        work.bind(name=name, renamed={"out": name}, process=replace(spec, factory=Process, options={}))
         for name, spec in hosts.items()
         if spec.gpus
     ]
-    seen = asyncio.run(seen_by(Pipeline(stages, inputs=["prompts"])))
-    assert sorted(seen["trainer"]) == ["0", "1"]
-    assert seen["rollout"][0] in ("0", "1")
+    return Pipeline(stages, inputs=["prompts"])
+
+
+needs_vllm = pytest.mark.skipif(not has_vllm(), reason="tensor parallel is vLLM's, which is not installed")
+
+
+@needs_vllm
+def test_an_engine_over_several_gpus_shares_them_with_the_ranks_and_is_built_anew_on_them() -> None:
+    hosts = shares(1.0, ranks=2, engine={"rollout": "vllm", "tensor_parallel": 2})
+    assert hosts["rollout"].options["tensor_parallel"] == 2
+    # The engine is named first, but the ranks, which take more of each GPU, are placed first.
+    pipeline = processes({name: hosts[name] for name in ("rollout", "trainer")})
+
+    async def body() -> None:
+        executor = RayExecutor(num_cpus=2)
+        try:
+            await executor.open(pipeline)
+            ranks = [await actor.ask.remote("gpus") for actor in executor._hosts["trainer"]]
+            assert sorted(ranks) == ["0", "1"]
+            pid = await executor.ask("rollout", "pid")
+            os.kill(pid, signal.SIGKILL)
+            assert sorted((await executor.ask("rollout", "gpus")).split(",")) == ["0", "1"]
+            assert await executor.ask("rollout", "pid") != pid
+        finally:
+            await executor.close()
+
+    asyncio.run(body())
+
+
+def test_replicas_over_several_gpus_see_them(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+
+    def engine(**_options: object) -> SimpleNamespace:
+        seen.write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+        return SimpleNamespace(close=lambda: None)
+
+    async def body() -> None:
+        options = {"model": str(tiny_model()), "max_prompt_length": 8}
+        await Replicas(engine, options, replicas=1, gpus=0.6, devices=2).close()
+
+    asyncio.run(body())
+    assert sorted(seen.read_text().split(",")) == ["0", "1"]
+
+
+def test_shares_that_are_put_on_one_gpu_end_with_the_fix() -> None:
+    engine = Hosted("rollout", Process, gpus=0.3, devices=2)
+    with pytest.raises(ConfigError, match=r"2 shares of GPUs (0, 0|1, 1), .* give ray.gpus_per_worker=1"):
+        asyncio.run(seen_by(processes({"rollout": engine})))
+
+
+def test_a_part_of_a_second_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"1\.5 GPUs for a process: Ray shares one GPU, not several"):
+        Gpus(1.5)
 
 
 def test_without_gpus_the_hosts_ask_for_none() -> None:
