@@ -83,6 +83,8 @@ class RewardConfig(Section):
     """Passed to a reward function as reward_router_address where it takes that."""
     model_tokenizer: Text | None = None
     """Path of a tokenizer, passed to a reward function as reward_model_tokenizer where it takes that."""
+    actors: PositiveInt = 1
+    """Processes that send the requests, within the same limits; more than one where one is kept busy by them (ray)."""
     restarts: NonNegativeInt = 3
     """How often the agent's process may be started anew after it died."""
 

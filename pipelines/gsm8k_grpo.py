@@ -66,7 +66,7 @@ def pipeline(config: Config) -> Pipeline:
     engine = rollout_host(config, gpus * rollout_share)
     agent = Hosted(
         "reward",
-        "dataflow.rewards.build:build_agent",
+        "dataflow.rewards.build:host_agent",
         {
             "custom": config.custom_reward_function.model_dump(),
             "default": {"target": "dataflow.rewards.judge:Judge", "kwargs": judge.client_options()},

@@ -26,7 +26,7 @@ from dataflow.overrides import fields
 from dataflow.plan_config import PlanConfig
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.reward_config import EndpointConfig
-from dataflow.rewards.build import build_agent
+from dataflow.rewards.build import host_agent
 from dataflow.rewards.custom import RESERVED
 from dataflow.rewards.failure import KINDS
 from dataflow.rewards.ledger import Ledger
@@ -178,7 +178,7 @@ def test_runs_have_valid_options_and_agents_that_can_be_built(
     config.judge.url = config.judge.url or "http://127.0.0.1:1"  # a run starts one
     options = {**pipeline.pipeline(config).hosts()["reward"].options, "ledger": None}
     options["options"] = config.reward.model_copy(update={"cache": None})
-    run(build_agent(**options).close)
+    run(host_agent(**options).close)
 
 
 def test_plans_have_valid_options() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,28 @@ def build_agent(
         scorer=_scorer(custom, default, options),
         metrics=RayMetrics(run) if in_ray_worker() else None,
     )
+
+
+def host_agent(options: RewardConfig, **given: Any) -> RewardAgent:
+    """Returns the agent of a run: in this process, or in as many actors of its own as ``options`` say.
+
+    Args:
+        options: section ``reward`` of the configuration.
+        given: what else :func:`build_agent` takes.
+
+    Raises:
+        ConfigError: as there; or there are to be actors, and Ray does not run.
+    """
+    build = partial(build_agent, options=options, **given)
+    if options.actors == 1:
+        return build()
+    import ray
+
+    from dataflow.rewards.remote import RemoteAgent
+
+    if not ray.is_initialized():
+        raise ConfigError(f"reward.actors={options.actors}: Ray does not run here; use executor=ray, or one.")
+    return RemoteAgent(build, actors=options.actors, restarts=options.restarts)
 
 
 def check_reward(custom: Mapping[str, Any], judge: Mapping[str, Any], options: RewardConfig) -> None:

@@ -3,6 +3,9 @@
 A byte-level tokenizer's text is its tokens' bytes one after another: a table gives it some ten times faster than the
 tokenizer itself, which matters where thousands of responses are decoded beside the requests that are in flight. The
 table is used only where it gives the tokenizer's own text for every token there is, and for some that go together.
+
+It is kept in cells of equal width too, filled up with a byte that no text has: a row of cells is gathered as numbers
+and freed of the filling in one go, some two times faster than bytes are joined.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import numpy as np
 
 Decode: TypeAlias = Callable[[Sequence[np.ndarray]], list[str]]
 _ROW = 512
+_WIDTHS = {8: np.uint64, 16: np.complex128}
+"""Bytes of a cell, and what numpy gathers as one number of that size."""
+_FILLING = b"\xff"
 _PROBE = " It 's , isn't it ? Is n't . \n  do not  ! I 'm 've 're 'll \" x \" "
 """Text that some tokenizers write otherwise, tidied up or without its outer spaces."""
 
@@ -31,9 +37,17 @@ def decoder(tokenizer: Any) -> Decode:
         return list(texts) if rows else []  # the library has a text for no rows
 
     table = _table(tokenizer)
+    cells = [_cells(table, width) for width in _WIDTHS]
+    narrowest = np.array([_narrowest(piece) for piece in table], dtype=np.uint8)
 
     def fast(rows: Sequence[np.ndarray]) -> list[str]:
-        return [b"".join(table.take(row, mode="clip").tolist()).decode("utf-8", errors="replace") for row in rows]
+        return [joined(row).decode("utf-8", errors="replace") for row in rows]
+
+    def joined(row: np.ndarray) -> bytes:
+        width = narrowest.take(row, mode="clip").max(initial=0)
+        if width < len(cells):
+            return bytes(cells[width].take(row, mode="clip").tobytes().translate(None, _FILLING))
+        return b"".join(table.take(row, mode="clip").tolist())
 
     return fast if _same(fast, library, len(table), tokenizer(_PROBE)["input_ids"]) else library
 
@@ -58,6 +72,19 @@ def _table(tokenizer: Any) -> np.ndarray:
         else:
             table[token] = piece.encode()  # added as it is
     return table
+
+
+def _narrowest(piece: bytes) -> int:
+    """Returns which of the widths a token fits into, or how many there are if none."""
+    if _FILLING in piece:
+        return len(_WIDTHS)
+    return sum(len(piece) > width for width in _WIDTHS)
+
+
+def _cells(table: np.ndarray, width: int) -> np.ndarray:
+    """Returns the table's tokens in cells, cut off where they do not fit."""
+    joined = b"".join(piece[:width].ljust(width, _FILLING) for piece in table)
+    return np.frombuffer(joined, dtype=_WIDTHS[width])
 
 
 def _bytes_of_letters() -> dict[str, int]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError
+from dataflow.executors.ray_host import settle_memory
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.custom import describe
 from dataflow.rewards.failure import FailureRule
@@ -95,6 +96,7 @@ class RewardHost:
             agent.rule = FailureRule("drop_group")
         if shared is not None:
             self.share(name, shared)
+        settle_memory()
         self._built.set()
         return facts
 
@@ -152,9 +154,7 @@ class RewardHost:
             while not ended:
                 came = [await self._agent.collect(step, 1)]
                 if state.left:
-                    await asyncio.sleep(_GATHER_S)
-                if state.arrived:
-                    came.append(await self._agent.collect(step, len(state.arrived)))
+                    came += await self._further(state)
                 ended = "step" in came[-1].meta
                 stats = None if state.left else self._agent.stats()
                 self._put(*(self._arrival(state, each) for each in came[:-1]), self._arrival(state, came[-1], stats))
@@ -163,6 +163,14 @@ class RewardHost:
             self._put(Failure(step, message))
         finally:
             self._serving.pop(step, None)
+
+    async def _further(self, state: StepRequests) -> list[Batch]:
+        """Returns what else is whole after a while, or sooner if it is all there is."""
+        try:
+            return [await asyncio.wait_for(self._agent.collect(state.key), _GATHER_S)]
+        except TimeoutError:
+            arrived = len(state.arrived)
+            return [await self._agent.collect(state.key, arrived)] if arrived else []
 
     def _arrival(self, state: StepRequests, rewards: Batch, stats: dict[str, Any] | None = None) -> Arrival:
         columns, meta = rewards.columns, rewards.meta

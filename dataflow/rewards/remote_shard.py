@@ -56,9 +56,15 @@ class Shard:
 
 
 def needed(samples: Batch) -> Batch:
-    """Returns the columns that a reward is made of; the others need not travel."""
+    """Returns the columns that a reward is made of, as small as they get; the others need not travel."""
+    import torch
+
     text = "response_text" if "response_text" in samples else "responses"
-    return samples.like(**{name: samples[name] for name in (*_COLUMNS, text) if name in samples})
+    columns = {name: samples[name] for name in (*_COLUMNS, text) if name in samples}
+    for name, small in (("responses", torch.int32), ("response_mask", torch.bool)):
+        if isinstance(columns.get(name), torch.Tensor):
+            columns[name] = columns[name].to(small)
+    return samples.like(**columns)
 
 
 def hosted(factory: Callable[[], RewardAgent]) -> Hosted:

@@ -13,7 +13,7 @@ from dataflow.batch import Batch
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import RewardAgent
 from dataflow.reward_config import RewardConfig
-from dataflow.rewards.build import build_agent, limits_of, retry_of
+from dataflow.rewards.build import build_agent, host_agent, limits_of, retry_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -179,3 +179,9 @@ def test_equal_requests_in_flight_are_asked_once(file: Path) -> None:
     stats = run(lambda: body(RewardConfig()))
     assert (stats["requested"], stats["scored"], stats["shared"]) == (4, 4, 2)
     assert run(lambda: body(RewardConfig(share_equal=False)))["shared"] == 0
+
+
+def test_several_actors_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=r"reward\.actors=2: Ray does not run here; use executor=ray"):
+        host_agent(RewardConfig(actors=2), custom=None, default={})

@@ -92,7 +92,15 @@ def with_holes() -> Any:
     return tokenizer
 
 
-BYTE_LEVEL = [byte_level, with_added_tokens, with_holes]
+def with_long_tokens() -> Any:
+    """Tokens that just fit into a cell of the table, and ones that just do not."""
+    tokenizer = byte_level()
+    tokenizer.add_tokens([letter * size for letter, size in LONG.items()])
+    return tokenizer
+
+
+LONG = {"p": 7, "q": 8, "r": 9, "s": 15, "t": 16, "u": 17, "v": 80}
+BYTE_LEVEL = [byte_level, with_added_tokens, with_holes, with_long_tokens]
 OTHERS = [word_piece, sentence_piece, stripping, cleaning_up]
 
 
@@ -169,6 +177,15 @@ def test_added_tokens_are_text_unless_they_are_special() -> None:
     tokenizer, decode = made(with_added_tokens)
     ids = tokenizer("<|im_start|><think>東京 answer</think><|reserved_1|>x")["input_ids"]
     assert decode([np.asarray(ids)]) == ["<think>東京 answer</think>x"]
+
+
+@pytest.mark.parametrize("longest", LONG)
+def test_tokens_of_any_length_beside_shorter_ones_and_bytes_that_are_no_text(longest: str) -> None:
+    tokenizer, _decode = made(with_long_tokens)
+    of = tokenizer.get_vocab()
+    upto = [of[letter * size] for letter, size in LONG.items() if letter <= longest]
+    no_text = [of["Ā"], of["ÿ"]]  # the bytes 0x00 and 0xff
+    same(with_long_tokens, [upto, [*upto, no_text[0]], [no_text[1], *upto], [*no_text, upto[-1]], no_text])
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
@@ -21,9 +22,12 @@ from dataflow.executors.ray_host import pickled
 from dataflow.graph import Hosted
 from dataflow.policy import SchedulingPolicy
 from dataflow.reward_agent import Limits, Retry, RewardAgent
+from dataflow.reward_config import RewardConfig
+from dataflow.rewards.build import host_agent
 from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.remote import RemoteAgent
 from dataflow.rewards.remote_host import RewardHost
+from dataflow.rewards.remote_shard import needed
 from dataflow.rewards.shared import start_limits
 from tests.executors import test_streaming as streaming
 from tests.fake_engine import FakeRollout
@@ -611,3 +615,31 @@ def test_a_run_that_streams_has_its_rewards_from_two_actors(
         groups = [group for ids, _scores in trained[at : at + 4] for group in ids]
         assert len(set(groups)) == 8
         assert order == "arrival" or groups == list(range(8))
+
+
+def test_token_ids_travel_small() -> None:
+    ids = torch.tensor([[70, 71, 0], [72, 2**31 - 1, 5]])
+    columns = {"responses": ids, "response_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+    sent = needed(Batch([0, 1], columns))
+    assert torch.equal(sent["responses"], ids)
+    assert sent["responses"].dtype == torch.int32
+    assert sent["response_mask"].tolist() == [[True, True, False], [True, True, True]]
+
+
+def test_a_run_has_as_many_actors_as_its_configuration_says(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "import os\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': float(ground_truth), 'pid': os.getpid()}\n"
+    )
+    custom = {"path": str(file), "name": "compute_score", "reward_kwargs": {}}
+
+    async def body() -> None:
+        agent = host_agent(RewardConfig(actors=2), custom=custom, default={}, ledger=str(tmp_path / "rewards.sqlite"))
+        agent.submit(1, samples(4, step=1))
+        rewards = await agent.collect(1)
+        assert scores(rewards) == expected(range(4), step=1)
+        assert len(set(rewards["pid"])) == 2
+        await agent.close()
+
+    run(body)
