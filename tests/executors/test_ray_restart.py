@@ -268,7 +268,7 @@ class Killer:
         self.kills += 1
         self.wait = self.dice.randint(1, 12)
         if self.kills == 1:
-            ray.kill(crew.actors[0], no_restart=True)
+            ray.kill(crew.actors.first, no_restart=True)
         else:
             os.kill(read(self.journal)[-1]["pid"], signal.SIGKILL)
 
