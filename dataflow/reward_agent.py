@@ -242,6 +242,7 @@ class RewardAgent:
             self._ledger.collected(step, chosen)
         if (last if state.more else len(state.groups) <= state.spare) and not state.over:
             batch.meta["step"] = step_summary(state)
+            state.ended.clear()  # requests and their step would else wait for the garbage collector
             self._leave(state)
             self._end(state, DataflowError, f"reward agent: step {step} has been collected in full.", None)
         return batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import threading
 import time
@@ -482,6 +483,28 @@ def test_cancel_and_close_wake_those_who_wait(closing: bool) -> None:
         await agent.close()
 
     run(body)
+
+
+@pytest.mark.parametrize("function", [plain, quick])
+def test_a_step_leaves_nothing_to_the_garbage_collector(function: Any) -> None:
+    """Thousands of objects a step that only the collector could free would have it stop the loop, step after step."""
+
+    async def body() -> None:
+        agent = RewardAgent(function, limits=Limits(50))
+        for step in (1, 2):
+            agent.submit(step, samples(200))
+            await agent.collect(step, 150)
+            await agent.collect(step)
+            await asyncio.sleep(0)
+            left = gc.collect()
+        assert left < 200
+        await agent.close()
+
+    gc.disable()
+    try:
+        run(body)
+    finally:
+        gc.enable()
 
 
 def test_extra_columns() -> None:

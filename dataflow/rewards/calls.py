@@ -131,6 +131,7 @@ class Call:
     def _ended(self, result: Any, error: BaseException | None) -> None:
         """The code is over, in time or not."""
         self.ended = True
+        self._task = self._awaited = None  # the call itself is kept as long as its time-out
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -308,6 +309,8 @@ class Timeouts:
     def close(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
+        self._timers.clear()
+        self._lines.clear()
 
 
 class Threads:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -186,6 +188,25 @@ def test_a_time_that_is_over_before_the_call_ran_ends_it() -> None:
         ends = await bench.end_of(never, 0.0)
         assert isinstance(ends.errors[0], TimedOut)
         assert ends.once == (1, 1)
+
+    run(body)
+
+
+def test_a_call_whose_time_out_is_still_to_come_keeps_nothing_of_its_task() -> None:
+    async def body(bench: Bench) -> None:
+        tasks: list[weakref.ref[Any]] = []
+
+        async def notes() -> None:
+            tasks.append(weakref.ref(asyncio.current_task()))
+
+        gc.disable()
+        try:
+            await bench.end_of(notes, timeout_s=60.0)
+            await asyncio.sleep(0)
+            assert len(bench.calls._timeouts._lines[60.0]) == 1
+            assert tasks[0]() is None
+        finally:
+            gc.enable()
 
     run(body)
 
