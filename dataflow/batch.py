@@ -1,8 +1,9 @@
 """Batch: the value that travels between stages. Rows come in whole groups (the n responses of one prompt).
 
-Tensor columns live in a TensorDict, everything else (text, chat messages, scores' explanations) in numpy
-object arrays; ``meta`` is a small dict for the whole batch (``weights_version``). A batch is never changed in
-place: every method returns a new one, so a value may be read by several tasks at once.
+Columns are tensors, or numpy object arrays of everything else (text, chat messages, scores' explanations); ``meta`` is
+a small dict for the whole batch (``weights_version``). A batch is never changed in place: every method returns a new
+one, so a value may be read by several tasks at once. A TensorDict is made where verl wants one, and not before: its
+import takes as long as torch's own, in each process (docs/decisions/0009).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from dataflow.errors import DataflowError
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
+    from torch import Tensor
     from verl import DataProto
 
 
@@ -34,7 +35,7 @@ class Batch:
     __slots__ = ("arrays", "groups", "meta", "tensors")
 
     groups: np.ndarray
-    tensors: TensorDict
+    tensors: dict[str, Tensor]
     arrays: dict[str, np.ndarray]
     meta: dict[str, Any]
 
@@ -45,7 +46,6 @@ class Batch:
         meta: Mapping[str, Any] | None = None,
     ) -> None:
         import torch
-        from tensordict import TensorDict
 
         self.groups = np.asarray(groups, dtype=np.int64).reshape(-1)
         rows = len(self.groups)
@@ -53,16 +53,15 @@ class Batch:
         if len(set(ids)) != len(ids):
             torn = next(g for g in ids if ids.count(g) > 1)
             raise DataflowError(f"Batch: the rows of group {torn} do not stand together; sort rows by group.")
-        tensors: dict[str, Any] = {}
+        self.tensors = {}
         self.arrays = {}
         for name, column in (columns or {}).items():
             if len(column) != rows:
                 raise DataflowError(f"Batch: column '{name}' has {len(column)} rows, the batch has {rows}.")
             if isinstance(column, torch.Tensor):
-                tensors[name] = column
+                self.tensors[name] = column
             else:
                 self.arrays[name] = _objects(column)
-        self.tensors = TensorDict(tensors, batch_size=[rows])
         self.meta = dict(meta or {})
 
     def __len__(self) -> int:
@@ -75,7 +74,7 @@ class Batch:
         """Returns the column of that name: a tensor or a numpy object array."""
         if name in self.arrays:
             return self.arrays[name]
-        if name in self.tensors.keys():  # noqa: SIM118 - TensorDict is no plain mapping
+        if name in self.tensors:
             return self.tensors[name]
         raise DataflowError(f"Batch: no column '{name}'; it has {', '.join(self.names) or 'none'}.")
 
@@ -84,7 +83,7 @@ class Batch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*self.tensors.keys(), *self.arrays)
+        return (*self.tensors, *self.arrays)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -96,7 +95,7 @@ class Batch:
 
     @property
     def columns(self) -> dict[str, Any]:
-        return {**dict(self.tensors.items()), **self.arrays}
+        return {**self.tensors, **self.arrays}
 
     def select(self, groups: Sequence[int]) -> Batch:
         """Returns the rows of these groups, in the order given.
@@ -175,19 +174,16 @@ class Batch:
         parts = list(batches)
         if not parts:
             raise DataflowError("Batch: nothing to concatenate.")
-        names = set(parts[0].tensors.keys())
+        names = set(parts[0].tensors)
         for part in parts[1:]:
-            if set(part.tensors.keys()) != names:
+            if set(part.tensors) != names:
                 raise DataflowError(
                     f"Batch: cannot concatenate columns {sorted(parts[0].names)} with {sorted(part.names)}."
                 )
         ids = [group for part in parts for group in part.ids]
         if len(set(ids)) != len(ids):
             raise DataflowError("Batch: cannot concatenate, a group stands in two of the batches.")
-        columns: dict[str, Any] = {
-            name: torch.cat([part.tensors[name] for part in parts])
-            for name in parts[0].tensors.keys()  # noqa: SIM118
-        }
+        columns: dict[str, Any] = {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors}
         for name in dict.fromkeys(name for part in parts for name in part.arrays):
             columns[name] = np.concatenate([part.arrays.get(name, _objects([None] * len(part))) for part in parts])
         meta: dict[str, Any] = {}
@@ -201,7 +197,7 @@ class Batch:
 
         uid = np.array([str(g) for g in self.groups], dtype=object)
         return DataProto.from_dict(
-            tensors=dict(self.tensors.items()),
+            tensors=dict(self.tensors),
             non_tensors={**self.arrays, "uid": uid},
             meta_info=dict(self.meta),
         )
@@ -217,15 +213,6 @@ class Batch:
     def nbytes(self) -> int:
         """Bytes of the tensor columns."""
         return sum(column.numel() * column.element_size() for column in self.tensors.values())
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.groups, dict(self.tensors.items()), self.arrays, self.meta
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        from tensordict import TensorDict
-
-        self.groups, tensors, self.arrays, self.meta = state
-        self.tensors = TensorDict(tensors, batch_size=[len(self.groups)])
 
 
 def _objects(column: Any) -> np.ndarray:

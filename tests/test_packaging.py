@@ -36,6 +36,13 @@ def test_import_config_loads_no_engine() -> None:
     assert loaded.strip() == "[]"
 
 
+def test_a_batch_takes_no_more_than_torch() -> None:
+    """Each process that is handed one would wait for it (docs/decisions/0009)."""
+    made = "from dataflow.batch import Batch; import torch; Batch([0], {'x': torch.zeros(1)}).rows([0])"
+    loaded = python(f"import sys; {made}; print([m for m in ('tensordict', 'torch._dynamo') if m in sys.modules])")
+    assert loaded.strip() == "[]"
+
+
 @pytest.fixture(scope="module")
 def setup_cfg() -> configparser.RawConfigParser:
     parser = configparser.RawConfigParser()

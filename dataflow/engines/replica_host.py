@@ -36,7 +36,7 @@ class Replica:
         see(gpus)
         self.engine: RolloutEngine = Hosted("replica", factory, options).build()
         # What the first Batch to arrive would import: seconds that belong to start-up, not to a task.
-        import tensordict  # noqa: F401
+        import torch  # noqa: F401
 
         self._drawing: dict[int, asyncio.Task[None]] = {}
         self._cancelled: set[int] = set()

@@ -38,7 +38,7 @@ class Host:
         import cloudpickle  # type: ignore[import-untyped]
 
         # What the first Batch to arrive would import: seconds that belong to start-up, not to a task.
-        import tensordict  # noqa: F401
+        import torch  # noqa: F401
 
         spec, self.stages = cloudpickle.loads(blob)
         for s in self.stages.values():

@@ -86,7 +86,7 @@ class RewardHost:
         import cloudpickle  # type: ignore[import-untyped]
 
         # What the first Batch to arrive would import: seconds that belong to start-up, not to a step.
-        import tensordict  # noqa: F401
+        import torch  # noqa: F401
 
         spec, _stages = cloudpickle.loads(blob)
         self._agent = agent = spec.build()

@@ -469,7 +469,7 @@ def with_drops(trainer: VerlTrainer, drop: bool = True) -> dict[str, Any]:
     if drop:
         filler = data.rows([0, 1]).merge(data.rows([0, 1]).like(advantages=torch.zeros(2, R)))
         filler = filler.merge(filler.like(response_mask=torch.zeros_like(filler["response_mask"])))
-        one = Batch([0, 0, 0], {n: torch.cat([filler[n], one[n]]) for n in one.tensors.keys()})  # noqa: SIM118
+        one = Batch([0, 0, 0], {n: torch.cat([filler[n], one[n]]) for n in one.tensors})
     metrics.append(trainer.update(one, last=True))
     return {"metrics": metrics, "digest": trainer.digest(), "weights": trainer.weights()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -152,7 +153,9 @@ def use(responses, rewards):
 
 def test_values_travel_as_refs_and_hardly_a_byte_through_the_controller(executor, monkeypatch):
     unpickled = []
-    monkeypatch.setattr(Batch, "__setstate__", lambda self, state: unpickled.append(state))
+    monkeypatch.setattr(Batch, "__setstate__", lambda self, state: unpickled.append(state), raising=False)
+    pickle.loads(pickle.dumps(Batch([0])))
+    assert unpickled.pop(), "it is seen"
     steps, groups = 3, 8
     policy = SchedulingPolicy(4, 1)
 
