@@ -506,7 +506,8 @@ def command(process: psutil.Process) -> str:
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_two_vllm_replicas_say_what_transformers_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["vllm:VllmRollout", "vllm_async:AsyncVllmRollout"])  # as on a CPU and as on GPUs
+def test_two_vllm_replicas_say_what_transformers_does(kind: str, tmp_path: Path) -> None:
     paths = [tiny_models.save_model(tmp_path / str(seed), seed) for seed in range(2)]
     models = [tiny_models.load(path) for path in paths]
     options = {
@@ -519,7 +520,7 @@ def test_two_vllm_replicas_say_what_transformers_does(tmp_path: Path) -> None:
     batch, sampling = tiny_models.prompts([3, 33, 17, 5, 9, 1]), Sampling(temperature=0.0, max_tokens=16)
     drawn = Sampling(n=N, temperature=0.8, max_tokens=16)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    engine = Replicas("dataflow.engines.vllm:VllmRollout", options, 2, seats=4)
+    engine = Replicas(f"dataflow.engines.{kind}", options, 2, seats=4)
     try:
         for version, model in enumerate(models):
             if version:
