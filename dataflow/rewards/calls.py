@@ -287,7 +287,9 @@ class Timeouts:
 
     def add(self, call: Call, seconds: float) -> None:
         """Lets the call expire in so many seconds, if it has not ended by then."""
-        line = self._lines.setdefault(seconds, deque())
+        line = self._lines.get(seconds)
+        if line is None:
+            line = self._lines[seconds] = deque()
         while line and line[0][1].ended:
             line.popleft()
         line.append((self._loop.time() + seconds, call))

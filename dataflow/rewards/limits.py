@@ -104,7 +104,7 @@ class Line:
         self.waited_s = 0.0
         self.throttled = 0
         self.changes: list[tuple[float, int]] = []
-        self._heap: list[tuple[tuple[int, int, int], int, Waiting]] = []
+        self._heap: list[tuple[int, int, int, int, Waiting]] = []
         self._sequence = 0
         self._changed = changed
         self._cut_at = 0.0
@@ -117,15 +117,15 @@ class Line:
 
     def push(self, item: Waiting) -> None:
         self._sequence += 1
-        heapq.heappush(self._heap, (item.place, self._sequence, item))
+        heapq.heappush(self._heap, (*item.place, self._sequence, item))
         self._wake.set()
 
     def head(self) -> Waiting | None:
         """Returns who is next, whether it may start or not."""
         heap = self._heap
-        while heap and not heap[0][2].wanted:
+        while heap and not heap[0][-1].wanted:
             heapq.heappop(heap)
-        return heap[0][2] if heap else None
+        return heap[0][-1] if heap else None
 
     def ready(self) -> Waiting | None:
         """Returns who may start now."""
@@ -145,7 +145,7 @@ class Line:
 
     def pop(self) -> None:
         """The head starts."""
-        item = heapq.heappop(self._heap)[2]
+        item = heapq.heappop(self._heap)[-1]
         self.running += 1
         if self._permits:
             self._permit = None
@@ -154,7 +154,7 @@ class Line:
             self._wake.set()
 
     def waiting(self) -> int:
-        return sum(item.wanted for _place, _sequence, item in self._heap)
+        return sum(entry[-1].wanted for entry in self._heap)
 
     def pause(self, seconds: float) -> None:
         """Starts nothing for a while, as the server asked."""
@@ -214,7 +214,7 @@ class Line:
             self._wake.clear()
             if self._permit is not None or not self._may_start():
                 continue
-            begin, tokens = time.perf_counter(), self._heap[0][2].tokens
+            begin, tokens = time.perf_counter(), self._heap[0][-1].tokens
             for permits in self._permits:
                 await permits.take(tokens)
             self.waited_s += time.perf_counter() - begin

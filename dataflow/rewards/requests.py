@@ -110,7 +110,7 @@ class Ask:
         queued_s = self.begin - self.queued_at
         if queued_s < _NO_WAIT_S and not self.throttled:
             return None
-        held = {"queued_s": round(queued_s, 3), "held_by": self.held_by} if queued_s >= _NO_WAIT_S else {}
+        held = {"queued_s": int(queued_s * 1000) / 1000, "held_by": self.held_by} if queued_s >= _NO_WAIT_S else {}
         return {**held, "throttled": self.throttled} if self.throttled else held
 
 
