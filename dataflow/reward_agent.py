@@ -23,14 +23,14 @@ from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
 from dataflow.rewards.asks import Asks
 from dataflow.rewards.calls import Calls
-from dataflow.rewards.custom import describe, load_reward, name_of, raised
+from dataflow.rewards.custom import check_methods, describe, load_reward, name_of, raised
 from dataflow.rewards.decode import Decode
-from dataflow.rewards.failure import parse_rule
+from dataflow.rewards.failure import FailedShare, parse_rule
 from dataflow.rewards.groups import Groups
 from dataflow.rewards.hedge import parse_hedge
 from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.lifecycle import Lifecycle
-from dataflow.rewards.limits import Limiter, Limits, Line, Permits
+from dataflow.rewards.limits import Limiter, Limits, Line, Permits, check_endpoints
 from dataflow.rewards.requests import (
     Arguments,
     Ask,
@@ -49,13 +49,14 @@ from dataflow.rewards.retry import Retry
 
 __all__ = ["Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
 
+_CLOSE_S = 10.0  # what the user's object may take to close
 _REMEMBERED = 4096  # ended steps whose end a later collect is told
 
 
 class Metrics(Protocol):
-    """Who is told the stats."""
+    """Who is told the stats, so many seconds after the first change since the last time."""
 
-    def due(self) -> bool: ...
+    every_s: float
 
     def tell(self, stats: Mapping[str, Any]) -> None: ...
 
@@ -74,7 +75,8 @@ class RewardAgent:
         retry: time-outs and tries.
         hedge_after: a second call for one that takes longer than this percentile (``"p95"``) or so many seconds.
         on_failure: what becomes of a sample without a score, see :class:`~dataflow.rewards.failure.FailureRule`.
-        max_failed_share: the run stops when more than this share of all requests has failed.
+        max_failed_share: the run stops when more than this share of its latest requests has failed, see
+            :class:`~dataflow.rewards.failure.FailedShare`.
         max_strays: calls that may go on running after their time is over.
         post_process_scores: sync or async; given the scores of one whole group, in sample order, it returns
             as many, which replace them. Wins over the object's method.
@@ -83,7 +85,7 @@ class RewardAgent:
         scorer: says what scores (its file, the judge's prompt); the ledger's answers of another one do not count.
         decode: turns the token ids of responses into texts, for samples without ``response_text``.
         shared: permits that several agents share, by endpoint.
-        metrics: told the stats about once a second while requests end (Ray's own metrics).
+        metrics: told the stats about once a second while they change (Ray's own metrics).
 
     Raises:
         ConfigError: ``compute_score`` cannot be called, or an option is out of range.
@@ -112,13 +114,13 @@ class RewardAgent:
         self._post = post_process_scores or getattr(compute_score, "post_process_scores", None)
         if isinstance(compute_score, type) or not callable(self._score):
             raise ConfigError(f"compute_score={compute_score!r}; give a function or an object with compute_score.")
-        if not 0 <= max_failed_share <= 1:
-            raise ConfigError(f"reward.max_failed_share={max_failed_share}; give a number from 0 to 1.")
+        self.failures = FailedShare(max_failed_share)
         self.limits = limits or Limits()
         self.retry = retry or Retry()
         self.rule = parse_rule(on_failure)
         parse_hedge(hedge_after)
-        self.max_failed_share = max_failed_share
+        check_methods(compute_score)
+        check_endpoints(compute_score, self.limits)
         if self.retry.predicate is None and callable(predicate := getattr(compute_score, "retry_on", None)):
             self.retry = replace(self.retry, predicate=predicate)
         self._max_strays = self.limits.concurrency if max_strays is None else max_strays
@@ -127,6 +129,7 @@ class RewardAgent:
         self._decode = decode
         self._shared = shared
         self._metrics = metrics
+        self._measuring: asyncio.TimerHandle | None = None
         self._log = getattr(compute_score, "log", None)
         self._steps: dict[Step, StepRequests] = {}
         self._ended: OrderedDict[Step, tuple[type[DataflowError], str, BaseException | None]] = OrderedDict()
@@ -188,6 +191,8 @@ class RewardAgent:
         rows = state.add(samples.groups.tolist())
         self._steps[step] = state
         self.counts["requested"] += len(samples)
+        self.failures.submitted(len(samples), state.rows)
+        self._measure()
         loop.call_soon(self._asks.admit, state, arguments, rows)
         return Ticket(step, ids, len(samples))
 
@@ -235,16 +240,21 @@ class RewardAgent:
                 state.arrived = waiter.future.result() + state.arrived
             self._groups.serve(state)
             raise
+        final = last if state.more else len(state.groups) <= state.spare + len(chosen)
+        if final and state.more and not state.over and (passed := self.failures.passed()):
+            self.halt(passed, None)  # only now is it known of how many
+            raise self._gone(step)
         batch = rewards_of(state, chosen)
         batch.meta["limits"] = self._limiter.changes()
         self._groups.tell(batch)
         if self._ledger is not None:
             self._ledger.collected(step, chosen)
-        if (last if state.more else len(state.groups) <= state.spare) and not state.over:
+        if final and not state.over:
             batch.meta["step"] = step_summary(state)
             state.ended.clear()  # requests and their step would else wait for the garbage collector
             self._leave(state)
             self._end(state, DataflowError, f"reward agent: step {step} has been collected in full.", None)
+            self._dismiss(state)
         return batch
 
     def cancel(self, step: Step) -> int:
@@ -295,6 +305,7 @@ class RewardAgent:
         self._closed = True
         for state in list(self._steps.values()):
             self.fail(state, f"step {state.key}: the reward agent was closed.", None)
+        self._tell_metrics()
         if self._loop is not None:
             self._limiter.close()
             # User code may refuse to be cancelled; it must not keep the process.
@@ -303,7 +314,12 @@ class RewardAgent:
             await asyncio.to_thread(self._ledger.close)
         close = getattr(self._owner, "close", None)
         if callable(close) and inspect.isawaitable(ending := close()):
-            await ending
+            task = asyncio.ensure_future(ending)
+            if not (await asyncio.wait([task], timeout=_CLOSE_S))[0]:
+                task.cancel()
+                logger.warning("reward agent: '{}' has not closed within {:g} s.", name_of(self._owner), _CLOSE_S)
+            else:
+                task.result()
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         try:
@@ -338,13 +354,17 @@ class RewardAgent:
         if state.over:
             return
         self._end(state, RewardFailed, message, error)
+        self._dismiss(state)
+        self._leave(state)
+        if self._loop is not None and not self._closed:
+            self._limiter.fill()
+
+    def _dismiss(self, state: StepRequests) -> None:
+        """Those who still wait for a step that has ended hear why."""
         for waiter in state.waiters:
             if not waiter.future.done():
                 waiter.future.set_exception(self._gone(state.key))
         state.waiters.clear()
-        self._leave(state)
-        if self._loop is not None and not self._closed:
-            self._limiter.fill()
 
     def _leave(self, state: StepRequests) -> None:
         """What is left of a step is wanted no more."""
@@ -364,8 +384,19 @@ class RewardAgent:
             self.fail(state, message, error)
 
     def _measure(self) -> None:
-        if self._metrics is not None and self._metrics.due():
+        """Something has changed: the metrics are told before long, with all that changes until then."""
+        if self._metrics is not None and self._measuring is None and self._loop is not None:
+            self._measuring = self._loop.call_later(self._metrics.every_s, self._tell_metrics)
+
+    def _tell_metrics(self) -> None:
+        if self._measuring is None or self._metrics is None:
+            return
+        self._measuring.cancel()
+        self._measuring = None
+        try:
             self._metrics.tell(self.stats())
+        except Exception as error:
+            self._bug(error)
 
     def _strayed(self, strays: int) -> None:
         if strays > self._max_strays and not self._closed:
@@ -383,6 +414,7 @@ class RewardAgent:
 
     def _end(self, state: StepRequests, kind: type[DataflowError], message: str, cause: BaseException | None) -> None:
         state.over = True
+        self._measure()
         del self._steps[state.key]
         self._ended[state.key] = (kind, message, cause)
         while len(self._ended) > _REMEMBERED:

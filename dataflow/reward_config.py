@@ -62,7 +62,7 @@ class RewardConfig(Section):
     on_failure: Text = "fail"
     """What becomes of a failed sample: fail, score:X, drop_sample, drop_group or replace_group."""
     max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """The run stops when more than this share of its reward requests has failed."""
+    """The run stops when more than this share of its latest reward requests has failed."""
     spare_groups: NonNegativeInt = 0
     """Prompt groups a step makes beyond data.prompts, to take the place of failed ones (replace_group)."""
     max_strays: NonNegativeInt | None = None

@@ -109,6 +109,7 @@ class Model:
         self.halted = ""
         self.paused = 0.0
         self.asked_twice: list[str] = []
+        self.ends: list[bool] = []
 
     def key_of(self, row: Row) -> Any:
         return row.text if self.share_equal else row.at
@@ -188,11 +189,13 @@ class Model:
 
     def _scored(self, step: Step, row: Row) -> None:
         self.counts["scored"] += 1
+        self.ends.append(False)
         row.state, row.got = "scored", row.score
         self._one_less(step, row)
 
     def _failed(self, step: Step, row: Row, fatal: bool) -> None:
         self.counts["failed"] += 1
+        self.ends.append(True)
         row.state = "failed"
         if fatal or step.kind == "fail":
             self.halt(str(row)) if fatal else self.end(step, str(row))
@@ -205,7 +208,9 @@ class Model:
             self._one_less(step, row)
         else:
             self._lose(step, row.group)
-        if self.counts["failed"] > self.max_failed_share * self.counts["requested"]:
+        requested = self.counts["requested"]
+        latest = min(requested, max(100, *(sum(map(len, each.groups.values())) for each in self.steps.values())))
+        if sum(self.ends[-latest:]) > self.max_failed_share * latest:
             self.halt("allows; the last one: ")
 
     def _lose(self, step: Step, group: int) -> None:

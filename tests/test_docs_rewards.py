@@ -274,6 +274,9 @@ class Costly:
     async def compute_score(self, solution_str: str, **_: Any) -> dict[str, Any]:
         return {"score": await fragile(solution_str)}
 
+    def endpoint(self, **_: Any) -> str:
+        return "ENDPOINT"
+
     def usage(self) -> dict[str, float]:
         return {"tokens": 3.0, "cost": 0.1}
 

@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from loguru import logger
+
 from dataflow.errors import RewardFailed
-from dataflow.rewards.custom import describe, raised
+from dataflow.rewards.custom import describe, name_of, raised, tokens_used
 from dataflow.rewards.ledger import Answer, Ledger, key_of
 from dataflow.rewards.lifecycle import Lifecycle
 from dataflow.rewards.limits import Limits
@@ -59,6 +61,8 @@ class Asks:
         self._endpoint = getattr(owner, "endpoint", None) if limits.endpoints else None
         rated = any(each.tpm is not None for each in (limits, *limits.endpoints.values()))
         self._tokens = getattr(owner, "tokens", None) if rated else None
+        self._unmetered = rated and self._tokens is None
+        self._owner = owner
         self._ledger = ledger
         self._share_equal = share_equal
         self._scorer = scorer
@@ -88,7 +92,9 @@ class Asks:
                     self._ask(state, request, *keywords)
         except Exception as error:
             if not state.over:
-                self._fail(state, f"reward agent: step {state.key} cannot be sent: {describe(error)}.", error)
+                self._fail(
+                    state, f"reward agent: step {state.key} cannot be sent: {describe(error).rstrip('.')}.", error
+                )
             return
         self.life.fill()
         if end < len(rows) and not state.over:
@@ -116,6 +122,7 @@ class Asks:
             request.how = "shared"
             request.ask = ask
             ask.requests.append(request)
+            self._bring_forward(ask, state)
             return
         self._sequence += 1
         ask = Ask(arguments, key, (*state.priority, self._sequence), [request])
@@ -129,14 +136,29 @@ class Asks:
         ask.queued_at = time.time()
         self.life.queue(ask)
 
+    def _bring_forward(self, ask: Ask, state: StepRequests) -> None:
+        """An ask goes as early as the earliest step that wants it; its old place in the line counts no more."""
+        if state.priority < ask.place[:2]:
+            self._sequence += 1
+            ask.place = (*state.priority, self._sequence)
+            if ask.queued:
+                self.life.queue(ask)
+
     # --- Lifecycle's Outcome ----------------------------------------------------------------------------------
 
     def settled(self, ask: Ask, score: float, extras: dict[str, Any], how: str) -> None:
         """An ask has its score: so have all requests behind it."""
         requests, end = self._take_requests(ask), time.time()
         self.latency_s.append(end - ask.begin)
-        if type(tokens := extras.get("tokens")) is int:
-            self._counts["tokens"] += tokens
+        used = tokens_used(extras)
+        self._counts["tokens"] += used or 0
+        if self._unmetered:
+            self._unmetered = False
+            if used is None:
+                logger.warning(
+                    "reward.tpm limits nothing: '{}' has no method tokens, and its answers have no column 'tokens'.",
+                    name_of(self._owner),
+                )
         for request in requests:
             _stamp(request, ask, end)
             if self._ledger is not None and ask.key is not None:

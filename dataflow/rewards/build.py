@@ -14,7 +14,7 @@ from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.custom import CONTEXT, build_reward, find_reward, load_reward
 from dataflow.rewards.judge import Judge
 from dataflow.rewards.ledger import Ledger
-from dataflow.rewards.limits import Limits
+from dataflow.rewards.limits import Limits, check_endpoints
 from dataflow.rewards.managers import build_manager, find_manager
 from dataflow.rewards.ray_metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
@@ -119,7 +119,9 @@ def check_reward(custom: Mapping[str, Any], judge: Mapping[str, Any], options: R
     if custom.get("path"):
         load_reward(custom["path"], custom["name"], custom["reward_kwargs"], _configured(options))
     else:
-        Judge(**{**judge, "url": judge.get("url") or "http://127.0.0.1"})
+        judged = Judge(**{**judge, "url": judge.get("url") or "http://127.0.0.1"})
+        if judge.get("url"):
+            check_endpoints(judged, limits_of(options))
 
 
 def limits_of(options: RewardConfig, declared: Mapping[str, Any] | None = None) -> Limits:
@@ -147,7 +149,12 @@ def _scorer(custom: Mapping[str, Any] | None, default: Mapping[str, Any], option
     """Returns what tells one way to score from another: an answer by a changed file or prompt is another answer."""
     manager = [options.manager, _content(options.manager_path), dict(options.manager_kwargs)]
     if custom is not None and custom.get("path"):
-        what: list[Any] = [_content(custom["path"]), custom.get("name"), custom.get("reward_kwargs")]
+        what: list[Any] = [
+            _content(custom["path"]),
+            custom.get("name"),
+            custom.get("reward_kwargs"),
+            options.model_tokenizer,
+        ]
     else:
         kwargs = {name: value for name, value in (default.get("kwargs") or {}).items() if name not in _ASIDE}
         what = [default["target"], {name: _content(value) for name, value in kwargs.items()}]

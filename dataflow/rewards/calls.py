@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from dataflow.rewards.custom import is_async
+from dataflow.rewards.watchdog import Watchdog
 
 GRACE_S = 1.0
 """What a task that was cancelled may take to end before it counts as a stray."""
@@ -203,6 +204,7 @@ class Calls:
         self._threads = Threads()
         self._timeouts = Timeouts(self.loop)
         self._lookout = self.loop.create_task(_for_ever())
+        self._watchdog = Watchdog(self.loop, self.live, within=Call._run.__code__)
 
     def start(
         self,
@@ -230,6 +232,7 @@ class Calls:
             self._timeouts.add(call, timeout_s)
         try:
             if is_async(function) if waits is None else waits:
+                self._watchdog.look()
                 call._await(function(**keywords))
             else:
                 self._threads.run(lambda: self._in_thread(call, function, keywords))
@@ -273,6 +276,7 @@ class Calls:
             if call._timer is not None:
                 call._timer.cancel()
         self._timeouts.close()
+        self._watchdog.close()
         self._threads.close()
         self._lookout.cancel()
 

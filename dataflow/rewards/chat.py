@@ -28,7 +28,7 @@ CONNECT_S = 30.0
 ERROR_BYTES = 64 * 1024
 """Bytes of an error's text that are read: enough for any message, little enough to hold for each request."""
 
-_AGAIN = (408, 425, 429)
+_AGAIN = (408, 409, 425, 429)
 _FIXES = {
     400: "correct what the server objects to: judge.model, judge.options, or a prompt that is too long for the model",
     401: "see that the environment variable that judge.api_key_env names holds a key which this server takes",

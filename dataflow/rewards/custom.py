@@ -11,11 +11,11 @@ import os
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from dataflow.errors import ConfigError, nearest
@@ -29,8 +29,12 @@ CONTEXT = {"reward_router_address": "reward.router_address", "reward_model_token
 MADE = "_dataflow_made"
 """The attribute of a built reward that holds what :func:`build_reward` was given."""
 
+_ASKED = ("retry_on", "endpoint", "tokens", "usage")
+
 LABEL = "dataflow_reward_"
 """What the names of modules loaded from users' files begin with."""
+
+_LONGEST = 2000  # characters of an error's message
 
 # These frames say nothing about where the user's code failed.
 _MACHINERY = (
@@ -268,6 +272,24 @@ def find_reward(target: str) -> Any:
         raise ConfigError(f"reward '{target}' cannot be found: {describe(error)}.") from error
 
 
+def check_methods(reward: Any) -> None:
+    """Sees to it that what a reward object offers beside ``compute_score`` can be called as the agent will.
+
+    Raises:
+        ConfigError: something of that name is no method, or one that is asked in passing is async.
+    """
+    what = f"reward '{name_of(reward)}'"
+    for name in ("post_process_scores", "log", *_ASKED):
+        found = getattr(reward, name, None)
+        if found is not None and not callable(found):
+            kind = type(found).__name__
+            raise ConfigError(f"{what}: its '{name}' is a {kind}, where the agent expects a method; call it otherwise.")
+        if name in _ASKED and found is not None and is_async(found):
+            raise ConfigError(
+                f"{what}: its '{name}' is async, but the agent asks it in passing; write it as plain def."
+            )
+
+
 def name_of(function: Any) -> str:
     """Returns the name to call user code by in a message."""
     while isinstance(function, partial):
@@ -286,9 +308,14 @@ def is_async(function: Any) -> bool:
 
 def describe(error: BaseException) -> str:
     """Returns an exception in one line: its type, message and the line of user code it came through."""
-    text = " ".join(str(error).split())
+    text = _shortened(" ".join(str(error).split()))
     place = place_of(error)
     return f"{type(error).__name__}{': ' + text if text else ''}{' (' + place + ')' if place else ''}"
+
+
+def _shortened(text: str) -> str:
+    """Returns the beginning of what may be the whole page that a server sent."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
 
 
 def place_of(error: BaseException) -> str:
@@ -299,6 +326,11 @@ def place_of(error: BaseException) -> str:
     return f"{Path(user.filename).name}:{user.lineno}" if user else str(getattr(error, "_place", ""))
 
 
+def user_frame(frames: Iterable[FrameType]) -> FrameType | None:
+    """Returns the first frame that is of the user's code."""
+    return next((frame for frame in frames if not frame.f_code.co_filename.startswith(_MACHINERY)), None)
+
+
 def raised(where: str, function: Any, error: BaseException) -> str:
     """Returns the message for user code that raised: where, what, and the fix."""
     # An exception of our own knows better what to do about it.
@@ -306,17 +338,20 @@ def raised(where: str, function: Any, error: BaseException) -> str:
     return f"{where}: '{name_of(function)}' raised {describe(error)}; {fix}."
 
 
+MOST = float.fromhex("0x1.fffffep+127")
+"""The largest score: scores are trained on as float32, in which a larger one would be infinite."""
+
 RESERVED = frozenset({"attention_mask", "input_ids", "kept", "position_ids", "prompts", "response_mask", "responses"})
 """Columns that a reward's own must not take the place of."""
 
 
 def read_number(value: Any) -> float:
-    """Returns a finite number as float; an array or tensor of one element counts as that element.
+    """Returns a number that is finite in float32, as float; an array or tensor of one element counts as that element.
 
     Raises:
         ValueError: it is none; the message names what it is.
     """
-    if type(value) is float and math.isfinite(value):
+    if type(value) is float and -MOST <= value <= MOST:
         return value  # by far the most, and the checks below cost more than all else that is done with it
     what = "None" if value is None else f"a {type(value).__name__}"
     shape = getattr(value, "shape", None)
@@ -332,7 +367,17 @@ def read_number(value: Any) -> float:
         raise ValueError("a number too large for a float") from error
     if not math.isfinite(number):
         raise ValueError(str(number))
+    if abs(number) > MOST:
+        raise ValueError(f"{number:g}, which float32 cannot hold")
     return number
+
+
+def tokens_used(columns: Mapping[str, Any]) -> int | None:
+    """Returns what a call says that it used, in its column ``tokens``; None if it says nothing."""
+    tokens = columns.get("tokens")
+    if type(tokens) is int:
+        return tokens
+    return int(tokens) if isinstance(tokens, numbers.Integral) and not isinstance(tokens, bool) else None
 
 
 def read_result(result: Any) -> tuple[float, dict[str, Any]]:

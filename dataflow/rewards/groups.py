@@ -13,15 +13,18 @@ from loguru import logger
 from dataflow.batch import Batch
 from dataflow.rewards.calls import Call, Calls
 from dataflow.rewards.custom import describe, name_of, raised, read_number
+from dataflow.rewards.failure import FailedShare
 from dataflow.rewards.limits import Limiter, Line
 from dataflow.rewards.requests import Finish, Request, StepRequests
+
+_LOGS = 8  # calls of the user's log at a time
 
 
 class Owner(Protocol):
     """The agent: it ends steps."""
 
     counts: Counter[str]
-    max_failed_share: float
+    failures: FailedShare
 
     def fail(self, state: StepRequests, message: str, error: BaseException | None) -> None: ...
 
@@ -54,6 +57,7 @@ class Groups:
         self._post = post
         self._log = log
         self._log_failed = False
+        self._logging = 0
         self._calls = calls
         self._limiter = limiter
         self._timeout_s = timeout_s
@@ -62,13 +66,15 @@ class Groups:
     def scored(self, request: Request, score: float, extras: dict[str, Any], how: str) -> None:
         """The request has its score."""
         self._owner.counts["scored"] += 1
+        self._owner.failures.ended()
         request.score, request.extras, request.how = score, extras, how
         self._one_less(request)
 
     def broken(self, request: Request, message: str, error: BaseException) -> None:
         """The request has failed; the rule of its step is carried out."""
-        state, counts = request.step, self._owner.counts
-        counts["failed"] += 1
+        state, failures = request.step, self._owner.failures
+        self._owner.counts["failed"] += 1
+        failures.ended(message)
         request.how, state.story = "failed", message
         if getattr(error, "fatal", False) or state.rule.kind == "fail":
             state.open -= 1
@@ -90,11 +96,8 @@ class Groups:
             self._one_less(request)
         else:
             self._leave_out(request, error)
-        share = self._owner.max_failed_share
-        if counts["failed"] > share * counts["requested"]:
-            failed = f"{counts['failed']} of {counts['requested']} reward requests have failed"
-            limit = f"more than reward.max_failed_share={share:g} allows"
-            self._owner.halt(f"{failed}, {limit}; the last one: {message}", error)
+        if passed := failures.passed(state.more):
+            self._owner.halt(passed, error)
 
     def _leave_out(self, failed: Request, error: BaseException) -> None:
         """One sample failed, so its whole group is dropped, or replaced by one that is still to come."""
@@ -113,7 +116,9 @@ class Groups:
         if state.rule.kind == "drop_group":
             self._arrive(state, group)
             return
-        state.ended += state.groups.pop(group)
+        replaced = state.groups.pop(group)
+        state.ended += replaced
+        state.replaced += replaced
         state.lost += 1
         state.spare -= 1
         if state.spare < 0:
@@ -192,6 +197,10 @@ class Groups:
         """Hands what was collected to the user's ``log``; what that raises is said once and ends nothing."""
         if self._log is None:
             return
+        if self._logging >= _LOGS:
+            self._say_of_log(f"has not returned from {_LOGS} calls, so that it is left out of further ones")
+            return
+        self._logging += 1
         records, columns = rewards.meta["records"], rewards.columns
         self._calls.start(
             self._log,
@@ -203,14 +212,20 @@ class Groups:
                 "group_uids": rewards.groups.tolist(),
             },
             done=self._told,
-            freed=lambda _call: None,
-            timeout_s=self._timeout_s,
+            freed=self._logged,  # without a time-out: it holds up nothing, and a stray would count as a scorer's
         )
 
+    def _logged(self, _call: Call) -> None:
+        self._logging -= 1
+
     def _told(self, call: Call) -> None:
-        if call.error is not None and not self._log_failed:
+        if call.error is not None:
+            self._say_of_log(f"raised {describe(call.error)}")
+
+    def _say_of_log(self, what: str) -> None:
+        if not self._log_failed:
             self._log_failed = True
-            logger.warning("reward log: '{}' raised {}; the run goes on.", name_of(self._log), describe(call.error))
+            logger.warning("reward log: '{}' {}; the run goes on.", name_of(self._log), what)
 
 
 def _short_of_groups(state: StepRequests) -> str:

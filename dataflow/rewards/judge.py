@@ -215,6 +215,11 @@ class Judge:
             return 0
         return crc32(str(response).encode(errors="surrogatepass")) % len(self._urls)
 
+    @property
+    def endpoints(self) -> list[str]:
+        """The names that :meth:`endpoint` gives: the urls as they were given."""
+        return list(self._given)
+
     def endpoint(self, solution_str: str, **_arguments: Any) -> str:
         """Returns the url, as it was given, of the server that grades this response: the same whenever it is asked."""
         return self._given[self._place(solution_str)]

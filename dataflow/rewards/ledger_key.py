@@ -55,8 +55,8 @@ def key_of(arguments: Mapping[str, Any], scorer: str = "") -> Key:
         text = memoryview(_pickled(_ordered(content)))
     except Exception as error:  # pickling runs the objects' own code
         raise DataflowError(
-            f"reward ledger: a request cannot be told from others by its arguments ({type(error).__name__}: {error}); "
-            "keep what cannot be pickled out of extra_info, or run without a ledger."
+            f"a request cannot be told from others by its arguments ({type(error).__name__}: {error}); keep what "
+            "cannot be pickled out of extra_info, or set reward.ledger=false and reward.share_equal=false"
         ) from error
     # SHA-256 is the one that processors compute. From 2,048 bytes on hashlib would hand over the GIL, and get it
     # back, beside busy reward threads, only after milliseconds.

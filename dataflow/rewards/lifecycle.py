@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
 from dataflow.rewards.calls import Call, Calls
-from dataflow.rewards.custom import describe, is_async, name_of, read_result
+from dataflow.rewards.custom import describe, is_async, name_of, read_result, tokens_used
 from dataflow.rewards.hedge import Hedge
 from dataflow.rewards.limits import Limiter, Line
 from dataflow.rewards.requests import Ask
@@ -98,7 +98,7 @@ class Lifecycle:
             ask.tries += 1
         call = self._calls.start(
             self._score,
-            ask.arguments,
+            _own(ask.arguments),
             done=partial(self._tried, ask, line),
             freed=partial(self._freed, ask, line),
             timeout_s=timeout_s,
@@ -119,10 +119,11 @@ class Lifecycle:
     def _freed(self, ask: Ask, line: Line, call: Call) -> None:
         error = call.error
         throttled = error is not None and is_throttle(error)
-        spent = 0
-        if isinstance(call.result, dict) and isinstance(call.result.get("tokens"), int):
-            spent = call.result["tokens"] - ask.tokens
+        used = tokens_used(call.result) if isinstance(call.result, Mapping) else None
+        spent = 0 if used is None else used - ask.tokens
         self._limiter.release(line, call.begin, throttled, spent, error)
+        # The call is kept as long as its time-out, what it returned need not be.
+        call.result = call.error = None
 
     def _tried(self, ask: Ask, line: Line, call: Call) -> None:
         hedge = ask.live.pop(call)
@@ -130,8 +131,8 @@ class Lifecycle:
         if error is None:
             try:
                 score, extras = read_result(call.result)
-            except ValueError as bad:
-                error = BadScore(str(bad))
+            except Exception as bad:  # reading it may run code of the user's: a tensor's, a mapping's
+                error = BadScore(str(bad) if type(bad) is ValueError else f"what cannot be read: {describe(bad)}")
             else:
                 self._hedging.answered(self._latency_s(ask, call))
                 self.drop(ask)
@@ -230,3 +231,9 @@ class Lifecycle:
 def _brief(error: BaseException) -> str:
     status = status_of(error)
     return f"HTTP {status}" if status is not None else type(error).__name__
+
+
+def _own(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the arguments of one try: what it takes out of ``extra_info`` must not be missing at the next."""
+    extra = arguments.get("extra_info")
+    return {**arguments, "extra_info": dict(extra)} if extra else arguments

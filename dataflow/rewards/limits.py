@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.rates import Rates
 
 BACK_OFF = 0.7
@@ -54,6 +54,29 @@ class Limits:
                 raise ConfigError(f"reward.{name}={rate}; give a number above 0, or null.")
         if not 1 <= self.floor <= self.concurrency:
             raise ConfigError(f"reward.floor={self.floor}; give 1 to reward.concurrency={self.concurrency}.")
+
+
+def check_endpoints(reward: Any, limits: Limits) -> None:
+    """Sees to it that limits of endpoints are for endpoints that the reward object sends to.
+
+    Args:
+        reward: says by its method ``endpoint`` where a request goes, and may list all names in ``endpoints``.
+        limits: of which each endpoint's would else limit nothing.
+
+    Raises:
+        ConfigError: it does not say, or has no such endpoint.
+    """
+    if limits.endpoints and not callable(getattr(reward, "endpoint", None)):
+        first = next(iter(limits.endpoints))
+        fix = "give it a method endpoint(**arguments), or limit all calls (reward.concurrency, reward.rpm, reward.tpm)"
+        raise ConfigError(f"reward.endpoints={{{first}: ...}}: the reward does not say which endpoint it calls; {fix}.")
+    known = getattr(reward, "endpoints", None)
+    if not isinstance(known, list | tuple):
+        return
+    for name in limits.endpoints:
+        if name not in known:
+            hint = nearest(name, known) or f"; there are {', '.join(map(str, known))}."
+            raise ConfigError(f"reward.endpoints={{{name}: ...}}: the reward calls no such endpoint{hint}")
 
 
 class Waiting(Protocol):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.rewards.custom import describe, is_async, load_file, name_of, pick, read_result, scorer_of
 
-FORWARDED = ("post_process_scores", "log", "close", "usage", "retry_on", "endpoint", "tokens", "limits")
+FORWARDED = ("post_process_scores", "log", "close", "usage", "retry_on", "endpoint", "endpoints", "tokens", "limits")
 """What a manager hands on of the reward object that it wraps."""
 
 Kind = TypeVar("Kind", bound=type)

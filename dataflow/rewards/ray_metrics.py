@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,15 +20,16 @@ COUNTED = (
     "rate_limit_wait_s",
 )
 GAUGED = {"running": "calls in flight", "waiting": "requests that wait for a slot", "strays": "abandoned calls"}
-EVERY_S = 1.0
 
 
 class RayMetrics:
-    """Tells Ray's metrics agent what changed, at most once in :data:`EVERY_S` seconds.
+    """Tells Ray's metrics agent what changed.
 
     Args:
         run: the run's name, a label of every metric.
     """
+
+    every_s = 1.0
 
     def __init__(self, run: str) -> None:
         from ray.util.metrics import Counter, Gauge
@@ -40,15 +40,9 @@ class RayMetrics:
         self._limit = Gauge(_name("limit"), "calls that may be in flight", tag_keys=("run", "endpoint"))
         self._latency = Gauge(_name("latency_s"), "latency of a request", tag_keys=("run", "quantile"))
         self._before: dict[str, float] = {}
-        self._told = 0.0
-
-    def due(self) -> bool:
-        """Whether the last time is long enough ago."""
-        return time.monotonic() - self._told >= EVERY_S
 
     def tell(self, stats: Mapping[str, Any]) -> None:
         """Takes the agent's stats."""
-        self._told = time.monotonic()
         for name, counter in self._counters.items():
             now = float(stats.get(name, 0.0))
             grown = now - self._before.get(name, 0.0)

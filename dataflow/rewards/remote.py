@@ -41,7 +41,7 @@ class RemoteAgent(RewardAgent):
 
     What differs: what an actor refuses (token ids that it cannot decode) fails at ``collect``, as ``submit`` does not
     wait for the actors. The user's object lives in the actors, one in each: its ``log`` is told of groups as they
-    arrive, its budget, ``max_failed_share`` and equal requests in flight count in each actor by itself. ``stats``
+    arrive, its budget and equal requests in flight count in each actor by itself. ``stats``
     is as each actor said with the last groups that it had of a step, or at :meth:`refresh`.
 
     Args:
@@ -77,7 +77,8 @@ class RemoteAgent(RewardAgent):
         self._limits_actor: Any = None
         self._facts, self._address = self._open(shared)
         self._tasks: set[asyncio.Task[None]] = set()
-        super().__init__(_elsewhere, limits=self._facts.limits, decode=_elsewhere)
+        limits, share = self._facts.limits, self._facts.max_failed_share
+        super().__init__(_elsewhere, limits=limits, decode=_elsewhere, max_failed_share=share)
         self.rule = self._facts.rule
         self._asks = cast(Asks, _Elsewhere())
 
@@ -272,6 +273,8 @@ class RemoteAgent(RewardAgent):
             part.owed.pop(group, None)
             if not state.over:
                 self._whole(state, group, requests)
+        if not state.over and (passed := self.failures.passed(state.more)):
+            self.halt(passed, None)
         self._groups.serve(state)
 
     def _whole(self, state: StepRequests, group: int, requests: Sequence[Request]) -> None:
@@ -289,6 +292,8 @@ class RemoteAgent(RewardAgent):
             state.arrived.append(group)
 
     def _count(self, request: Request) -> None:
+        if request.how != "cancelled":
+            self.failures.ended((request.step.story or str(request)) if request.how == "failed" else "")
         self.counts[request.how if request.how in ("failed", "cancelled") else "scored"] += 1
         if request.how in ("ledger", "shared"):
             self.counts["cached" if request.how == "ledger" else "shared"] += 1

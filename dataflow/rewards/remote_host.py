@@ -16,7 +16,7 @@ from dataflow.errors import DataflowError
 from dataflow.executors.ray_host import settle_memory
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.custom import describe
-from dataflow.rewards.failure import FailureRule
+from dataflow.rewards.failure import FailedShare, FailureRule
 from dataflow.rewards.limit_server import Address
 from dataflow.rewards.limits import Limits
 from dataflow.rewards.requests import Step, StepRequests
@@ -26,10 +26,11 @@ _GATHER_S = 0.05  # a message costs more than many groups: not one for each
 
 
 class Facts(NamedTuple):
-    """What the other side must know of an agent: its limits, its failure rule, and whether it journals."""
+    """What the other side must know of an agent: its limits and failure rules, and whether it journals."""
 
     limits: Limits
     rule: FailureRule
+    max_failed_share: float
     ledger: bool
 
 
@@ -90,7 +91,8 @@ class RewardHost:
 
         spec, _stages = cloudpickle.loads(blob)
         self._agent = agent = spec.build()
-        facts = Facts(agent.limits, agent.rule, agent._ledger is not None)
+        facts = Facts(agent.limits, agent.rule, agent.failures.most, agent._ledger is not None)
+        agent.failures = FailedShare(1.0)  # the share is of all actors' requests, which only the other side sees
         if agent.rule.kind == "replace_group":
             # The other side replaces: only there is known which groups of the step are left.
             agent.rule = FailureRule("drop_group")

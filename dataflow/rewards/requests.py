@@ -101,7 +101,8 @@ class Ask:
 
     @property
     def wanted(self) -> bool:
-        return bool(self.requests)
+        # Not queued: it has started from a better place than the one where it is looked at.
+        return self.queued and bool(self.requests)
 
     @property
     def notes(self) -> Mapping[str, Any] | None:
@@ -149,6 +150,8 @@ class StepRequests:
     """Whether further groups may be submitted."""
     seen: set[int] = field(default_factory=set)
     """All groups that were submitted."""
+    rows: int = 0
+    """All samples that were submitted."""
     groups: dict[int, list[Request]] = field(default_factory=dict)
     unfinished: dict[int, int] = field(default_factory=dict)
     """How many samples of a group are still to come."""
@@ -160,6 +163,8 @@ class StepRequests:
     """Collected requests: what the metrics of the step are of."""
     lost: int = 0
     """Groups that failed and were replaced."""
+    replaced: list[Request] = field(default_factory=list)
+    """Requests of these, until the next collect tells of them."""
     failed: int = 0
     """Requests that a rule took care of."""
     story: str = ""
@@ -175,6 +180,7 @@ class StepRequests:
             requests.append(rows[-1])
             self.unfinished[group] = len(requests)
         self.seen.update(groups)
+        self.rows += len(rows)
         self.open += len(rows)
         return rows
 
@@ -276,6 +282,7 @@ def rewards_of(state: StepRequests, chosen: Sequence[int]) -> Batch:
 
     requests = [request for group in chosen for request in state.groups.pop(group)]
     state.ended += requests
+    replaced, state.replaced = state.replaced, []
     names = dict.fromkeys(name for request in requests for name in request.extras)
     columns: dict[str, Any] = {name: [request.extras.get(name) for request in requests] for name in names}
     columns["score"] = torch.tensor([request.score for request in requests], dtype=torch.float32)
@@ -287,6 +294,7 @@ def rewards_of(state: StepRequests, chosen: Sequence[int]) -> Batch:
         {
             "latency_s": [request.end - request.begin for request in requests],
             "records": [record(request) for request in requests],
+            "replaced": [record(request) for request in replaced],
         },
     )
 
@@ -315,6 +323,7 @@ def step_summary(state: StepRequests) -> dict[str, float]:
     hows = [request.how for request in requests]
     latency = latency_summary([request.end - request.begin for request in called])
     return {
+        "requested": float(len(requests)),
         "scored": float(len(requests) - hows.count("failed") - hows.count("cancelled")),
         "failed": float(hows.count("failed")),
         "retried": float(sum(max(0, request.tries - 1) for request in called)),

@@ -92,7 +92,8 @@ class Retry:
 def is_transient(error: BaseException) -> bool:
     """Whether an error may be gone at the next try: a time-out, a broken connection, 429, 5xx.
 
-    An error may say so itself, by a bool attribute ``retry``.
+    An error may say so itself, by a bool attribute ``retry``. One that says nothing counts as the one it was raised
+    from.
 
     >>> is_transient(ConnectionResetError()), is_transient(ValueError())
     (True, False)
@@ -103,7 +104,10 @@ def is_transient(error: BaseException) -> bool:
     status = status_of(error)
     if status is not None:
         return status >= 500 or status in _AGAIN
-    return isinstance(error, TimeoutError | ConnectionError) or _is_one(error, _TRANSPORT)
+    if isinstance(error, TimeoutError | ConnectionError) or _is_one(error, _TRANSPORT):
+        return True
+    # Clients wrap what their transport raised in errors of their own.
+    return error.__cause__ is not None and is_transient(error.__cause__)
 
 
 def _is_one(error: BaseException, names: Mapping[str, Sequence[str]]) -> bool:

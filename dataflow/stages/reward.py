@@ -31,8 +31,8 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
     """Waits for the next groups of the step: their ids make up the part.
 
     With the step's last groups it logs, over the whole step since percentiles do not average, ``reward/latency_*`` and
-    how many samples were ``reward/scored``, ``failed``, ``retried``, ``hedged`` and ``cached``; and as they stand then
-    the agent's ``reward/running``, ``waiting``, ``tokens`` and the like.
+    how many samples were ``reward/requested``, ``scored``, ``failed``, ``retried``, ``hedged`` and ``cached``; and as
+    they stand then the agent's ``reward/running``, ``waiting``, ``tokens`` and the like.
     """
     rewards = await agent.collect(reward_ticket.step, task.take, order=task.order, last=task.last)
     _mark(rewards, task)
@@ -76,7 +76,7 @@ def _bare(rewards: Batch) -> Batch:
 
 
 def _mark(rewards: Batch, task: TaskInfo, **facts: Any) -> None:
-    for record in rewards.meta["records"]:
+    for record in rewards.meta["records"] + rewards.meta["replaced"]:
         task.mark("reward", **record, step=task.step, **facts)
     for at, endpoint, limit in rewards.meta["limits"]:
         task.level("reward limit" + (f" {endpoint}" if endpoint else ""), at, limit)

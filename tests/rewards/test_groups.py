@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
 
 import pytest
-from loguru import logger
 
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits
@@ -15,15 +13,6 @@ from tests.rewards.group_rig import BROKEN, NONE, Reward, agent_of, fails, numbe
 from tests.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    """What is logged from here on."""
-    lines: list[str] = []
-    number = logger.add(lines.append, format="{level} {message}")
-    yield lines
-    logger.remove(number)
 
 
 # --- rules ---------------------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from loguru import logger
 
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry
@@ -17,15 +17,6 @@ from tests.rewards.group_rig import BROKEN, NONE, Reward, agent_of, fails, numbe
 from tests.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    """What is logged from here on."""
-    lines: list[str] = []
-    number = logger.add(lines.append, format="{level} {message}")
-    yield lines
-    logger.remove(number)
 
 
 # --- post_process_scores -------------------------------------------------------------------------------------
@@ -230,19 +221,56 @@ def test_a_log_that_fails_is_told_once_and_ends_nothing(logged: list[str]) -> No
 
 def test_a_log_that_never_ends_holds_up_nobody(logged: list[str]) -> None:
     class Stuck(Reward):
+        calls = 0
+
         async def log(self, **columns: Any) -> None:
+            self.calls += 1
             await asyncio.get_running_loop().create_future()
 
-    async def body() -> None:
-        agent = agent_of(Stuck(), retry=Retry(timeout_s=5.0), limits=Limits(1))
-        for step in range(1, 4):
+    async def body() -> int:
+        reward = Stuck()
+        agent = agent_of(reward, retry=Retry(timeout_s=5.0), limits=Limits(1))
+        for step in range(1, 21):
             agent.submit(step, samples(1))
             await agent.collect(step)
         assert asyncio.get_running_loop().time() < 1, "it takes no slot"
         await asyncio.sleep(20)
         assert agent.stats()["strays"] == 0
         await agent.close()
+        return reward.calls
 
-    run_virtual(body)
-    assert len(logged) == 1
-    assert "'log' raised TimedOut: no answer within 5 s" in logged[0]
+    assert run_virtual(body) == 8
+    assert logged == [
+        "WARNING reward log: 'log' has not returned from 8 calls, so that it is left out of further ones; "
+        "the run goes on.\n"
+    ]
+
+
+def test_a_log_in_a_thread_that_never_ends_is_no_stray_of_the_scorer(logged: list[str]) -> None:
+    go = threading.Event()
+
+    class Stuck(Reward):
+        def log(self, **columns: Any) -> None:
+            go.wait(30)
+
+    async def body() -> None:
+        agent = agent_of(Stuck(), retry=Retry(timeout_s=0.05, backoff_s=0.0), max_strays=0)
+        for step in range(1, 4):
+            agent.submit(step, samples(1))
+            await agent.collect(step)
+            await asyncio.sleep(0.1)
+        assert agent.stats()["strays"] == 0
+        await agent.close()
+        go.set()
+
+    asyncio.run(body())
+    assert not logged
+
+
+def test_a_post_processed_score_that_float32_cannot_hold_is_none() -> None:
+    class Huge(Reward):
+        async def post_process_scores(self, scores: list[float]) -> list[float]:
+            return [1e300 for _ in scores]
+
+    message = fails(Huge())
+    assert "returned 1e+300, which float32 cannot hold; return a list of 2 finite numbers" in message

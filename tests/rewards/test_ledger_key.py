@@ -136,5 +136,5 @@ def test_what_cannot_be_told_apart_is_said() -> None:
     circle: list[Any] = []
     circle.append(circle)
     for value in (threading.Lock(), lambda: 0, (part for part in [1]), circle):
-        with pytest.raises(DataflowError, match=r"^reward ledger: .*; keep what cannot be pickled out of extra_info"):
+        with pytest.raises(DataflowError, match=r"^a request cannot be told .*; keep what cannot be pickled out"):
             key(value)

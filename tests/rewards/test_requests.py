@@ -199,6 +199,8 @@ def test_who_waits_is_who_has_no_call() -> None:
 def test_an_ask_is_wanted_as_long_as_a_request_is_behind_it_and_a_group_until_it_is_whole() -> None:
     state = step_of([1, 1])
     ask = Ask({}, None, (0, 7, 1), list(state.groups[0]))
+    assert not ask.wanted, "it stands in no line"
+    ask.queued = True
     assert ask.wanted
     ask.requests.clear()
     assert not ask.wanted
@@ -284,7 +286,7 @@ def test_a_step_of_which_nothing_was_called_has_no_latency() -> None:
     state.ended = state.groups.pop(0)
     for request in state.ended:
         request.how = "ledger"
-    assert step_summary(state) == {"scored": 2, "failed": 0, "retried": 0, "hedged": 0, "cached": 2}
+    assert step_summary(state) == {"requested": 2, "scored": 2, "failed": 0, "retried": 0, "hedged": 0, "cached": 2}
 
 
 def test_no_latencies_have_no_summary() -> None:

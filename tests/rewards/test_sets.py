@@ -162,3 +162,49 @@ def test_bad_input(agent_of: Make, first: dict[str, Any], second: dict[str, Any]
         await agent.close()
 
     run_virtual(body)
+
+
+# --- what too many failures are ----------------------------------------------------------------------------------
+
+
+def test_one_failure_in_a_first_small_set_does_not_stop_a_large_step(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(_0_0=BROKEN), "drop_sample", max_failed_share=0.1)
+        for first in range(0, 20, 4):
+            agent.submit(1, samples(4, first=first), more=True)
+            await agent.collect(1, 4, last=first == 16)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_with_its_last_set_a_step_is_known_to_have_failed_too_often(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(_0_0=BROKEN, _1_0=BROKEN, _2_0=BROKEN), "score:0", max_failed_share=0.25)
+        agent.submit(1, samples(2), more=True)
+        assert len(await agent.collect(1, 2)) == 4, "of four requests two, but there may be many to come"
+        agent.submit(1, samples(2, first=2), more=True)
+        with pytest.raises(RewardFailed, match=r"3 of 8 reward requests have failed.*sample 0 of group"):
+            await agent.collect(1, 2, last=True)
+        with pytest.raises(RewardFailed, match="3 of 8"):
+            agent.submit(2, samples(1))
+        await agent.close()
+
+    run_virtual(body)
+
+
+@pytest.mark.heavy
+def test_the_share_is_of_the_requests_of_all_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = remote_agents(monkeypatch, group_rig.agent_of)
+
+    async def body() -> None:
+        broken = dict.fromkeys(("_0_0", "_2_0", "_4_0", "_5_0", "_6_0"), BROKEN)
+        agent = make(Reward(**broken), "drop_sample", max_failed_share=0.25)
+        agent.submit(1, samples(4))
+        assert len(await agent.collect(1)) == 8, "of one actor's four requests two failed, of the other's none"
+        agent.submit(2, samples(4, first=4))
+        with pytest.raises(RewardFailed, match=r"5 of 16 reward requests have failed, .*; the last one: sample 0 of"):
+            await agent.collect(2)
+        await agent.close()
+
+    run_virtual(body)
