@@ -107,7 +107,7 @@ class EngineConfig(Section):
     """Rollout: how responses are sampled."""
 
     rollout: Literal["auto", "hf", "vllm"] = "auto"
-    """Rollout engine: hf (transformers), vllm, or auto: vLLM where it is installed."""
+    """Rollout engine: hf (transformers), vllm, or auto: vLLM where it is installed for the CPU or GPU in use."""
     n: PositiveInt = 8
     """Responses per prompt."""
     temperature: NonNegativeFloat = 1.0

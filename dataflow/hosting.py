@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from dataflow.engines.choice import rollout_engine
+from dataflow.engines.choice import TEMPERATURES, rollout_engine
 from dataflow.errors import ConfigError
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
 VLLM = "dataflow.engines.vllm:VllmRollout"
 VLLM_ON_GPU = "dataflow.engines.vllm_async:AsyncVllmRollout"
+_CLOSE_S = 8.0  # for vLLM's processes to end and give back their shared memory
 REPLICAS = "dataflow.engines.replicas:Replicas"
 
 
@@ -25,23 +26,28 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         ConfigError: an engine that is not installed, or cannot do what is asked of it.
     """
     draw = config.engine
-    kind = rollout_engine(draw.rollout, own_process=config.executor != "inline")
+    device = "cuda" if gpus else "cpu"
+    kind = rollout_engine(draw.rollout, own_process=config.executor != "inline", device=device)
+    # A later turn's prompt holds the turns before it.
+    turns = config.tools.max_response_tokens if config.tools.offered else 0
     options: dict[str, Any] = {
         "model": config.model.path,
-        # A later turn's prompt holds the turns before it.
-        "max_prompt_length": config.data.max_prompt_length
-        + (config.tools.max_response_tokens if config.tools.offered else 0),
+        "max_prompt_length": config.data.max_prompt_length + turns,
         "threads": config.trainer.threads,
-        "device": "cuda" if gpus else "cpu",
+        "device": device,
     }
     factory, workers = HF, draw.tensor_parallel
     if kind == "vllm":
+        _check_temperature("engine.temperature", draw.temperature)
+        _check_temperature("val.temperature", config.val.temperature)
         factory = VLLM_ON_GPU if gpus or workers > 1 else VLLM
         options |= {
             "max_tokens": draw.max_tokens,
             "max_num_seqs": draw.max_num_seqs,
             "gpu_memory": draw.gpu_memory,
         }
+        if turns:
+            options["max_model_len"] = config.data.max_prompt_length + turns
         if gpus:
             options |= {"dtype": "bfloat16", "kv_cache_bytes": None}
         if draw.kv_cache_gb:
@@ -63,4 +69,21 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             "threads": config.trainer.threads,
         }
         factory, gpus, workers = REPLICAS, 0.0, 1
-    return Hosted("rollout", factory, options, gpus=gpus, devices=workers, concurrent=True, restarts=draw.restarts)
+    return Hosted(
+        "rollout",
+        factory,
+        options,
+        gpus=gpus,
+        devices=workers,
+        concurrent=True,
+        restarts=draw.restarts,
+        # vLLM measures what is free on its GPUs; a trainer that loads meanwhile would be taken for its own.
+        alone=device == "cuda" and config.placement == "colocated",
+        close_s=_CLOSE_S if kind == "vllm" and options.get("tensor_parallel") else 1.0,
+    )
+
+
+def _check_temperature(key: str, value: float) -> None:
+    least, most = TEMPERATURES
+    if value and not least <= value <= most:
+        raise ConfigError(f"{key}={value:g}: vLLM takes 0 (greedy) or {least} to {most}; or set engine.rollout=hf.")

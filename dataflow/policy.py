@@ -70,7 +70,9 @@ def preset(name: str, mini_batches: int) -> SchedulingPolicy:
         "both": (mini_batches, 1),
     }.get(base, (0, 0))
     if not split:
-        raise PolicyError(f"unknown policy '{name}'{nearest(base, PRESETS)} (policies: {', '.join(PRESETS)}).")
+        every = [*PRESETS, *(known + STREAM for known in PRESETS)]
+        known = f"policies: {', '.join(PRESETS)}, each also with {STREAM}"
+        raise PolicyError(f"unknown policy '{name}'{nearest(name, every)} ({known}).")
     return SchedulingPolicy(split, staleness, stream_rollout=base != name)
 
 

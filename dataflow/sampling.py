@@ -29,11 +29,11 @@ def rollout_stages(config: Any) -> tuple[Stage, Stage]:
     if not offer.offered:
         return rollout.bind(sampling=sampling, **how), val_rollout.bind(sampling=held_out, **how)
     from dataflow.stages.conversation import conversation, val_conversation
-    from dataflow.tools import Toolbox
+    from dataflow.tools import toolbox_of
 
     talk = {
         **how,
-        "tools": Toolbox(config.model.path, offer.path, tuple(offer.names), offer.timeout, offer.format).check(),
+        "tools": toolbox_of(config).check(),
         "max_turns": offer.max_turns,
         "max_response_tokens": offer.max_response_tokens,
         "max_prompt_length": config.data.max_prompt_length,

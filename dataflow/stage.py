@@ -99,6 +99,8 @@ class Hosted:
         concurrent: calls run side by side on one event loop (for tools that wait).
         restarts: how often in a run it may be built anew when its process dies; stages that replay then run again,
             and after them what was under way. For tools whose state can be given again, as an agent's can.
+        alone: built before the other tools on GPUs, and not beside one: it measures what is free there.
+        close_s: seconds that closing it may take at the end of a run.
     """
 
     name: str
@@ -109,6 +111,8 @@ class Hosted:
     devices: int = 1
     concurrent: bool = False
     restarts: int = 0
+    alone: bool = False
+    close_s: float = 1.0
 
     def build(self) -> Any:
         """Returns the tool, built in this process."""

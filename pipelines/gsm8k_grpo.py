@@ -15,6 +15,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from dataflow.config import RunConfig
+from dataflow.errors import ConfigError
 from dataflow.graph import Hosted, Pipeline
 from dataflow.hosting import rollout_host
 from dataflow.reward_config import RewardConfig
@@ -44,6 +45,11 @@ def pipeline(config: Config) -> Pipeline:
     train, draw, judge = config.trainer, config.engine, config.judge
     apart = config.placement == "disaggregated"
     # Tasks of one pool exclude each other: colocated, all of them; apart, those of the trainer and those of the engine.
+    if not apart and gpus not in (0, 1):
+        raise ConfigError(
+            f"ray.gpus_per_worker={gpus:g}: colocated, engine and trainer share whole GPUs; give 1, a rank for each "
+            "GPU (trainer.world_size), or placement=disaggregated."
+        )
     training, sampling_on = ("train", "rollout") if apart else ("gpu", "gpu")
     trainer_share, rollout_share = SHARES[config.placement]
     trainer = Hosted(
@@ -59,6 +65,7 @@ def pipeline(config: Config) -> Pipeline:
             "seed": config.seed,
             "device": device,
             "reference": config.algorithm.use_kl_loss,
+            "shares_gpu": gpus > 0 and not apart,
         },
         ranks=train.world_size,
         gpus=gpus * trainer_share,

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from dataflow.engines.choice import vllm_device
+
 # Before anything imports torch, ray or transformers: they read these once. Ray's workers inherit them.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -62,6 +64,11 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: at for at, name in enumerate(LONGEST)}
+    if vllm_device() == "cuda":
+        reason = "samples with vLLM on the CPU: the one that is installed is for GPUs, and 'make gpu-check' tests it"
+        for item in items:
+            if item.get_closest_marker("vllm") and item.path.stem != "test_gpu":
+                item.add_marker(pytest.mark.skip(reason=reason))
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from dataflow.cli import main
+from tests.cuda import why_not
 
-torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.heavy,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="trains on CUDA: this machine has no GPU"),
+    pytest.mark.skipif(bool(why_not()), reason=f"trains on CUDA: {why_not()}"),
 ]
 
 PIPELINE = str(Path(__file__).parents[1] / "pipelines" / "gsm8k_grpo.py")

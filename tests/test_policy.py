@@ -34,7 +34,8 @@ def test_presets_are_two_integers():
     [
         (
             lambda: preset("bth", 4),
-            "unknown policy 'bth'; did you mean 'both'? (policies: baseline, mini-batch, off-policy, both).",
+            "unknown policy 'bth'; did you mean 'both'? "
+            "(policies: baseline, mini-batch, off-policy, both, each also with +stream).",
         ),
         (lambda: SchedulingPolicy(split=0), "split=0; give 1 (wait for all rewards) or more parts."),
         (lambda: SchedulingPolicy(max_staleness=5), "max_staleness=5; give 0 (on-policy) to 4."),
@@ -268,3 +269,8 @@ def test_a_rollout_is_handed_on_in_whole_shares_of_the_mini_batches(groups, mini
     graph = expand(grpo_pipeline(), preset("both+stream", mini_batches), 2, mini_batches, groups=groups)
     assert graph.unroll(1)[0].emits == emissions
     assert graph.window(1, 1).number_of_nodes() == len(graph.unroll(1))
+
+
+def test_a_preset_that_streams_is_guessed_too():
+    with pytest.raises(PolicyError, match=r"unknown policy 'baseline\+strem'; did you mean 'baseline\+stream'\?"):
+        preset("baseline+strem", 4)

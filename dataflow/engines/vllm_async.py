@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import stat
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +15,9 @@ from dataflow.engines.line import Job, Line, VllmBackend
 from dataflow.engines.vllm import VllmRollout
 from dataflow.engines.vllm_thread import drawn_of
 from dataflow.errors import ConfigError, DataError
+
+_ERROR = re.compile(r"\b(?:\w+\.)*\w*(?:Error|Exception): .+$", re.MULTILINE)
+_ELSEWHERE = re.compile(r"root cause|initialization failed", re.IGNORECASE)
 
 
 class AsyncVllmRollout(VllmRollout):
@@ -33,6 +38,7 @@ class AsyncVllmRollout(VllmRollout):
 
     def __init__(self, *args: Any, tensor_parallel: int = 1, **options: Any) -> None:
         self._tensor_parallel = tensor_parallel
+        self._stderr = Stderr()
         super().__init__(*args, **options)
 
     def _open(self, arguments: Mapping[str, Any], threads: int) -> VllmBackend:
@@ -54,10 +60,56 @@ class AsyncVllmRollout(VllmRollout):
         wanted = {
             **arguments,
             "tensor_parallel_size": self._tensor_parallel,
+            # In a placement group, where an engine that shares its GPUs lives, vLLM would start Ray actors with a whole
+            # GPU each, for which there is no room.
+            **({"distributed_executor_backend": "mp"} if self._tensor_parallel > 1 else {}),
             "enable_log_requests": False,
             "weight_transfer_config": {"backend": backend(self._cuda)},
         }
-        return EngineProcess(AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted)), self._line, sleeps=self._cuda)
+        self._stderr = Stderr()
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted))
+        return EngineProcess(engine, self._line, self._stderr, sleeps=self._cuda)
+
+    def _why(self, error: Exception) -> str:
+        return self._stderr.root_cause() or super()._why(error)
+
+
+class Stderr:
+    """What this process and its children write to stderr, where that is a file, as in Ray's workers.
+
+    vLLM's processes tell the reason of their end there, and to who asked only that there is one.
+    """
+
+    def __init__(self) -> None:
+        self._since = os.fstat(2).st_size if self._is_file() else 0
+
+    @staticmethod
+    def _is_file() -> bool:
+        try:
+            return stat.S_ISREG(os.fstat(2).st_mode)
+        except OSError:  # closed
+            return False
+
+    def root_cause(self) -> str:
+        """Returns the last error there that is not said to have another cause; nothing if there is none."""
+        if not self._is_file():
+            return ""
+        try:
+            with open("/proc/self/fd/2", encoding="utf-8", errors="replace") as file:
+                file.seek(self._since)
+                found = [match[0].strip() for match in _ERROR.finditer(file.read())]
+        except OSError:  # no such thing on this system
+            return ""
+        return next((text for text in reversed(found) if not _ELSEWHERE.search(text)), "")
+
+    def explained(self, error: Exception) -> Exception:
+        """Returns the error, or one with its root cause where it only refers to that."""
+        reason = self.root_cause() if _ELSEWHERE.search(str(error)) else ""
+        if not reason:
+            return error
+        explained = RuntimeError(f"its process ended: {reason}")
+        explained.__cause__ = error
+        return explained
 
 
 class EngineProcess:
@@ -66,12 +118,14 @@ class EngineProcess:
     Args:
         engine: the ``AsyncLLM``.
         line: told what ends.
+        stderr: of the processes.
         sleeps: whether the engine has a sleep mode, as on a GPU.
     """
 
-    def __init__(self, engine: Any, line: Line, sleeps: bool) -> None:
+    def __init__(self, engine: Any, line: Line, stderr: Stderr, sleeps: bool) -> None:
         self._engine = engine
         self._line = line
+        self._stderr = stderr
         self._sleeps = sleeps
         self._asleep = False
         self._closed = False
@@ -104,7 +158,7 @@ class EngineProcess:
             self._tasks.pop(id, None)
             self._line.refused(id, error)
         except Exception as error:
-            self._line.fail(error)
+            self._line.fail(self._stderr.explained(error))
         else:
             self._tasks.pop(id, None)
             self._line.ended([drawn])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 from dataflow.errors import ConfigError
@@ -22,7 +22,6 @@ from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 # Stages without a tool of their own run here, off the controller; those that are async wait side by side.
 HELPER = Hosted("controller", dict, concurrent=True)
 BUILD_DEADLINE_S = 600.0
-CLOSE_DEADLINE_S = 1.0
 
 
 class RayExecutor:
@@ -57,13 +56,28 @@ class RayExecutor:
         staged: dict[str, dict[str, Stage]] = {name: {} for name in specs}
         for s in pipeline.stages:
             staged[s.host.name if s.host else HELPER.name][s.name] = s
+        self._check_gpus(specs.values())
         # The largest share of a GPU first: two small ones on one GPU would leave another without room for a large one.
         for spec in sorted(specs.values(), key=lambda spec: -spec.gpus):
             if spec.gpus and spec.name not in self._hosts:
                 await self._crew(spec).place()
-        await asyncio.gather(*(self._host(spec, staged[name]) for name, spec in specs.items()))
+        await self._build(specs, staged)
         for crew in self._hosts.values():
             crew.learn(pipeline)
+
+    async def _build(self, specs: Mapping[str, Hosted], staged: Mapping[str, dict[str, Stage]]) -> None:
+        """Builds all hosts side by side, but for GPUs that one of them wants for itself meanwhile."""
+
+        async def on_gpus() -> None:
+            for name, spec in specs.items():
+                if spec.alone:
+                    await self._host(spec, staged[name])
+            await build(name for name, spec in specs.items() if spec.gpus and not spec.alone)
+
+        async def build(names: Iterable[str]) -> None:
+            await asyncio.gather(*(self._host(specs[name], staged[name]) for name in names))
+
+        await asyncio.gather(on_gpus(), build(name for name, spec in specs.items() if not (spec.gpus or spec.alone)))
 
     def _init(self) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -93,6 +107,21 @@ class RayExecutor:
                     "or leave ray.address out."
                 ) from error
         self._started = True
+
+    def _check_gpus(self, specs: Iterable[Hosted]) -> None:
+        """Sees to it that a local Ray has GPUs at all: it would wait for them for ever.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        import ray
+
+        wanted = sum(spec.gpus * spec.ranks * spec.devices for spec in specs)
+        if wanted and self._started and self.address is None and not ray.cluster_resources().get("GPU"):
+            raise ConfigError(
+                f"ray.gpus_per_worker: the run wants {wanted:g} GPUs, and Ray finds none on this machine; leave it out "
+                "to run on the CPU, or see what nvidia-smi and CUDA_VISIBLE_DEVICES say."
+            )
 
     async def _host(self, spec: Hosted, stages: dict[str, Stage]) -> None:
         crew = self._hosts.get(spec.name)
@@ -156,12 +185,12 @@ class RayExecutor:
             crew.end()
         if not ray.is_initialized():
             return
-        closing = [asyncio.ensure_future(fetch(a.close.remote())) for crew in self._hosts.values() for a in crew]
-        if closing:
-            _ended, slow = await asyncio.wait(closing, timeout=CLOSE_DEADLINE_S)
-            for task in slow:
-                task.cancel()
-            await asyncio.gather(*closing, return_exceptions=True)
+        closing = [
+            asyncio.wait_for(fetch(actor.close.remote()), crew.spec.close_s)
+            for crew in self._hosts.values()
+            for actor in crew
+        ]
+        await asyncio.gather(*closing, return_exceptions=True)
         for crew in self._hosts.values():
             crew.actors.kill()
         self._hosts.clear()

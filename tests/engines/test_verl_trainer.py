@@ -258,6 +258,21 @@ def test_the_reference_stays_where_it_was(make: Make, tiny_qwen: Path) -> None:
     assert not torch.allclose(trainer.old_log_probs(batch)["old_log_probs"], scored["old_log_probs"])
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_memory_that_torch_only_keeps_is_given_back_where_the_gpu_is_shared(
+    make: Make, tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    trainer, batch = make(tiny_qwen, shares_gpu=shared), responses(4)
+    freed: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    scored = trainer.old_log_probs(batch)
+    assert len(freed) == shared
+    trainer.update(batch.merge(training_batch(scored["old_log_probs"], batch)), last=True)
+    assert len(freed) == 2 * shared
+    trainer.weights()
+    assert len(freed) == 3 * shared
+
+
 def test_rollout_correction_weighs_tokens_by_how_stale_they_are(make: Make, tiny_qwen: Path) -> None:
     batch = responses(6)
     data = training_batch(make(tiny_qwen).old_log_probs(batch)["old_log_probs"], batch)
@@ -542,6 +557,7 @@ def test_two_ranks_do_what_one_does(
     for i, model in enumerate(models):
         one, first, second = scenario(make(model, **OPTIONS)), ranks[0][i], ranks[1][i]
         assert first["digest"] == second["digest"] == digest(first["weights"])
+        assert second["weights"] == {}, "a machine holds them once, not once a rank"
         assert first["metrics"] == second["metrics"]
         assert torch.equal(first["log_probs"], second["log_probs"])
         assert torch.equal(first["reference"], first["log_probs"]), "the reference has moved"

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from dataflow.engines.base import Sample, Sampling
-from dataflow.engines.vllm_async import AsyncVllmRollout
+from dataflow.engines.vllm_async import AsyncVllmRollout, Stderr
 from dataflow.errors import Aborted, ConfigError, RunError
 from tests.engines.tiny_models import greedy, load, log_probs, prompts, save_model
 
@@ -166,3 +166,35 @@ def test_heads_that_cannot_be_shared(tmp_path: Path) -> None:
     path = save_model(tmp_path, 0)
     with pytest.raises(ConfigError, match="tensor_parallel=3 does not divide the model's 2"):
         AsyncVllmRollout(path, P, R, tensor_parallel=3)
+
+
+def test_what_ends_a_process_is_told_and_not_where_else_to_look(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"vLLM does not start with .*: ValueError: .*cache blocks") as failure:
+        AsyncVllmRollout(save_model(tmp_path / "model", 0), P, R, kv_cache_bytes=1 << 10)
+    assert "root cause" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ("a line\n(Worker pid=3) torch.OutOfMemoryError: CUDA out\n", "torch.OutOfMemoryError: CUDA out"),
+        ("KeyError: 'x'\nException: WorkerProc initialization failed, see the root cause above\n", "KeyError: 'x'"),
+        ("nothing of the kind\n", ""),
+        ("", ""),
+    ],
+)
+def test_the_last_error_on_stderr_that_is_one(written: str, found: str, tmp_path: Path) -> None:
+    kept = os.dup(2)
+    try:
+        with open(tmp_path / "stderr", "w") as file:
+            os.dup2(file.fileno(), 2)
+        os.write(2, b"ValueError: of before\n")
+        stderr = Stderr()
+        os.write(2, written.encode())
+        assert stderr.root_cause() == found
+        elsewhere = RuntimeError("See the root cause above")
+        assert str(stderr.explained(elsewhere)) == (f"its process ended: {found}" if found else str(elsewhere))
+        assert str(stderr.explained(ValueError("bad"))) == "bad"
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from dataflow.engines import choice
 from dataflow.engines.base import Sampling
-from dataflow.engines.choice import has_vllm
+from dataflow.engines.choice import vllm_device
 from dataflow.engines.replicas import Replicas
 from dataflow.errors import ConfigError, RunError
 from dataflow.executors import ray as ray_executor
@@ -90,11 +93,14 @@ def processes(hosts: dict[str, Hosted]) -> Pipeline:
     return Pipeline(stages, inputs=["prompts"])
 
 
-needs_vllm = pytest.mark.skipif(not has_vllm(), reason="tensor parallel is vLLM's, which is not installed")
+needs_vllm = pytest.mark.skipif(vllm_device() is None, reason="tensor parallel is vLLM's, which is not installed")
 
 
 @needs_vllm
-def test_an_engine_over_several_gpus_shares_them_with_the_ranks_and_is_built_anew_on_them() -> None:
+def test_an_engine_over_several_gpus_shares_them_with_the_ranks_and_is_built_anew_on_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choice, "vllm_device", lambda: "cuda")
     hosts = shares(1.0, ranks=2, engine={"rollout": "vllm", "tensor_parallel": 2})
     assert hosts["rollout"].options["tensor_parallel"] == 2
     # The engine is named first, but the ranks, which take more of each GPU, are placed first.
@@ -161,4 +167,89 @@ def test_more_gpus_than_there_are_end_with_the_fix(monkeypatch: pytest.MonkeyPat
             await executor.close()
 
     with pytest.raises(RunError, match="3 x 1 GPUs: does the cluster have them"):
+        asyncio.run(body())
+
+
+class Logged:
+    """Writes when it is built, and for how long."""
+
+    def __init__(self, name: str, log: str, seconds: float) -> None:
+        for word in ("begins", "ends"):
+            with open(log, "a") as file:
+                file.write(f"{name} {word}\n")
+            time.sleep(seconds if word == "begins" else 0)
+
+
+def test_who_measures_what_is_free_is_built_before_the_others_on_gpus(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    shared = [("trainer", 0.6, False), ("rollout", 0.3, True), ("judge", 0.1, False)]
+    stages = [
+        work.bind(
+            name=name,
+            renamed={"out": name},
+            process=Hosted(name, Logged, {"name": name, "log": str(log), "seconds": 0.3}, gpus=gpus, alone=alone),
+        )
+        for name, gpus, alone in shared
+    ]
+
+    async def body() -> None:
+        executor = RayExecutor(num_cpus=2)
+        try:
+            await executor.open(Pipeline(stages, inputs=["prompts"]))
+        finally:
+            await executor.close()
+
+    asyncio.run(body())
+    lines = log.read_text().splitlines()
+    assert lines[:2] == ["rollout begins", "rollout ends"]
+    assert sorted(lines[2:]) == ["judge begins", "judge ends", "trainer begins", "trainer ends"]
+
+
+@needs_vllm
+def test_vllm_over_several_shared_gpus_uses_processes_of_its_own() -> None:
+    """In a placement group it would else start Ray actors of a whole GPU each, for which there is never room."""
+    import ray
+
+    class Asked(Exception):
+        pass
+
+    class Engine:
+        def backend(self, model: str) -> str:
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            from dataflow.engines.vllm_async import AsyncVllmRollout
+
+            def asked(args: Any) -> Any:
+                raise Asked(args.create_engine_config().parallel_config.distributed_executor_backend)
+
+            AsyncLLM.from_engine_args = staticmethod(asked)
+            try:
+                AsyncVllmRollout(model, 8, 8, tensor_parallel=2)
+            except RunError as error:
+                return str(error.__cause__)
+            return "it started"
+
+    gpus = Gpus(0.3, 2)
+    try:
+        engine = ray.remote(Engine).options(**gpus.options).remote()
+        assert ray.get(engine.backend.remote(str(tiny_model())), timeout=100) == "mp"
+    finally:
+        gpus.release()
+
+
+def test_a_machine_without_gpus_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+
+    async def body() -> None:
+        executor = RayExecutor(num_cpus=2)
+        executor._started = True  # a local Ray
+        try:
+            await executor.open(processes({"trainer": Hosted("trainer", Process, gpus=1.0)}))
+        finally:
+            executor._started = False
+            await executor.close()
+
+    with pytest.raises(ConfigError, match=r"ray\.gpus_per_worker: the run wants 1 GPUs, and Ray finds none"):
         asyncio.run(body())
