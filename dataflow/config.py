@@ -124,6 +124,8 @@ class EngineConfig(Section):
     """Longest response in tokens, eos included."""
     stop: Stops = Field(default=[])
     """Tokens that end a response beside the model's own, as the tokenizer writes them."""
+    stop_token_ids: list[NonNegativeInt] = Field(default=[])
+    """The same by their ids."""
     replicas: PositiveInt = 1
     """Engines that share a step's prompts, each in a process of its own."""
     tensor_parallel: PositiveInt = 1
@@ -134,6 +136,8 @@ class EngineConfig(Section):
     """Memory for the KV cache (vllm); null: 0.25 on a CPU, on a GPU what engine.gpu_memory leaves."""
     gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the GPU's memory that weights and KV cache may take (vllm)."""
+    in_flight: Literal["wait", "abort"] = "wait"
+    """What a weight sync does with samples in flight: lets them end, or draws them anew with the new weights (vllm)."""
     restarts: NonNegativeInt = 2
     """How often in a run the engine is built anew when its process dies; it then samples what was lost."""
 

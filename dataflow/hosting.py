@@ -45,6 +45,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             "max_tokens": draw.max_tokens,
             "max_num_seqs": draw.max_num_seqs,
             "gpu_memory": draw.gpu_memory,
+            "in_flight": draw.in_flight,
         }
         if turns:
             options["max_model_len"] = config.data.max_prompt_length + turns

@@ -62,13 +62,15 @@ def sampling_of(config: Any) -> tuple[Sampling, Sampling]:
         max_tokens=draw.max_tokens,
         min_p=draw.min_p,
         repetition_penalty=draw.repetition_penalty,
-        stop_token_ids=_stop_ids(config.model.path, tuple(draw.stop)) if draw.stop and config.model.path else (),
+        stop_token_ids=(*_stop_ids(config.model.path, tuple(draw.stop)), *draw.stop_token_ids),
     )
     plain = Sampling(max_tokens=draw.max_tokens, stop_token_ids=sampling.stop_token_ids)
     return sampling, replace(plain, n=config.val.n, temperature=config.val.temperature)
 
 
-def _stop_ids(model: str, stop: Sequence[str]) -> tuple[int, ...]:
+def _stop_ids(model: str | None, stop: Sequence[str]) -> tuple[int, ...]:
+    if not stop or model is None:
+        return ()
     from dataflow.data.prompts import load_tokenizer
 
     vocabulary = load_tokenizer(model).get_vocab()

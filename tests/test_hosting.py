@@ -77,3 +77,10 @@ def test_parts_of_gpus_are_refused_where_engine_and_trainer_share_them(vllm_for:
         gsm8k_grpo.pipeline(gsm8k_grpo.Config.model_validate(sections))
     apart = gsm8k_grpo.Config.model_validate({**sections, "placement": "disaggregated"})
     assert gsm8k_grpo.pipeline(apart).hosts()["trainer"].gpus == gpus
+
+
+def test_the_rule_for_samples_in_flight_reaches_each_engine(vllm_for: Any) -> None:
+    vllm_for("cpu")
+    assert host().options["in_flight"] == "wait"
+    several = host(engine={"replicas": 2, "in_flight": "abort"})
+    assert several.options["options"]["in_flight"] == "abort"

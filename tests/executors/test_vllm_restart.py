@@ -14,6 +14,7 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.engines.base import Sampling
 from dataflow.engines.vllm import VllmRollout
+from dataflow.engines.vllm_async import AsyncVllmRollout
 from dataflow.executors.ray import RayExecutor
 from dataflow.graph import Hosted, Latest, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand
@@ -46,6 +47,14 @@ class Engine(VllmRollout):
         return os.getpid()
 
 
+class EngineBeside(AsyncVllmRollout):
+    """vLLM's own process, not the actor's."""
+
+    def pid(self) -> int:
+        (process,) = self._backend._engine.engine_core.resources.engine_manager.processes
+        return process.pid
+
+
 class Trainer:
     """Its weights after step n are those of the n-th model; it remembers what it was given."""
 
@@ -73,11 +82,12 @@ def gather(actor: int, *, trainer: Trainer) -> dict[str, Any]:
     return trainer.weights(actor)
 
 
-def test_it_goes_on_with_the_newest_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Engine, EngineBeside])
+def test_it_goes_on_with_the_newest_weights(tmp_path: Path, kind: type[VllmRollout]) -> None:
     steps = 3
     paths = [save_model(tmp_path / str(seed), seed) for seed in range(steps + 1)]
     options = {"model": paths[0], "max_prompt_length": 12, "max_tokens": LIMIT, "kv_cache_bytes": 32 << 20}
-    engine = Hosted("rollout", Engine, options, concurrent=True, restarts=1)
+    engine = Hosted("rollout", kind, options, concurrent=True, restarts=1)
     trainer = Hosted("trainer", Trainer, {"paths": paths})
     pipeline = Pipeline(
         [
