@@ -82,6 +82,8 @@ class RayExecutor:
     def _init(self) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        # Of a tool that died each value that nobody waits for would be a traceback, though the run goes on.
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         import logging
 
         import ray
