@@ -36,6 +36,7 @@ def test_import_config_loads_no_engine() -> None:
     assert loaded.strip() == "[]"
 
 
+@pytest.mark.heavy
 def test_a_batch_takes_no_more_than_torch() -> None:
     """Each process that is handed one would wait for it (docs/decisions/0009)."""
     made = "from dataflow.batch import Batch; import torch; Batch([0], {'x': torch.zeros(1)}).rows([0])"

@@ -1,0 +1,21 @@
+"""Which files pytest need not read: importing them takes longer than the tests that are asked for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+# A file of which every test is heavy.
+HEAVY = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.heavy", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out modules without examples, and where no heavy test is to run, files that have only such."""
+    if collection_path.suffix != ".py" or collection_path.name == "conftest.py":
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    if not collection_path.name.startswith("test_"):
+        return True if ">>>" not in text else None
+    return True if config.option.markexpr == "not heavy" and HEAVY.search(text) else None
