@@ -44,12 +44,12 @@ def pipeline(config: Config) -> Pipeline:
     device = "cuda" if gpus else "cpu"
     train, draw, judge = config.trainer, config.engine, config.judge
     apart = config.placement == "disaggregated"
-    # Tasks of one pool exclude each other: colocated, all of them; apart, those of the trainer and those of the engine.
     if not apart and gpus not in (0, 1):
         raise ConfigError(
             f"ray.gpus_per_worker={gpus:g}: colocated, engine and trainer share whole GPUs; give 1, a rank for each "
             "GPU (trainer.world_size), or placement=disaggregated."
         )
+    # Tasks of one pool exclude each other: colocated, all of them; apart, those of the trainer and those of the engine.
     training, sampling_on = ("train", "rollout") if apart else ("gpu", "gpu")
     trainer_share, rollout_share = SHARES[config.placement]
     trainer = Hosted(

@@ -78,7 +78,7 @@ class RemoteAgent(RewardAgent):
         self._facts, self._address = self._open(shared)
         self._tasks: set[asyncio.Task[None]] = set()
         limits, share = self._facts.limits, self._facts.max_failed_share
-        super().__init__(_elsewhere, limits=limits, decode=_elsewhere, max_failed_share=share)
+        super().__init__(_There(), limits=limits, decode=_elsewhere, max_failed_share=share)
         self.rule = self._facts.rule
         self._asks = cast(Asks, _Elsewhere())
 
@@ -334,6 +334,12 @@ class _Elsewhere:
 
 def _elsewhere(*_arguments: Any, **_keywords: Any) -> NoReturn:
     raise DataflowError("reward agent: rewards are scored in its actors.")
+
+
+class _There:
+    """Stands in for the reward object: each actor has one, and has seen to it that the limits are for its endpoints."""
+
+    compute_score = endpoint = staticmethod(_elsewhere)
 
 
 def _fill_in(request: Request, arrival: Arrival, row: int, record: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
-from dataflow.reward_agent import RewardAgent
+from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.remote import RemoteAgent
 from tests.rewards.actor_rig import Book, remote_agents
 from tests.rewards.group_rig import BROKEN, Reward, agent_of, samples
@@ -266,6 +266,22 @@ def test_a_step_of_one_set_ends_in_its_actors_by_itself(remote_of: Callable[...,
         agent.submit(1, samples(3))
         assert (await agent.collect(1)).meta["step"]["scored"] == 6
         assert [host._steps for host in hosts(agent)] == [{}, {}]
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_limits_of_endpoints_hold_in_actors_whose_reward_names_them(remote_of: Callable[..., RemoteAgent]) -> None:
+    class Two(Reward):
+        def endpoint(self, solution_str: str, **_arguments: Any) -> str:
+            return "odd" if solution_str.endswith("1") else "even"
+
+    async def body() -> None:
+        limits = Limits(8, endpoints={"odd": Limits(1), "even": Limits(1)})
+        agent = remote_of(Two(), limits=limits)
+        assert agent.limits == limits
+        agent.submit(1, samples(4))
+        assert (await agent.collect(1)).ids == (0, 1, 2, 3)
         await agent.close()
 
     run_virtual(body)
