@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from dataflow.engines.choice import TEMPERATURES, rollout_engine
+from dataflow.engines.choice import refused_temperature, rollout_engine
 from dataflow.errors import ConfigError
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
 VLLM = "dataflow.engines.vllm:VllmRollout"
 VLLM_ON_GPU = "dataflow.engines.vllm_async:AsyncVllmRollout"
-_CLOSE_S = 8.0  # for vLLM's processes to end and give back their shared memory
 REPLICAS = "dataflow.engines.replicas:Replicas"
+_CLOSE_S = 8.0  # for vLLM's processes to end and give back their shared memory
 
 
 def rollout_host(config: Any, gpus: float) -> Hosted:
@@ -38,8 +38,9 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
     }
     factory, workers = HF, draw.tensor_parallel
     if kind == "vllm":
-        _check_temperature("engine.temperature", draw.temperature)
-        _check_temperature("val.temperature", config.val.temperature)
+        for key, value in (("engine", draw.temperature), ("val", config.val.temperature)):
+            if why := refused_temperature(value):
+                raise ConfigError(f"{key}.temperature={value:g}: {why}; or set engine.rollout=hf.")
         factory = VLLM_ON_GPU if gpus or workers > 1 else VLLM
         options |= {
             "max_tokens": draw.max_tokens,
@@ -80,11 +81,5 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         restarts=draw.restarts,
         # vLLM measures what is free on its GPUs; a trainer that loads meanwhile would be taken for its own.
         alone=device == "cuda" and config.placement == "colocated",
-        close_s=_CLOSE_S if kind == "vllm" and options.get("tensor_parallel") else 1.0,
+        close_s=_CLOSE_S if factory == VLLM_ON_GPU else 1.0,
     )
-
-
-def _check_temperature(key: str, value: float) -> None:
-    least, most = TEMPERATURES
-    if value and not least <= value <= most:
-        raise ConfigError(f"{key}={value:g}: vLLM takes 0 (greedy) or {least} to {most}; or set engine.rollout=hf.")

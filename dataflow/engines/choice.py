@@ -8,8 +8,6 @@ import importlib.util
 from dataflow.errors import ConfigError, nearest
 
 ENGINES = ("hf", "vllm")
-TEMPERATURES = (0.01, 2)
-"""The lowest and the highest temperature above 0 that vLLM samples at."""
 
 
 def rollout_engine(name: str, own_process: bool = True, device: str = "cpu") -> str:
@@ -46,6 +44,12 @@ def rollout_engine(name: str, own_process: bool = True, device: str = "cpu") -> 
     if name == "vllm" and not own_process:
         raise ConfigError("engine.rollout=vllm needs a process of its own; use executor=ray, or engine.rollout=hf.")
     return name
+
+
+def refused_temperature(value: float) -> str:
+    """Returns what to say of a temperature that vLLM does not sample at, nothing of one that it does."""
+    # It takes 0.01 for anything between, with no more than a line in its log.
+    return "" if value == 0 or 0.01 <= value <= 2 else "vLLM takes 0 (greedy) or 0.01 to 2"
 
 
 def vllm_device() -> str | None:

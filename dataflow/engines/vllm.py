@@ -17,7 +17,7 @@ import torch
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
-from dataflow.engines.choice import TEMPERATURES
+from dataflow.engines.choice import refused_temperature
 from dataflow.engines.line import Job, Line, VllmBackend
 from dataflow.engines.samples import check_sampling, prompt_ids, seed_of, to_batch
 from dataflow.engines.vllm_thread import EngineThread
@@ -277,12 +277,8 @@ class VllmRollout:
                 f"rollout: max_tokens={sampling.max_tokens} is more than the {self.max_tokens} that the engine "
                 "has room for."
             )
-        # vLLM takes 0.01 for anything between, with no more than a line in its log.
-        least, most = TEMPERATURES
-        if sampling.temperature and not least <= sampling.temperature <= most:
-            raise ConfigError(
-                f"rollout: temperature={sampling.temperature}; vLLM takes 0 (greedy) or {least} to {most}."
-            )
+        if why := refused_temperature(sampling.temperature):
+            raise ConfigError(f"rollout: temperature={sampling.temperature}; {why}.")
 
     def _ids(self, prompts: Batch) -> list[list[int]]:
         ids = prompt_ids(prompts, self.max_prompt_length)

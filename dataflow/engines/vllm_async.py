@@ -66,7 +66,6 @@ class AsyncVllmRollout(VllmRollout):
             "enable_log_requests": False,
             "weight_transfer_config": {"backend": backend(self._cuda)},
         }
-        self._stderr = Stderr()
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted))
         return EngineProcess(engine, self._line, self._stderr, sleeps=self._cuda)
 

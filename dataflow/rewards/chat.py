@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dataflow.errors import ConfigError, nearest
-from dataflow.rewards.retry import read_retry_after
+from dataflow.rewards.retry import may_pass, read_retry_after
 
 if TYPE_CHECKING:
     import aiohttp
@@ -28,7 +28,6 @@ CONNECT_S = 30.0
 ERROR_BYTES = 64 * 1024
 """Bytes of an error's text that are read: enough for any message, little enough to hold for each request."""
 
-_AGAIN = (408, 409, 425, 429)
 _FIXES = {
     400: "correct what the server objects to: judge.model, judge.options, or a prompt that is too long for the model",
     401: "see that the environment variable that judge.api_key_env names holds a key which this server takes",
@@ -275,7 +274,7 @@ def overlong(url: str, max_bytes: int) -> JudgeError:
 
 def refused(url: str, status: int, headers: Mapping[str, Any], text: bytes) -> JudgeError:
     """Returns the error for an answer that is not 200."""
-    again = status >= 500 or status in _AGAIN
+    again = may_pass(status)
     fix = _FIXES.get(status, "see the log of the server at judge.url" if again else "see what the server says")
     if 300 <= status < 400:
         fix = f"give judge.url the address it sends to: {headers.get('Location', 'it names none')}"

@@ -103,11 +103,16 @@ def is_transient(error: BaseException) -> bool:
         return own
     status = status_of(error)
     if status is not None:
-        return status >= 500 or status in _AGAIN
+        return may_pass(status)
     if isinstance(error, TimeoutError | ConnectionError) or _is_one(error, _TRANSPORT):
         return True
     # Clients wrap what their transport raised in errors of their own.
     return error.__cause__ is not None and is_transient(error.__cause__)
+
+
+def may_pass(status: int) -> bool:
+    """Whether a server that answered so may answer otherwise at the next try."""
+    return status >= 500 or status in _AGAIN
 
 
 def _is_one(error: BaseException, names: Mapping[str, Sequence[str]]) -> bool:
