@@ -3,6 +3,8 @@
 One event loop, no polling: a finished request wakes whoever waits for it. Every request ends in exactly one of
 scored, failed (and handled by the declared rule), cancelled; none is lost and none is silently zero.
 
+Over 400 lines, as it is one object whose methods are its contract: what they do is in the files of rewards/.
+
 A slot that falls free goes to the oldest waiting request: training steps by number, then validation streams; so a
 straggler holds one slot and nothing else. How a single request is tried: rewards/lifecycle.py.
 """

@@ -27,10 +27,10 @@ from dataflow.plan_config import PlanConfig
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.reward_config import EndpointConfig
 from dataflow.rewards.build import host_agent
-from dataflow.rewards.custom import RESERVED
 from dataflow.rewards.failure import KINDS
 from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.ray_metrics import COUNTED, GAUGED
+from dataflow.rewards.results import RESERVED
 from dataflow.rewards.retry import _TRANSPORT, is_transient
 
 pytestmark = pytest.mark.timeout(60)

@@ -16,11 +16,12 @@ from typing import Any, Protocol
 from loguru import logger
 
 from dataflow.errors import RewardFailed
-from dataflow.rewards.custom import describe, name_of, raised, tokens_used
+from dataflow.rewards.custom import describe, name_of, raised
 from dataflow.rewards.ledger import Answer, Ledger, key_of
 from dataflow.rewards.lifecycle import Lifecycle
 from dataflow.rewards.limits import Limits
 from dataflow.rewards.requests import Arguments, Ask, Request, StepRequests
+from dataflow.rewards.results import tokens_used
 
 _ADMITTED = 64  # rows that are made ready before the loop may do something else
 

@@ -12,10 +12,11 @@ from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.rewards.calls import Call, Calls
-from dataflow.rewards.custom import describe, name_of, raised, read_number
+from dataflow.rewards.custom import describe, name_of, raised
 from dataflow.rewards.failure import FailedShare
 from dataflow.rewards.limits import Limiter, Line
 from dataflow.rewards.requests import Finish, Request, StepRequests
+from dataflow.rewards.results import read_number
 
 _LOGS = 8  # calls of the user's log at a time
 

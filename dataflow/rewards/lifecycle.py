@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from dataflow.rewards.calls import Call, Calls
-from dataflow.rewards.custom import describe, is_async, name_of, read_result, tokens_used
+from dataflow.rewards.custom import describe, is_async, name_of
 from dataflow.rewards.hedge import Hedge
 from dataflow.rewards.limits import Limiter, Line
 from dataflow.rewards.requests import Ask
+from dataflow.rewards.results import read_result, tokens_used
 from dataflow.rewards.retry import Retry, is_throttle, is_timeout, retry_after_s, status_of
 
 

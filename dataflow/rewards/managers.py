@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from dataflow.errors import ConfigError, DataError, nearest
-from dataflow.rewards.custom import describe, is_async, load_file, name_of, pick, read_result, scorer_of
+from dataflow.rewards.custom import describe, is_async, load_file, name_of, pick, scorer_of
+from dataflow.rewards.results import read_result
 
 FORWARDED = ("post_process_scores", "log", "close", "usage", "retry_on", "endpoint", "endpoints", "tokens", "limits")
 """What a manager hands on of the reward object that it wraps."""

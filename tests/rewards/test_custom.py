@@ -22,9 +22,8 @@ from dataflow.rewards.custom import (
     is_async,
     load_reward,
     name_of,
-    read_number,
-    read_result,
 )
+from dataflow.rewards.results import read_number, read_result
 
 pytestmark = pytest.mark.timeout(60)
 

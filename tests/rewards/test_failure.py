@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.custom import MOST
 from dataflow.rewards.failure import KINDS, FailedShare, FailureRule, parse_rule
+from dataflow.rewards.results import MOST
 
 pytestmark = pytest.mark.timeout(30)
 
