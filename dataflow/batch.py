@@ -94,6 +94,14 @@ class Batch:
         return tuple(int(g) for g in self.groups[np.concatenate([[0], starts])])
 
     @property
+    def sizes(self) -> dict[int, int]:
+        """Rows of each group, by id."""
+        ids = self.ids
+        starts = np.flatnonzero(np.diff(self.groups)) + 1
+        counts = np.diff([0, *starts, len(self)]).tolist() if ids else []
+        return dict(zip(ids, counts, strict=True))
+
+    @property
     def columns(self) -> dict[str, Any]:
         return {**self.tensors, **self.arrays}
 

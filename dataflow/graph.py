@@ -306,6 +306,8 @@ class Task:
         share: (i, n): it works on the i-th of n equal shares of those groups.
         take: how many groups a task that forms a part delivers; None for all.
         emits: sets of groups that it hands on while it runs; 1: all of them when it ends.
+        aligned: the fields it writes whose rows other stages read beside those of its inputs, by group.
+        keeps: whether these hold exactly the groups that it was given; else it may choose some of them.
         rank: (place in the pipeline's order); breaks ties.
     """
 
@@ -317,6 +319,8 @@ class Task:
     share: tuple[int, int] = (0, 1)
     take: int | None = None
     emits: int = 1
+    aligned: tuple[str, ...] = ()
+    keeps: bool = False
     rank: int = 0
 
     def __str__(self) -> str:

@@ -248,6 +248,18 @@ def _grouped(pipeline: Pipeline) -> frozenset[str]:
     return frozenset(found.union(*(s.writes for s in _downstream(pipeline, found))))
 
 
+def _leading(pipeline: Pipeline) -> frozenset[str]:
+    """Returns the stages on the way to the one that forms the parts, itself included: they may choose groups."""
+    if pipeline.former is None:
+        return frozenset()
+    found, stages = set(_values(pipeline, pipeline.former)), {pipeline.former.name}
+    for s in reversed(pipeline.order):
+        if found.intersection(s.writes):
+            found.update(_values(pipeline, s))
+            stages.add(s.name)
+    return frozenset(stages)
+
+
 def _downstream(pipeline: Pipeline, fields: Iterable[str]) -> list[Stage]:
     """Returns the stages that read values of these fields, or what others of the same step made of them."""
     found, stages = set(fields), []
@@ -283,6 +295,8 @@ class _Unroller:
         self.parts = {s.name: emissions if pipeline.follows_stream(s) else of[s.grain] for s in pipeline.stages}
         self.split = policy.split
         self.behind, self.grouped = _behind(pipeline), _grouped(pipeline)
+        self.leading = _leading(pipeline)
+        self.read = frozenset(field for s in pipeline.stages for field in _values(pipeline, s))
         self._known: dict[tuple[str, int], list[TaskId]] = {}
         self.lag = {"none": 0, "latest": 1, "carried": 1 + policy.max_staleness}
         self.readers: dict[str, list[tuple[Stage, int]]] = {f: [] for f in pipeline.states}
@@ -371,6 +385,8 @@ class _Unroller:
             share=share,
             take=self.take if s.forms_parts else None,
             emits=self.emissions if s.streams else 1,
+            aligned=tuple(w for w in s.writes if w in self.grouped and w in self.read),
+            keeps=s.name not in self.leading,
             rank=rank,
         )
 

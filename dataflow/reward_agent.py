@@ -210,7 +210,7 @@ class RewardAgent:
         Returns:
             ``score`` float32 ``[rows]`` and a column of objects for each extra one, None where a sample lacks it;
             under a rule that drops samples ``kept`` bool ``[rows]``, with a score of NaN where it is False.
-            ``meta``: ``records``, dicts with group, sample, begin and end (seconds of ``time.time()``) of each
+            ``meta``: ``records``, dicts with group, sample, begin and end (seconds of ``clock.now()``) of each
             request, and ``tries`` and ``how`` where they are not 1 and by a call of its own; ``latency_s``, their
             durations; ``limits``, the changes of limits since the last collect; and with the last groups of the step
             ``step``, its counts and latencies.

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from dataflow.batch import Batch
 from dataflow.errors import DataflowError
 from dataflow.executors.base import Call, Done, Executor, Part, failure
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
+from dataflow.parts import Parts
 from dataflow.scheduler import (
     Cancel,
     Finish,
@@ -60,6 +62,7 @@ class Runner:
         self._inputs = inputs
         self._on_step = on_step
         self._on_span = on_span
+        self._parts = Parts(graph)
         self._tasks: dict[TaskId, tuple[Task, TaskId | None, float]] = {}
         self._emissions: dict[TaskId, dict[int, float]] = {}
         self._values: dict[int, dict[tuple[TaskId, str], Any]] = {}
@@ -121,6 +124,10 @@ class Runner:
         if done.error is not None or done.report is None:
             return self._failed(task, done.error or DataflowError("no report"), started)
         report = done.report
+        try:
+            self._parts.finished(task, report.groups, report.written)
+        except DataflowError as error:
+            return self._failed(task, error, started)
         self._keep(task, task.id, done.values)
         metrics = self._metrics.setdefault(task.id.step, {})
         for name, number in report.metrics.items():
@@ -130,7 +137,14 @@ class Runner:
 
     def _emitted(self, part: Part) -> list[Instruction]:
         owner = self.graph.pipeline.owner(part.id)
-        self._keep(self._tasks[owner][0], part.id, part.values)
+        task, _, started = self._tasks[owner]
+        try:
+            self._parts.emitted(task, part.id.part, part.groups)
+        except DataflowError as error:
+            del self._tasks[owner]
+            self.executor.cancel(owner)
+            return self._failed(task, error, started)
+        self._keep(task, part.id, part.values)
         self._emissions.setdefault(owner, {})[part.id.part] = part.at
         return self.scheduler.handle(PartEmitted(part.id, part.groups))
 
@@ -199,6 +213,7 @@ class Runner:
                 case Release(step=step):
                     if late := self._metrics.pop(step, None):
                         self._tell(step, late)
+                    self._parts.release(step)
                     self._values.pop(step, None)
                     self._fetched.pop(step, None)
                 case Cancel(id=task):
@@ -236,7 +251,9 @@ class Runner:
         if self._origin is None:
             self._origin = now
         self._tasks[i] = (task, instruction.waited_for, now)
-        self.executor.start(task, Call(i.stage, info, tuple(layout), instruction.groups), values)
+        self.executor.start(
+            task, Call(i.stage, info, tuple(layout), instruction.groups, aligned=task.aligned, keeps=task.keeps), values
+        )
 
     def _find(self, item: Input, step: int) -> list[Any]:
         if item.state:
@@ -246,7 +263,10 @@ class Runner:
                 return []
             fetched = self._fetched.setdefault(step, {})
             if item.field not in fetched:
-                fetched[item.field] = self.executor.put(self._inputs[item.field](step))
+                value = self._inputs[item.field](step)
+                if isinstance(value, Batch):
+                    self._parts.written(step, item.field, value.ids)
+                fetched[item.field] = self.executor.put(value)
             return [fetched[item.field]]
         return [self._values[source.step][source, item.field] for source in item.sources]
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,7 @@ from typing import Any
 
 from loguru import logger
 
+from dataflow import clock
 from dataflow.config import RunConfig, dump_yaml
 from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
 from dataflow.executors.base import Executor
@@ -276,7 +276,7 @@ class Session:
             "seed": self.config.seed,
             "status": "running",
             "resources": dict(self.graph.pipeline.resources),
-            "started": time.time(),
+            "started": clock.now(),
             # What 'dataflow plan' needs to run it again on the virtual clock.
             "job": {
                 "pipeline": self.graph.pipeline.facts(),

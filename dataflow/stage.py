@@ -75,11 +75,11 @@ class TaskInfo:
         self.metrics.update(metrics)
 
     def mark(self, name: str, begin: float, end: float, **facts: Any) -> None:
-        """Adds a span inside this task to the trace (a reward request), in seconds of ``time.time()``."""
+        """Adds a span inside this task to the trace (a reward request), in seconds of :func:`dataflow.clock.now`."""
         self.marks.append({"name": name, "begin": begin, "end": end, **facts})
 
     def level(self, name: str, at: float, value: float) -> None:
-        """Adds to the trace what a number is from a time on (a limit), in seconds of ``time.time()``."""
+        """Adds to the trace what a number is from a time on (a limit), in seconds of :func:`dataflow.clock.now`."""
         self.marks.append({"name": name, "at": at, "value": value})
 
 

@@ -6,13 +6,13 @@ import asyncio
 import gc
 import math
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dataflow import clock
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent, Ticket
@@ -95,7 +95,7 @@ async def quick(data_source: str, solution_str: str, ground_truth: str, extra_in
 def test_scores_come_back_by_group(function: Any) -> None:
     async def body() -> None:
         agent = RewardAgent(function, limits=Limits(4))
-        before = time.time()
+        before = clock.now()
         assert agent.submit(1, samples(3, n=4)) == Ticket(1, (0, 1, 2), 12)
         rewards = await agent.collect(1)
         assert rewards.ids == (0, 1, 2)
@@ -104,7 +104,7 @@ def test_scores_come_back_by_group(function: Any) -> None:
         assert rewards.names == ("score",)
         records = rewards.meta["records"]
         assert [(r["group"], r["sample"]) for r in records] == [(g, i) for g in range(3) for i in range(4)]
-        assert all(before <= r["begin"] <= r["end"] <= time.time() + 0.1 for r in records)
+        assert all(before <= r["begin"] <= r["end"] <= clock.now() + 0.1 for r in records)
         assert rewards.meta["latency_s"] == pytest.approx([r["end"] - r["begin"] for r in records])
         stats = agent.stats()
         assert {k: stats[k] for k in ("requested", "scored", "failed", "cancelled", "waiting")} == {

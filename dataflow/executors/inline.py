@@ -7,13 +7,13 @@ other tasks compute; everything else runs one task at a time, in the order in wh
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from dataflow import clock
 from dataflow.errors import DataflowError, PipelineError, RunError
-from dataflow.executors.base import Call, Done, Part, part, prepare, report, results_of
+from dataflow.executors.base import Call, Done, Part, answer, part, prepare
 from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
 
 
@@ -42,7 +42,7 @@ class InlineExecutor:
                 raise RunError(f"'{host.name}' could not be built: {type(error).__name__}: {error}") from error
 
     def now(self) -> float:
-        return time.time()
+        return clock.now()
 
     def put(self, value: Any) -> Any:
         return value
@@ -78,8 +78,8 @@ class InlineExecutor:
         begin = self.now()
         try:
             arguments, keywords, info = self._prepare(task, call, values)
-            results = results_of(task.stage, task.stage.fn(*arguments, **keywords))
-            done = Done(task.id, report(task.stage, info, results, begin, self.now()), results)
+            result = task.stage.fn(*arguments, **keywords)
+            done = Done(task.id, *answer(task.stage, call, info, arguments, result, begin, self.now()))
         except Exception as error:
             done = Done(task.id, error=error)
         self._ended.put_nowait(done)
@@ -88,8 +88,8 @@ class InlineExecutor:
         begin = self.now()
         try:
             arguments, keywords, info = self._prepare(task, call, values)
-            results = results_of(task.stage, await task.stage.fn(*arguments, **keywords))
-            done = Done(task.id, report(task.stage, info, results, begin, self.now()), results)
+            result = await task.stage.fn(*arguments, **keywords)
+            done = Done(task.id, *answer(task.stage, call, info, arguments, result, begin, self.now()))
         except Exception as error:
             done = Done(task.id, error=error)
         self._waits.pop(task.id, None)

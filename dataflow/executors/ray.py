@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
+from dataflow import clock
 from dataflow.errors import ConfigError
 from dataflow.executors.base import Call, Done, Part
 from dataflow.executors.ray_answer import cause, fetch
@@ -141,7 +141,7 @@ class RayExecutor:
         self.bytes_read += size
 
     def now(self) -> float:
-        return time.time()
+        return clock.now()
 
     def put(self, value: Any) -> Any:
         import ray

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dataflow import clock
 from dataflow.executors.ray_answer import first_failure
 from dataflow.executors.ray_host import Host, WaitingHost
 from dataflow.gpus import Gpus
@@ -56,7 +57,7 @@ class Actors:
         first, *further = blobs
         await first_failure(
             [
-                actor.build.remote(first, self._environment(rank), *gpus.seen)
+                actor.build.remote(first, self._environment(rank), clock.anchor(), *gpus.seen)
                 for rank, (actor, gpus) in enumerate(zip(self._actors, self._gpus, strict=True))
             ]
         )

@@ -32,7 +32,7 @@ class Running:
     """A task that a crew was given.
 
     Attributes:
-        begin: when that was, in seconds of ``time.time()``.
+        begin: when that was, in seconds of :func:`dataflow.clock.now`.
         attempt: its newest call; None while the tool is down.
         refs: of that call, a list per rank: the pickled answer, then a handle per field.
         handed: what a streaming task has handed on: a handle per field, by set.

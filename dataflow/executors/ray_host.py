@@ -6,14 +6,14 @@ import asyncio
 import gc
 import os
 import pickle
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from dataflow import clock
 from dataflow.batch import Batch
-from dataflow.executors.base import Call, Part, part, prepare, report, results_of
+from dataflow.executors.base import Call, Part, Report, answer, part, prepare
 from dataflow.gpus import see
 from dataflow.graph import Hosted, Stage, TaskInfo
 
@@ -31,8 +31,9 @@ class Host:
             s.bind(("", 0))
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
-    def build(self, blob: bytes, environment: Mapping[str, str], *gpus: str) -> int:
+    def build(self, blob: bytes, environment: Mapping[str, str], anchor: clock.Anchor, *gpus: str) -> int:
         """Builds the tool, which sees these GPUs, or those that Ray shows it; returns this process's id."""
+        clock.adopt(anchor)
         os.environ.update(environment)
         see(gpus)
         import cloudpickle  # type: ignore[import-untyped]
@@ -59,13 +60,13 @@ class Host:
 
         The answer is the report and, of a stage that replays, the groups that it was given.
         """
-        begin = time.time()
+        begin = clock.now()
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
         result = stage.fn(*arguments, **keywords)
         if asyncio.iscoroutine(result):
             result = asyncio.run(result)
-        return _answer(stage, info, result, begin, keep, held)
+        return _packed(answer(stage, call, info, arguments, result, begin, clock.now()), keep, held)
 
     def ask(self, method: str) -> Any:
         """Calls a method of the tool."""
@@ -101,17 +102,19 @@ def settle_memory() -> None:
 class WaitingHost(Host):
     """A host whose calls run side by side on one event loop: for tools that wait."""
 
-    async def build(self, blob: bytes, environment: Mapping[str, str], *gpus: str) -> int:  # type: ignore[override]
-        return super().build(blob, environment, *gpus)
+    async def build(  # type: ignore[override]
+        self, blob: bytes, environment: Mapping[str, str], anchor: clock.Anchor, *gpus: str
+    ) -> int:
+        return super().build(blob, environment, anchor, *gpus)
 
     async def run(self, call: Call, keep: bool, *values: Any) -> Any:
-        begin = time.time()
+        begin = clock.now()
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
         result = stage.fn(*arguments, **keywords)
         if asyncio.iscoroutine(result):
             result = await result
-        return _answer(stage, info, result, begin, keep, held)
+        return _packed(answer(stage, call, info, arguments, result, begin, clock.now()), keep, held)
 
     async def stream(self, call: Call, *values: Any) -> AsyncIterator[Any]:
         """Runs a stage function that streams.
@@ -119,11 +122,11 @@ class WaitingHost(Host):
         Yields for each set that it hands on, and at its end, a pickled answer, then a value per field: each an object
         of its own to Ray. The answer of a set is a :class:`Part` without its values.
         """
-        begin = time.time()
+        begin = clock.now()
         handed: asyncio.Queue[Part | None] = asyncio.Queue()
 
         def emit(number: int, emitted: tuple[Any, ...]) -> None:
-            handed.put_nowait(part(stage, call.info, number, emitted, time.time()))
+            handed.put_nowait(part(stage, call.info, number, emitted, clock.now()))
 
         stage, arguments, keywords, info = self._prepare(call, values, emit)
         running = asyncio.ensure_future(stage.fn(*arguments, **keywords))
@@ -133,7 +136,8 @@ class WaitingHost(Host):
                 yield pickle.dumps(replace(event, values=()))
                 for value in event.values:
                     yield value
-            for item in _answer(stage, info, await running, begin, True, None):
+            result = await running
+            for item in _packed(answer(stage, call, info, arguments, result, begin, clock.now()), True, None):
                 yield item
         finally:
             running.cancel()
@@ -159,11 +163,11 @@ def _groups_of(stage: Stage, arguments: Sequence[Any]) -> tuple[int, ...] | None
     return next((a.ids for a in arguments if isinstance(a, Batch)), ())
 
 
-def _answer(
-    stage: Stage, info: TaskInfo, result: Any, begin: float, keep: bool, held: tuple[int, ...] | None
+def _packed(
+    answered: tuple[Report, tuple[Any, ...]], keep: bool, held: tuple[int, ...] | None
 ) -> tuple[Any, ...] | bytes:
-    values = results_of(stage, result)
-    small = pickle.dumps((report(stage, info, values, begin, time.time()), held))
+    report, values = answered
+    small = pickle.dumps((report, held))
     return (small, *values) if values and keep else small
 
 

@@ -7,7 +7,6 @@ not asked again; where it is wished, requests in flight with the same prompt and
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 from loguru import logger
 
+from dataflow import clock
 from dataflow.errors import RewardFailed
 from dataflow.rewards.custom import describe, name_of, raised
 from dataflow.rewards.ledger import Answer, Ledger, key_of
@@ -87,7 +87,7 @@ class Asks:
                     continue  # its group was dropped meanwhile
                 if answer is not None:
                     self._counts["cached"] += 1
-                    request.begin = request.end = time.time()
+                    request.begin = request.end = clock.now()
                     self.ends.scored(request, answer.score, answer.extras, "ledger")
                 else:
                     self._ask(state, request, *keywords)
@@ -134,7 +134,7 @@ class Asks:
         if shared is not None:
             self._by_key[shared] = ask
         request.ask = ask
-        ask.queued_at = time.time()
+        ask.queued_at = clock.now()
         self.life.queue(ask)
 
     def _bring_forward(self, ask: Ask, state: StepRequests) -> None:
@@ -149,7 +149,7 @@ class Asks:
 
     def settled(self, ask: Ask, score: float, extras: dict[str, Any], how: str) -> None:
         """An ask has its score: so have all requests behind it."""
-        requests, end = self._take_requests(ask), time.time()
+        requests, end = self._take_requests(ask), clock.now()
         self.latency_s.append(end - ask.begin)
         used = tokens_used(extras)
         self._counts["tokens"] += used or 0
@@ -170,7 +170,7 @@ class Asks:
 
     def gave_up(self, ask: Ask, story: str, error: BaseException) -> None:
         """An ask has failed: the rule of each step behind it says what becomes of its request."""
-        requests, end = self._take_requests(ask), time.time()
+        requests, end = self._take_requests(ask), clock.now()
         for request in requests:
             _stamp(request, ask, end)
             if self._ledger is not None and ask.key is not None:

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
+from dataflow import clock
 from dataflow.rewards.custom import is_async
 from dataflow.rewards.watchdog import Watchdog
 
@@ -47,7 +48,7 @@ class Call:
     Attributes:
         result: what the code returned.
         error: what it raised, a :class:`TimedOut`, or a CancelledError; None if it returned.
-        begin: seconds of ``time.time()``.
+        begin: seconds of ``clock.now()``.
         seconds: how long it took.
         ended: whether its code is over.
     """
@@ -79,7 +80,7 @@ class Call:
         self.ended = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.begin = time.time()
+        self.begin = clock.now()
         self._clock = time.perf_counter()
         self.seconds = 0.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 
 from loguru import logger
 
+from dataflow import clock
 from dataflow.batch import Batch
 from dataflow.rewards.calls import Call, Calls
 from dataflow.rewards.custom import describe, name_of, raised
@@ -102,7 +102,7 @@ class Groups:
 
     def _leave_out(self, failed: Request, error: BaseException) -> None:
         """One sample failed, so its whole group is dropped, or replaced by one that is still to come."""
-        state, group, now = failed.step, failed.group, time.time()
+        state, group, now = failed.step, failed.group, clock.now()
         failed.ended = True
         state.open -= 1
         for request in state.groups[group]:

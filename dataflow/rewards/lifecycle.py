@@ -7,12 +7,12 @@ at its old place, before all that came later.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+from dataflow import clock
 from dataflow.rewards.calls import Call, Calls
 from dataflow.rewards.custom import describe, is_async, name_of
 from dataflow.rewards.hedge import Hedge
@@ -85,7 +85,7 @@ class Lifecycle:
         ask.queued = False
         timeout_s = self._first_s
         if not ask.tries:
-            ask.begin = time.time()
+            ask.begin = clock.now()
             ask.held_by = "slot" if self._limiter.full(line) else "rate"
             if self._retry.deadline_s is not None:
                 ask.deadline = loop.time() + self._retry.deadline_s
@@ -146,7 +146,7 @@ class Lifecycle:
 
         A percentile of winners alone would fall and fall, as it says who is sent a second call.
         """
-        return max([call.seconds, *(time.time() - slower.begin for slower in ask.live)]) if ask.live else call.seconds
+        return max([call.seconds, *(clock.now() - slower.begin for slower in ask.live)]) if ask.live else call.seconds
 
     def _failed(self, ask: Ask, line: Line, call: Call, error: BaseException) -> None:
         ask.errors.append(_brief(error))

@@ -17,11 +17,11 @@ import hmac
 import json
 import secrets
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
+from dataflow import clock
 from dataflow.errors import DataflowError
 from dataflow.rewards.limits import Limiter, Limits, Line
 
@@ -195,7 +195,7 @@ class LimitServer:
             holder.requests[number] = request
             self._limiter.push(request)
         # Once: the second of a message must not seem to have begun after the cut that the first one made.
-        now = time.time()
+        now = clock.now()
         for number, seconds, throttled, failed, tokens in message.get("ends", ()):
             self._end(holder, number, now - seconds, throttled, failed, tokens)
         self._limiter.fill()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from dataflow import clock
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.rates import Rates
 
@@ -109,7 +110,7 @@ class Line:
         limit: calls in flight, now; a float, since it rises by fractions.
         running: calls in flight.
         waited_s: how long requests at its head waited for their permit.
-        changes: (seconds of ``time.time()``, limit) since they were last taken out.
+        changes: (seconds of ``clock.now()``, limit) since they were last taken out.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class Line:
         """A call has ended.
 
         Args:
-            begun: when, in seconds of ``time.time()``.
+            begun: when, in seconds of ``clock.now()``.
             throttled: whether it ended because the service is asked too much.
             extra_tokens: tokens it used beyond its estimate.
             error: what it ended with.
@@ -208,7 +209,7 @@ class Line:
         self.running -= 1
         self.throttled += throttled
         for permits in self._permits:
-            permits.give(extra_tokens, time.time() - begun)
+            permits.give(extra_tokens, clock.now() - begun)
         if self.limits.adaptive:
             self._adapt(begun, throttled, saturated and error is None)
 
@@ -218,11 +219,11 @@ class Line:
             # A whole flight that is turned away is one piece of news: only calls begun since the cut tell more.
             if begun >= self._cut_at:
                 self.limit = max(float(self.limits.floor), self.limit * BACK_OFF)
-                self._cut_at = time.time()
+                self._cut_at = clock.now()
         elif well:
             self.limit = min(float(self.limits.concurrency), self.limit + 1 / self.limit)
         if int(self.limit) != before:
-            self.changes.append((time.time(), int(self.limit)))
+            self.changes.append((clock.now(), int(self.limit)))
 
     async def _take(self) -> None:
         """Keeps one permit at hand while anyone waits."""
@@ -360,7 +361,7 @@ class Limiter:
         return sum(line.waiting() for line in self._all)
 
     def changes(self) -> list[tuple[float, str, int]]:
-        """Returns each change of a limit since the last call: seconds of ``time.time()``, endpoint, limit."""
+        """Returns each change of a limit since the last call: seconds of ``clock.now()``, endpoint, limit."""
         found = [(at, line.name, limit) for line in self.lines.values() for at, limit in line.changes]
         for line in self.lines.values():
             line.changes = []

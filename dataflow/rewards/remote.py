@@ -21,6 +21,7 @@ from typing import Any, NoReturn, cast
 
 from loguru import logger
 
+from dataflow import clock
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
 from dataflow.executors.ray_answer import cause, died, fetch, last_words
@@ -153,7 +154,7 @@ class RemoteAgent(RewardAgent):
         return facts, shared
 
     def _build(self, shard: Shard, shared: Address | None) -> Any:
-        return shard.actor.build.remote(self._blob, shard.name, shared)
+        return shard.actor.build.remote(self._blob, shard.name, shared, clock.anchor())
 
     def _kill(self) -> None:
         import ray

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dataflow import clock
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError
 from dataflow.executors.ray_host import settle_memory
@@ -73,17 +74,22 @@ class RewardHost:
         self._serving: dict[Step, asyncio.Task[None]] = {}
         self._agent: RewardAgent
 
-    async def build(self, blob: bytes, name: str, shared: Address | None = None) -> Facts:
+    async def build(
+        self, blob: bytes, name: str, shared: Address | None = None, anchor: clock.Anchor | None = None
+    ) -> Facts:
         """Builds the agent.
 
         Args:
             blob: pickled :class:`~dataflow.graph.Hosted`, whose factory returns the agent.
             name: of the agent, for whoever shares its limits.
             shared: the server of these limits.
+            anchor: of the clock of whoever starts it; None keeps its own.
 
         Raises:
             ConfigError: as the factory does.
         """
+        if anchor is not None:
+            clock.adopt(anchor)
         import cloudpickle  # type: ignore[import-untyped]
 
         # What the first Batch to arrive would import: seconds that belong to start-up, not to a step.

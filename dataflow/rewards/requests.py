@@ -46,7 +46,7 @@ class Ticket:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sample to score; ``begin`` and ``end`` are seconds of ``time.time()``."""
+    """One sample to score; ``begin`` and ``end`` are seconds of ``clock.now()``."""
 
     step: StepRequests
     group: int
@@ -85,7 +85,7 @@ class Ask:
     """Seconds of the loop's clock."""
     tries: int = 0
     queued_at: float = 0.0
-    """Seconds of ``time.time()``, like ``begin``."""
+    """Seconds of ``clock.now()``, like ``begin``."""
     held_by: str = ""
     """What its first call waited for, if it did not start at once: a free ``slot``, or the ``rate`` that is allowed."""
     throttled: int = 0

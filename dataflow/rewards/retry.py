@@ -160,6 +160,8 @@ def _seconds(number: float) -> float:
 def read_retry_after(headers: Mapping[str, Any]) -> float:
     """Returns the seconds of a Retry-After header, a number or a date; 0 where there is none that can be read.
 
+    A date counts from the header ``Date`` of the same reply, so that a clock of ours that is wrong does no harm.
+
     >>> read_retry_after({"Retry-After": "1.5"})
     1.5
     """
@@ -169,11 +171,15 @@ def read_retry_after(headers: Mapping[str, Any]) -> float:
     try:
         return _seconds(float(text))
     except ValueError:
-        return _seconds_until(text)
+        sent = _unix(str(headers.get("Date") or headers.get("date") or ""))
+        until = _unix(text)
+        # Both dates are of the server's clock; where it does not send its own, ours has to do.
+        return 0.0 if until is None else _seconds(until - (time.time() if sent is None else sent))
 
 
-def _seconds_until(date: str) -> float:
+def _unix(date: str) -> float | None:
+    """Returns the unix time of an HTTP date; None if it cannot be read."""
     try:
-        return _seconds(email.utils.parsedate_to_datetime(date).timestamp() - time.time())
+        return email.utils.parsedate_to_datetime(date).timestamp()
     except (ValueError, OverflowError):
-        return 0.0
+        return None

@@ -11,12 +11,12 @@ An agent that loses the server hears of it at once: nobody waits for a permit th
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from dataflow import clock
 from dataflow.errors import DataflowError, RewardFailed
 from dataflow.rewards.limit_server import Address, LimitServer, Message, Wire
 from dataflow.rewards.limits import Limits, Line, Waiting
@@ -206,7 +206,7 @@ class SharedLine(Line):
         self.running -= 1
         self.throttled += throttled
         # Which of the permits is the same to the server, as it is told how long ago the call began.
-        seconds = time.time() - begun
+        seconds = clock.now() - begun
         self._shared.say("ends", [self._live.popleft(), seconds, throttled, error is not None, extra_tokens])
 
     def close(self) -> None:
@@ -217,10 +217,11 @@ class SharedLine(Line):
 class LimitActor:
     """A limit server in a Ray actor of its own."""
 
-    async def open(self, limits: Limits) -> Address:
+    async def open(self, limits: Limits, anchor: clock.Anchor) -> Address:
         """Listens on this node's address."""
         import ray
 
+        clock.adopt(anchor)
         self.server = LimitServer(limits)
         return await self.server.open(ray.util.get_node_ip_address())
 
@@ -241,4 +242,4 @@ def start_limits(limits: Limits) -> tuple[Any, Address]:
     import ray
 
     actor = ray.remote(num_cpus=0)(LimitActor).remote()
-    return actor, ray.get(actor.open.remote(limits))
+    return actor, ray.get(actor.open.remote(limits, clock.anchor()))

@@ -6,10 +6,10 @@ Where the policy streams, groups are handed on in sets while the others are stil
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
+from dataflow import clock
 from dataflow.batch import Batch
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.errors import RunError
@@ -132,7 +132,7 @@ async def handed_on(
                 done[number] = engine.batch(prompts, whole, length)
                 task.emit(number, done[number])
             if sets.whole > before:
-                task.level(SAMPLED, time.time(), sets.whole)
+                task.level(SAMPLED, clock.now(), sets.whole)
     return Batch.concat([done[number] for number in sorted(done)]).select(prompts.ids)
 
 

@@ -10,6 +10,7 @@ import uuid
 
 import pytest
 
+from dataflow import clock
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, PipelineError, RunError, StageFailed
 from dataflow.graph import Carried, Hosted, Latest, Pipeline, stage
@@ -85,7 +86,7 @@ def reward_request(responses, *, agent, task):
 @stage(writes="rewards", on="reward", forms_parts=True)
 async def reward_collect(ticket, *, agent, task):
     batch = await agent.collect(ticket, task.take)
-    now = time.time()
+    now = clock.now()
     task.mark("reward", now - 0.001, now, group=batch.ids[0])
     return batch
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from loguru import logger
 
+from dataflow import clock
 from dataflow.batch import Batch
 from dataflow.errors import RunError, StageFailed
 from dataflow.executors.ray import RayExecutor
@@ -158,7 +159,7 @@ async def collect(ticket, *, desk, task):
 async def use(responses, rewards, actor: Latest, *, task):
     assert responses.ids == rewards.ids
     assert list(rewards["score"]) == [f"{q}" for q in responses["question"]]
-    task.mark("used", time.time(), time.time(), groups=rewards.ids)
+    task.mark("used", clock.now(), clock.now(), groups=rewards.ids)
 
 
 @stage(writes="weights", on="gpu")

@@ -172,8 +172,9 @@ def run_life(body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         return asyncio.get_running_loop().time()
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("calls", "lifecycle", "limits"):
-            patch.setattr(f"dataflow.rewards.{module}.time", SimpleNamespace(time=now, perf_counter=now))
+        patch.setattr("dataflow.clock.now", now)
+        for module in ("calls", "limits"):
+            patch.setattr(f"dataflow.rewards.{module}.time", SimpleNamespace(perf_counter=now))
         return run_virtual(body)
 
 

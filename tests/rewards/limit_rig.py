@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from dataflow import clock
 from dataflow.rewards.limits import Limiter, Limits, Line
 
 MINUTE = 60.0 - 1e-4
@@ -53,7 +53,7 @@ class Rig:
     def end(self, item: Item, line: Line, begun: float, **how: Any) -> None:
         self.ended += 1
         self.now.subtract({"all", line.name})
-        self.limiter.release(line, time.time() - (self.loop.time() - begun), **how)
+        self.limiter.release(line, clock.now() - (self.loop.time() - begun), **how)
 
     def push(self, count: int = 1, step: int = 1, **options: Any) -> list[Item]:
         items = []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from typing import Any
 
 import pytest
 
+from dataflow import clock
 from dataflow.errors import ConfigError
 from dataflow.rewards.limits import BACK_OFF, Limiter, Limits, Line
 from tests.rewards.limit_rig import Item, Rig
@@ -115,7 +115,7 @@ def test_a_start_that_ends_at_once_neither_nests_nor_stalls() -> None:
             depth += 1
             most = max(most, depth)
             started.append(item)
-            limiter.release(line, time.time())
+            limiter.release(line, clock.now())
             depth -= 1
 
         limiter = Limiter(Limits(2), start)
@@ -175,13 +175,13 @@ class Flight:
 
     def end(self, count: int, throttled: bool = False, begun: float | None = None, **how: Any) -> None:
         for _ in range(count):
-            self.rig.limiter.release(self.line, time.time() if begun is None else begun, throttled=throttled, **how)
+            self.rig.limiter.release(self.line, clock.now() if begun is None else begun, throttled=throttled, **how)
 
 
 def test_a_flight_that_is_turned_away_cuts_the_limit_once() -> None:
     async def body() -> None:
         flight = Flight(Limits(100, adaptive=True))
-        before = time.time()
+        before = clock.now()
         flight.end(100, throttled=True, begun=before)
         assert flight.line.limit == pytest.approx(100 * BACK_OFF)
         assert flight.rig.limiter.running == 70
@@ -229,14 +229,14 @@ def test_only_a_success_of_a_full_line_lets_the_limit_grow() -> None:
         line.limit = 10.0
         rig.push(5, seconds=math.inf)
         for _ in range(5):
-            rig.limiter.release(line, time.time())
+            rig.limiter.release(line, clock.now())
         assert line.limit == 10.0, "five of ten: nobody knows whether more would do"
         rig.push(10, seconds=math.inf)
         for error in (ValueError(), asyncio.CancelledError()):
             rig.push(1, seconds=math.inf)
-            rig.limiter.release(line, time.time(), error=error)
+            rig.limiter.release(line, clock.now(), error=error)
         assert line.limit == 10.0
-        rig.limiter.release(line, time.time())
+        rig.limiter.release(line, clock.now())
         assert line.limit > 10.0
 
     run_virtual(body)
@@ -247,12 +247,12 @@ def test_changes_are_told_once_in_order() -> None:
         rig = Rig(Limits(10, adaptive=True, endpoints={"a": Limits(4, adaptive=True)}))
         rig.push(50, seconds=math.inf)
         rig.push(50, endpoint="a", seconds=math.inf)
-        before = time.time()
+        before = clock.now()
         rig.limiter.release(rig.limiter.lines[""], math.inf, throttled=True)
         rig.limiter.release(rig.limiter.lines[""], math.inf, throttled=True)
         changes = rig.limiter.changes()
         assert [(name, limit) for _at, name, limit in changes] == [("", 7), ("", 4)]
-        assert all(before <= at <= time.time() for at, _name, _limit in changes)
+        assert all(before <= at <= clock.now() for at, _name, _limit in changes)
         assert rig.limiter.changes() == []
 
     run_virtual(body)

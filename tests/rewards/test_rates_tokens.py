@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataflow import clock
 from dataflow.rewards.limits import Limits, Line
 from dataflow.rewards.rates import Meter, Rates
 from tests.rewards.limit_rig import MINUTE, Item, Rig, tokens_of
@@ -100,7 +100,7 @@ def test_what_an_old_call_did_not_use_makes_no_room_now() -> None:
         await asyncio.sleep(100)
         rig.push(1, tokens=600, seconds=math.inf)
         await asyncio.sleep(55)
-        rig.limiter.release(line, time.time() - 155, extra_tokens=-600)
+        rig.limiter.release(line, clock.now() - 155, extra_tokens=-600)
         rig.push(1, tokens=600, seconds=math.inf)
         await asyncio.sleep(4)
         assert len(rig.begun) == 2

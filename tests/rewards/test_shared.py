@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from dataflow import clock
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import RewardAgent
@@ -57,7 +58,7 @@ class Client:
         self._sequence = itertools.count()
 
     def _start(self, item: Item, line: Line) -> None:
-        item.begun = time.time()
+        item.begun = clock.now()
         self.live.append((item, line))
         self.started.append(item)
         self.changed.set()

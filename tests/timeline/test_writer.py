@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dataflow import clock
 from dataflow.cli import main
 from dataflow.errors import RunError
 from dataflow.executors.inline import InlineExecutor
@@ -155,7 +155,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 @stage(writes="made", on="gpu")
 def make(prompts: object, *, task: TaskInfo) -> object:
-    now = time.time()
+    now = clock.now()
     task.mark("reward", now, now + 0.5, group=3)
     task.level("limit", now, 2)
     return prompts
@@ -170,7 +170,7 @@ def run(trace: Trace, **more: Any) -> None:
 def test_the_runner_gives_each_task_with_its_marks_in_one_call() -> None:
     given: list[tuple[object, ...]] = []
     trace = Trace(sink=lambda *items: given.append(items))
-    run(trace, origin=time.time() - 100)
+    run(trace, origin=clock.now() - 100)
     assert [tuple(map(type, items)) for items in given] == [(Span, Mark, Level)] * 2
     assert [items[0] for items in given] == trace.spans
     assert 100 <= trace.spans[0].begin < 110
@@ -189,6 +189,7 @@ def test_a_file_that_cannot_be_written_ends_the_run_with_that_sentence() -> None
 
 KILLED = """
 import asyncio, os, sys, time
+from dataflow import clock
 from dataflow.executors.inline import InlineExecutor
 from dataflow.graph import Latest, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand
@@ -199,7 +200,7 @@ from dataflow.timeline.writer import TraceWriter
 @stage(writes="responses", on="gpu")
 def rollout(prompts, *, task):
     time.sleep(0.005)
-    now = time.time()
+    now = clock.now()
     task.mark("reward", now - 0.001, now, group=task.step)
     return prompts
 
