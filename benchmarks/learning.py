@@ -41,7 +41,7 @@ def main() -> int:
                 print(f"{name}, seed {seed} ...", file=sys.stderr, flush=True)
                 finish(start(runs, f"{name}-{seed}", **keys, **{"seed": seed, "engine.rollout": name}))
             found = json.loads(summary.read_text())
-            after[name].append(found["accuracy_after"])
+            after[name].append(found["accuracy_mean_last_3"])
             before.append(found["accuracy_before"])
     means = {name: statistics.fmean(values) for name, values in after.items()}
     lines = [("engine", "accuracy after", "each seed")]

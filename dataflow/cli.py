@@ -191,9 +191,13 @@ def _show(options: argparse.Namespace) -> int:
 def _seconds_of(run: str) -> dict[str, float]:
     """Returns how long the tasks of each stage took in one step of a run, together."""
     from dataflow.timeline.attribution import summary
+    from dataflow.timeline.spans import Trace
 
     trace = _trace(run)
-    return {name: of["total_s"] / max(1, trace.steps) for name, of in summary(trace)["stages"].items()}
+    whole = set(trace.whole_steps)
+    # Of a step that was interrupted there are only some tasks.
+    ended = Trace([s for s in trace.spans if s.step in whole], meta=trace.meta) if whole else trace
+    return {name: of["total_s"] / max(1, len(whole)) for name, of in summary(ended)["stages"].items()}
 
 
 def _critical(pipeline: Any, graph: Any, seconds: dict[str, float] | None) -> str:

@@ -16,7 +16,18 @@ from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import table
 
 Load = Callable[[str], Trace]
-_HEAD = ("policy", "wall s", "s/step", "change", "GPU busy", "exposed wait s", "lower bound s", "accuracy")
+_HEAD = (
+    "policy",
+    "steps",
+    "wall s",
+    "in all s",
+    "s/step",
+    "change",
+    "GPU busy",
+    "exposed wait s",
+    "lower bound s",
+    "accuracy",
+)
 
 
 def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> str:
@@ -41,7 +52,7 @@ def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> 
         if name in traces:
             raise ConfigError(f"run '{run}' is given twice; give different runs.")
         traces[name] = trace
-        rows.append(_row(run, name, trace, rows[0]["wall_s"] if rows else None))
+        rows.append(_row(run, name, trace, rows[0]["step_s"] if rows else None))
     if out:
         files.draw(traces, out, facts={row["policy"]: row for row in rows})
     if as_json:
@@ -52,7 +63,9 @@ def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> 
         lines.append(
             (
                 row["policy"],
+                str(row["steps"]),
                 f"{row['wall_s']:.1f}",
+                "-" if row["total_s"] is None else f"{row['total_s']:.1f}",
                 f"{row['step_s']:.2f}",
                 f"{row['change']:+.1%}",
                 f"{row['gpu_busy']:.0%}",
@@ -70,14 +83,18 @@ def _row(run: str, name: str, trace: Trace, first_s: float | None) -> dict[str, 
     return {
         "run": str(run),
         "policy": name,
+        "steps": trace.steps,
         "wall_s": wall,
+        "total_s": known.get("total_s"),
         "step_s": numbers["step_s"],
-        "change": wall / first_s - 1 if first_s else 0.0,
+        # By the step: runs may differ in their number of steps, as one that was interrupted does.
+        "change": numbers["step_s"] / first_s - 1 if first_s else 0.0,
         "gpu_busy": numbers["gpu_busy_s"] / wall if wall else 0.0,
         "exposed_wait_s": numbers["exposed_wait_s"],
         "lower_bound_s": known.get("lower_bound_s", numbers.get("lower_bound_s")),
         "accuracy_before": known.get("accuracy_before"),
         "accuracy_after": known.get("accuracy_after"),
+        "accuracy_mean_last_3": known.get("accuracy_mean_last_3"),
     }
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # What is said of a step, in this order: beside the moving picture, and where there is none.
-_SHORT = {"critic/score/mean": "reward {:.2f}", "accuracy": "accuracy {:.2f}"}
+_SHORT = {"critic/score/mean": "reward {:.2f}"}
 _LONG = {
     "reward/latency_p95": "p95 {:.2f} s",
     "reward/failed": "{:.0f} failed",
@@ -46,7 +46,7 @@ class Progress:
         self._task: Any = None
         self._warm: Any = None
         self._steps = 0
-        self._accuracy: float | None = None
+        self._accuracy = ""
 
     def warm_up(self, done: int, total: int) -> None:
         """Shows the tiny model's supervised warm-up, which happens once."""
@@ -124,21 +124,26 @@ class Progress:
             line = Text(facts(stats, self._metrics), no_wrap=True, overflow="ellipsis")
             self._live.update(Group(self._bar, picture(shown, self._console.width), line))
 
-    def accuracy(self, value: float) -> None:
-        """An evaluation ended."""
-        self._accuracy = value
+    def accuracy(self, step: int, value: float) -> None:
+        """The evaluation of a step ended, of 0 before training; by then later steps may have ended, too."""
+        self._accuracy = f"accuracy {value:.3f} ({f'step {step}' if step else 'before'})"
+        if self._bar is not None:
+            self._bar.update(self._task, facts=self._facts())
+        elif not self._console.is_terminal:
+            self._console.print(f"evaluation {f'of step {step}' if step else 'before training'}: accuracy {value:.3f}")
+
+    def _facts(self) -> str:
+        return "  ".join(filter(None, (self._line(self._metrics, _SHORT), self._accuracy)))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step's training ended."""
         self._metrics = metrics
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, facts=self._line(metrics, _SHORT))
+            self._bar.update(self._task, completed=step, facts=self._facts())
         else:
             self._console.print(f"step {step}/{self._steps}  {self._line(metrics, _SHORT | _LONG)}", soft_wrap=True)
 
     def _line(self, metrics: Mapping[str, float], told: Mapping[str, str]) -> str:
-        if self._accuracy is not None:
-            metrics = {**metrics, "accuracy": self._accuracy}
         # A count of nothing need not be said.
         return "  ".join(text.format(metrics[name]) for name, text in told.items() if _worth(name, metrics))
 
@@ -159,19 +164,29 @@ def end_table(summary: dict[str, Any]) -> str:
 
     wall = summary["wall_s"]
     rows = [("policy", summary["policy"]), ("steps", str(summary["steps"]))]
-    if summary["accuracy_before"] is not None and summary["accuracy_after"] is not None:
-        rows += [
-            ("accuracy before", f"{summary['accuracy_before']:.3f}"),
-            ("accuracy after", f"{summary['accuracy_after']:.3f} (mean of the last evaluations)"),
-        ]
+    if summary["accuracy_before"] is not None:
+        rows.append(("accuracy before", f"{summary['accuracy_before']:.3f}"))
+    if summary["accuracy_after"] is not None:
+        rows.append(("accuracy after", f"{summary['accuracy_after']:.3f} (evaluation of step {_last_of(summary)})"))
+    if summary["accuracy_mean_last_3"] is not None:
+        rows.append(("", f"{summary['accuracy_mean_last_3']:.3f} (mean of the last 3 evaluations)"))
     rows += [
-        ("wall time", f"{wall:.1f} s ({summary['step_s']:.2f} s a step)"),
+        ("time in all", f"{summary['total_s']:.1f} s (with start, evaluations and end)"),
+        ("training", f"{wall:.1f} s" + (f" ({summary['step_s']:.2f} s a step)" if summary["step_s"] else "")),
         ("GPU pool busy", f"{summary['gpu_busy_s'] / wall:.0%}" if wall else "-"),
         ("exposed wait", f"{summary['exposed_wait_s']:.1f} s" + _causes(summary["exposed_wait_by_cause"])),
     ]
+    if summary["after_training_s"] >= 0.05:
+        idle = f"GPU pool idle {summary['after_training_idle_s']:.1f} s of it"
+        rows.append(("after training", f"{summary['after_training_s']:.1f} s until the last task ended, {idle}"))
     if summary["rewards"]:
         rows.append(("rewards", _rewards(summary["rewards"])))
     return str(table(rows))
+
+
+def _last_of(summary: dict[str, Any]) -> int:
+    """Returns the step of the last evaluation."""
+    return max(map(int, summary["evaluations"]))
 
 
 def _causes(by_cause: dict[str, float]) -> str:

@@ -52,6 +52,7 @@ from dataflow.rewards.retry import Retry
 __all__ = ["Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
 
 _CLOSE_S = 10.0  # what the user's object may take to close
+_SUMS = ("throttled", "timed_out", "tokens", "cost", "rate_limit_wait_s")  # of the stats, beside the counts
 _REMEMBERED = 4096  # ended steps whose end a later collect is told
 
 
@@ -136,6 +137,7 @@ class RewardAgent:
         self._steps: dict[Step, StepRequests] = {}
         self._ended: OrderedDict[Step, tuple[type[DataflowError], str, BaseException | None]] = OrderedDict()
         self.counts: Counter[str] = Counter()
+        self._told: dict[str, float] = {}
         self._asks = Asks(
             compute_score, self.limits, ledger, share_equal, scorer, self.counts, self.fail, self._measure
         )
@@ -299,6 +301,14 @@ class RewardAgent:
         except Exception as error:
             raise DataflowError(raised("reward agent: stats", usage, error)) from error
         return {**counts, **tried, **now, **spent, "latency_s": latency_summary(self._asks.latency_s)}
+
+    def used(self, stats: Mapping[str, Any]) -> dict[str, float]:
+        """Returns by how much the sums among the stats have grown since the last call: a step's share of them."""
+        now = {name: float(stats[name]) for name in _SUMS if name in stats}
+        # The sums of an agent in actors fall when one of these is replaced.
+        grown = {name: max(0.0, value - self._told.get(name, 0.0)) for name, value in now.items()}
+        self._told = now
+        return grown
 
     async def close(self) -> None:
         """Cancels everything and closes the user's object, if it has ``close``. May be called twice."""

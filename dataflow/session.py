@@ -23,6 +23,7 @@ from dataflow.executors.base import Executor
 from dataflow.graph import Pipeline, TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.progress import Progress
+from dataflow.reward_totals import RewardTotals
 from dataflow.runner import Runner
 from dataflow.timeline import attribution
 from dataflow.timeline.spans import Trace
@@ -30,9 +31,8 @@ from dataflow.timeline.writer import TraceWriter
 from dataflow.tracking import Tracker, step_metrics, write_summary
 
 VALIDATION = ("val_rollout", "val_score")
-REWARDS = ("requested", "scored", "failed", "cancelled", "retried", "hedged", "cached", "shared", "tokens")
-# The accuracy after a run is the mean of this many last evaluations: single ones swing by several points.
 LAST_EVALUATIONS = 3
+"""Single evaluations swing by several points: the mean of this many last ones is told beside the last."""
 SHOWN_S = 0.5
 """Seconds between two pictures of a run on a terminal."""
 
@@ -50,6 +50,7 @@ class Session:
     """
 
     def __init__(self, config: RunConfig, module: ModuleType, progress: Progress) -> None:
+        self._began = clock.now()
         self.config = config.model_copy(deep=True)
         self.module = module
         self.progress = progress
@@ -57,6 +58,9 @@ class Session:
         self.graph: TaskGraph
         self.summary: dict[str, Any] = {}
         self._evaluations: dict[int, float] = {}
+        self._before = Trace()
+        """Of the evaluation before training, outside the run's clock."""
+        self._totals = RewardTotals()
         self._steps_seen = 0
         self._check_reward()
         self.expand()  # before the model is made: a wrong policy is said at once
@@ -128,6 +132,9 @@ class Session:
             raise
         finally:
             self.tracker.close()
+        # Once more, now that everything has ended: by then it is known how long all of it took.
+        self.summary["total_s"] = clock.now() - self._began
+        write_summary(self.directory / "summary.json", self.summary)
         return self.summary
 
     @contextlib.contextmanager
@@ -188,7 +195,8 @@ class Session:
                 showing.cancel()
             self.progress.stop()
             digest = await executor.ask("trainer", "digest") if "trainer" in graph.pipeline.hosts() else None
-            self.summary = self._summarise(trace, digest, await self._rewards(executor))
+            stats = await executor.ask("reward", "stats") if "reward" in graph.pipeline.hosts() else None
+            self.summary = self._summarise(trace, digest, stats)
         except asyncio.CancelledError:
             trace.meta["status"] = "interrupted"
             raise Interrupted(f"stopped after {self._steps_seen} of {graph.steps} steps") from None
@@ -209,7 +217,7 @@ class Session:
                 logger.warning(f"{writer.path} leaves out {writer.left_out} items whose times are no finite numbers")
         finally:
             if not self.summary:
-                self.summary = self._summarise(trace, None, {})
+                self.summary = self._summarise(trace, None, None)
             write_summary(self.directory / "summary.json", self.summary)
 
     def _executor(self) -> Executor:
@@ -228,13 +236,14 @@ class Session:
         await executor.open(pipeline)
         graph = expand(pipeline, SchedulingPolicy(), steps=0, first=0)
         inputs: Mapping[str, Callable[[int], Any]] = {**self.inputs, "weights": lambda step: 0}
-        await Runner(graph, executor, inputs=inputs, trace=Trace(), on_step=self._on_step).run()
+        await Runner(graph, executor, inputs=inputs, trace=self._before, on_step=self._on_step).run()
 
     def _on_step(self, step: int, metrics: dict[str, float]) -> None:
         scores = [value for name, value in metrics.items() if name.startswith("val-core/")]
         if scores:
             self._evaluations[step] = sum(scores) / len(scores)
-            self.progress.accuracy(self._evaluations[step])
+            self.progress.accuracy(step, self._evaluations[step])
+        self._totals.step(metrics)
         if step > self._steps_seen:
             self._steps_seen = step
             # The last steps' spans say all about this one; a long run is not read again from its beginning.
@@ -251,19 +260,12 @@ class Session:
         while self.progress.moves:
             if "reward" in self.graph.pipeline.hosts():
                 try:
-                    stats = await executor.ask("reward", "stats")
+                    stats = self._totals.seen(await executor.ask("reward", "stats"))
                 except DataflowError as error:
                     # Of an agent that died the run itself tells, or has a new one.
                     logger.debug(f"the reward agent does not answer: {error}")
             self.progress.show(runner.trace, runner.running(), stats, (self.graph.ahead + 3) * per_step)
             await asyncio.sleep(SHOWN_S)
-
-    async def _rewards(self, executor: Executor) -> dict[str, Any]:
-        if "reward" not in self.graph.pipeline.hosts():
-            return {}
-        stats = await executor.ask("reward", "stats")
-        counts = {name: stats.get(name, 0) for name in REWARDS}
-        return {**counts, "latency_s": {k: stats["latency_s"].get(k) for k in ("p50", "p95", "p99")}}
 
     def _meta(self) -> dict[str, Any]:
         return {
@@ -287,10 +289,11 @@ class Session:
             },
         }
 
-    def _summarise(self, trace: Trace, digest: str | None, rewards: dict[str, Any]) -> dict[str, Any]:
+    def _summarise(self, trace: Trace, digest: str | None, stats: dict[str, Any] | None) -> dict[str, Any]:
         numbers = attribution.summary(trace)
         evaluations = [self._evaluations[step] for step in sorted(self._evaluations) if step > 0]
         last = evaluations[-LAST_EVALUATIONS:]
+        mean = sum(last) / len(last) if len(last) == LAST_EVALUATIONS else None
         return {
             "policy": self.config.policy.preset,
             "split": self.policy.split,
@@ -299,18 +302,22 @@ class Session:
             "status": trace.meta["status"],
             "steps": self._steps_seen,
             "seed": self.config.seed,
+            "total_s": clock.now() - self._began,
             "wall_s": numbers["wall_s"],
             "step_s": numbers["step_s"],
+            "after_training_s": numbers["after_training_s"],
+            "after_training_idle_s": numbers["after_training_idle_s"],
             "gpu_busy_s": numbers["gpu_busy_s"],
             "exposed_wait_s": numbers["exposed_wait_s"],
             "exposed_wait_by_cause": numbers["exposed_wait_by_cause"],
             "reward_service_s": numbers["reward_service_s"],
             "lower_bound_s": numbers["lower_bound_s"],
             "accuracy_before": self._evaluations.get(0),
-            "accuracy_after": sum(last) / len(last) if last else None,
+            "accuracy_after": last[-1] if last else None,
+            f"accuracy_mean_last_{LAST_EVALUATIONS}": mean,
             "evaluations": {str(step): self._evaluations[step] for step in sorted(self._evaluations)},
             "weights_sha256": digest,
-            "rewards": rewards,
+            "rewards": self._totals.counts((self._before, trace), stats),
         }
 
 

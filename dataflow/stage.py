@@ -55,6 +55,7 @@ class TaskInfo:
     on_emit: Callable[[int, tuple[Any, ...]], None] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     marks: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def first(self) -> bool:
@@ -73,6 +74,10 @@ class TaskInfo:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Adds metrics to the step's; of several parts' values the mean counts, or the max or min if so named."""
         self.metrics.update(metrics)
+
+    def note(self, **facts: Any) -> None:
+        """Adds facts to the task's own span in the trace, JSON-able (``requests``, how many it sent)."""
+        self.facts.update(facts)
 
     def mark(self, name: str, begin: float, end: float, **facts: Any) -> None:
         """Adds a span inside this task to the trace (a reward request), in seconds of :func:`dataflow.clock.now`."""

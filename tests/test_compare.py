@@ -10,6 +10,7 @@ import pytest
 from dataflow.cli import main
 from dataflow.testing.runs import made_up
 from dataflow.timeline import perfetto
+from dataflow.timeline.spans import Span, Trace
 from tests import simulated
 
 PIPELINE = str(Path(__file__).parents[1] / "pipelines" / "gsm8k_grpo.py")
@@ -96,3 +97,14 @@ def test_an_empty_run_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.Captu
     perfetto.write(trace, tmp_path / "trace.json")
     assert "no task of run 'both' ran" in refused(capsys, "timeline", str(tmp_path), "-o", str(tmp_path / "run.html"))
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_runs_of_different_lengths_are_compared_by_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, steps in (("long", 6), ("short", 3)):
+        (tmp_path / name).mkdir()
+        trace = Trace([Span("actor_update", n, 0, 1, "gpu", n, n + 1.0) for n in range(steps)], meta={"policy": name})
+        perfetto.write(trace, tmp_path / name / "trace.json")
+    (tmp_path / "long" / "summary.json").write_text(json.dumps({"total_s": 12.5}))
+    assert main(["compare", str(tmp_path / "long"), str(tmp_path / "short"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["steps"], row["change"], row["total_s"]) for row in rows] == [(6, 0.0, 12.5), (3, 0.0, None)]

@@ -30,13 +30,27 @@ def screen(terminal: bool) -> tuple[Progress, io.StringIO]:
 def test_off_a_terminal_a_step_is_a_plain_line() -> None:
     progress, file = screen(terminal=False)
     progress.start(20)
-    progress.accuracy(0.875)
+    progress.accuracy(0, 0.25)
     progress.show(steps(3), [], {"running": 3}, 100)
     progress.step(7, METRICS)
+    progress.accuracy(6, 0.875)
     progress.stop()
     assert file.getvalue() == (
-        "step 7/20  reward 0.50  accuracy 0.88  p95 0.75 s  2 tried again  exposed wait 1.25 s  staleness 1\n"
+        "evaluation before training: accuracy 0.250\n"
+        "step 7/20  reward 0.50  p95 0.75 s  2 tried again  exposed wait 1.25 s  staleness 1\n"
+        "evaluation of step 6: accuracy 0.875\n"
     )
+
+
+def test_on_a_terminal_a_late_evaluation_is_shown_when_it_ends() -> None:
+    progress, file = screen(terminal=True)
+    progress.accuracy(0, 0.25)
+    progress.start(20)
+    progress.step(20, METRICS)
+    before = len(file.getvalue())
+    progress.accuracy(20, 0.875)
+    progress.stop()
+    assert "accuracy 0.875 (step 20)" in file.getvalue()[before:]
 
 
 def test_on_a_terminal_a_picture_moves() -> None:

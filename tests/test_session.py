@@ -105,6 +105,10 @@ def test_staleness_never_exceeds_the_policy_and_files_are_whole(keys: tuple[str,
     # 3 steps of 16 samples, and validations before, at step 2 and at the end.
     assert summary["rewards"]["requested"] == summary["rewards"]["scored"] == 3 * 16 + 3 * 8
     assert list(summary["evaluations"]) == ["0", "2", "3"]
+    assert summary["accuracy_after"] == summary["evaluations"]["3"]
+    assert summary["accuracy_mean_last_3"] is None, "there were but two"
+    assert summary["total_s"] > summary["wall_s"] + summary["after_training_s"]
+    assert sum(m.get("reward/requested", 0) for m in metrics) == 3 * 16
 
 
 def test_any_policy_of_two_integers(keys: tuple[str, ...]) -> None:
@@ -148,6 +152,9 @@ def test_a_reward_function_that_raises_ends_the_run_and_names_the_sample(
     )
     summary = run(keys, "val.every=0", code=1)
     assert summary["status"] == "failed"
+    assert (summary["steps"], summary["step_s"] > 0) == (1, True)
+    counts = summary["rewards"]
+    assert counts["requested"] == counts["scored"] + counts["failed"] + counts["cancelled"] >= 2 * 16
     err = capsys.readouterr().err
     assert "StageFailed: reward_collect[step 2" in err
     assert "group" in err

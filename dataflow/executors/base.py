@@ -266,7 +266,7 @@ def prepare(
         number: old[at * wide] if wide == 1 else tuple(old[at * wide : (at + 1) * wide])
         for at, number in enumerate(call.handed)
     }
-    info = replace(call.info, metrics={}, marks=[], handed=handed, on_emit=on_emit)
+    info = replace(call.info, metrics={}, marks=[], facts={}, handed=handed, on_emit=on_emit)
     keywords = {name: tools.get(name, tool) for name, tool in stage.tools.items()}
     if "task" in inspect.signature(stage.fn).parameters:
         keywords["task"] = info
@@ -320,7 +320,7 @@ def report(stage: Stage, info: TaskInfo, results: Sequence[Any], begin: float, e
                     f"stage '{stage.name}' forms a part of the groups of '{first}', but '{name}' differs in "
                     f"{listed(odd)}; return the same groups in every Batch."
                 )
-    facts: dict[str, Any] = {"samples": len(batches[0])} if batches else {}
+    facts: dict[str, Any] = {**info.facts, "samples": len(batches[0])} if batches else dict(info.facts)
     if batches and "weights_version" in batches[0].meta:
         facts["weights_version"] = batches[0].meta["weights_version"]
     return Report(begin, end, groups, info.metrics, info.marks, facts, written)

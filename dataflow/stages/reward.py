@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dataflow.graph import TaskInfo
     from dataflow.reward_agent import RewardAgent, Ticket
 
-_NOW = ("running", "waiting", "strays", "throttled", "timed_out", "tokens", "cost", "rate_limit_wait_s")
+_NOW = ("running", "waiting", "strays")
 """What of the agent's stats is logged with each step, as it stands then."""
 
 
@@ -23,6 +23,7 @@ async def reward_request(responses: Batch, *, agent: RewardAgent, spare: int = 0
 
     Of the groups, ``spare`` are there to take the place of failed ones: so many fewer are collected.
     """
+    task.note(requests=len(responses))
     return agent.submit(task.step, responses, spare=spare, more=task.parts > 1)
 
 
@@ -31,8 +32,9 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
     """Waits for the next groups of the step: their ids make up the part.
 
     With the step's last groups it logs, over the whole step since percentiles do not average, ``reward/latency_*`` and
-    how many samples were ``reward/requested``, ``scored``, ``failed``, ``retried``, ``hedged`` and ``cached``; and as
-    they stand then the agent's ``reward/running``, ``waiting``, ``tokens`` and the like.
+    how many samples were ``reward/requested``, ``scored``, ``failed``, ``retried``, ``hedged`` and ``cached``; what the
+    agent used since the step before, ``reward/tokens`` and the like; and as they stand then ``reward/running``,
+    ``waiting``, ``strays`` and ``limit``.
     """
     rewards = await agent.collect(reward_ticket.step, task.take, order=task.order, last=task.last)
     _mark(rewards, task)
@@ -40,6 +42,7 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
         task.log({f"reward/{name}": value for name, value in rewards.meta["step"].items()})
         stats = agent.stats()
         task.log({f"reward/{name}": float(stats[name]) for name in _NOW if name in stats})
+        task.log({f"reward/{name}": value for name, value in agent.used(stats).items()})
         task.log({f"reward/limit{'/' + name if name else ''}": float(n) for name, n in stats["limit"].items()})
     return _bare(rewards)
 
@@ -52,6 +55,7 @@ async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo)
     leaves out are in no mean, and are counted as ``val-aux/failed``.
     """
     step = f"val:{task.step}"
+    task.note(requests=len(val_responses))
     agent.submit(step, val_responses)
     scores = await agent.collect(step, order="index")
     _mark(scores, task, validation=True)

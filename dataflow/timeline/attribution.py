@@ -71,6 +71,7 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
         gives one wait for each.
     """
     begin, end = window or trace.window
+    trained = trace.window[1]
     # A window near the end of a long run looks at what is near it, not at everything once more.
     near = trace if window is None else Trace([s for s in trace.spans if s.end >= begin])
     spans = near.on(resource)
@@ -98,7 +99,9 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
             # Time before the first task on the resource is start-up; a window may begin anywhere in it.
             start_up = min(max(first, at), until)
             ended_by = starts.get(busy_from)
-            if busy_from >= end and ((last := _last(near, end)) and (last.end == end or not ended_by)):
+            if busy_from >= end and (
+                (last := _last(near, end, optional=end > trained)) and (last.end == end or not ended_by)
+            ):
                 ended_by = last
             name = ended_by.task if ended_by else ""
             if start_up > at:
@@ -109,9 +112,18 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
     return waits
 
 
-def _last(trace: Trace, end: float) -> Span | None:
-    """The last training task of the window, which closes it if none on the resource does (a late write)."""
-    closing = [s for s in trace.spans if not s.optional and s.end <= end]
+def waits_after(trace: Trace, resource: str = "gpu") -> list[Wait]:
+    """Returns the waits of a resource between the last training task and the end of the last task of all.
+
+    They are a late validation's or checkpoint's, and no part of the exposed waits, which are those of training.
+    """
+    begin, end = trace.window[1], trace.end
+    return exposed_waits(trace, resource, (begin, end)) if end > begin else []
+
+
+def _last(trace: Trace, end: float, optional: bool) -> Span | None:
+    """The last task of the window, which closes it if none on the resource does (a late write)."""
+    closing = [s for s in trace.spans if (optional or not s.optional) and s.end <= end]
     return max(closing, key=lambda s: (s.end, s.step, s.stage, s.part), default=None)
 
 
@@ -181,7 +193,9 @@ def summary(trace: Trace) -> dict[str, Any]:
     """Returns the run's numbers, JSON-able; times in seconds.
 
     Returns:
-        ``wall_s`` (first task to last training task), ``step_s`` (wall time per step), ``gpu_busy_s``,
+        ``wall_s`` (first task to last training task), ``step_s`` (wall time per step that ended, up to the end of the
+        last one), ``after_training_s`` (from there to the end of the last task, a late validation's), of which the GPUs
+        were idle for ``after_training_idle_s``, ``gpu_busy_s``,
         ``exposed_wait_s``, ``exposed_wait_by_cause`` {cause: seconds}, ``busy`` {resource: share of the wall
         time}, ``stages`` {stage: {"total_s", "count"}}. Busy time and exposed wait are the mean of the GPU pools, and
         add up to the wall time. Where the trace has its job: ``reward_service_s``, what the reward requests take at
@@ -194,7 +208,7 @@ def summary(trace: Trace) -> dict[str, Any]:
         of = stages.setdefault(span.stage, {"total_s": 0.0, "count": 0})
         of["total_s"] += max(0.0, span.end - span.begin)
         of["count"] += 1
-    wall = trace.wall
+    wall, trained, until = trace.wall, trace.window[1], trace.end
     busy = sum(map(trace.busy, pools)) / len(pools)
     bounds: dict[str, float] = {}
     if concurrency := (trace.meta.get("job") or {}).get("concurrency"):
@@ -202,7 +216,9 @@ def summary(trace: Trace) -> dict[str, Any]:
         bounds = {"reward_service_s": service, "lower_bound_s": max(busy, service)}
     return {
         "wall_s": wall,
-        "step_s": wall / trace.steps if trace.steps else 0.0,
+        "step_s": _step_s(trace),
+        "after_training_s": until - trained,
+        "after_training_idle_s": sum(w.seconds for pool in pools for w in waits_after(trace, pool)) / len(pools),
         "gpu_busy_s": busy,
         "exposed_wait_s": sum(by_cause.values()),
         "exposed_wait_by_cause": dict(sorted(by_cause.items(), key=lambda item: (-item[1], item[0]))),
@@ -210,3 +226,12 @@ def summary(trace: Trace) -> dict[str, Any]:
         **bounds,
         "stages": {name: stages[name] for name in trace.stages},
     }
+
+
+def _step_s(trace: Trace) -> float:
+    """Returns the seconds per step that ended; of an interrupted one there is only a part."""
+    whole = set(trace.whole_steps)
+    if not whole:
+        return 0.0
+    end = max(s.end for s in trace.spans if s.step in whole and not s.optional)
+    return (end - trace.window[0]) / len(whole)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.timeline.attribution import Wait, exposed_waits
+from dataflow.timeline.attribution import Wait, exposed_waits, waits_after
 from dataflow.timeline.spans import POOLS, Mark, Trace
 
 _TASK = re.compile(r"^(?P<stage>.+)\[(?P<step>\d+)(?:\.(?P<part>\d+))?\]$")
@@ -60,12 +60,13 @@ class Culprit:
         return {**own, "task": wait.task, "waited_for": wait.by, **facts, "step": self.step}
 
 
-def culprits(trace: Trace, pools: Sequence[str] | None = None) -> list[Culprit]:
+def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = False) -> list[Culprit]:
     """Returns one for each wait of the GPUs (:func:`~dataflow.timeline.attribution.exposed_waits`), the longest first.
 
     Args:
         trace: of a run.
         pools: of GPUs; None for all that the trace has something of.
+        after: also for the waits behind training, see :func:`~dataflow.timeline.attribution.waits_after`.
     """
     last = last_requests(trace.marks)
     of_step: dict[int, Mark] = {}
@@ -73,7 +74,7 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None) -> list[Culprit]:
         of_step[step] = max(of_step.get(step, mark), mark, key=lambda m: m.end)
     found: list[Culprit] = []
     for pool in (trace.pools or POOLS[:1]) if pools is None else pools:
-        for wait in exposed_waits(trace, pool):
+        for wait in [*exposed_waits(trace, pool), *(waits_after(trace, pool) if after else ())]:
             task = _TASK.match(wait.by)
             if task is None:
                 found.append(Culprit(wait, pool))
@@ -85,8 +86,8 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None) -> list[Culprit]:
 
 
 def worst_waits(trace: Trace, most: int = 5) -> list[dict[str, Any]]:
-    """Returns the longest waits of the GPUs that were for something, JSON-able; see :meth:`Culprit.as_dict`."""
-    return [c.as_dict() for c in culprits(trace) if c.wait.cause not in ("dispatch", "start-up")][:most]
+    """Returns the longest waits of the GPUs, whatever their cause, JSON-able; see :meth:`Culprit.as_dict`."""
+    return [c.as_dict() for c in culprits(trace)[:most]]
 
 
 def last_requests(marks: Iterable[Mark]) -> dict[tuple[int, int], Mark]:

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from dataflow.timeline.culprits import Culprit, culprits
-from dataflow.timeline.spans import Trace
+from dataflow.timeline.spans import Trace, called
 from dataflow.timeline.text import extent
 from dataflow.timeline.tracks import staleness_of, versions_of
 
@@ -92,7 +92,9 @@ def _accuracy(facts: Mapping[str, Any]) -> str:
     before, after = facts.get("accuracy_before"), facts.get("accuracy_after")
     if after is None:
         return "–"
-    return f"{after:.3f}" if before is None else f"{before:.3f} → {after:.3f}"
+    text = f"{after:.3f}" if before is None else f"{before:.3f} → {after:.3f}"
+    mean = facts.get("accuracy_mean_last_3")
+    return text if mean is None else f"{text} <small>mean of the last 3 evaluations {mean:.3f}</small>"
 
 
 def notes(trace: Trace, live: bool = False) -> str:
@@ -133,7 +135,7 @@ def panel(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
     Args:
         trace: of the run.
         numbers: of the run.
-        facts: of its summary.json: ``accuracy_before``, ``accuracy_after``.
+        facts: of its summary.json: ``accuracy_before``, ``accuracy_after``, ``accuracy_mean_last_3``, ``total_s``.
     """
     parts = [_about(trace, numbers, facts), _waits(trace), _busy(numbers), _causes(numbers), _staleness(trace)]
     return f'<section class="panel">{"".join(parts)}</section>'
@@ -151,6 +153,11 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
         ["wall time", f"{seconds(numbers['wall_s'])}, {seconds(numbers['step_s'])} a step"],
         ["exposed wait", seconds(numbers["exposed_wait_s"])],
     ]
+    if (total := facts.get("total_s")) is not None:
+        rows.append(["", f"<small>{seconds(total)} in all, with start, evaluations and end</small>"])
+    if (after := numbers.get("after_training_s", 0.0)) >= 0.05:
+        idle = seconds(numbers["after_training_idle_s"])
+        rows.append(["after training", f"{seconds(after)} <small>GPUs idle for {idle} of it</small>"])
     if (bound := numbers.get("lower_bound_s")) is not None:
         service = numbers["reward_service_s"]
         by = "the reward requests at full concurrency" if service >= numbers["gpu_busy_s"] else "the GPUs' own work"
@@ -159,21 +166,23 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
         rows.append(["accuracy", accuracy])
     asked = [m for m in trace.marks if not m.args.get("validation")]
     if asked:
-        times = sorted(m.end - m.begin for m in asked)
+        # An answer from the ledger takes no time, and what was given up says nothing of the service.
+        times = sorted(m.end - m.begin for m in asked if called(m.args))
         again = sum(m.args.get("tries", 1) > 1 for m in asked)
         told = f"{len(asked)}" + (f", {again} tried again" if again else "")
         rows.append(["reward requests", told])
-        middle, slow = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
-        rows.append(["", f"<small>half within {seconds(middle)}, 99% within {seconds(slow)}, "
-                     f"the slowest {seconds(times[-1])}</small>"])  # fmt: skip
+        if times:
+            middle, slow = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
+            rows.append(["", f"<small>half within {seconds(middle)}, 99% within {seconds(slow)}, "
+                         f"the slowest {seconds(times[-1])}</small>"])  # fmt: skip
     return _card("run", _table([], [row for row in rows if row]))
 
 
 def _waits(trace: Trace) -> str:
     begin, _ = extent(trace)
-    found = [c for c in culprits(trace) if c.wait.cause not in ("dispatch", "start-up")][:LONGEST]
+    found = culprits(trace)[:LONGEST]
     if not found:
-        return _card("longest waits", "<p>The GPUs waited for nothing but dispatch.</p>" if trace.pools else "")
+        return _card("longest waits", "<p>The GPUs never waited.</p>" if trace.pools else "")
     several = len(trace.pools) > 1
     rows = [_wait(c, begin, several) for c in found]
     return _card("longest waits", _table(["waited", "at", "for", "who came last", "then ran"], rows), "wide")

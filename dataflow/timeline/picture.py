@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import DataError
 from dataflow.files import replaced
-from dataflow.timeline.attribution import exposed_waits, pool_waits
+from dataflow.timeline.attribution import exposed_waits, pool_waits, waits_after
 from dataflow.timeline.files import named
 from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes
 from dataflow.timeline.text import extent, tick
@@ -108,7 +108,7 @@ class _Panel:
         self.begin, self.end = extent(trace, steps)
         spans = [s for s in trace.spans if s.end >= self.begin and s.begin <= self.end]
         self.levels = in_flight(trace.marks)
-        self.waits = {pool: exposed_waits(trace, pool) for pool in trace.pools}
+        self.waits = {pool: [*exposed_waits(trace, pool), *waits_after(trace, pool)] for pool in trace.pools}
         self.rows: list[tuple[str, list[list[Span]], float]] = []
         for resource in trace.resources:
             on = [s for s in spans if s.resource == resource]

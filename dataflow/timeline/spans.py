@@ -6,7 +6,7 @@ Everything that shows or analyses a run (attribution, Perfetto, text, picture, p
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,6 +70,11 @@ class Mark:
     args: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
+def called(facts: Mapping[str, Any]) -> bool:
+    """Whether the request of a mark was answered by a call of its own, whose time says something of the service."""
+    return facts.get("how", "") in ("", "hedged")
+
+
 @dataclass(frozen=True)
 class Level:
     """What a number that goes up and down (a limit) is from a time on, in seconds from the run's first task."""
@@ -78,6 +83,9 @@ class Level:
     at: float
     value: float
 
+
+UNFINISHED = ("running", "interrupted", "failed", "cut off")
+"""What the status of a trace says of a run whose last steps may not be whole."""
 
 POOLS = ("gpu", "rollout", "train")
 """Resources that are GPUs: of a colocated run, and of one that samples and trains on different ones."""
@@ -139,9 +147,29 @@ class Trace:
         return list(dict.fromkeys([*declared, *seen]))
 
     @property
+    def end(self) -> float:
+        """When the last task ended, optional ones included: a late validation ends behind :attr:`window`."""
+        return max([self.window[1], *(s.end for s in self.spans)])
+
+    @property
     def steps(self) -> int:
-        """How many steps something was trained of."""
-        return len({s.step for s in self.spans if not s.optional})
+        """How many steps were trained to their end."""
+        return len(self.whole_steps)
+
+    @property
+    def whole_steps(self) -> list[int]:
+        """The steps of which every training task has ended, in order; of a run that ended well, all."""
+        training = [s for s in self.spans if not s.optional]
+        steps = sorted({s.step for s in training})
+        if self.meta.get("status", "finished") not in UNFINISHED:
+            return steps
+        parts = {s.stage: s.parts for s in training}
+        declared = ((self.meta.get("job") or {}).get("pipeline") or {}).get("stages") or ()
+        needed = {stage["name"]: 1 for stage in declared if stage.get("every") is None} | parts
+        ended: dict[tuple[int, str], int] = {}
+        for s in training:
+            ended[s.step, s.stage] = ended.get((s.step, s.stage), 0) + 1
+        return [step for step in steps if all(ended.get((step, name), 0) >= n for name, n in needed.items())]
 
     @property
     def stages(self) -> list[str]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dataflow.timeline.attribution import Wait, exposed_waits, summary
+from dataflow.timeline.attribution import Wait, exposed_waits, summary, waits_after
 from dataflow.timeline.culprits import Culprit, culprits
 from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes
 
@@ -88,7 +88,8 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
     for resource in trace.resources:
         shown = [s for s in trace.on(resource) if s.end >= begin and s.begin <= end]
         for i, lane in enumerate(lanes(shown)):
-            waits = exposed_waits(trace, resource) if resource in POOLS and i == 0 else []
+            idle = resource in POOLS and i == 0
+            waits = [*exposed_waits(trace, resource), *waits_after(trace, resource)] if idle else []
             rows.append((resource if i == 0 else "", lane, waits))
     flights = [m for m in trace.marks if m.begin < m.end and m.end > begin and m.begin < end > begin]
     names = [name for name, _, _ in rows] + (["in flight"] if flights else [])
@@ -152,9 +153,16 @@ _WAITS = {
 def idle_lines(trace: Trace) -> list[str]:
     """Returns a sentence for each pool of GPUs: how long it idled, and for what, with the longest wait for each cause.
 
-    The causes come in the order of their time, and sum to the idle time but for rounding.
+    The causes come in the order of their time, and sum to the idle time but for rounding. Where tasks went on behind
+    training (a late validation), a last sentence says for how long.
     """
-    return [_idle_line(trace, pool) for pool in trace.pools]
+    lines = [_idle_line(trace, pool) for pool in trace.pools]
+    if (after := trace.end - trace.window[1]) >= 0.005:
+        last = max(trace.spans, key=lambda s: s.end)
+        idle = {pool: sum(w.seconds for w in waits_after(trace, pool)) for pool in trace.pools}
+        told = [f"{_pool(pool)} idle {_s(seconds)} s" for pool, seconds in idle.items() if seconds >= 0.005]
+        lines.append(", ".join([f"after training {_s(after)} s until {last.task} ended", *told]))
+    return lines
 
 
 def _idle_line(trace: Trace, pool: str) -> str:
@@ -169,9 +177,12 @@ def _idle_line(trace: Trace, pool: str) -> str:
         if worst.words and cause != "dispatch":
             text += f" (worst: {worst.words}, {_s(worst.wait.seconds)} s)"
         words.append(text)
-    name = "GPU" if pool == "gpu" else pool
-    said = f"{name} pool idle {_s(sum(total.values()))} s of {_s(trace.wall)} s"
+    said = f"{_pool(pool)} idle {_s(sum(total.values()))} s of {_s(trace.wall)} s"
     return f"{said}: {', '.join(words)}" if words else said
+
+
+def _pool(pool: str) -> str:
+    return f"{'GPU' if pool == 'gpu' else pool} pool"
 
 
 def _s(seconds: float) -> str:

@@ -114,7 +114,7 @@ class _Run:
         self.begin, end = extent(trace)
         made.longest = max(made.longest, end - self.begin)
         self.stage = {name: i for i, name in enumerate(made.stages)}
-        self.culprits = culprits(trace)
+        self.culprits = culprits(trace, after=True)
         self.asked = {mark.resource for mark in trace.marks}
         self.rows: dict[str, Row] = {}
         self.place: dict[str, tuple[float, float]] = {}  # task -> top and bottom of its bar

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from dataflow.errors import RunError
-from dataflow.timeline.attribution import exposed_waits
+from dataflow.timeline.attribution import exposed_waits, waits_after
 from dataflow.timeline.flows import flows
 from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, in_flight
 
@@ -196,7 +196,7 @@ class TraceWriter:
         if self.left_out:
             trace = _finite(trace)
         for pool in trace.pools:
-            if waits := exposed_waits(trace, pool):
+            if waits := [*exposed_waits(trace, pool), *waits_after(trace, pool)]:
                 # Right below the pool's own track.
                 tid = self._open(f"{pool} waits", _ROOM * self._place[pool] + 1)
                 for wait in waits:

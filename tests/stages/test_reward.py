@@ -123,3 +123,22 @@ def test_the_stages_declare_their_place() -> None:
     }
     assert reward_collect.grain == "part"
     assert val_score.every is None
+
+
+def test_what_a_step_used_is_its_own() -> None:
+    """Sums of the agent since its start are logged by the step, as the step's counts are."""
+
+    async def counted(**_: Any) -> dict[str, Any]:
+        return {"score": 1.0, "tokens": 10}
+
+    async def body() -> None:
+        agent = RewardAgent(counted)
+        for step, groups in enumerate(([0, 1], [0, 1, 2]), start=1):
+            request, collect = TaskInfo(step=step), TaskInfo(step=step)
+            ticket = await reward_request(responses(groups), agent=agent, task=request)
+            await reward_collect(ticket, agent=agent, task=collect)
+            assert request.facts == {"requests": 2 * len(groups)}
+            assert collect.metrics["reward/tokens"] == 10 * collect.metrics["reward/requested"] == 20 * len(groups)
+        assert agent.stats()["tokens"] == 100, "the agent's own stays a sum"
+
+    asyncio.run(body())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.timeline.attribution import Wait, exposed_waits, pool_waits, summary
-from dataflow.timeline.spans import Span, Trace
+from dataflow.timeline.attribution import Wait, exposed_waits, pool_waits, summary, waits_after
+from dataflow.timeline.spans import Span, Trace, covered
 
 RESOURCES = ("gpu", "reward", "controller", "io", "sandbox")
 
@@ -254,6 +256,8 @@ def test_the_summary_of_a_step() -> None:
     assert summary(trace) == {
         "wall_s": 10,
         "step_s": 5,
+        "after_training_s": 0,
+        "after_training_idle_s": 0,
         "gpu_busy_s": 6,
         "exposed_wait_s": 4,
         "exposed_wait_by_cause": {"rewards": 4},
@@ -264,3 +268,48 @@ def test_the_summary_of_a_step() -> None:
             "actor_update": {"total_s": 2, "count": 1},
         },
     }
+
+
+def test_a_step_that_was_interrupted_counts_for_nothing() -> None:
+    """Two steps of 4 s, a third of which the rollout had ended."""
+    tasks = [
+        task(f"{name}[{n}]", "gpu", 4 * n + begin, 4 * n + begin + 2)
+        for n in range(3)
+        for name, begin in (("rollout", 0), ("actor_update", 2))
+    ]
+    whole, cut = Trace(tasks, meta={"status": "finished"}), Trace(tasks[:-1], meta={"status": "interrupted"})
+    assert (whole.steps, summary(whole)["step_s"], summary(whole)["wall_s"]) == (3, 4, 12)
+    assert (cut.steps, summary(cut)["step_s"], summary(cut)["wall_s"]) == (2, 4, 10)
+    stages = [{"name": name, "every": 2 if name == "val" else None} for name in ("rollout", "actor_update", "val")]
+    first = Trace(tasks[:1], meta={"status": "failed", "job": {"pipeline": {"stages": stages}}})
+    assert (first.steps, summary(first)["step_s"], summary(first)["wall_s"]) == (0, 0, 2)
+
+
+@pytest.mark.parametrize("status", ["running", "interrupted", "failed", "cut off"])
+def test_a_step_is_whole_with_all_its_parts(status: str) -> None:
+    parts = [Span("actor_update", 1, part, 4, "gpu", part, part + 1) for part in range(4)]
+    assert Trace(parts[:3], meta={"status": status}).steps == 0
+    assert Trace(parts, meta={"status": status}).steps == 1
+
+
+def test_the_gpus_wait_beside_a_late_validation() -> None:
+    val = {"optional": True}
+    trace = Trace([
+        task("actor_update[1]", "gpu", 0, 4),
+        Span("val_rollout", 1, 0, 1, "gpu", 4, 6, val, "actor_update[1]"),
+        Span("val_score", 1, 0, 1, "reward", 6, 11, val, "val_rollout[1]"),
+    ])  # fmt: skip
+    assert exposed_waits(trace) == []
+    assert [(w.begin, w.end, w.cause) for w in waits_after(trace)] == [(6, 11, "rewards")]
+    facts = summary(trace)
+    assert (facts["wall_s"], facts["after_training_s"], facts["after_training_idle_s"]) == (4, 7, 5)
+    assert facts["exposed_wait_s"] == 0, "which is of training"
+
+
+@given(traces())
+def test_behind_training_a_pool_is_busy_or_waits(trace: Trace) -> None:
+    for pool in trace.pools:
+        begin, end = trace.window[1], trace.end
+        spans = [(s.begin, s.end) for s in trace.on(pool)]
+        waited = math.fsum(w.seconds for w in waits_after(trace, pool))
+        assert waited == pytest.approx(end - begin - covered(spans, begin, end))

@@ -7,7 +7,8 @@ import math
 
 from hypothesis import given
 
-from dataflow.timeline.culprits import culprits
+from dataflow.timeline.culprits import culprits, worst_waits
+from dataflow.timeline.panel import _waits
 from dataflow.timeline.spans import Mark, Trace
 from tests.timeline.test_attribution import task, traces
 
@@ -96,3 +97,16 @@ def test_they_are_the_waits_and_sum_to_the_idle_time(trace: Trace) -> None:
     pools = trace.pools or ["gpu"]
     idle = math.fsum(trace.wall - trace.busy(pool) for pool in pools)
     assert math.fsum(c.wait.seconds for c in culprits(trace)) == idle
+
+
+def test_the_longest_waits_are_those_whatever_they_were_for() -> None:
+    trace = Trace()
+    trace.add(
+        task("rollout[1]", "gpu", 0, 1),
+        task("advantage[1]", "controller", 1, 2, "rollout[1]"),
+        task("actor_update[1]", "gpu", 9, 10, "advantage[1]"),
+    )
+    assert [(wait["cause"], wait["seconds"]) for wait in worst_waits(trace)] == [("dispatch", 7), ("controller", 1)]
+    assert "handing" not in _waits(trace)
+    assert "7.00 s" in _waits(trace)
+    assert "dispatch" in _waits(trace)

@@ -135,7 +135,8 @@ def test_where_the_idle_time_went_in_a_sentence() -> None:
     )
     assert idle_lines(trace) == [
         "GPU pool idle 7.00 s of 30.0 s: 6.00 s waiting for rewards (worst: step 2, group 4, held back 3.0 s for a "
-        "free slot, 5.00 s), 1.00 s waiting for the controller (worst: step 2, penalise_length, 1.00 s)"
+        "free slot, 5.00 s), 1.00 s waiting for the controller (worst: step 2, penalise_length, 1.00 s)",
+        "after training 3.00 s until val_rollout[2] ended",
     ]
 
 

@@ -1,0 +1,79 @@
+"""What became of a run's reward requests, whatever became of its agent: one that is built anew counts from 0 again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dataflow.timeline.spans import Trace, called
+
+COUNTS = ("requested", "scored", "failed", "cancelled", "retried", "hedged", "cached", "shared", "tokens")
+_GROWING = (*COUNTS, "timed_out", "throttled", "cost", "rate_limit_wait_s")
+
+
+class RewardTotals:
+    """Adds up what the agents of one run say of themselves, and counts the requests that its traces hold."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self._lost: Counter[str] = Counter()
+        self._used: Counter[str] = Counter()
+
+    def seen(self, stats: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns an agent's stats with the counts that earlier agents had reached: none of them ever falls."""
+        total = dict(stats)
+        for name in _GROWING:
+            if name in stats:
+                now = stats[name]
+                self._lost[name] += max(0, self._last.get(name, 0) - now)
+                self._last[name] = now
+                total[name] = now + self._lost[name]
+        return total
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Takes note of what a step logged of its use."""
+        for name in ("tokens", "hedged"):
+            self._used[name] += int(metrics.get(f"reward/{name}", 0))
+
+    def counts(self, traces: Iterable[Trace], stats: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the ``rewards`` of a run's summary; nothing if it asked for none.
+
+        Each request that was sent is scored, failed or cancelled. Cancelled are also those of which the run's end, or
+        an interrupt, left no reward that was collected. ``tokens`` and ``hedged`` are at least that many where an agent
+        died, since what it had not logged by then is not known.
+
+        Args:
+            traces: of the run, and of evaluations outside its clock.
+            stats: of the agent, where it can still be asked.
+        """
+        from dataflow.rewards.requests import latency_summary
+
+        sent, marks = 0, []
+        for trace in traces:
+            found = [mark for mark in trace.marks if mark.name == "reward"]
+            marks += found
+            noted = sum(int(span.args.get("requests", 0)) for span in trace.spans)
+            sent += max(noted, len(found))
+        total = self.seen(stats or {})
+        if not sent:  # a user's own stages tell the trace nothing
+            latency = total.get("latency_s") or {}
+            counts = {name: total.get(name, 0) for name in COUNTS} if stats else {}
+        else:
+            how = Counter(mark.args.get("how", "") for mark in marks)
+            scored = len(marks) - how["failed"] - how["cancelled"]
+            counts = {
+                "requested": sent,
+                "scored": scored,
+                "failed": how["failed"],
+                "cancelled": sent - scored - how["failed"],
+                "retried": sum(max(0, mark.args.get("tries", 1) - 1) for mark in marks),
+                "hedged": max(total.get("hedged", 0), self._used["hedged"]),
+                "cached": how["ledger"],
+                "shared": how["shared"],
+                "tokens": max(total.get("tokens", 0), self._used["tokens"]),
+            }
+            latency = latency_summary([mark.end - mark.begin for mark in marks if called(mark.args)])
+        if not counts:
+            return {}
+        return {**counts, "latency_s": {name: latency.get(name) for name in ("p50", "p95", "p99")}}
