@@ -103,7 +103,7 @@ class Progress:
             from rich.live import Live
 
             self._bar = self._make_bar("training")
-            self._task = self._bar.add_task("", total=steps, facts="")
+            self._task = self._bar.add_task("", total=steps, facts=self._facts())
             self._live = Live(self._bar, console=self._console)
             self._live.start()
 

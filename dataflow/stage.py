@@ -244,7 +244,8 @@ def stage(
         writes: fields it returns, in order; one name for a single value.
         on: resource it occupies.
         splittable: runs once for each part that the policy splits a step in, on the groups of that part.
-        forms_parts: the stage whose output decides which groups a part is made of (reward_collect).
+        forms_parts: the stage whose output decides which groups a part is made of (reward_collect): ``task.take``
+            whole groups of its input that no earlier part of the step named; anything else fails the run.
         per_mini_batch: runs once for each optimizer step.
         streams: can hand on whole groups as they finish, if the policy streams (rollout).
         per_emission: runs once for each set of groups that a streaming stage hands on, if the policy streams.

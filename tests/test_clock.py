@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,3 +255,14 @@ def test_an_unknown_machine_shares_no_clock(monkeypatch: pytest.MonkeyPatch) -> 
     before = clock.anchor()
     clock.adopt(clock.Anchor("", 0.0))
     assert clock.anchor() == before
+
+
+STAMPS = {"clock.py", "rewards/ledger.py", "rewards/ledger_file.py", "rewards/retry.py", "rewards/judge_server.py"}
+"""Files that read the system's clock: one to anchor ours, the others for a stamp or another machine's date."""
+
+
+def test_no_other_file_reads_the_systems_clock() -> None:
+    package = Path(clock.__file__).parent
+    reads = re.compile(r"\btime\.time(_ns)?\b|\bdatetime\.(now|utcnow|today)\b|from time import .*\btime\b")
+    found = {str(f.relative_to(package)) for f in package.rglob("*.py") if reads.search(f.read_text())}
+    assert found <= STAMPS, "durations come from dataflow.clock, the loop's clock or perf_counter"

@@ -198,7 +198,13 @@ def test_a_signal_stops_within_five_seconds_and_leaves_no_process(
     # On a machine that has more to do than it has cores, as much longer.
     assert took < 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), f"took {took:.1f} s"
     assert perfetto.read(directory / "trace.json").meta["status"] == "interrupted"
-    assert json.loads((directory / "summary.json").read_text())["steps"] >= 2
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["steps"] >= 2
+    assert 0 < summary["step_s"] * summary["steps"] <= summary["wall_s"]
+    counts = summary["rewards"]
+    assert counts["requested"] == counts["scored"] + counts["failed"] + counts["cancelled"]
+    assert counts["scored"] >= 2 * 16
+    assert counts["latency_s"]["p50"] > 0
     for line in (directory / "metrics.jsonl").read_text().splitlines():
         json.loads(line)
 
