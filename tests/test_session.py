@@ -152,7 +152,7 @@ def test_a_reward_function_that_raises_ends_the_run_and_names_the_sample(
     )
     summary = run(keys, "val.every=0", code=1)
     assert summary["status"] == "failed"
-    assert (summary["steps"], summary["step_s"] > 0) == (1, True)
+    assert summary["step_s"] * summary["steps"] <= summary["wall_s"]
     counts = summary["rewards"]
     assert counts["requested"] == counts["scored"] + counts["failed"] + counts["cancelled"] >= 2 * 16
     err = capsys.readouterr().err
