@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from dataflow.errors import ConfigError, DataError, DataflowError, Interrupted, UserError
+from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
 
 EXAMPLES = {
     "run": "dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
@@ -19,16 +20,18 @@ EXAMPLES = {
     "compare": "dataflow compare runs/a runs/b -o compare.html",
 }
 INTERRUPTED = 130
+_LONGEST_LINE = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 1 (the run failed), 2 (wrong input) or 130 (Ctrl-C)."""
     parser = _parser()
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     # Options may stand between key=value arguments, which argparse alone would not take.
     options, rest = parser.parse_known_args(arguments)
     takes_more = getattr(options, "overrides", getattr(options, "runs", None))
     if rest and (takes_more is None or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_as_key(rest, arguments)}")
     if rest:
         takes_more += rest
     if options.command is None:
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except UserError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {one_line(str(error))}", file=sys.stderr)
         return 2
     except DataflowError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -52,6 +55,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except OSError as error:
+        # Even to ask whether a file of such a name exists is an error, wherever that is asked.
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        print(f"DataError: {one_line(str(error.filename))}: {error.strerror}; give another name.", file=sys.stderr)
+        return 2
+
+
+def one_line(text: str) -> str:
+    """Returns a message as one printable line: what a user typed or a file holds may have line breaks or escapes in it.
+
+    >>> one_line("name=a\\nb: give a plain name.")
+    'name=a\\\\nb: give a plain name.'
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text.strip())
+    return shown if len(shown) <= _LONGEST_LINE else f"{shown[: _LONGEST_LINE // 2]} ... {shown[-_LONGEST_LINE // 2 :]}"
+
+
+def _as_key(unknown: Sequence[str], arguments: Sequence[str]) -> str:
+    """Returns how an option that is none is written as a key."""
+    option = next((text for text in unknown if text.startswith("--")), None)
+    if option is None:
+        return ""
+    name, _, value = option.removeprefix("--").partition("=")
+    if not value:
+        following = arguments[arguments.index(option) + 1 :]
+        value = following[0] if following and not following[0].startswith("-") else "VALUE"
+    return f"; keys are written without dashes, {name.replace('-', '_')}={value}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage, as every other error does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{one_line(message)}; see '{self.prog} -h'.\n")
+
+
+class _Version(argparse.Action):
+    """Prints the version of what is installed, which is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from dataflow import __version__
+
+        print(f"dataflow {__version__}")
+        parser.exit()
 
 
 def _notes(error: BaseException) -> None:
@@ -62,11 +110,12 @@ def _notes(error: BaseException) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dataflow",
         description="Schedules RL post-training so that slow rewards hide behind GPU work.",
         epilog="example: " + EXAMPLES["run"],
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and stop")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def add(name: str, act: Any, text: str) -> argparse.ArgumentParser:
@@ -81,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     run = add("run", _run, "Trains a pipeline.")
-    run.add_argument("pipeline", metavar="PIPELINE.py")
+    run.add_argument("pipeline", nargs="?", metavar="PIPELINE.py")
     run.add_argument("overrides", nargs="*", metavar="key=value", help="configuration; --keys lists them")
     run.add_argument("--keys", action="store_true", help="list every key with its default, and stop")
     run.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -127,13 +176,15 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from dataflow.config import describe, load_pipeline_file
-    from dataflow.progress import Progress, end_table
+    from dataflow.config import RunConfig, describe, load_pipeline_file
 
     if options.keys:
-        print(describe(load_pipeline_file(options.pipeline).Config))
+        print(describe(load_pipeline_file(options.pipeline).Config if options.pipeline else RunConfig))
         return 0
+    if options.pipeline is None:
+        raise ConfigError("run: give a PIPELINE.py, such as pipelines/gsm8k_grpo.py.")
     module, config = _load(options)
+    from dataflow.progress import Progress, end_table
     from dataflow.session import Session, prepare_logging
 
     prepare_logging()
@@ -160,11 +211,16 @@ def _picture(directory: Path) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
+    from dataflow.pipeline_file import pipeline_of
     from dataflow.policy import expand
 
+    if options.out:
+        from dataflow.graph_picture import check_out
+
+        check_out(Path(options.out))
     unroll = any(text.startswith("steps=") for text in options.overrides)
     module, config = _load(options)
-    pipeline = module.pipeline(config)
+    pipeline = pipeline_of(module, config)
     policy = config.policy.resolve(config.trainer.mini_batches)
     steps = config.steps
     graph = expand(pipeline, policy, steps, config.trainer.mini_batches, groups=config.data.prompts)
@@ -221,9 +277,9 @@ def _plan(options: argparse.Namespace) -> int:
 
     from dataflow.plan import make_plan
     from dataflow.plan_picture import KINDS, draw_plan
+    from dataflow.timeline import files
 
-    if options.out and Path(options.out).suffix.lower() not in KINDS:
-        raise DataError(f"picture {options.out}: no such kind; give a name in .png, .svg or .html.")
+    files.check(options.out, kinds=KINDS)
     with Console(stderr=True).status("") as status:
         plan = make_plan(options.source, options.overrides, status.update)
     if options.out:
@@ -245,18 +301,21 @@ def _trace(run: str) -> Any:
 
 def _timeline(options: argparse.Namespace) -> int:
     from dataflow.compare import summary_of
+    from dataflow.files import replaced
     from dataflow.timeline import attribution, files
     from dataflow.timeline.culprits import worst_waits
     from dataflow.timeline.text import gantt, idle_lines
 
     if options.follow:
         return _follow(options)
-    if not options.merge:
+    if options.merge:
+        from dataflow.timeline.merge import check_out, merge
+
+        check_out(options.out)
+    else:
         files.check(options.out, ".txt")
     trace = _trace(options.run)
     if options.merge:
-        from dataflow.timeline.merge import merge
-
         print(merge(trace, options.merge, options.out))
         return 0
     if options.json:
@@ -270,7 +329,8 @@ def _timeline(options: argparse.Namespace) -> int:
         return 0
     text = "\n".join([gantt(trace, 140), *idle_lines(trace)]) + "\n"
     if options.out:
-        Path(options.out).write_text(text)
+        with replaced(options.out) as temporary:
+            temporary.write_text(text, encoding="utf-8")
         print(options.out)
     else:
         print(text, end="")

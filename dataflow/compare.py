@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import ConfigError, DataError, DataflowError, UserError
+from dataflow.files import decoded
 from dataflow.policy import PRESETS
 from dataflow.timeline import attribution, files
 from dataflow.timeline.spans import Trace
@@ -177,6 +178,6 @@ def summary_of(run: str) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise DataError(f"{path} is no JSON: {error}; the run may have been cut off.") from error
+        return dict(json.loads(decoded(path.read_bytes())))
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is no JSON object: {error}; the run may have been cut off.") from error

@@ -7,9 +7,10 @@ Whatever is wrong with a key or value is a ConfigError of one sentence that name
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -22,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from dataflow import verl_keys
 from dataflow.errors import ConfigError, UserError, nearest
 from dataflow.overrides import describe, parse_overrides
 from dataflow.placement import Placement
@@ -37,6 +39,10 @@ __all__ = ["RunConfig", "Section", "describe", "dump_yaml", "load_pipeline_file"
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Stops = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems take 255 for a directory's, and files in it are named after it."""
+LARGEST_STEP = 2**24
+"""Samples that a step may have, prompts times responses."""
 Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 
 
@@ -126,7 +132,7 @@ class EngineConfig(Section):
     """Tokens that end a response beside the model's own, as the tokenizer writes them."""
     stop_token_ids: list[NonNegativeInt] = Field(default=[])
     """The same by their ids."""
-    replicas: PositiveInt = 1
+    replicas: Annotated[int, Field(gt=0, le=65536)] = 1
     """Engines that share a step's prompts, each in a process of its own."""
     tensor_parallel: PositiveInt = 1
     """GPUs that one engine's model is spread over (vllm)."""
@@ -145,7 +151,7 @@ class EngineConfig(Section):
 class TrainerConfig(Section):
     """Optimizer steps."""
 
-    world_size: PositiveInt = 1
+    world_size: Annotated[int, Field(gt=0, le=65536)] = 1
     """Trainer processes; they share each mini-batch's rows."""
     mini_batches: PositiveInt = 4
     """Optimizer steps a step; must divide data.prompts."""
@@ -161,7 +167,7 @@ class TrainerConfig(Section):
     """Steps over which the learning rate rises from 0."""
     grad_clip: PositiveFloat = 1.0
     """Largest gradient norm."""
-    threads: PositiveInt = 1
+    threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """CPU threads per rank."""
 
 
@@ -249,10 +255,13 @@ class TrackingConfig(Section):
 class RunConfig(Section):
     """Everything a run can be told. Pipelines derive their ``Config`` from it."""
 
+    elsewhere: ClassVar[Callable[..., str | None]] = staticmethod(verl_keys.hint)
+    """Says what a key that is unknown here, and known to verl, is called here."""
+
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     steps: PositiveInt = 30
     """Training steps."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of data order, sampling and generated problems."""
     name: Text | None = None
     """Name of the run and of its directory; null makes one of policy and time."""
@@ -278,8 +287,14 @@ class RunConfig(Section):
     @field_validator("name")
     @classmethod
     def _name_a_directory(cls, name: str | None) -> str | None:
-        if name is not None and (name in (".", "..") or set("/\\\0") & set(name)):
+        if name is None:
+            return None
+        if name in (".", "..") or set("/\\\0") & set(name):
             raise ValueError("give a plain directory name, without slashes")
+        if not name.isprintable() or name != name.strip():
+            raise ValueError("give a plain directory name, without line breaks, control characters or outer spaces")
+        if len(name.encode()) > LONGEST_NAME:
+            raise ValueError(f"give a name of at most {LONGEST_NAME} bytes")
         return name
 
     @property
@@ -296,6 +311,11 @@ class RunConfig(Section):
         from dataflow.policy import check_batch
 
         batches, world = self.trainer.mini_batches, self.trainer.world_size
+        if self.data.prompts * self.engine.n > LARGEST_STEP:
+            raise ConfigError(
+                f"data.prompts={self.data.prompts} x engine.n={self.engine.n} are more than the {LARGEST_STEP} samples "
+                "that a step may have; lower one."
+            )
         check_batch(self.data.prompts, batches)
         self.policy.resolve(batches)
         rows = self.data.prompts // batches * self.engine.n
@@ -343,12 +363,13 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
     sys.modules[loader.name] = module
     try:
         loader.exec_module(module)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        said = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
-            f"pipeline file '{path}' cannot be loaded{_line_in(error, file)}: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}."
+            f"pipeline file '{path}' cannot be loaded{line_in(error, file)}: "
+            f"{type(error).__name__}{f': {said}' if said else ''}."
         ) from error
     finally:
         del sys.modules[loader.name]
@@ -360,10 +381,11 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
     return module
 
 
-def _line_in(error: BaseException, file: Path) -> str:
+def line_in(error: BaseException, file: str | Path) -> str:
     """Returns the line of the pipeline file that the error came through last."""
     import traceback
 
+    file = Path(file)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(file.resolve())]
     return f" (line {lines[-1]})" if lines else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class DataflowError(Exception):
     """Base of every error that dataflow raises on purpose."""
@@ -67,3 +69,37 @@ def nearest(word: str, words: object) -> str:
 
     found = get_close_matches(word, list(words), n=1, cutoff=0.6)  # type: ignore[call-overload]
     return f"; did you mean '{found[0]}'?" if found else ""
+
+
+def alike(word: str, words: Iterable[str]) -> str | None:
+    """Returns the word that a name is a misspelling of, or None: stricter than :func:`nearest`.
+
+    A name of several parts (``save_freq``) is one only if each part is, or if parts are run together or swapped.
+
+    >>> alike("worldsize", ["world_size", "weight_decay"])
+    'world_size'
+    >>> alike("stpes", ["steps"])
+    'steps'
+    >>> alike("train_batch_size", ["train_size", "micro_batch_size"])
+    >>> alike("max_token", ["max_tokens", "max_turns"])
+    'max_tokens'
+    """
+    from difflib import SequenceMatcher, get_close_matches
+
+    def ratio(a: str, b: str) -> float:
+        return SequenceMatcher(None, a, b).ratio()
+
+    def parts_alike(a: str, b: str) -> bool:
+        mine, other = sorted(a.split("_")), sorted(b.split("_"))
+        if len(mine) != len(other):
+            return ratio(a.replace("_", ""), b.replace("_", "")) >= 0.85
+        return all(ratio(x, y) >= 0.65 for x, y in zip(mine, other, strict=True))
+
+    known = list(words)
+    if len(word) == 1:
+        return word if word in known else None
+    if len(word) == 2:
+        short = (other for other in known if len(other) == len(word))
+        return next((other for other in short if sum(a != b for a, b in zip(word, other, strict=True)) <= 1), None)
+    close = get_close_matches(word, known, n=5, cutoff=0.7)
+    return next((found for found in close if parts_alike(word, found)), None)

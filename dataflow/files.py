@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
 
 @contextmanager
@@ -18,3 +22,60 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def unwritable(path: str | os.PathLike[str]) -> str | None:
+    """Returns why a file cannot be written, with the fix; None if it can. Nothing is left behind.
+
+    Args:
+        path: of the file, which need not exist; its directory must.
+    """
+    target = Path(path)
+    if os.path.isdir(target):  # unlike Path.is_dir, it takes names that are too long
+        return "it is a directory; give the name of a file."
+    if not os.path.isdir(target.parent):
+        return f"there is no directory {target.parent}; make it, or give another name."
+    # The name that `replaced` takes is longer than the file's own.
+    return _tried(target.parent, f".{target.name}.{os.getpid()}")
+
+
+def unmakable(path: str | os.PathLike[str]) -> str | None:
+    """Returns why a directory cannot be made, or written to, with the fix; None if it can. Nothing is left behind."""
+    place, missing = Path(path), list[str]()
+    while not os.path.lexists(place) and place != place.parent:
+        missing.insert(0, place.name)
+        place = place.parent
+    if not os.path.isdir(place):
+        return f"{place} is no directory; give another one."
+    return _tried(place, None, missing)
+
+
+def _tried(directory: Path, name: str | None, below: Sequence[str] = ()) -> str | None:
+    # Trying is the only test that holds for full disks, quotas, read-only mounts, /proc and long names alike.
+    import tempfile  # it imports the random module, which the pure modules leave alone
+
+    try:
+        if name is None:
+            with tempfile.TemporaryDirectory(prefix=".", dir=directory) as made:
+                os.makedirs(Path(made, *below), exist_ok=True)
+        else:
+            os.close(os.open(directory / name, os.O_WRONLY | os.O_CREAT, 0o600))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(directory / name)
+    except OSError as error:
+        return f"{directory} cannot be written ({error.strerror}); give another place."
+    return None
+
+
+def decoded(data: bytes) -> str:
+    """Returns UTF-8 text, without the byte order mark that some editors put in front.
+
+    Raises:
+        ValueError: it is something else; the message is half a sentence.
+    """
+    if data.startswith(_UTF16):
+        raise ValueError("it is UTF-16 or UTF-32 text; save it as UTF-8")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is no UTF-8 text (byte {error.start}); save it as UTF-8") from error

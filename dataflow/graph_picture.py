@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import ConfigError
-from dataflow.files import replaced
+from dataflow.files import replaced, unwritable
 from dataflow.mermaid import CRITICAL, tasks_chart
 from dataflow.timeline.picture import colours, contrast, save
 
@@ -36,16 +36,27 @@ def draw_graph(
     Raises:
         ConfigError: another kind of file.
     """
-    if path.suffix not in (".mmd", ".svg", ".png"):
-        raise ConfigError(f"-o {path}: give a name in .mmd (mermaid), .svg or .png.")
+    check_out(path)
     shown = stages(pipeline) if graph is None else graph.window()
     critical = critical_path(pipeline, shown, seconds)
     if path.suffix == ".mmd":
         text = pipeline.draw(critical) if graph is None else tasks_chart(shown, critical)
         with replaced(path) as temporary:
-            temporary.write_text(text + "\n")
+            temporary.write_text(text + "\n", encoding="utf-8")
     else:
         _draw(shown, path, critical)
+
+
+def check_out(path: Path) -> None:
+    """Checks that a graph can be drawn into a file.
+
+    Raises:
+        ConfigError: another kind of file, or one that cannot be written.
+    """
+    if path.suffix not in (".mmd", ".svg", ".png"):
+        raise ConfigError(f"-o {path}: give a name in .mmd (mermaid), .svg or .png.")
+    if (why := unwritable(path)) is not None:
+        raise ConfigError(f"-o {path}: {why}")
 
 
 def stages(pipeline: Pipeline) -> nx.DiGraph:

@@ -6,6 +6,7 @@ from typing import Any
 
 from dataflow.engines.choice import refused_temperature, rollout_engine
 from dataflow.errors import ConfigError
+from dataflow.models.directory import room_of
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
@@ -13,6 +14,36 @@ VLLM = "dataflow.engines.vllm:VllmRollout"
 VLLM_ON_GPU = "dataflow.engines.vllm_async:AsyncVllmRollout"
 REPLICAS = "dataflow.engines.replicas:Replicas"
 _CLOSE_S = 8.0  # for vLLM's processes to end and give back their shared memory
+
+
+def check_room(config: Any) -> None:
+    """Checks that a response fits into the model, whose directory ``config.model.path`` is.
+
+    Raises:
+        ConfigError: it does not, or a stop token is none of the model's.
+    """
+    draw, room = config.engine, room_of(config.model.path)
+    key = "tools.max_response_tokens" if config.tools.offered else "engine.max_tokens"
+    tokens, positions = config.response_length, room.positions
+    if positions is not None and tokens >= positions:
+        raise ConfigError(
+            f"{key}={tokens}: with a prompt that is more than the {positions} tokens that model "
+            f"'{config.model.path}' can read; lower it."
+        )
+    device = "cuda" if config.ray.gpus_per_worker else "cpu"
+    kind = rollout_engine(draw.rollout, own_process=config.executor != "inline", device=device)
+    # vLLM sets its memory up for the longest prompt that may come; transformers takes each as long as it is.
+    longest = config.data.max_prompt_length
+    if kind == "vllm" and positions is not None and longest + tokens > positions:
+        raise ConfigError(
+            f"data.max_prompt_length={longest} and {key}={tokens} are together more than the {positions} tokens that "
+            f"model '{config.model.path}' can read; lower one."
+        )
+    if room.vocabulary is not None and (over := [i for i in draw.stop_token_ids if i >= room.vocabulary]):
+        raise ConfigError(
+            f"engine.stop_token_ids: model '{config.model.path}' has no token {over[0]}; give ids below "
+            f"{room.vocabulary}."
+        )
 
 
 def rollout_host(config: Any, gpus: float) -> Hosted:

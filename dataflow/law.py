@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dataflow.errors import ConfigError, nearest
+from dataflow.files import decoded
 
 if TYPE_CHECKING:
     from random import Random
@@ -121,9 +122,9 @@ def parse_law(text: str | float, what: str = "latency", folder: Path | None = No
 
 def _measured(text: str, what: str, path: Path) -> Law:
     try:
-        words = path.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no text"
+        words = decoded(path.read_bytes()).split()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
         raise ConfigError(f"{what} '{text}': cannot read {path}: {why}; give a file with a number a line.") from error
     values = []
     for word in words:

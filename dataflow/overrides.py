@@ -9,7 +9,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from dataflow.errors import ConfigError, nearest
+from dataflow import yaml_values
+from dataflow.errors import ConfigError, DataflowError, alike, nearest
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -24,6 +25,7 @@ WANTED = {
     "string": "give a text",
     "tuple": "give a list, [a,b]",
 }
+_SHOWN = 120
 BOUNDS = {"gt": "greater than", "ge": "of at least", "lt": "less than", "le": "of at most"}
 
 
@@ -89,6 +91,14 @@ def build(cls: type[T], values: Mapping[str, Any], typed: Mapping[str, str] | No
         return cls.model_validate(_over_defaults(cls, values))
     except ValidationError as error:
         raise ConfigError(_sentence(cls, error, typed or {})) from error
+    except (DataflowError, KeyboardInterrupt):
+        raise
+    # A validator of the pipeline's own Config raises whatever it likes.
+    except Exception as error:
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(
+            f"the configuration {cls.__name__} cannot be built: {type(error).__name__}: {said}."
+        ) from error
 
 
 def describe(cls: type[BaseModel]) -> str:
@@ -176,18 +186,46 @@ def _unknown(cls: type[BaseModel], key: str) -> str:
     section, _, leaf = key.rpartition(".")
     same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
     same_section = [k for k in keys if section and k.startswith(f"{section}.")]
-    guess = f"; did you mean '{same_leaf[0]}'?" if len(same_leaf) == 1 else ""
-    guess = guess or nearest(key, same_section) or nearest(key, keys)
+    # A name that is right in verl, or nearly so, must not be taken for a misspelt one of another meaning.
+    elsewhere = getattr(cls, "elsewhere", lambda key, exactly=False: None)
+    if (said := elsewhere(key, exactly=True)) is not None:
+        return f"unknown key '{key}'; {said}"
+    guess = f"; did you mean '{section}'?" if section in keys and not same_section else ""
+    guess = guess or _nearest_leaf(leaf, same_section)
+    if not guess and (said := elsewhere(key)) is not None:
+        return f"unknown key '{key}'; {said}"
     if not guess and same_leaf:
-        guess = f"; did you mean one of {', '.join(same_leaf)}?"
+        names = f"'{same_leaf[0]}'" if len(same_leaf) == 1 else f"one of {', '.join(same_leaf)}"
+        guess = f"; did you mean {names}?"
+    if len(leaf) > 2:
+        guess = guess or _nearest_leaf(leaf, keys)
+    if not guess and same_section:
+        guess = f"; keys of '{section}': {', '.join(k.removeprefix(f'{section}.') for k in same_section)}."
     return f"unknown key '{key}'" + (guess or f"; keys and sections: {', '.join(cls.model_fields)}.")
+
+
+def _nearest_leaf(leaf: str, keys: Sequence[str]) -> str:
+    """Compares last parts alone: a common section would make any two keys look alike."""
+    by_leaf: dict[str, str] = {}
+    for key in keys:
+        by_leaf.setdefault(key.rpartition(".")[2], key)
+    found = alike(leaf, by_leaf)
+    return f"; did you mean '{by_leaf[found]}'?" if found else ""
+
+
+def shortened(value: object) -> str:
+    """Returns a value to show in a message: whole where it is short, its beginning where it is long."""
+    text = str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _yaml(key: str, raw: str) -> Any:
     try:
-        return yaml.safe_load(raw)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{key}={raw}: the value is no YAML; put quotes around a text.") from error
+        return yaml_values.load(raw)
+    except ValueError as error:
+        said = str(error)
+        why = f"{said}; give it once" if "twice" in said else "the value is no YAML; put quotes around a text"
+        raise ConfigError(f"{key}={shortened(raw)}: {why}.") from error
 
 
 def _value(key: str, raw: str, info: FieldInfo | None) -> Any:
@@ -232,7 +270,7 @@ def _sentence(cls: type[BaseModel], error: ValidationError, typed: Mapping[str, 
     kind, context = first["type"], first.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown(cls, key)
-    shown = typed.get(key, first["input"])
+    shown = shortened(typed.get(key, first["input"]))
     bound = next((name for name in BOUNDS if name in context), None)
     if kind == "missing" and key not in typed:
         return f"key '{key}' has no default; give {key}=..."
@@ -243,7 +281,8 @@ def _sentence(cls: type[BaseModel], error: ValidationError, typed: Mapping[str, 
         guess = nearest(str(first["input"]), expected.replace(" or ", ", ").split(", "))
         wanted = f"give {expected}" + (f" ({guess.removeprefix('; ')})" if guess else "")
     elif bound:
-        wanted = f"give a number {BOUNDS[bound]} {context[bound]:g}"
+        limit = context[bound]
+        wanted = f"give a number {BOUNDS[bound]} {limit if isinstance(limit, int) else f'{limit:g}'}"
     elif kind == "string_too_short":
         wanted = "give a text that is not empty"
     elif kind in ("too_long", "too_short", "missing"):

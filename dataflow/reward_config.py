@@ -154,7 +154,7 @@ class JudgeConfig(Section):
     """Further keys of the request's body."""
     client: Literal["aiohttp", "openai"] = "aiohttp"
     """HTTP client; openai is that package's own, at about eight times the CPU time."""
-    max_tokens: PositiveInt | None = None
+    max_tokens: Annotated[int, Field(gt=0, le=2**63 - 1)] | None = None
     """Budget of the run in tokens, prompts and replies; when it is spent the run stops. Null for none."""
     max_cost: PositiveFloat | None = None
     """Budget of the run in the currency of price_per_million; null for none."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,9 @@ from dataflow import clock
 from dataflow.config import RunConfig, dump_yaml
 from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
 from dataflow.executors.base import Executor
-from dataflow.graph import Pipeline, TaskGraph
+from dataflow.files import unmakable
+from dataflow.graph import TaskGraph
+from dataflow.pipeline_file import inputs_of, pipeline_of
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.progress import Progress
 from dataflow.reward_totals import RewardTotals
@@ -28,7 +31,7 @@ from dataflow.runner import Runner
 from dataflow.timeline import attribution
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.writer import TraceWriter
-from dataflow.tracking import Tracker, step_metrics, write_summary
+from dataflow.tracking import Tracker, check_backends, step_metrics, write_summary
 
 VALIDATION = ("val_rollout", "val_score")
 LAST_EVALUATIONS = 3
@@ -62,6 +65,8 @@ class Session:
         """Of the evaluation before training, outside the run's clock."""
         self._totals = RewardTotals()
         self._steps_seen = 0
+        check_backends(self.config.tracking.backends)
+        check_directory(self.config)
         self._check_reward()
         self.expand()  # before the model is made: a wrong policy is said at once
         self.inputs = self._inputs()
@@ -82,24 +87,27 @@ class Session:
         A pipeline file may define ``inputs(config)`` and return further ones.
         """
         from dataflow.data.prompts import load_prompts, read_problems
+        from dataflow.hosting import check_room
+        from dataflow.models.directory import check_weights
         from dataflow.models.tiny import check_model, tiny_model
 
         # A bad data file is said before a minute of warm-up.
         problems = read_problems(self.config.data)
-        path = self.config.model.path
-        if path:
-            self.config.model.path = str(check_model(path))
-        else:
-            self.config.model.path = str(tiny_model(progress=self.progress.warm_up))
+        path = self.config.model.path or tiny_model(progress=self.progress.warm_up)
+        model = check_model(path)
+        self.config.model.path = str(model)
+        if "rollout" in self.graph.pipeline.hosts():
+            check_room(self.config)
+        own = inputs_of(self.module, self.config)
+        check_weights(model)
         train, held_out = load_prompts(self.config, *problems)
         val = held_out.all(self.config.data.val_size) if self.config.val.every else None
-        own = self.module.inputs(self.config) if hasattr(self.module, "inputs") else {}
         return {"prompts": train.batch, "val_prompts": lambda step: val, **own}
 
     def expand(self) -> TaskGraph:
         """Returns the run's task graph (and keeps it)."""
         config = self.config
-        pipeline: Pipeline = self.module.pipeline(config)
+        pipeline = pipeline_of(self.module, config)
         self.graph = expand(
             pipeline, self.policy, config.steps, config.trainer.mini_batches, groups=config.data.prompts
         )
@@ -112,23 +120,29 @@ class Session:
             StageFailed: a task failed; trace and metrics so far are on disk.
             Interrupted: Ctrl-C or SIGTERM; likewise.
         """
+        runs = Path(self.config.runs)
+        made = [parent for parent in (runs, *runs.parents) if not parent.exists()]
         self.directory = make_directory(self.config, Path(self.module.__file__ or "run").stem)
         self.config.name = self.directory.name
-        (self.directory / "config.yaml").write_text(dump_yaml(self.config))
-        self.tracker = Tracker(
-            self.directory,
-            self.config.tracking.backends,
-            self.config.tracking.project,
-            self.directory.name,
-            self.config.model_dump(mode="json"),
-        )
+        (self.directory / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
+        try:
+            self.tracker = Tracker(
+                self.directory,
+                self.config.tracking.backends,
+                self.config.tracking.project,
+                self.directory.name,
+                self.config.model_dump(mode="json"),
+            )
+        except UserError:
+            _removed(self.directory, made)
+            raise
         try:
             with self._judge():
                 asyncio.run(self._run())
         except UserError:
             # It could not start (no cluster at that address): nothing half-written stays.
             self.tracker.close()
-            shutil.rmtree(self.directory)
+            _removed(self.directory, made)
             raise
         finally:
             self.tracker.close()
@@ -319,6 +333,27 @@ class Session:
             "weights_sha256": digest,
             "rewards": self._totals.counts((self._before, trace), stats),
         }
+
+
+def _removed(directory: Path, parents: Sequence[Path]) -> None:
+    """Removes a run's directory, and those above it that were made for it."""
+    shutil.rmtree(directory)
+    with contextlib.suppress(OSError):  # another run has begun in one
+        for parent in parents:
+            parent.rmdir()
+
+
+def check_directory(config: RunConfig) -> None:
+    """Checks that the run's directory can be made, without making it.
+
+    Raises:
+        ConfigError: a run of that name exists, or the directory cannot be written.
+    """
+    runs = Path(config.runs)
+    if (why := unmakable(runs)) is not None:
+        raise ConfigError(f"runs={config.runs}: {why}")
+    if config.name and os.path.lexists(runs / config.name):
+        raise ConfigError(f"name={config.name}: {runs / config.name!s} exists; choose another name or remove it.")
 
 
 def make_directory(config: RunConfig, stem: str) -> Path:

@@ -6,6 +6,7 @@ metrics.jsonl is written first and flushed each step, so a run that is killed le
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import math
@@ -29,6 +30,37 @@ TIMINGS = {
     "advantage": "adv",
     "actor_update": "update_actor",
     "val_rollout": "testing",
+}
+
+_PACKAGES = {"clearml": "clearml", "mlflow": "mlflow", "swanlab": "swanlab", "tensorboard": "tensorboard"}
+_PACKAGES |= {"trackio": "trackio", "wandb": "wandb"}
+# Of each service: the variable of its key, the one that switches it off, with what; files that may hold a key, and
+# a word that they then hold.
+_KEYS: dict[str, tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...]]] = {
+    "wandb": (
+        "WANDB_API_KEY",
+        "WANDB_MODE",
+        ("offline", "disabled", "dryrun", "shared"),
+        (
+            ("$NETRC", "machine"),
+            ("~/.netrc", "machine"),
+            ("~/_netrc", "machine"),
+            ("~/.config/wandb/settings", "mode"),
+            ("wandb/settings", "mode"),
+        ),
+    ),
+    "swanlab": (
+        "SWANLAB_API_KEY",
+        "SWANLAB_MODE",
+        ("local", "offline", "disabled"),
+        (("~/.swanlab/.netrc", "password"),),
+    ),
+    "clearml": (
+        "CLEARML_API_ACCESS_KEY",
+        "CLEARML_OFFLINE_MODE",
+        ("1", "true"),
+        (("~/clearml.conf", "access_key"),),
+    ),
 }
 
 
@@ -125,6 +157,44 @@ def _open(directory: Path, backends: list[str], project: str, name: str, config:
         raise ConfigError(
             f"tracking.backends={backends}: {error}; install the package, or take the backend out."
         ) from error
+    # A service that refuses a key, or is not reached, raises a kind of its own.
+    except Exception as error:
+        said = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+        raise ConfigError(
+            f"tracking.backends={backends}: cannot be opened ({said}); check the key, or take the backend out."
+        ) from error
+
+
+def check_backends(backends: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
+    """Checks that each backend's package is installed and that it has a key where it needs one. Imports none of them.
+
+    Raises:
+        ConfigError: one is not, or has none.
+    """
+    for backend in backends:
+        package = _PACKAGES.get(backend)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"tracking.backends: '{backend}' needs the package {package}, which is not installed; run "
+                f"pip install {package}, or take the backend out."
+            )
+        if backend not in _KEYS:
+            continue
+        variable, switch, off, files = _KEYS[backend]
+        if environment.get(variable) or environment.get(switch, "").lower() in off:
+            continue
+        if not any(_names_key(Path(os.path.expandvars(file)).expanduser(), word) for file, word in files):
+            raise ConfigError(
+                f"tracking.backends: '{backend}' has no API key; set {variable}, or {switch}={off[0]} to track without "
+                "an account, or take the backend out."
+            )
+
+
+def _names_key(file: Path, word: str) -> bool:
+    try:
+        return word in file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False  # it is not there, or not ours to read
 
 
 @contextlib.contextmanager

@@ -19,10 +19,14 @@ from loguru import logger
 from dataflow.batch import Batch
 from dataflow.data.rows import first_line, load_rows, verl_rows, write_parquet
 from dataflow.errors import DataError, ModelError
+from dataflow.models.directory import Room, room_of
 from dataflow.models.tiny import cache_home
 
 DESCRIBED = "tools_described"
 """In the meta of prompts whose token ids tell of the tools already."""
+
+_LEAST_CHARACTERS = 2**16
+"""A prompt of fewer characters is always tokenized: a tokenizer may drop or join a few."""
 
 # Problems are generated from a seed of their own: the held-out ones are the same for runs of all seeds.
 PROBLEM_SEED = 0
@@ -71,8 +75,11 @@ def load_prompts(config: Any, train: Problems, val: Problems) -> tuple[PromptSou
         from dataflow.tools import toolbox_of
 
         schemas = toolbox_of(config).schemas
+    room = (room_of(config.model.path), config.response_length)
     of = [(train, config.data.prompts + config.reward.spare_groups), (val, 1)]
-    sources = [PromptSource(p.rows, tokenizer, config.data, config.seed, n, p.name, p.labels, schemas) for p, n in of]
+    sources = [
+        PromptSource(p.rows, tokenizer, config.data, config.seed, n, p.name, p.labels, schemas, room) for p, n in of
+    ]
     return sources[0], sources[1]
 
 
@@ -106,6 +113,7 @@ class PromptSource:
         name: of the file, for messages.
         labels: what messages call each row; by its number if None.
         schemas: of the tools that the chat template is to describe in each prompt, which is then so much longer.
+        room: of the model, and the tokens of it that a response may take.
 
     Raises:
         DataError: a prompt is too long (or all are, where such are left out), or fewer than a step needs.
@@ -121,15 +129,18 @@ class PromptSource:
         name: str = "data",
         labels: Sequence[str] | None = None,
         schemas: Sequence[Mapping[str, Any]] | None = None,
+        room: tuple[Room, int] = (Room(None, None), 0),
     ) -> None:
         self.name = name
         self._labels = labels
         self._seed, self._shuffle, self._prompts = seed, data.shuffle, prompts
+        self._uncounted: set[int] = set()
         self._meta = {DESCRIBED: True} if schemas else {}
-        ids = [prompt_ids(tokenizer, row["prompt"], schemas) for row in rows]
+        ids = self._tokenized(rows, tokenizer, data, schemas)
         kept = self._fit(ids, data)
         self.rows = [rows[i] for i in kept]
         self._ids = [ids[i] for i in kept]
+        self._check_room(kept, *room)
         if len(self.rows) < prompts:
             raise DataError(
                 f"{name}: {len(self.rows)} prompts are fewer than the {prompts} of a step; give more data "
@@ -142,6 +153,51 @@ class PromptSource:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def _label(self, row: int) -> str:
+        return self._labels[row] if self._labels else f"{self.name}, row {row + 1}"
+
+    def _check_room(self, kept: Sequence[int], room: Room, response: int) -> None:
+        for row, ids in zip(kept, self._ids, strict=True):
+            if room.positions is not None and len(ids) + response > room.positions:
+                raise DataError(
+                    f"{self._label(row)}: the prompt's {len(ids)} tokens and a response of up to {response} are more "
+                    f"than the {room.positions} tokens that the model can read; lower engine.max_tokens (or "
+                    "tools.max_response_tokens), or cut prompts with data.max_prompt_length and data.truncation."
+                )
+            if room.vocabulary is not None and max(ids, default=0) >= room.vocabulary:
+                raise ModelError(
+                    f"{self._label(row)}: the tokenizer gives token {max(ids)}, but the model has only "
+                    f"{room.vocabulary} (vocab_size in its config.json); take both from one model."
+                )
+
+    def _tokenized(
+        self, rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any, schemas: Sequence[Mapping[str, Any]] | None
+    ) -> list[list[int]]:
+        """Returns each row's token ids; of one whose text alone is too long, too many zeros.
+
+        Raises:
+            DataError: the chat template refuses a row.
+        """
+        limit = data.max_prompt_length
+        # A million characters take 6 seconds to tokenize; that they are more than a few tokens is seen without.
+        most = max(_LEAST_CHARACTERS, limit * max(map(len, tokenizer.get_vocab()), default=1))
+        cut = data.truncation != "error" and not data.filter_overlong_prompts
+        found = []
+        for at, row in enumerate(rows):
+            if not cut and sum(len(str(message["content"])) for message in row["prompt"]) > most:
+                found.append([0] * (limit + 1))
+                self._uncounted.add(at)
+                continue
+            try:
+                found.append(prompt_ids(tokenizer, row["prompt"], schemas))
+            # A template is a program that comes with the model; it refuses roles and raises whatever it likes.
+            except Exception as error:
+                raise DataError(
+                    f"{self._label(at)}: the model's chat template cannot write this prompt "
+                    f"({type(error).__name__}: {first_line(error).rstrip('.')}); give another prompt or model."
+                ) from error
+        return found
 
     def _fit(self, ids: list[list[int]], data: Any) -> list[int]:
         """Cuts overlong prompts in place or leaves them out; returns which rows stay."""
@@ -157,10 +213,12 @@ class PromptSource:
             return [i for i in range(len(ids)) if i not in gone]
         if data.truncation == "error":
             longest = max(len(ids[i]) for i in long)
+            least = "over " if self._uncounted.intersection(long) else ""
+            longest -= bool(least)
+            first = f"over {limit}" if long[0] in self._uncounted else str(len(ids[long[0]]))
             raise DataError(
-                f"{self._labels[long[0]] if self._labels else f'{self.name}, row {long[0] + 1}'}: "
-                f"the prompt has {len(ids[long[0]])} tokens, more than data.max_prompt_length={limit} "
-                f"(as have {len(long)} of {len(ids)}, the longest {longest}); raise it, or set "
+                f"{self._label(long[0])}: the prompt has {first} tokens, more than data.max_prompt_length={limit} "
+                f"(as have {len(long)} of {len(ids)}, the longest {least}{longest}); raise it, or set "
                 "data.truncation=left|right|middle or data.filter_overlong_prompts=true."
             )
         for i in long:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataError
+from dataflow.files import decoded
 from dataflow.rewards.gsm8k import extract
 
 GSM8K = "openai/gsm8k"
 GENERATED = "dataflow/problems"
+LONGEST_ROW = 2**22
+"""Characters that a row may have: its text is read and tokenized as a whole, at 6 seconds a million characters."""
+
 COLUMNS = ("data_source", "prompt", "reward_model")
 """What a parquet file must have; ``extra_info`` may be left out."""
 
@@ -71,21 +75,15 @@ def write_parquet(rows: list[dict[str, Any]], cache: Path) -> Path:
 def _read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     problems, labels = [], []
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                label = f"{path}, line {number}"
-                try:
-                    problem = json.loads(line)
-                except json.JSONDecodeError as e:
-                    raise DataError(f"{label}: this is no JSON ({e.msg} at column {e.colno}).") from e
-                if not isinstance(problem, dict):
-                    raise DataError(f"{label}: this is no JSON object with a question and an answer.")
-                problems.append(problem)
-                labels.append(label)
-    except UnicodeDecodeError as e:
-        raise DataError(f"{path}: this is no UTF-8 text (byte {e.start}).") from e
+        for number, line in _lines(path):
+            if not line.strip():
+                continue
+            label = f"{path}, line {number}"
+            problem = _parsed(line, label)
+            if not isinstance(problem, dict):
+                raise DataError(f"{label}: this is no JSON object with a question and an answer.")
+            problems.append(problem)
+            labels.append(label)
     except OSError as e:
         raise DataError(f"{path}: cannot be read ({first_line(e)}).") from e
     rows = [
@@ -93,6 +91,72 @@ def _read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         for index, (problem, label) in enumerate(zip(problems, labels, strict=True))
     ]
     return rows, labels
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields the number and the text of each line; none is read past the length that a row may have."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(4 * LONGEST_ROW + 1):
+            number += 1
+            # Each line is decoded on its own, so that the message can name it.
+            label = f"{path}, line {number}"
+            try:
+                text = decoded(line) if number == 1 else line.decode()
+            except ValueError as e:
+                why = "it is no UTF-8 text; save it as UTF-8" if isinstance(e, UnicodeDecodeError) else str(e)
+                if len(line) <= 4 * LONGEST_ROW:
+                    raise DataError(f"{label}: {why}.") from e
+                text = ""
+            if len(line) > 4 * LONGEST_ROW or len(text) > LONGEST_ROW:
+                raise DataError(
+                    f"{label}: the line is longer than {LONGEST_ROW} characters; shorten it or leave it out."
+                )
+            yield number, text
+
+
+def _parsed(line: str, label: str) -> Any:
+    """Returns what a line of JSON holds, by the letter of the standard: Python's own reader takes more.
+
+    Raises:
+        DataError: it is no JSON, or holds what later steps could not write or would misread.
+    """
+
+    def constant(name: str) -> Any:
+        raise DataError(f"{label}: this is no JSON ({name} is no JSON number).")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n]))
+            raise DataError(f"{label}: the key {twice[:40]!r} is given twice; leave one.")
+        return found
+
+    try:
+        return json.loads(line, parse_constant=constant, object_pairs_hook=once)
+    except json.JSONDecodeError as e:
+        raise DataError(f"{label}: this is no JSON ({e.msg} at column {e.colno}).") from e
+    except RecursionError as e:
+        raise DataError(f"{label}: the JSON nests too deep to be read.") from e
+    except ValueError as e:
+        raise DataError(f"{label}: it holds a number with too many digits to be read.") from e
+
+
+def _check_text(text: str, label: str) -> None:
+    if len(text) > LONGEST_ROW:
+        raise DataError(
+            f"{label}: a text has {len(text)} characters, more than {LONGEST_ROW}; shorten it or leave it out."
+        )
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise DataError(
+                f"{label}: character {e.start + 1} of a text is half a surrogate pair (\\u{ord(text[e.start]):04x}), "
+                "which is no Unicode character; write it as UTF-8 text."
+            ) from e
+    if "\0" in text:
+        raise DataError(f"{label}: character {text.index(chr(0)) + 1} of a text is NUL (\\u0000); leave it out.")
 
 
 def _read_parquet(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -110,7 +174,7 @@ def _read_parquet(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             )
         columns = [*COLUMNS, *(["extra_info"] if "extra_info" in names else [])]
         rows = file.read(columns=columns).to_pylist()
-    except (pa.ArrowException, OSError) as e:
+    except (pa.ArrowException, OSError, ValueError) as e:
         raise DataError(f"{path}: this is no readable parquet file ({first_line(e)}).") from e
     labels = [f"{path}, row {i + 1}" for i in range(len(rows))]
     for row, label in zip(rows, labels, strict=True):
@@ -141,6 +205,7 @@ def _verl_row(problem: Mapping[str, Any], index: int, source: str, label: str) -
         value = problem.get(key)
         if not isinstance(value, str) or not value.strip():
             raise DataError(f"{label}: the problem has no {key!r}; it needs a question and an answer, both text.")
+        _check_text(value, label)
     question, answer = problem["question"], problem["answer"]
     if "####" not in answer:
         raise DataError(f"{label}: the answer has no '####' before its final number (as in '#### 42').")
@@ -161,6 +226,10 @@ def _check_row(row: Mapping[str, Any], label: str) -> None:
     messages = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)
     if not messages or any(not m.get("role") or m.get("content") is None for m in prompt):
         raise DataError(f"{label}: 'prompt' is no list of chat messages with role and content.")
+    for message in prompt:
+        for value in (message["role"], message["content"]):
+            if isinstance(value, str):
+                _check_text(value, label)
     if not isinstance(model, Mapping) or model.get("ground_truth") is None:
         raise DataError(f"{label}: 'reward_model' has no 'ground_truth'.")
     if not isinstance(row.get("data_source"), str):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.data.problems import ITEMS, LARGEST, NAMES, STORIES, apply, generate, solve
 from dataflow.errors import ModelError
+from dataflow.models.directory import check_files
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
@@ -129,35 +130,29 @@ def check_model(path: str | Path) -> Path:
         The local directory.
 
     Raises:
-        ModelError: it is missing, has no config or no tokenizer, or the hub does not give it.
+        ModelError: it is missing, is no whole causal language model, or the hub does not give it.
     """
     text = str(path)
     local = Path(path).expanduser()
-    if text and local.is_dir():
-        return _complete(local)
-    if text and local.exists():
+    if text and os.path.isdir(local):
+        check_files(local)
+        return local
+    if text and os.path.exists(local):
         raise ModelError(f"model.path={text} is a file; give the model's directory.")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text):
         raise ModelError(f"model.path={text} does not exist; give the directory of a Hugging Face model, or a hub id.")
     from huggingface_hub import snapshot_download
 
     try:
-        found = snapshot_download(text, ignore_patterns=["*.pth", "*.gguf", "*.onnx", "original/*"])
+        found = snapshot_download(text, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "original/*"])
     # The hub's client raises its own kinds, httpx's, ValueError and OSError; all mean the same to the user.
     except Exception as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise ModelError(
             f"model.path={text} is no local directory, and the Hugging Face hub does not give it ({reason})."
         ) from e
-    return _complete(Path(found))
-
-
-def _complete(path: Path) -> Path:
-    if not (path / "config.json").is_file():
-        raise ModelError(f"model {path} has no config.json; give a directory that save_pretrained has written.")
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
-        raise ModelError(f"model {path} has no tokenizer (tokenizer.json); save the tokenizer beside the model.")
-    return path
+    check_files(Path(found))
+    return Path(found)
 
 
 def cache_home() -> Path:

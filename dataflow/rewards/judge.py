@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from zlib import crc32
 
 from dataflow.errors import ConfigError, nearest
+from dataflow.files import decoded
 from dataflow.rewards.budget import Budget, BudgetSpent, estimate
 from dataflow.rewards.chat import COMPLETIONS, JudgeError, JudgeTimeout, make_chat, short
 
@@ -101,8 +102,8 @@ class Template:
 
 def _read_file(path: str, key: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8").rstrip("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        return decoded(Path(path).expanduser().read_bytes()).rstrip("\n")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"judge.{key}={path} cannot be read: {error}.") from error
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from dataflow import yaml_values
 from dataflow.errors import ConfigError, DataError, nearest
+from dataflow.files import decoded
 from dataflow.law import Law, parse_law
 from dataflow.plan_config import PlanConfig
 from dataflow.policy import check_batch
@@ -25,11 +25,10 @@ def values(path: Path) -> Mapping[str, Any]:
         DataError: it is no YAML mapping.
     """
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        where = getattr(error, "problem_mark", None)
-        at = f" (line {where.line + 1})" if where else ""
-        raise DataError(f"costs {path} cannot be read as YAML{at}; see examples/costs.yaml.") from error
+        loaded = yaml_values.load(decoded(path.read_bytes()))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"costs {path} cannot be read as YAML: {why}; see examples/costs.yaml.") from error
     if not isinstance(loaded, dict) or not loaded:
         raise DataError(f"costs {path} holds no 'key: value' lines; see examples/costs.yaml.")
     return loaded

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataflow.errors import DataError, nearest
+from dataflow.files import decoded
 
 REQUIRED = ("timing_s/gen", "timing_s/update_actor")
 _SECONDS = "timing_s/"
@@ -146,12 +147,12 @@ def _events(file: Path) -> Iterator[tuple[str, int, float, float]]:
 
 def _from_csv(place: Path, timings: Sequence[str]) -> dict[str, dict[int, float]]:
     try:
-        text = place.read_text(encoding="utf-8-sig")
+        text = decoded(place.read_bytes())
         reader = csv.reader(io.StringIO(text), strict=True, skipinitialspace=True)
         rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(row)]
     except OSError as error:
         raise DataError(f"log {place}: {error.strerror or error}; {_GIVE}.") from error
-    except (UnicodeDecodeError, csv.Error) as error:
+    except (ValueError, csv.Error) as error:
         raise DataError(f"log {place} is no CSV ({error}); {_GIVE}.") from error
     if "\0" in text:
         raise DataError(f"log {place} is no CSV (it holds null bytes); {_GIVE}.")

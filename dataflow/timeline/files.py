@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataError
+from dataflow.files import unwritable
 from dataflow.timeline.spans import Trace
 
 KINDS = (".html", ".png", ".svg")
 
 
-def check(out: str | None, *more: str) -> None:
-    """Sees to it that a file can be drawn, before anything is run or written.
+def check(out: str | None, *more: str, kinds: Sequence[str] = KINDS) -> None:
+    """Checks that a file can be drawn, before anything is run or written.
 
     Args:
         out: its name; None is none.
-        more: endings that are taken beside :data:`KINDS`.
+        more: endings that are taken beside ``kinds``.
+        kinds: endings of what is drawn.
 
     Raises:
-        DataError: another ending, or a directory that is not there.
+        DataError: another ending, or a file that cannot be written.
     """
     if out is None:
         return
-    kinds = (*KINDS, *more)
+    kinds = (*kinds, *more)
     path = Path(out)
     if path.suffix.lower() not in kinds:
         raise DataError(f"-o {out}: no such kind, '{path.suffix}'; give a name in {', '.join(kinds)}.")
-    if not path.parent.is_dir():
-        raise DataError(f"-o {out}: there is no directory {path.parent}; make it, or give another name.")
+    if (why := unwritable(path)) is not None:
+        raise DataError(f"-o {out}: {why}")
 
 
 def named(traces: Mapping[str, Trace] | Trace, what: str) -> dict[str, Trace]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataError, RunError
-from dataflow.files import replaced
+from dataflow.files import replaced, unwritable
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.writer import TraceWriter
 
@@ -45,8 +45,8 @@ def merge(trace: Trace, profiles: Sequence[str | os.PathLike[str]], out: str | o
         DataError: the run does not say when it began, a file is no profile, broken, or of another time, or ``out``
             cannot be written.
     """
-    if out is None or Path(out).suffix != ".json":
-        raise DataError(f"merge: -o {out or 'is missing'}; give it the name of a .json file, -o merged.json.")
+    check_out(out)
+    assert out is not None
     started = trace.meta.get("started")
     if not isinstance(started, float | int) or trace.meta.get("version") in (None, 1):
         raise DataError("merge: this trace does not say exactly when it began; make the run again with this dataflow.")
@@ -54,8 +54,6 @@ def merge(trace: Trace, profiles: Sequence[str | os.PathLike[str]], out: str | o
     loaded = [_Profile(Path(path), trace, started, numbers) for path in profiles]
     # No time may be negative: what began before the run moves all of it on.
     zero = max([0, *(math.ceil(-profile.begin) for profile in loaded)])
-    if not Path(out).parent.is_dir():
-        raise DataError(f"merge: there is no directory {Path(out).parent}; make it, or write elsewhere.")
     try:
         with replaced(out) as temporary, TraceWriter(temporary, trace.meta, zero) as writer:
             writer.add(*trace.spans, *trace.marks, *trace.levels)
@@ -65,6 +63,18 @@ def merge(trace: Trace, profiles: Sequence[str | os.PathLike[str]], out: str | o
     except (RunError, OSError) as error:
         raise DataError(f"merge: {out} cannot be written: {error.__cause__ or error}") from error
     return str(out)
+
+
+def check_out(out: str | os.PathLike[str] | None) -> None:
+    """Checks that a merged trace can be written, before anything is read.
+
+    Raises:
+        DataError: no name, one that is no .json file's, or a file that cannot be written.
+    """
+    if out is None or Path(out).suffix != ".json":
+        raise DataError(f"merge: -o {out or 'is missing'}; give it the name of a .json file, -o merged.json.")
+    if (why := unwritable(out)) is not None:
+        raise DataError(f"merge: -o {out}: {why}")
 
 
 @dataclass

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataError, nearest
-from dataflow.files import replaced
+from dataflow.files import decoded, replaced
 from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace
 from dataflow.timeline.writer import FORMAT, LEVEL, MARK, PID, REQUEST, SPAN, TASK, TraceWriter
 
@@ -72,13 +72,13 @@ def read(path: str | os.PathLike[str]) -> Trace:
     """
     try:
         data = Path(path).read_bytes()
-        text = (gzip.decompress(data) if Path(path).suffix == ".gz" else data).decode()
+        text = decoded(gzip.decompress(data) if Path(path).suffix == ".gz" else data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"trace {path} is no whole gzip file ({error}); pack it anew.") from error
     except OSError as error:
         raise DataError(f"trace {path}: {error.strerror or error}; give the trace.json of a run.") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"trace {path} is not text; give the trace.json of a run.") from error
+    except ValueError as error:
+        raise DataError(f"trace {path} is not text ({error}); give the trace.json of a run.") from error
     if not text.strip():
         raise DataError(f"trace {path} is empty; give the trace.json of another run.")
     events, said = _parse(text, path)

@@ -180,7 +180,8 @@ def test_only_config_or_only_tokenizer_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"has no tokenizer \(tokenizer\.json\)"):
         check_model(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert check_model(str(tmp_path)) == tmp_path
+    with pytest.raises(ModelError, match=r"config\.json has no model_type"):
+        check_model(str(tmp_path))
     with pytest.raises(ModelError, match="is a file"):
         check_model(tmp_path / "config.json")
 

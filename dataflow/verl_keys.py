@@ -1,0 +1,240 @@
+"""verl's configuration keys and what they are called here.
+
+Keys of the same name and meaning (``algorithm.adv_estimator``, ``data.shuffle``) are not in the table. ``exact`` keys
+take the value as it stands; for the others the note says what to compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dataflow.errors import alike
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a key of verl's is here.
+
+    Attributes:
+        ours: the key, None if there is none.
+        note: what differs, or why there is none.
+    """
+
+    ours: str | None
+    note: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Whether a value for verl's key is right for ours as it stands."""
+        return self.ours is not None and not self.note
+
+
+_ACTOR = "actor_rollout_ref.actor."
+_REF = "actor_rollout_ref.ref."
+_ROLLOUT = "actor_rollout_ref.rollout."
+_MODEL = "actor_rollout_ref.model."
+_NO_CRITIC = "the advantage estimators here need no critic"
+_NO_SAVING = "a run saves no checkpoints"
+_NO_DYNAMIC = "micro-batches have a fixed number of rows, trainer.micro_batch_size"
+_ONE_MICRO = "log-probs are computed in micro-batches of trainer.micro_batch_size"
+_SERVER = "'judge.url' names a server that runs elsewhere"
+_FSDP = "FSDP2 is set up without options"
+_VLLM = "vLLM is set up without it"
+
+KEYS: dict[str, Meaning] = {
+    # data
+    "data.train_files": Meaning("data.train", "one file, .jsonl or .parquet"),
+    "data.val_files": Meaning("data.val", "one file, .jsonl or .parquet"),
+    "data.train_batch_size": Meaning("data.prompts"),
+    "data.gen_batch_size": Meaning(None, "each step samples the data.prompts that it trains on"),
+    "data.val_batch_size": Meaning(None, "held-out problems are evaluated together, data.val_size of them at most"),
+    "data.train_max_samples": Meaning(None, "all rows of data.train are used"),
+    "data.val_max_samples": Meaning("data.val_size"),
+    "data.max_response_length": Meaning("engine.max_tokens"),
+    "data.seed": Meaning("seed"),
+    "data.prompt_key": Meaning(None, "the column is called 'prompt'"),
+    "data.reward_fn_key": Meaning(None, "the column is called 'data_source'"),
+    "data.tokenizer": Meaning(None, "the tokenizer is the one beside the model"),
+    "data.return_raw_chat": Meaning(None, "the chat is always kept, as 'raw_prompt'"),
+    "data.custom_cls.path": Meaning(None, "define inputs(config) in the pipeline file"),
+    "data.dataloader_num_workers": Meaning(None, "prompts are loaded before the first step"),
+    # the model
+    f"{_MODEL}path": Meaning("model.path"),
+    f"{_MODEL}trust_remote_code": Meaning(None, "code that comes with a model is never run"),
+    f"{_MODEL}enable_gradient_checkpointing": Meaning(None, "it cannot be chosen"),
+    f"{_MODEL}use_remove_padding": Meaning(None, "it cannot be chosen"),
+    f"{_MODEL}use_liger": Meaning(None, "it cannot be chosen"),
+    f"{_MODEL}lora_rank": Meaning(None, "all weights are trained"),
+    f"{_MODEL}lora_alpha": Meaning(None, "all weights are trained"),
+    # training
+    f"{_ACTOR}optim.lr": Meaning("trainer.lr"),
+    f"{_ACTOR}optim.betas": Meaning("trainer.betas"),
+    f"{_ACTOR}optim.weight_decay": Meaning("trainer.weight_decay"),
+    f"{_ACTOR}optim.lr_warmup_steps": Meaning("trainer.warmup_steps"),
+    f"{_ACTOR}optim.lr_warmup_steps_ratio": Meaning("trainer.warmup_steps", "steps, not a share of them"),
+    f"{_ACTOR}optim.total_training_steps": Meaning("steps"),
+    f"{_ACTOR}optim.clip_grad": Meaning("trainer.grad_clip"),
+    f"{_ACTOR}optim.lr_scheduler_type": Meaning(None, "the learning rate is constant after the warm-up"),
+    f"{_ACTOR}grad_clip": Meaning("trainer.grad_clip"),
+    f"{_ACTOR}ppo_mini_batch_size": Meaning(
+        "trainer.mini_batches", "the number of mini-batches in a step: data.prompts divided by verl's value"
+    ),
+    f"{_ACTOR}ppo_micro_batch_size_per_gpu": Meaning("trainer.micro_batch_size"),
+    f"{_ACTOR}ppo_micro_batch_size": Meaning("trainer.micro_batch_size", "rows per rank, not of all ranks"),
+    f"{_ACTOR}ppo_epochs": Meaning(None, "each sample is used once"),
+    f"{_ACTOR}use_dynamic_bsz": Meaning(None, _NO_DYNAMIC),
+    f"{_ACTOR}ppo_max_token_len_per_gpu": Meaning(None, _NO_DYNAMIC),
+    f"{_ACTOR}ulysses_sequence_parallel_size": Meaning(None, "sequences are not split over GPUs"),
+    f"{_ACTOR}strategy": Meaning(None, "training is FSDP2"),
+    f"{_ACTOR}fsdp_config.param_offload": Meaning(None, _FSDP),
+    f"{_ACTOR}fsdp_config.optimizer_offload": Meaning(None, _FSDP),
+    f"{_ACTOR}fsdp_config.fsdp_size": Meaning(None, _FSDP),
+    f"{_ACTOR}shuffle": Meaning(None, "groups form mini-batches as policy.order says"),
+    f"{_ACTOR}clip_ratio": Meaning("algorithm.clip_ratio"),
+    f"{_ACTOR}clip_ratio_low": Meaning("algorithm.clip_ratio_low"),
+    f"{_ACTOR}clip_ratio_high": Meaning("algorithm.clip_ratio_high"),
+    f"{_ACTOR}clip_ratio_c": Meaning(None, "the lower bound of dual-clip PPO cannot be chosen"),
+    f"{_ACTOR}loss_agg_mode": Meaning("algorithm.loss_agg_mode"),
+    f"{_ACTOR}entropy_coeff": Meaning("algorithm.entropy_coeff"),
+    f"{_ACTOR}use_kl_loss": Meaning("algorithm.use_kl_loss"),
+    f"{_ACTOR}kl_loss_coef": Meaning("algorithm.kl_loss_coef"),
+    f"{_ACTOR}kl_loss_type": Meaning("algorithm.kl_loss_type", "without verl's '+' behind it"),
+    f"{_ACTOR}policy_loss.loss_mode": Meaning(None, "the policy loss is PPO's clipped one"),
+    f"{_ACTOR}checkpoint.save_contents": Meaning(None, _NO_SAVING),
+    f"{_REF}log_prob_micro_batch_size_per_gpu": Meaning(None, _ONE_MICRO),
+    f"{_REF}fsdp_config.param_offload": Meaning(None, _FSDP),
+    # rollout
+    f"{_ROLLOUT}name": Meaning("engine.rollout", "hf, vllm or auto"),
+    f"{_ROLLOUT}mode": Meaning(None, "the engine is always asynchronous"),
+    f"{_ROLLOUT}n": Meaning("engine.n"),
+    f"{_ROLLOUT}temperature": Meaning("engine.temperature"),
+    f"{_ROLLOUT}top_p": Meaning("engine.top_p"),
+    f"{_ROLLOUT}top_k": Meaning("engine.top_k"),
+    f"{_ROLLOUT}do_sample": Meaning("engine.temperature", "0 is greedy"),
+    f"{_ROLLOUT}seed": Meaning("seed"),
+    f"{_ROLLOUT}response_length": Meaning("engine.max_tokens"),
+    f"{_ROLLOUT}prompt_length": Meaning("data.max_prompt_length"),
+    f"{_ROLLOUT}max_num_seqs": Meaning("engine.max_num_seqs"),
+    f"{_ROLLOUT}max_model_len": Meaning(None, "it is data.max_prompt_length and engine.max_tokens together"),
+    f"{_ROLLOUT}max_num_batched_tokens": Meaning(None, _VLLM),
+    f"{_ROLLOUT}enforce_eager": Meaning(None, _VLLM),
+    f"{_ROLLOUT}enable_chunked_prefill": Meaning(None, _VLLM),
+    f"{_ROLLOUT}gpu_memory_utilization": Meaning("engine.gpu_memory"),
+    f"{_ROLLOUT}tensor_model_parallel_size": Meaning("engine.tensor_parallel"),
+    f"{_ROLLOUT}data_parallel_size": Meaning("engine.replicas", "engines that share a step's prompts"),
+    f"{_ROLLOUT}dtype": Meaning(None, "it is bfloat16 on GPUs and float32 on CPUs"),
+    f"{_ROLLOUT}free_cache_engine": Meaning(None, "placement=colocated frees the engine's memory while it trains"),
+    f"{_ROLLOUT}log_prob_micro_batch_size_per_gpu": Meaning(None, _ONE_MICRO),
+    f"{_ROLLOUT}calculate_log_probs": Meaning(None, "the engine always returns them"),
+    f"{_ROLLOUT}val_kwargs.n": Meaning("val.n"),
+    f"{_ROLLOUT}val_kwargs.temperature": Meaning("val.temperature"),
+    f"{_ROLLOUT}val_kwargs.do_sample": Meaning("val.temperature", "0 is greedy"),
+    f"{_ROLLOUT}val_kwargs.top_p": Meaning(None, "evaluation draws from all tokens"),
+    f"{_ROLLOUT}val_kwargs.top_k": Meaning(None, "evaluation draws from all tokens"),
+    f"{_ROLLOUT}multi_turn.enable": Meaning("tools.names", "the tools to offer; without any, a response is one turn"),
+    f"{_ROLLOUT}multi_turn.max_assistant_turns": Meaning("tools.max_turns"),
+    f"{_ROLLOUT}multi_turn.tool_config_path": Meaning("tools.path", "a Python file that marks functions with @tool"),
+    f"{_ROLLOUT}multi_turn.format": Meaning("tools.format"),
+    # algorithm
+    "algorithm.gamma": Meaning(None, "rewards are not discounted"),
+    "algorithm.lam": Meaning(None, "there is no GAE, which needs a critic"),
+    "algorithm.use_kl_in_reward": Meaning("algorithm.use_kl_loss", "the KL term is added to the loss, not to rewards"),
+    "algorithm.kl_penalty": Meaning("algorithm.kl_loss_type", "the KL term is added to the loss, not to rewards"),
+    "algorithm.kl_ctrl.type": Meaning(None, "the weight of the KL term is fixed, algorithm.kl_loss_coef"),
+    "algorithm.kl_ctrl.kl_coef": Meaning("algorithm.kl_loss_coef", "the weight of the KL term in the loss"),
+    "algorithm.filter_groups.enable": Meaning(None, "groups of equal scores are kept"),
+    "algorithm.rollout_correction.rollout_is": Meaning("algorithm.rollout_is"),
+    "algorithm.rollout_correction.rollout_is_threshold": Meaning("algorithm.rollout_is_threshold"),
+    # the run
+    "trainer.total_training_steps": Meaning("steps"),
+    "trainer.total_epochs": Meaning("steps", "training steps, not passes over the data"),
+    "trainer.project_name": Meaning("tracking.project"),
+    "trainer.experiment_name": Meaning("name"),
+    "trainer.logger": Meaning("tracking.backends"),
+    "trainer.test_freq": Meaning("val.every", "0 never evaluates, as -1 does in verl"),
+    "trainer.val_before_train": Meaning(None, "a run evaluates before its first step wherever val.every is set"),
+    "trainer.val_only": Meaning(None, "a run always trains"),
+    "trainer.n_gpus_per_node": Meaning("trainer.world_size", "training processes, on all nodes together"),
+    "trainer.nnodes": Meaning("trainer.world_size", "training processes, on all nodes together"),
+    "trainer.device": Meaning("ray.gpus_per_worker", "1 for GPUs, 0 for CPUs"),
+    "trainer.save_freq": Meaning(None, _NO_SAVING),
+    "trainer.resume_mode": Meaning(None, _NO_SAVING),
+    "trainer.resume_from_path": Meaning(None, _NO_SAVING),
+    "trainer.max_actor_ckpt_to_keep": Meaning(None, _NO_SAVING),
+    "trainer.default_local_dir": Meaning("runs", "the directory of all runs; each has one of its own there"),
+    "trainer.rollout_data_dir": Meaning(None, "samples are not written"),
+    "trainer.validation_data_dir": Meaning(None, "samples are not written"),
+    "trainer.log_val_generations": Meaning(None, "samples are not written"),
+    "trainer.balance_batch": Meaning(None, "ranks share each mini-batch's rows evenly"),
+    "trainer.critic_warmup": Meaning(None, _NO_CRITIC),
+    "ray_kwargs.ray_init.num_cpus": Meaning("ray.num_cpus"),
+    # rewards
+    "reward.num_workers": Meaning("reward.actors"),
+    "reward.custom_reward_function.path": Meaning("custom_reward_function.path"),
+    "reward.custom_reward_function.name": Meaning("custom_reward_function.name"),
+    "reward.custom_reward_function.reward_kwargs": Meaning("custom_reward_function.reward_kwargs"),
+    "reward.reward_manager.name": Meaning("reward.manager"),
+    "reward.reward_manager.module.path": Meaning("reward.manager_path"),
+    "reward.reward_model.enable": Meaning(None, f"{_SERVER} (or in the same cluster)"),
+    "reward.reward_model.model_path": Meaning(None, _SERVER),
+    "reward_model.reward_manager": Meaning("reward.manager"),
+    "reward_model.num_workers": Meaning("reward.actors"),
+    "reward_model.enable": Meaning(None, _SERVER),
+    "reward_model.model.path": Meaning(None, _SERVER),
+    "reward_model.launch_reward_fn_async": Meaning(None, "rewards are always requested as responses finish"),
+    "reward_model.reward_kwargs": Meaning("reward.manager_kwargs"),
+    "sandbox_fusion.url": Meaning(None, "write a reward function that asks it (custom_reward_function.path)"),
+}
+"""verl's common keys, by their full names."""
+
+SECTIONS = {
+    "actor_rollout_ref.actor": "sections trainer and algorithm hold the options of training",
+    "actor_rollout_ref.ref": "algorithm.use_kl_loss adds the reference model",
+    "actor_rollout_ref.rollout": "section engine holds the options of rollout",
+    "actor_rollout_ref.model": "section model holds the model's path",
+    "actor_rollout_ref": "sections model, engine, trainer and algorithm hold these options",
+    "critic": _NO_CRITIC,
+    "reward_model": "sections reward, judge and custom_reward_function hold the options of rewards",
+    "reward.reward_model": _SERVER,
+    "reward.reward_manager": "'reward.manager' names the manager",
+    "reward.sandbox_fusion": "write a reward function that asks it (custom_reward_function.path)",
+    "sandbox_fusion": "write a reward function that asks it (custom_reward_function.path)",
+    "ray_kwargs": "section ray holds the options of Ray",
+    "global_profiler": "a run writes trace.json",
+    "distillation": "there is no distillation",
+    "transfer_queue": "there is none",
+}
+"""What to say of a key in a section that only verl has."""
+
+
+def hint(key: str, exactly: bool = False) -> str | None:
+    """Returns what a key of verl's is called here, as half a sentence; None for a key that is not verl's.
+
+    Args:
+        key: as it was typed.
+        exactly: leave out misspelt keys, and unknown ones of verl's sections.
+
+    >>> hint("data.train_batch_size")
+    "verl's 'data.train_batch_size' is 'data.prompts' here."
+    >>> hint("data.train_batchsize")
+    "verl's 'data.train_batch_size' is 'data.prompts' here."
+    >>> hint("steps") is None
+    True
+    """
+    key = key.lstrip("+~")  # Hydra's marks of keys to add or remove
+    section, _, leaf = key.rpartition(".")
+    name = key
+    if key not in KEYS and exactly:
+        return None
+    if key not in KEYS:
+        siblings = {k.rpartition(".")[2]: k for k in KEYS if k.rpartition(".")[0] == section}
+        name = siblings.get(alike(leaf, siblings) or "", key) if section else key
+    if (found := KEYS.get(name)) is not None:
+        if found.ours is None:
+            return f"verl's '{name}' has no counterpart here: {found.note}."
+        return f"verl's '{name}' is '{found.ours}' here{f': {found.note}' if found.note else ''}."
+    while section:
+        if section in SECTIONS:
+            return f"verl's section '{section}' is not one here: {SECTIONS[section]}."
+        section = section.rpartition(".")[0]
+    return f"verl's section '{key}' is not one here: {SECTIONS[key]}." if key in SECTIONS else None

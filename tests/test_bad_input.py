@@ -1,0 +1,474 @@
+"""Input that is wrong in every way we know of: exit code 2, one sentence, nothing left behind and nothing started.
+
+Nothing here needs torch or Ray: each case is refused before they are imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from dataflow import __version__
+from dataflow.cli import main
+from dataflow.config import RunConfig, parse_overrides
+from dataflow.errors import ConfigError
+from dataflow.overrides import accepts, fields
+from tests.test_cli import PIPELINE, PROBLEM
+
+TEXT = json.dumps(PROBLEM)
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of the test's own, in which nothing may appear."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "SWANLAB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, cache: Path) -> Iterator[Said]:
+    """Runs a pipeline with wrong input; returns the sentence that it ends with."""
+    before: set[Path] = set()
+
+    def run(*overrides: str, pipeline: str = PIPELINE, runs: Path | str | None = None) -> str:
+        before.update(tmp_path.rglob("*"))
+        place = [] if any(text.startswith("runs=") for text in overrides) else [f"runs={runs or tmp_path / 'runs'}"]
+        try:
+            code = main(["run", pipeline, *overrides, *place])
+        except SystemExit as ended:
+            code = int(str(ended.code))
+        err = capsys.readouterr().err
+        assert code == 2, err
+        assert len(err.splitlines()) == 1, err
+        assert err[:-1].isprintable(), err
+        assert "Traceback" not in err
+        return err
+
+    yield run
+    if not before:
+        return  # the test has refused nothing
+    left = {path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts} - before
+    assert not left, f"input that is refused left something behind: {left}"
+
+
+NUMBERS = [
+    "inf",
+    "-inf",
+    "nan",
+    ".inf",
+    ".nan",
+    "1e400",
+    "-1e400",
+    "1e99",
+    "9" * 5000,
+    "-1e99",
+    "0x10",
+    "1:40",
+    "1_0_x",
+    "''",
+    "",
+]
+
+
+@pytest.mark.parametrize("value", NUMBERS)
+def test_no_key_takes_a_number_that_is_none(value: str) -> None:
+    numbers = {
+        ".".join(path): info
+        for path, info in fields(RunConfig)
+        if accepts(info.annotation, int, float) and not accepts(info.annotation, str, list, tuple, dict, bool)
+    }
+    assert len(numbers) > 40
+    for key, info in numbers.items():
+        if value == "" and accepts(info.annotation, type(None)):
+            continue  # null, which the key takes
+        with pytest.raises(ConfigError, match=f"^{re.escape(key)}="):
+            parse_overrides(RunConfig, [f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (f"seed={2**64}", "at most 4294967295"),
+        ("seed=-1", "at least 0"),
+        (f"steps={2**31}", "at most 2147483647"),
+        (f"data.prompts={2**30}", "more than the 16777216 samples"),
+        (f"engine.n={2**30}", "more than the 16777216 samples"),
+        ("trainer.threads=100000", "at most 1024"),
+        (f"engine.stop_token_ids=[{10**20}]", "at most 2147483647"),
+        ("trainer.betas=[nan,0.9]", "finite number"),
+        ("judge.score_range=[0,inf]", "finite number"),
+        ("name=a\nb", "plain directory name, without line breaks"),
+        ("name=\x1b[31mred", "plain directory name, without line breaks"),
+        ("name=a/b", "without slashes"),
+        ("name=..", "without slashes"),
+        ('name="a\\0b"', "without NUL"),
+        ("name=" + "x" * 300, "at most 200 bytes"),
+        ("name=" + "\u00e9" * 150, "at most 200 bytes"),
+        ("name=\udcff", "valid UTF-8"),
+        ("data.train=\udcff.jsonl", "valid UTF-8"),
+        ('data.train="a\\0.jsonl"', "without NUL"),
+        ("data.train=a\nb.jsonl", "there is no such data file"),
+        ("model.path=a\nb", "does not exist"),
+        ("model.path=" + "x" * 300, "is no local directory"),
+        ("data.train=" + "x" * 300 + ".jsonl", "File name too long"),
+        ("runs=" + "x" * 300, "File name too long"),
+        ("custom_reward_function.path=" + "x" * 300, "File name too long"),
+        ("runs=", "give a text"),
+        ("policy=Both", "did you mean 'both'"),
+        ("policy=bo\nth", "unknown policy 'bo\\nth'"),
+        ('policy="both', "put quotes around a text"),
+        ("steps", "write key=value"),
+        ("steps=", "give a whole number"),
+        ("=5", "has no key"),
+        ("engine={n: 4, n: 8}", "key 'n' is given twice"),
+        ("tracking.backends=" + "[" * 5000, "no YAML"),
+        ("engine.stop=&a [*a]", "no YAML"),
+        ("x" * 100_000 + "=1", "unknown key"),
+    ],
+)
+def test_a_value_that_is_wrong(refused: Said, argument: str, message: str) -> None:
+    assert message in refused(argument)
+
+
+def test_a_key_that_is_given_twice_is_refused(refused: Said) -> None:
+    assert "given twice" in refused("steps=2", "steps=2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "both"], "keys are written without dashes, policy=both"),
+        (["--policy=both"], "keys are written without dashes, policy=both"),
+        (["--max-tokens", "5"], "max_tokens=5"),
+        (["-x"], "unrecognized arguments: -x"),
+        (["steps", "5"], "write key=value"),
+    ],
+)
+def test_options_of_another_programs_kind(refused: Said, arguments: list[str], message: str) -> None:
+    assert message in refused(*arguments)
+
+
+@pytest.mark.parametrize("arguments", [[], ["flee"], ["show"], ["run"], ["timeline"], ["plan", "--port", "1"]])
+def test_a_command_that_is_incomplete_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    try:
+        code = main(arguments)
+    except SystemExit as ended:
+        code = int(str(ended.code))
+    assert code == 2
+    if arguments:
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_version_and_keys_need_no_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"dataflow {__version__}\n"
+    assert main(["run", "--keys"]) == 0
+    assert "trainer.lr=0.0002" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["wandb", "mlflow", "swanlab", "trackio", "clearml"])
+def test_a_tracking_service_without_its_package_or_key(
+    refused: Said, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == backend else found(name, *a))
+    assert f"needs the package {backend}" in refused(f"tracking.backends={backend}")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: True if name == backend else found(name, *a))
+    if backend in ("wandb", "swanlab", "clearml"):
+        assert f"'{backend}' has no API key" in refused(f"tracking.backends=[tensorboard,{backend}]")
+
+
+@pytest.mark.parametrize("place", ["{file}", "{file}/below", "/proc/runs", "/dev/null", "{link}", "/sys/runs"])
+def test_runs_that_cannot_be_written(refused: Said, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    where = place.format(file=tmp_path / "file", link=tmp_path / "link")
+    assert f"runs={where}: " in refused(f"runs={where}")
+
+
+def test_a_run_of_that_name_is_there(refused: Said, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert "exists; choose another name" in refused("name=mine")
+
+
+FILE = """
+from dataflow.config import RunConfig, parse_overrides
+from dataflow.errors import ConfigError
+class Config(RunConfig): ...
+{text}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def pipeline(config): return None", "pipeline(config) returned None; return a Pipeline(...)"),
+        ("def pipeline(config): return [1]", "returned an object of type list"),
+        ("def pipeline(config): return Config", "returned the class Config"),
+        ("def pipeline(config): return config", "returned an object of type Config"),
+        ("def pipeline(config): 1 / 0", "raised ZeroDivisionError: division by zero (line 5)"),
+        ("def pipeline(config): raise SystemExit(0)", "raised SystemExit: 0"),
+        ("def pipeline(config): raise BaseException('two\\nlines')", "raised BaseException: two lines"),
+        ("def pipeline(config): return pipeline(config)", "raised RecursionError"),
+        ("def pipeline(config): raise KeyError", "raised KeyError (line 5)"),
+        ("def pipeline(): ...", "raised TypeError"),
+        ("async def pipeline(config): ...", "returned an object of type coroutine"),
+        ("pipeline = 3", "lacks 'pipeline'"),
+        ("Config = dict\ndef pipeline(config): ...", "lacks 'Config'"),
+        ("class Config: ...\ndef pipeline(config): ...", "lacks 'Config'"),
+        ("Config = RunConfig()\ndef pipeline(config): ...", "lacks 'Config'"),
+        ("raise SystemExit(3)", "cannot be loaded (line 5): SystemExit: 3"),
+        ("raise BaseException", "cannot be loaded (line 5): BaseException"),
+        ("import sys; sys.exit()", "cannot be loaded (line 5): SystemExit"),
+        ("raise GeneratorExit", "cannot be loaded (line 5): GeneratorExit"),
+        (
+            "class Config(RunConfig):\n    def model_post_init(self, _): raise TypeError('no')\n"
+            "def pipeline(config): ...",
+            "the configuration Config cannot be built: TypeError: no",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_a_pipeline_file_that_is_none(refused: Said, tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.format(text=text))
+    assert message in refused(pipeline=str(file))
+    if "(line" not in message or "pipeline(config)" in text:
+        assert main(["show", str(file)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("return None", "inputs(config) returned None"),
+        ("return [1]", "inputs(config) returned an object of type list"),
+        ("return {'prompts': 3}", "gave an object of type int for 'prompts'"),
+        ("return {3: print}", "for 3; give a function"),
+        ("1 / 0", "inputs(config) raised ZeroDivisionError: division by zero (line 5)"),
+        ("raise SystemExit", "inputs(config) raised SystemExit (line 5)"),
+    ],
+)
+def test_inputs_that_are_none(refused: Said, tmp_path: Path, model: Path, text: str, message: str) -> None:
+    file = tmp_path / "mine.py"
+    source = Path(PIPELINE).read_text()
+    file.write_text(f"{source}\n\ndef inputs(config):\n    {text}\n")
+    line = source.count("\n") + 4
+    assert message.replace("line 5", f"line {line}") in refused(
+        f"model.path={model}", "engine.rollout=hf", "engine.max_tokens=8", pipeline=str(file)
+    )
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
+def test_a_pipeline_file_in_another_encoding(
+    refused: Said, capsys: pytest.CaptureFixture[str], tmp_path: Path, encoding: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_bytes(Path(PIPELINE).read_text().encode(encoding))
+    if encoding == "utf-8-sig":
+        assert main(["show", str(file)]) == 0
+    else:
+        assert "cannot be loaded" in refused(pipeline=str(file))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Files that look like a model's."""
+    path = tmp_path / "model"
+    path.mkdir()
+    config = {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 8,
+        "max_position_embeddings": 32,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").write_text("{}")
+    save_file({"model.norm.weight": np.zeros(4, np.float32)}, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"{}", "has no model_type"),
+        ("config.json", b'{"model_type": "bert", "architectures": ["BertModel"]}', "no causal language model"),
+        ("config.json", b'{"model_type": "no_such_type"}', "knows no model_type 'no_such_type'"),
+        ("config.json", None, "has no config.json"),
+        ("tokenizer.json", None, "has no tokenizer"),
+        ("tokenizer.json", b"{", "tokenizer.json cannot be read"),
+        ("model.safetensors", None, "has no weights"),
+        ("model.safetensors", b"", "cannot be read"),
+        ("model.safetensors", struct.pack("<Q", 2) + b"[]", "cannot be read"),
+    ],
+)
+def test_a_model_that_is_not_whole(refused: Said, model: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is None:
+        (model / name).unlink()
+    else:
+        (model / name).write_bytes(content)
+    before = set(sys.modules)
+    assert message in refused(f"model.path={model}")
+    assert not {"torch", "transformers", "ray", "vllm"} & (set(sys.modules) - before), "it is said before these load"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["engine.max_tokens=32", "engine.rollout=hf"], "more than the 32 tokens that model"),
+        (["engine.max_tokens=40", "engine.rollout=hf"], "more than the 32 tokens that model"),
+        (["engine.max_tokens=8", "engine.rollout=hf", "engine.stop_token_ids=[8]"], "has no token 8"),
+        (["tools.names=[calculator]", "tools.max_response_tokens=32", "engine.rollout=hf"], "max_response_tokens=32"),
+    ],
+)
+def test_a_response_that_does_not_fit_into_the_model(
+    refused: Said, model: Path, arguments: list[str], message: str
+) -> None:
+    assert message in refused(f"model.path={model}", *arguments)
+
+
+def test_a_response_that_does_not_fit_into_vllm(refused: Said, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataflow.engines.choice.vllm_device", lambda: "cpu")
+    said = refused(f"model.path={model}", "engine.rollout=vllm", "engine.max_tokens=8", "data.max_prompt_length=32")
+    assert "data.max_prompt_length=32 and engine.max_tokens=8 are together more than the 32 tokens" in said
+
+
+ROWS = {
+    "nothing": (b"", "the file is empty"),
+    "cut": (b'{"question": "Wh', "line 1: this is no JSON"),
+    "a list": (b"[1]", "line 1: this is no JSON object"),
+    "nested": (b'{"question": ' + b"[" * 100_000, "line 1: the JSON nests too deep"),
+    "NaN": (TEXT[:-1].encode() + b', "x": NaN}', "line 1: this is no JSON (NaN is no JSON number)"),
+    "Infinity": (TEXT[:-1].encode() + b', "x": -Infinity}', "line 1: this is no JSON (-Infinity is no JSON number)"),
+    "digits": (TEXT[:-1].encode() + b', "x": ' + b"9" * 5000 + b"}", "line 1: it holds a number with too many digits"),
+    "twice": (TEXT[:-1].encode() + b', "answer": "#### 8"}', "line 1: the key 'answer' is given twice"),
+    "surrogate": (TEXT.replace("What", "\\ud800").encode(), "line 1: character 1 of a text is half a surrogate pair"),
+    "NUL": (TEXT.replace("What", "\\u0000").encode(), "line 1: character 1 of a text is NUL"),
+    "NUL byte": (TEXT.replace("What", "\0").encode(), "line 1: this is no JSON"),
+    "bytes": (TEXT.encode() + b"\n" + TEXT.replace("What", "\xe9").encode("latin-1"), "line 2: it is no UTF-8 text"),
+    "utf-16": (TEXT.encode("utf-16"), "line 1: it is UTF-16 or UTF-32 text"),
+    "utf-16 without a mark": (TEXT.encode("utf-16-le"), "line 1: this is no JSON"),
+    "utf-32": (TEXT.encode("utf-32"), "line 1: it is UTF-16 or UTF-32 text"),
+    "a number": (b'{"question": 3, "answer": "#### 4"}', "line 1: the problem has no 'question'"),
+    "a long line": (TEXT.encode() + b"\n" + b"x" * 5_000_000, "line 2: the line is longer than"),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+@pytest.mark.parametrize("key", ["data.train", "data.val"])
+def test_rows_that_cannot_be_used(refused: Said, tmp_path: Path, case: str, key: str) -> None:
+    content, message = ROWS[case]
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    assert f"{tmp_path / 'rows.jsonl'}" in (said := refused(f"{key}={tmp_path / 'rows.jsonl'}"))
+    assert message in said
+
+
+def test_a_line_is_not_read_past_the_longest_that_a_row_may_have(refused: Said, tmp_path: Path) -> None:
+    import tracemalloc
+
+    file = tmp_path / "rows.jsonl"
+    with file.open("wb") as out:
+        out.write(TEXT.encode() + b"\n")
+        out.truncate(2**30)  # a sparse gigabyte without a line break
+    tracemalloc.start()
+    try:
+        assert "line 2: the line is longer than" in refused(f"data.train={file}")
+        assert tracemalloc.get_traced_memory()[1] < 2**27
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "out", ["{gone}/x{kind}", "{folder}{kind}", "/proc/x{kind}", "x" * 300 + "{kind}", "/dev/null/x{kind}"]
+)
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        (["plan", "{source}"], ".png"),
+        (["plan", "{source}"], ".html"),
+        (["timeline", "{source}"], ".html"),
+        (["timeline", "{source}"], ".txt"),
+        (["timeline", "{source}", "--merge", "{source}"], ".json"),
+        (["compare", "{source}", "{source}"], ".svg"),
+        (["compare", "{source}", "--predicted"], ".png"),
+        (["compare", PIPELINE], ".html"),
+        (["show", PIPELINE], ".mmd"),
+        (["show", PIPELINE], ".svg"),
+    ],
+)
+def test_an_out_that_cannot_be_written_is_said_before_the_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str], kind: str, out: str
+) -> None:
+    (tmp_path / f"folder{kind}").mkdir()
+    where = out.format(kind=kind, gone=tmp_path / "gone", folder=tmp_path / "folder")
+    # The source is not there: a command that looked at it first would say so.
+    code = main([part.format(source=tmp_path / "no-run") for part in command] + ["-o", where])
+    err = capsys.readouterr().err
+    assert code == 2
+    assert len(err.splitlines()) == 1, err
+    assert "-o " in err
+    assert "no-run" not in err
+    assert [path.name for path in tmp_path.iterdir()] == [f"folder{kind}"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unwritable to root")
+def test_directories_without_rights(refused: Said, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o555)
+    assert "cannot be written" in refused(f"runs={tmp_path / 'locked' / 'runs'}")
+
+
+MARKED: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "costs.yaml": (
+        "steps: 4\nprompts: 8\nresponses: 4\nmini_batches: 4\nstages: {rollout: 10, actor_update: 8}\n"
+        "reward: {latency: 20, concurrency: 8}\n",
+        lambda path: ["plan", str(path), "--json"],
+    ),
+    "log.csv": (
+        "global_step,timing_s/gen,timing_s/update_actor,timing_s/reward,timing_s/old_log_prob\n1,10,5,3,1\n2,10,5,3,1\n",
+        lambda path: [
+            "plan",
+            str(path),
+            "--json",
+            "prompts=8",
+            "responses=4",
+            "mini_batches=4",
+            "reward.concurrency=8",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1"])
+def test_a_byte_order_mark_is_read_and_other_encodings_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, encoding: str
+) -> None:
+    text, command = MARKED[name]
+    text = text if encoding != "latin-1" else text.replace("\n", " # \u00e9\n" if name == "costs.yaml" else ",\u00e9\n")
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    code = main(command(tmp_path / name))
+    out, err = capsys.readouterr()
+    if encoding.startswith("utf-8"):
+        assert code == 0, err
+        assert json.loads(out)["steps"] > 0
+    else:
+        assert code == 2
+        assert len(err.splitlines()) == 1, err
+        assert "save it as UTF-8" in err
