@@ -23,6 +23,7 @@ from dataflow.data.prompts import (
 )
 from dataflow.data.rows import load_rows, verl_rows, write_parquet
 from dataflow.errors import DataError, ModelError
+from dataflow.models.directory import Room
 from dataflow.models.tiny import build_tokenizer
 from dataflow.tools import toolbox_of
 from dataflow.tools_config import ToolsConfig
@@ -382,3 +383,39 @@ def test_gsm8k_is_read_whole(tokenizer):
     made = PromptSource(rows, tokenizer, options(max_prompt_length=1024), 0, 32, "gsm8k", labels)
     assert len({q for step in range(1, 42) for q in questions(made.batch(step))}) == 41 * 32
     assert list(made.all(2)["ground_truth"]) == ["18", "3"]
+
+
+def test_a_prompt_of_a_million_characters_is_refused_without_being_tokenized(tokenizer, tmp_path, monkeypatch):
+    file = jsonl(tmp_path / "x.jsonl", GOOD, {**GOOD, "question": "many " * 200_000})
+    rows, labels = load_rows(file)
+    whole = type(tokenizer).apply_chat_template
+
+    def render(self, chat, **options):
+        assert len(chat[0]["content"]) < 1000, "it is tokenized"
+        return whole(self, chat, **options)
+
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", render)
+    with pytest.raises(DataError, match=r"line 2: the prompt has over \d+ tokens, more than data.max_prompt_length="):
+        PromptSource(rows, tokenizer, options(), 0, 1, "x", labels)
+    assert len(PromptSource(rows, tokenizer, options(filter_overlong_prompts=True), 0, 1, "x", labels)) == 1
+
+
+def test_a_prompt_and_its_response_fit_into_the_model(tokenizer, tmp_path):
+    rows, labels = load_rows(jsonl(tmp_path / "x.jsonl", GOOD))
+    long = len(prompt_ids(tokenizer, rows[0]["prompt"]))
+    PromptSource(rows, tokenizer, options(), 0, 1, "x", labels, room=(Room(long + 5, None), 5))
+    with pytest.raises(DataError, match=f"line 1: the prompt's {long} tokens and a response of up to 6 are more than"):
+        PromptSource(rows, tokenizer, options(), 0, 1, "x", labels, room=(Room(long + 5, None), 6))
+    with pytest.raises(ModelError, match="but the model has only 1 "):
+        PromptSource(rows, tokenizer, options(), 0, 1, "x", labels, room=(Room(None, 1), 6))
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no user') }}", "{% if %}", "{{ 1 / 0 }}", "{{ messages[9].x.y }}"]
+)
+def test_a_chat_template_that_fails_is_named(tokenizer, tmp_path, monkeypatch, template):
+    rows, labels = load_rows(jsonl(tmp_path / "x.jsonl", GOOD))
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(DataError, match="line 1: the model's chat template cannot write this prompt") as caught:
+        PromptSource(rows, tokenizer, options(), 0, 1, "x", labels)
+    assert "\n" not in str(caught.value)
