@@ -80,7 +80,7 @@ def test_a_stage_without_a_time_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1", r"cannot be read as YAML \(line"),
+        ("a: [1", r"cannot be read as YAML: expected"),
         ("", "holds no 'key: value' lines"),
         ("- 1", "holds no 'key: value'"),
     ],

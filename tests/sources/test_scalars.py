@@ -277,7 +277,7 @@ def test_csv_that_cannot_be_used(tmp_path: Path, text: str, expected: str) -> No
 def test_binary_file_is_no_csv(tmp_path: Path) -> None:
     path = tmp_path / "picture.csv"
     path.write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
-    assert trouble(path).startswith(" is no CSV ('utf-8' codec can't decode")
+    assert trouble(path).startswith(" is no CSV (it is no UTF-8 text")
 
 
 def test_event_file_under_another_name_is_no_csv(tmp_path: Path) -> None:
