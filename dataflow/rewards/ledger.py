@@ -8,7 +8,8 @@ Invariants:
   response at the same place is another request.
 * Callers never wait for the disk. One thread writes; a commit takes all that came in during the one before and the
   20 ms since, so a killed process loses at most that much. Readers find also what is still to be written.
-* A failure is kept with its story and is never an answer; nor is a score that is not finite.
+* A failure is kept with its story and is never an answer; nor is a score that cannot be trained on.
+* An answer that cannot be read counts as absent, so that it is asked for again; a warning counts such answers.
 * Nothing is dropped in silence: once writing has failed, each later call says so.
 """
 
@@ -16,12 +17,11 @@ from __future__ import annotations
 
 import atexit
 import json
-import math
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -30,13 +30,16 @@ import numpy as np
 from loguru import logger
 
 from dataflow.errors import ConfigError, DataflowError, RunError
-from dataflow.rewards.ledger_file import KINDS, LedgerFile, Row
+from dataflow.rewards.ledger_file import KINDS, Found, LedgerFile, Row, read_answer
 from dataflow.rewards.ledger_key import Key, key_of
+from dataflow.rewards.results import read_number
 
 __all__ = ["Answer", "Key", "Ledger", "key_of"]
 
 Step = int | str
+_Item = tuple[str, list[Row]] | threading.Event | None
 
+_DROPPED = "dropped"
 _DEADLINE_S = 120.0
 _GATHER_S = 0.02  # a commit costs more CPU time than ten answers: not one for each
 _FLAT = frozenset({str, int, float, bool, type(None)})
@@ -47,7 +50,7 @@ class Answer:
     """What a request was answered with.
 
     Attributes:
-        score: finite.
+        score: finite in float32.
         extras: further columns. From the ledger they come as JSON keeps them: numpy scalars as Python's numbers,
             tuples as lists.
         latency_s: seconds that the request took.
@@ -83,12 +86,13 @@ class Ledger:
         self.path = Path(path).expanduser().absolute()
         self._cache = cache
         self._file = LedgerFile(self.path, _text(run))
-        self._queue: SimpleQueue[tuple[str, list[Row]] | threading.Event | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Item] = SimpleQueue()
         self._unsaved: dict[Row, str] = {}
         self._unsaved_keys: dict[Key, str] = {}
-        self._counts = dict.fromkeys((*KINDS, "reused", "unstored"), 0)
+        self._counts = dict.fromkeys((*KINDS, "reused", "unstored", "unreadable"), 0)
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._hurry = threading.Event()
+        self._told = 0  # of unreadable answers, how many the warning has counted
         self._error: Exception | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._write, name="reward-ledger", daemon=True)
@@ -129,13 +133,16 @@ class Ledger:
 
         Raises:
             RunError: an earlier write failed.
-            DataflowError: the score is not finite, or the ledger was closed.
+            DataflowError: the score is no number that float32 holds, or the ledger was closed.
         """
         self._check()
-        score = float(answer.score)
-        if not math.isfinite(score):
+        try:
+            score = read_number(answer.score)
+        except ValueError as error:
             where = f"sample {sample} of group {group} of step {step}"
-            raise DataflowError(f"reward ledger: score {score} of {where} is no answer; journal it with failed().")
+            raise DataflowError(
+                f"reward ledger: score {error} of {where} is no answer; journal it with failed()."
+            ) from error
         try:
             text = _encoded([score, answer.extras, float(answer.latency_s), int(answer.tries)])
         except (TypeError, ValueError, RecursionError) as error:
@@ -172,7 +179,7 @@ class Ledger:
         """Returns what this object was told: ``submitted``, ``answered``, ``failed`` requests, ``collected`` groups.
 
         ``reused`` are the answers that :meth:`submitted` returned, ``unstored`` those that could not be kept,
-        ``unsaved`` those not committed yet.
+        ``unreadable`` those in the file that are none, ``unsaved`` those not committed yet.
         """
         return {**self._counts, "unsaved": len(self._unsaved)}
 
@@ -216,6 +223,8 @@ class Ledger:
             self._closed = True
         self._hurry.set()
         atexit.unregister(self.close)
+        if self._counts["unreadable"] > self._told:
+            self._warn_of_unreadable(self._counts["unreadable"])
         self._thread.join(_DEADLINE_S)
         if self._thread.is_alive():
             raise self._late(_DEADLINE_S)
@@ -228,28 +237,63 @@ class Ledger:
             for group, sample, key in rows:
                 text = self._unsaved.get((step, group, sample, key)) or self._unsaved_keys.get(key)
                 if text is not None:
-                    found[group, sample] = Answer(*json.loads(text))
+                    found[group, sample] = Answer(*read_answer(text))
         return found
 
     def _kept(self, step: Step, rows: Sequence[tuple[int, int, Key]]) -> dict[tuple[int, int], Answer]:
         """Returns the answers in the file."""
         groups = [int(group) for group, _, _ in rows]
-        kept = self._file.of_step(step, min(groups), max(groups))
-        found = {(row[0], row[1]): Answer(*kept[row]) for row in rows if row in kept}
-        if self._cache and (missing := [row for row in rows if row not in kept]):
-            known = self._file.of_keys(key for _, _, key in missing)
+        wanted = set(rows)
+        good, bad = self._file.of_step(step, min(groups), max(groups))
+        keys = {key for _, _, key in rows}
+        bad = [row for row in bad if row[2] in keys]
+        found: dict[tuple[int, int], Answer] = {}
+        for row in good:
+            if row[:3] in wanted and (answer := self._read(row, bad)) is not None:
+                found[row[:2]] = answer
+        if self._cache and (missing := [row for row in rows if row[:2] not in found]):
+            known, damaged = self._file.of_keys(key for _, _, key in missing)
+            bad += damaged
+            answers: dict[bytes, Answer] = {}
+            for row in known:
+                if row[2] not in answers and (answer := self._read(row, bad)) is not None:
+                    answers[row[2]] = answer
             for group, sample, key in missing:
-                if key in known:
-                    score, extras, latency_s, tries = known[key]
-                    found[group, sample] = Answer(score, dict(extras), latency_s, tries)
+                if key in answers:
+                    found[group, sample] = replace(answers[key], extras=dict(answers[key].extras))
+        if bad:
+            self._unreadable({(key, text) for _, _, key, text in bad})
         return found
+
+    def _read(self, row: Found, bad: list[Found]) -> Answer | None:
+        try:
+            return Answer(*read_answer(bytes.fromhex(row[3])))
+        except ValueError:
+            bad.append(row)
+            return None
+
+    def _unreadable(self, rows: set[tuple[Key, str]]) -> None:
+        """Counts answers that cannot be read, and has them dropped, so that the new ones can be kept."""
+        with self._lock:
+            first = not self._counts["unreadable"]
+            self._counts["unreadable"] += len(rows)
+            self._told += len(rows) if first else 0
+            self._send((_DROPPED, sorted(rows)))
+        if first:
+            self._warn_of_unreadable(len(rows))
+
+    def _warn_of_unreadable(self, count: int) -> None:
+        logger.warning(
+            f"reward ledger {self.path}: {count} answers in it are damaged or edited and cannot be read, so they are "
+            "asked for again; see what else writes into that file, and that its disk is in order."
+        )
 
     def _put(self, kind: str, rows: list[Row]) -> None:
         with self._lock:
             self._send((kind, rows))
             self._counts[kind] += len(rows)
 
-    def _send(self, item: tuple[str, list[Row]] | threading.Event | None) -> None:
+    def _send(self, item: _Item) -> None:
         """Queues, under the lock: nothing may come behind the None that ends the writer."""
         if self._closed:
             raise DataflowError(f"reward ledger {self.path}: it was closed; close it after the last request.")
@@ -293,10 +337,10 @@ class Ledger:
                     waiter.set()
 
     def _save(self, batch: list[tuple[str, list[Row]]], sync: bool) -> None:
-        rows: dict[str, list[Row]] = {kind: [] for kind in KINDS}
+        rows: dict[str, list[Row]] = {kind: [] for kind in (*KINDS, _DROPPED)}
         for kind, some in batch:
             rows[kind] += some
-        self._file.save(rows, sync)
+        self._file.save(rows, sync, rows[_DROPPED])
         for row in rows["answered"]:
             self._unsaved.pop(row[:4], None)
             self._unsaved_keys.pop(row[3], None)

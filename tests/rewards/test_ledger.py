@@ -246,6 +246,7 @@ def test_counts_and_totals(path: Path) -> None:
             "collected": 1,
             "reused": 1,
             "unstored": 0,
+            "unreadable": 0,
             "unsaved": 0,
         }
         ledger.collected(1, [0, 1])
@@ -298,7 +299,7 @@ OPERATIONS = st.lists(
         st.integers(0, 1),
         st.integers(0, 1),
         st.sampled_from([A, B]),
-        st.floats(allow_nan=False, allow_infinity=False),
+        st.floats(allow_nan=False, allow_infinity=False, width=32),
     ),
     max_size=25,
 )
