@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
+from dataflow.redaction import redact
 
 EXAMPLES = {
     "run": "dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
@@ -46,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except UserError as error:
-        print(f"{type(error).__name__}: {one_line(str(error))}", file=sys.stderr)
+        print(f"{type(error).__name__}: {one_line(redact(str(error)))}", file=sys.stderr)
         return 2
     except DataflowError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {redact(str(error))}", file=sys.stderr)
         _notes(error)
         return 1
     except BrokenPipeError:
@@ -106,7 +107,7 @@ def _notes(error: BaseException) -> None:
     """Prints where in the user's code it came from: the worker's traceback."""
     cause = error.__cause__
     for note in getattr(cause, "__notes__", ()):
-        print(note, file=sys.stderr)
+        print(redact(str(note)), file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -330,11 +330,13 @@ class RunConfig(Section):
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Returns the whole configuration as YAML with the policy's numbers filled in."""
+    """Returns the whole configuration as YAML with the policy's numbers filled in and its secrets masked."""
     import yaml
 
+    from dataflow.redaction import redact_values
+
     policy = config.policy.resolve(config.trainer.mini_batches)
-    values = config.model_dump(mode="json")
+    values = redact_values(config.model_dump(mode="json"))
     values["policy"] |= dataclasses.asdict(policy)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 

@@ -26,6 +26,7 @@ from dataflow.graph import TaskGraph
 from dataflow.pipeline_file import inputs_of, pipeline_of
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.progress import Progress
+from dataflow.redaction import redact, redact_values
 from dataflow.reward_totals import RewardTotals
 from dataflow.runner import Runner
 from dataflow.timeline import attribution
@@ -131,7 +132,7 @@ class Session:
                 self.config.tracking.backends,
                 self.config.tracking.project,
                 self.directory.name,
-                self.config.model_dump(mode="json"),
+                redact_values(self.config.model_dump(mode="json")),
             )
         except UserError:
             _removed(self.directory, made)
@@ -388,5 +389,6 @@ def prepare_logging() -> None:
 
     logger.remove()
     # Looked up at each line: while a picture moves, stderr is what writes above it.
-    logger.add(lambda line: sys.stderr.write(line), level="INFO", format="<level>{message}</level>",
-               colorize=sys.stderr.isatty())  # fmt: skip
+    # Not diagnose: it shows the values of variables.
+    logger.add(lambda line: sys.stderr.write(redact(line)), level="INFO", format="<level>{message}</level>",
+               colorize=sys.stderr.isatty(), diagnose=False)  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import ConfigError
+from dataflow.redaction import keep_secrets, redact_logs
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.custom import CONTEXT, build_reward, find_reward, load_reward
 from dataflow.rewards.judge import Judge
@@ -53,6 +54,9 @@ def build_agent(
         from dataflow.reward_config import RewardConfig
 
         options = RewardConfig()
+    if in_ray_worker():
+        redact_logs()
+    keep_secrets([custom, default, options.manager_kwargs])
     if custom is not None and custom.get("path"):
         kwargs = custom.get("reward_kwargs") or {}
         found = load_reward(custom["path"], custom.get("name") or "compute_score", kwargs)
@@ -113,6 +117,7 @@ def check_reward(custom: Mapping[str, Any], judge: Mapping[str, Any], options: R
     Raises:
         ConfigError: it will not.
     """
+    keep_secrets([custom, judge, options.manager_kwargs])
     find_manager(options.manager, options.manager_path, options.manager_kwargs)
     limits_of(options)
     retry_of(options)

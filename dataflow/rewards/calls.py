@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from dataflow import clock
+from dataflow.redaction import redact_error
 from dataflow.rewards.custom import is_async
 from dataflow.rewards.watchdog import Watchdog
 
@@ -122,6 +123,8 @@ class Call:
         self.seconds = time.perf_counter() - self._clock
         done, self._done = self._done, None
         if done is not None:
+            if error is not None:
+                redact_error(error)  # its text is shown, logged and journaled
             self.result, self.error = result, error
             self._owner.guarded(done, self)
 

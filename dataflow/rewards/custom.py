@@ -17,6 +17,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from dataflow.errors import ConfigError, nearest
+from dataflow.redaction import redact
 from dataflow.rewards.results import read_result as read_result  # where docs/rewards.md has managers import it from
 
 FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -307,7 +308,7 @@ def is_async(function: Any) -> bool:
 
 def describe(error: BaseException) -> str:
     """Returns an exception in one line: its type, message and the line of user code it came through."""
-    text = _shortened(" ".join(str(error).split()))
+    text = _shortened(redact(" ".join(str(error).split())))
     place = place_of(error)
     return f"{type(error).__name__}{': ' + text if text else ''}{' (' + place + ')' if place else ''}"
 

@@ -6,17 +6,19 @@ time-outs and rate limits are the agent's: one call of ``compute_score`` is one 
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from zlib import crc32
 
 from dataflow.errors import ConfigError, nearest
 from dataflow.files import decoded
+from dataflow.redaction import keep_secret, redact, redact_reply
 from dataflow.rewards.budget import Budget, BudgetSpent, estimate
 from dataflow.rewards.chat import COMPLETIONS, JudgeError, JudgeTimeout, make_chat, short
 
@@ -28,8 +30,14 @@ RULES = {
 }
 """How the final answer is to be found, as the judge is told."""
 
-SCORE_LINE = r"^[ \t]*score:[ \t]*([-+]?[0-9]+(?:\.[0-9]+)?)[ \t]*$"
-"""The line ``Score: <number>``, in any case."""
+_SPACE = r" \t\xa0\u2002-\u200d\u202f\u2060\u3000\ufeff"
+_DRESS = rf"[{_SPACE}*_`'\"\u2018\u2019\u201c\u201d]*+"
+SCORE_LINE = (
+    rf"^[{_SPACE}>#\u2022-]*+{_DRESS}score{_DRESS}[:\uff1a]{_DRESS}"
+    rf"([-+\u2212]?(?:\d++(?:[.\uff0e]\d++)?|[.\uff0e]\d++)){_DRESS}(?:[.\uff0e\u3002]{_DRESS})?$"
+)
+"""The line ``Score: <number>``, in any case: also emphasised, quoted or in a list as in markdown, with a full stop
+behind it, or with full-width signs and other digits."""
 PLACEHOLDERS = ("question", "reference", "response")
 
 _ASK = (
@@ -53,6 +61,8 @@ _FIELDS = re.compile(
 )
 _FLAGS = re.IGNORECASE | re.MULTILINE
 _SCORE = re.compile(SCORE_LINE, _FLAGS)
+_LINE_END = re.compile(r"\r\n?|[\x0b\x0c\x85\u2028\u2029]")
+_ASCII = str.maketrans("\u2212\uff0e", "-.")  # what float does not read; it does read all digits
 _PLACE = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 _EXPLANATION = 2000  # characters
 
@@ -112,7 +122,8 @@ class Judge:
 
     Args:
         url: of the server: ``http://host:port``, with or without ``/v1`` or ``/v1/chat/completions``; another path
-            must end in ``/chat/completions``. Or a list of servers that all hold the same model.
+            must end in ``/chat/completions``. Or a list of servers that all hold the same model. A password in it
+            (``https://user:password@host``) is sent as basic authentication, and is no part of an endpoint's name.
         model: name that the request asks for.
         api_key_env: environment variable that holds the key, if the server wants one.
         timeout: seconds that one call may take; None leaves them to the agent.
@@ -165,7 +176,11 @@ class Judge:
         for name, number in sizes.items():
             if number is not None and not number > 0:
                 raise ConfigError(f"judge.{name}={number}; give a number above 0.")
-        self._given = [url] if isinstance(url, str) else list(url)
+        given = [url] if isinstance(url, str) else list(url)
+        self._given, logins = [], []
+        for address, login in map(_without_login, given):
+            self._given.append(address)
+            logins.append(login)
         self._urls = _addresses(self._given)
         self.url = self._urls[0]
         self.timeout = timeout
@@ -175,7 +190,11 @@ class Judge:
         body = {"model": model, "temperature": temperature, "max_tokens": max_tokens_reply}
         self._head, self._reply_tokens = _head({k: v for k, v in body.items() if v is not None}, options)
         self._budget = Budget(max_tokens, max_cost, price_per_million)
-        self._chat = make_chat(client, _key(api_key_env), timeout, max_reply_bytes)
+        key = _key(api_key_env)
+        if key and any(logins):
+            raise ConfigError(f"judge.api_key_env={api_key_env}: judge.url holds a password, too; give one of the two.")
+        by_url = {address: login for address, login in zip(self._urls, logins, strict=True) if login}
+        self._chat = make_chat(client, key, timeout, max_reply_bytes, by_url)
 
     async def compute_score(
         self,
@@ -218,7 +237,7 @@ class Judge:
 
     @property
     def endpoints(self) -> list[str]:
-        """The names that :meth:`endpoint` gives: the urls as they were given."""
+        """The names that :meth:`endpoint` gives: the urls as they were given, but for passwords."""
         return list(self._given)
 
     def endpoint(self, solution_str: str, **_arguments: Any) -> str:
@@ -243,6 +262,23 @@ class Judge:
         await self._chat.close()
 
 
+def _without_login(url: str) -> tuple[str, str]:
+    """Returns an address without user name and password, and the header that stands for them, or nothing."""
+    try:
+        parts = urlsplit(url)
+        user, password = parts.username, parts.password
+    except (ValueError, AttributeError):  # it is no address, which is said later
+        return url, ""
+    if user is None and password is None:
+        return url, ""
+    login = f"{unquote(user or '')}:{unquote(password or '')}"
+    encoded = base64.b64encode(login.encode()).decode()
+    # Some take a key in place of the user name.
+    for secret in (password or user, unquote(password or user or ""), encoded):
+        keep_secret(secret)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), f"Basic {encoded}"
+
+
 def _addresses(urls: list[str]) -> list[str]:
     """Returns the full addresses of the servers."""
     if not urls:
@@ -256,7 +292,11 @@ def _addresses(urls: list[str]) -> list[str]:
         except (ValueError, AttributeError):
             good = False
         if not good:
-            raise ConfigError(f"judge.url={url} is no address; give http://host:port.")
+            raise ConfigError(f"judge.url={redact(str(url))} is no address; give http://host:port.")
+        if parts.query or parts.fragment:
+            address = parts._replace(query="", fragment="").geturl()
+            fix = "leave out what follows the path; a key goes into the variable that judge.api_key_env names"
+            raise ConfigError(f"judge.url={address}?...: an address with a query cannot be asked; {fix}.")
         base = url.rstrip("/")
         full.append(base if base.endswith(COMPLETIONS) else f"{base.removesuffix('/v1')}/v1{COMPLETIONS}")
     if len(set(full)) != len(full):
@@ -302,7 +342,11 @@ def _head(body: Mapping[str, Any], options: Mapping[str, Any] | None) -> tuple[s
 def _key(variable: str | None) -> str | None:
     if not variable:
         return None
+    if not variable.isidentifier():
+        keep_secret(variable)  # it may be the key itself
+        raise ConfigError("judge.api_key_env takes the name of an environment variable that holds the key; set one.")
     key = os.environ.get(variable, "").strip()  # what comes out of a file ends with a line break
+    keep_secret(key)
     if not key:
         raise ConfigError(f"judge.api_key_env={variable}: this environment variable is not set.")
     return key
@@ -315,11 +359,12 @@ def _read_reply(url: str, raw: bytes) -> tuple[Any, Any, bool]:
         choice = answer["choices"][0]
         return choice["message"]["content"], answer.get("usage"), choice.get("finish_reason") == "length"
     except (ValueError, RecursionError) as error:
-        text = f"{type(error).__name__}: {error}"
-        raise JudgeError(f"{url} sent broken JSON, {short(text)}: '{_beginning(raw)}'") from error
-    except (LookupError, TypeError, AttributeError) as error:
+        text = short(f"{type(error).__name__}: {error}")
+        failure = JudgeError(f"{url} sent broken JSON, {text}: '{_beginning(raw)}'")
+    except (LookupError, TypeError, AttributeError):
         message = f"{url} answered without choices[0].message.content: {_beginning(raw)}"
-        raise JudgeError(message, fix="see that judge.url is an OpenAI-style chat server") from error
+        failure = JudgeError(message, fix="see that judge.url is an OpenAI-style chat server")
+    raise failure  # not from the error, which holds the reply as it came
 
 
 def _beginning(raw: bytes) -> str:
@@ -327,6 +372,7 @@ def _beginning(raw: bytes) -> str:
 
 
 def _shortened(text: str) -> str:
+    text = redact_reply(text[: 2 * _EXPLANATION])
     return text if len(text) <= _EXPLANATION else text[: _EXPLANATION - 3] + "..."
 
 
@@ -369,10 +415,12 @@ def parse_score(content: Any, pattern: re.Pattern[str] = _SCORE, low: float = 0.
     Raises:
         JudgeError: no match, several, or no number of low..high.
 
-    >>> parse_score("The sum is right.\\nScore: 1")
+    >>> parse_score("The sum is right.\\n**Score:** 1")
     1.0
     """
-    found = pattern.findall(content) if isinstance(content, str) else []
+    # Models and servers end lines as they like; patterns know of one way.
+    text = _LINE_END.sub("\n", content).removeprefix("\ufeff") if isinstance(content, str) else ""
+    found = pattern.findall(text)
     # Not "is": re forgets what it compiled, and so makes two of one pattern.
     ours = pattern == _SCORE
     what = "lines 'Score: <number>'" if ours else f"matches of judge.score_pattern={pattern.pattern}"
@@ -381,7 +429,7 @@ def parse_score(content: Any, pattern: re.Pattern[str] = _SCORE, low: float = 0.
     if len(found) != 1:
         raise JudgeError(f"the judge's reply has {len(found)} {what}, not one: {quoted}", fix=fix)
     try:
-        score = float(found[0])
+        score = float(found[0].translate(_ASCII))
     except ValueError as error:
         raise JudgeError(f"the judge's score '{short(found[0])}' is no number: {quoted}", fix=fix) from error
     if not low <= score <= high:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from dataflow import clock
+from dataflow.redaction import redact, redact_known
 from dataflow.rewards.calls import Call, Calls
 from dataflow.rewards.custom import describe, is_async, name_of
 from dataflow.rewards.hedge import Hedge
@@ -132,8 +133,12 @@ class Lifecycle:
         if error is None:
             try:
                 score, extras = read_result(call.result)
+                if extras:
+                    extras = redact_known(extras)  # what a server said is kept and shown in these columns
             except Exception as bad:  # reading it may run code of the user's: a tensor's, a mapping's
-                error = BadScore(str(bad) if type(bad) is ValueError else f"what cannot be read: {describe(bad)}")
+                error = BadScore(
+                    redact(str(bad)) if type(bad) is ValueError else f"what cannot be read: {describe(bad)}"
+                )
             else:
                 self._hedging.answered(self._latency_s(ask, call))
                 self.drop(ask)

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,84 @@ def test_parse_score() -> None:
     assert [parse_score(text) for text in ("Score: 1", " score: 0.25 ", "Why: x\nScore: 0\n")] == [1, 0.25, 0]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Score: 0.5\r\n",
+        "Right.\r\nScore: 0.5\r\nThat is all.",
+        "Right.\rScore: 0.5",
+        "Right.\u2028Score: 0.5",
+        "**Score: 0.5**",
+        "**Score:** 0.5",
+        "**Score**: 0.5",
+        "Score: **0.5**",
+        "__Score: 0.5__",
+        "`Score: 0.5`",
+        "```\nScore: 0.5\n```",
+        "'Score: 0.5'",
+        "\u201cScore: 0.5\u201d",
+        "Score: 0.5.",
+        "Score: .5",
+        "Score:0.5",
+        "- Score: 0.5",
+        "* **Score:** 0.5",
+        "> Score: 0.5",
+        "### Score: 0.5",
+        "\ufeffScore: 0.5",
+        "Score:\xa00.5\u200b",
+        "\u3000Score\uff1a\uff10\uff0e\uff15",
+        "SCORE: 0.5 \t ",
+    ],
+)
+def test_a_score_in_other_clothes(text: str) -> None:
+    assert parse_score(text) == 0.5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Score: 1/1",
+        "Score: 7/10",
+        "Score: 1 of 1",
+        "Score: 1 or 0",
+        "Score: 1\xb2",
+        "Score: \xbd",
+        "Score: 0,5",
+        "Score: 1e0",
+        "Score: 1%",
+        "Score: 1..",
+        "Score: 1 (it is right)",
+        "Score: - 1",
+        "Score = 1",
+        "Score:\n1",
+        "~~Score: 1~~",
+        "Final score: 1",
+        "<score>1</score>",
+        '{"score": 1}',
+        "Score: 1 **Score: 0**",
+        "**Score: 1**\nScore: 0",
+        "Score: 1\r\n- Score: 0",
+    ],
+)
+def test_what_may_mean_another_score_is_none(text: str) -> None:
+    with pytest.raises(JudgeError, match=r"has [02] lines 'Score: <number>', not one: '.*'"):
+        parse_score(text)
+
+
+@pytest.mark.parametrize("text", ["*", "-", "> ", "\n", "score", "score:", "score: ", "Score: 1*", "1", ".", "\r", "'"])
+def test_a_long_reply_takes_time_in_proportion(text: str) -> None:
+    """With a pattern that is quadratic each would take many minutes."""
+    with suppress(JudgeError):
+        parse_score("Score: 1" + text * (400_000 // len(text)) + "x")
+
+
+def test_patterns_of_the_users_own_see_one_kind_of_line_end() -> None:
+    pattern = re.compile(r"^rating=(\d)$", re.MULTILINE)
+    assert parse_score("\ufeffrating=1\r\nor so\r\n", pattern) == 1
+    with pytest.raises(JudgeError, match="not one: 'Score: 1'"):
+        parse_score("Score: 1", pattern)
+
+
 def test_scores_of_another_form_and_range() -> None:
     own: dict[str, Any] = {"score_pattern": r"\brating\W+([\d.]+|none)", "score_range": [1, 10]}
     for content, expected in (("**Rating:** 10", 1.0), ("rating: 1", 0.0), ("RATING 5.5 of 10", 0.5)):
@@ -359,12 +438,46 @@ def test_the_tokens_of_a_request_are_estimated_before_it() -> None:
         ({"max_tokens": 0}, "judge.max_tokens=0"),
         ({"max_cost": 1}, "needs prices"),
         ({"max_reply_bytes": 0}, "judge.max_reply_bytes=0"),
+        ({"url": "https://h/v1?key=abc"}, "judge.url=https://h/v1?...: an address with a query cannot be asked"),
+        ({"url": "https://me:pass@"}, "is no address"),
+        ({"url": "https://me:pass@h", "api_key_env": "PATH"}, "judge.url holds a password, too; give one of the two"),
+        ({"api_key_env": "sk-abc-123"}, "judge.api_key_env takes the name of an environment variable"),
     ],
 )
 def test_settings_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         Judge(**{"url": "http://h", **options})
     assert message in str(error.value)
+    assert not any(secret in str(error.value) for secret in ("sk-abc-123", "key=abc", "me:pass"))
+
+
+def test_a_password_in_the_address_is_sent_and_never_shown() -> None:
+    seen: list[str | None] = []
+
+    async def body() -> Any:
+        async def reply(request: web.Request) -> web.Response:
+            seen.append(request.headers.get("Authorization"))
+            return web.Response(status=401, text=f"not {seen[-1]}")
+
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", reply)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        place = f"127.0.0.1:{runner.addresses[0][1]}"
+        judge = Judge(f"http://me:p%40ss-w0rd@{place}")
+        assert judge.endpoints == [judge.endpoint(solution_str="x")] == [f"http://{place}"]
+        try:
+            return await judge.compute_score("d", RIGHT, "7")
+        except JudgeError as error:
+            return error
+        finally:
+            await judge.close()
+            await runner.cleanup()
+
+    error = asyncio.run(body())
+    assert seen == ["Basic bWU6cEBzcy13MHJk"]
+    assert str(error).endswith("answered 401: not Basic ***")
 
 
 def test_through_the_agent(server: JudgeProcess) -> None:

@@ -1,0 +1,290 @@
+"""Masks API keys and passwords in every text that a run keeps or shows.
+
+Two kinds of text are masked: secrets that are known (registered with :func:`keep_secret`, or in an environment
+variable whose name ends in KEY, TOKEN, SECRET or PASSWORD), in the encodings in which servers echo them and in parts;
+and what looks like a secret: authorization headers, keys with a well-known prefix, passwords in addresses.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote, quote_plus
+
+MASK = "***"
+
+_SHORTEST = 4  # a shorter value would mask ordinary text
+_WORD = 8  # a shorter value is masked only where it stands alone
+_PIECE, _STRIDE = 8, 4  # of a known value: a part of 11 characters or more always holds such a piece
+
+_VARIABLES = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
+_NAME = (
+    r"(?:x[_-])?api[_-]?key|(?:access|secret|private)[_-]?key|(?:auth|access|api|refresh|session|bearer|hf)[_-]?token"
+    r"|token|(?:client[_-]?)?secret|password|passwd|pwd|(?:proxy-)?authorization|credentials?"
+)
+_NAMES_A_SECRET = re.compile(rf"(?:.*[_-])?(?:{_NAME})", re.IGNORECASE)
+
+
+def _scheme(found: re.Match[str]) -> str:
+    secret = found[3]
+    return f"{found[1]}{found[2]}{MASK}" if len(secret) >= 20 or any(c.isdigit() for c in secret) else found[0]
+
+
+def _random(found: re.Match[str]) -> str:
+    return MASK if any(c.isdigit() for c in found[0]) else found[0]
+
+
+_PREFIXES = ("sk-", "pk-", "rk-", "hf_", "gsk_", "xai-", "nvapi-", "pplx-", "r8_", "glpat-", "xox", "github_pat_")
+_PREFIXES += ("ghp_", "gho_", "ghu_", "ghs_", "ghr_")
+_OF_ADDRESSES = ("key", "sig", "signature", "auth")
+
+# Each with words of which a text, in lower case, must hold one to be searched at all.
+_PATTERNS: tuple[tuple[tuple[str, ...], re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (("://",), re.compile(r"(?<=://)[^\s/?#'\"<>]{1,512}@"), f"{MASK}@"),
+    (
+        ("bearer", "basic"),
+        re.compile(r"(?<![A-Za-z])([Bb](?:earer|asic|EARER|ASIC))(\s{1,4}|%20|\+|:\s{0,4})([A-Za-z0-9._~+/=%-]{6,})"),
+        _scheme,
+    ),
+    (
+        _PREFIXES,
+        re.compile(
+            r"(?<![A-Za-z0-9])(?:[spr]k-|hf_|gsk_|xai-|nvapi-|pplx-|r8_|glpat-|xox[abprs]-|github_pat_|gh[pousr]_)"
+            r"[\w-]{10,}+"
+        ),
+        _random,
+    ),
+    (("aiza", "akia"), re.compile(r"(?<![A-Za-z0-9])(?:AIza[\w-]{20,}|AKIA[0-9A-Z]{12,})"), MASK),
+    (("eyj",), re.compile(r"(?<![A-Za-z0-9])eyJ[\w-]{8,}\.[\w-]{4,}(?:\.[\w-]*)?"), MASK),  # a JSON web token
+)
+
+
+_NAMED_WORDS = ("key", "token", "secret", "passw", "pwd", "sig", "auth", "credential")
+_ASSIGNMENT = re.compile(r"([?&]|(?<![\w-]))([A-Za-z][\w-]{2,60}+)(\\?[\"']?\s{0,2}[=:]\s{0,2}b?\\?[\"']?)")
+_VALUE = re.compile(r"((?:bearer|basic|token|digest)\s{1,4})?([^\s\"'&,;<>}\\]{3,})", re.IGNORECASE)
+
+
+def _mask_named(text: str) -> str:
+    """Masks the values of what is named like a secret: headers, keys of JSON, parameters of an address."""
+    parts, done = [], 0
+    for found in _ASSIGNMENT.finditer(text):
+        before, name = found[1], found[2]
+        if found.end() < done or not (_NAMES_A_SECRET.fullmatch(name) or (before and name.lower() in _OF_ADDRESSES)):
+            continue
+        value = _VALUE.match(text, found.end())
+        if value is None or value[2].startswith(MASK):
+            continue
+        # Of many other things one says "token: x", too.
+        random = len(value[2]) >= 12 and any(c.isdigit() for c in value[2]) and any(c.isalpha() for c in value[2])
+        if before or value[1] or random or not name.lower().endswith("token"):
+            parts += [text[done : value.start(2)], MASK]
+            done = value.end()
+    return "".join([*parts, text[done:]]) if parts else text
+
+
+class Secrets:
+    """The secrets that are known, and how to find them in a text."""
+
+    def __init__(self) -> None:
+        self._values: set[str] = set()
+        self._pieces: tuple[tuple[str, int, str], ...] = ()
+        """A piece, where it stands in an encoding of a value, and that encoding."""
+        self._environment: dict[str, str] = {}
+
+    def add(self, value: str | None) -> None:
+        """Registers a secret; a value too short to be one is passed over."""
+        if value and len(value) >= _SHORTEST and value not in self._values:
+            self._values.add(value)
+            self._pieces = (*self._pieces, *_pieces_of(value))
+
+    def look(self) -> None:
+        """Registers what the environment holds now."""
+        for name in os.environ:
+            if name.upper().endswith(_VARIABLES) and self._environment.get(name) != (value := os.environ.get(name, "")):
+                self._environment[name] = value
+                if len(value) >= _WORD and not value.isdigit() and not re.search(r"\s|^[/~.]", value):
+                    self.add(value)
+
+    def mask(self, text: str) -> str:
+        """Returns the text with every known secret masked, also where only a part of one is left."""
+        there = [piece for piece in self._pieces if piece[0] in text]
+        spans = sorted(span for piece in there for span in _found(text, *piece))
+        parts, done = [], -1
+        for begin, end in spans:
+            if begin > done:  # else it touches the one before
+                parts += [text[max(done, 0) : begin], MASK]
+            done = max(done, end)
+        return "".join([*parts, text[done:]]) if spans else text
+
+
+SECRETS = Secrets()
+"""Those of this process."""
+
+
+def keep_secret(value: str | None) -> None:
+    """Registers a secret of this process, so that no text shows it."""
+    SECRETS.add(value)
+
+
+def keep_secrets(values: Any) -> None:
+    """Registers the texts of a configuration that are secrets by their names, such as ``api_key``."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            if isinstance(value, str) and _NAMES_A_SECRET.fullmatch(str(name)):
+                SECRETS.add(value)
+            else:
+                keep_secrets(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            keep_secrets(value)
+
+
+def redact_known(value: Any) -> Any:
+    """Returns a value with the secrets that are known masked in its texts: for data, where a guess could do harm."""
+    if type(value) is str:
+        return SECRETS.mask(value)
+    if isinstance(value, dict):
+        return {name: redact_known(part) for name, part in value.items()}
+    return [redact_known(part) for part in value] if type(value) is list else value
+
+
+def redact(text: str) -> str:
+    """Returns a text without secrets: those that are known, and what looks like one.
+
+    >>> redact("https://me:pass@host/v1 refused 'Authorization: Bearer abc123'")
+    "https://***@host/v1 refused 'Authorization: Bearer ***'"
+    """
+    SECRETS.look()
+    return redact_reply(text)
+
+
+def redact_reply(text: str) -> str:
+    """As :func:`redact`, without another look at the environment: for what comes with every request."""
+    text = SECRETS.mask(text)
+    lower = text.lower()
+    for words, pattern, masked in _PATTERNS:
+        if any(word in lower for word in words):
+            text = pattern.sub(masked, text)
+    return _mask_named(text) if any(word in lower for word in _NAMED_WORDS) else text
+
+
+def redact_values(values: Any) -> Any:
+    """Returns a configuration with the secrets in its texts masked, and those that are secrets by their names."""
+    if isinstance(values, Mapping):
+        return {
+            name: MASK if value and isinstance(value, str) and _NAMES_A_SECRET.fullmatch(str(name))
+            else redact_values(value)
+            for name, value in values.items()
+        }  # fmt: skip
+    if isinstance(values, list | tuple):
+        return [redact_values(value) for value in values]
+    return redact(values) if isinstance(values, str) else values
+
+
+def redact_error(error: BaseException) -> None:
+    """Masks secrets in the texts of an exception and of all that are chained to it."""
+    SECRETS.look()
+    ahead: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while ahead:
+        one = ahead.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        ahead += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+        args = tuple(_masked(arg) for arg in one.args)
+        if any(new is not old for new, old in zip(args, one.args, strict=True)):
+            one.args = args
+        for name, value in list(vars(one).items()):  # its notes are among them
+            if (masked := _masked(value)) is not value:
+                _set(one, name, masked)
+
+
+def redact_logs() -> None:
+    """Has loguru's own handler, where nobody has set up another, write without secrets."""
+    import sys
+
+    from loguru import logger
+
+    try:
+        logger.remove(0)
+    except ValueError:
+        return
+    # Not diagnose: it shows the values of variables.
+    logger.add(lambda line: sys.stderr.write(redact(line)), diagnose=False)
+
+
+def _masked(value: Any) -> Any:
+    """Returns the same object where there is nothing to mask."""
+    if isinstance(value, str):
+        text = redact_reply(str(value))
+        return value if text == value else text
+    if isinstance(value, bytes):
+        text = value.decode("latin-1")
+        masked = redact_reply(text)
+        return value if masked == text else masked.encode("latin-1")
+    if type(value) in (list, tuple):
+        parts = [_masked(part) for part in value]
+        return value if all(a is b for a, b in zip(parts, value, strict=True)) else type(value)(parts)
+    if type(value) is dict:
+        items = {name: _masked(part) for name, part in value.items()}
+        return value if all(items[name] is value[name] for name in value) else items
+    return value
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    try:
+        setattr(owner, name, value)
+    except (AttributeError, TypeError):  # a property of that name
+        vars(owner)[name] = value
+
+
+def _forms(value: str) -> set[str]:
+    """Returns the encodings in which a server may send a value back."""
+    raw = value.encode("utf-8", "surrogatepass")
+    forms = {value, quote(raw), quote(raw, safe=""), quote_plus(raw), html.escape(value), repr(value)[1:-1]}
+    forms |= {
+        re.sub("%[0-9A-F]{2}", lambda found: found[0].lower(), form) for form in (quote(raw), quote(raw, safe=""))
+    }
+    forms |= {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
+    forms |= {form.replace("/", "\\/") for form in list(forms)}
+    if len(raw) >= _WORD:
+        forms |= {raw.hex(), raw.hex().upper()}
+        for shift in range(3):  # in base64 the text before it decides how a value looks
+            text = base64.b64encode(b"\0" * shift + raw).decode()
+            text = text[(0, 2, 3)[shift] : len(text) - (0, 3, 2)[(shift + len(raw)) % 3]]
+            forms |= {text, text.replace("+", "-").replace("/", "_")}
+    return {form for form in forms if form}
+
+
+def _pieces_of(value: str) -> Iterator[tuple[str, int, str]]:
+    """Yields what to look for: all of a short form, pieces of a long one."""
+    for form in sorted(_forms(value)):
+        yield form, 0, form
+        size, stride = (_PIECE, _STRIDE) if form == value else (2 * _PIECE, 2 * _PIECE)
+        if len(form) >= 2 * _PIECE:
+            for at in range(0, len(form) - size + 1, stride):
+                piece = form[at : at + size]
+                # Words that a value is made of stand in other texts too.
+                if any(c.isdigit() for c in piece) or not (piece.islower() or piece.isupper()):
+                    yield piece, at, form
+
+
+def _found(text: str, piece: str, at: int, form: str) -> Iterator[tuple[int, int]]:
+    begin = text.find(piece)
+    while begin >= 0:
+        first, last, end = begin, at, begin + len(piece)
+        while first and last and text[first - 1] == form[last - 1]:
+            first, last = first - 1, last - 1
+        last = at + len(piece)
+        while end < len(text) and last < len(form) and text[end] == form[last]:
+            end, last = end + 1, last + 1
+        alone = not (text[first - 1 : first].isalnum() or text[end : end + 1].isalnum())
+        if len(piece) >= _WORD or alone:
+            yield first, end
+        begin = text.find(piece, end)
