@@ -284,8 +284,8 @@ class Ledger:
 
     def _warn_of_unreadable(self, count: int) -> None:
         logger.warning(
-            f"reward ledger {self.path}: {count} answers in it are damaged or edited and cannot be read, so they are "
-            "asked for again; see what else writes into that file, and that its disk is in order."
+            f"reward ledger {self.path}: answers in it that cannot be read, damaged or edited: {count}; they are asked "
+            "for again. See what else writes into that file, and that its disk is in order."
         )
 
     def _put(self, kind: str, rows: list[Row]) -> None:

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from dataflow.errors import ConfigError, RewardFailed
+from dataflow.redaction import redact_error
 from dataflow.rewards.custom import (
     LABEL,
     MADE,
@@ -122,6 +123,7 @@ def work(pipe: Any, recipe: Recipe) -> None:
             pipe.send_bytes(reply_of(*outcome))
     _, error = _outcome(partial(_close, reward))
     if error is not None:
+        redact_error(error)
         traceback.print_exception(error)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import hashlib
 import json
 import socket
@@ -21,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from dataflow.rewards.judge_server import JudgeProcess, completion, grade, serve, start_server
 
@@ -42,6 +44,7 @@ MODES = {
     "huge": "a body of 50 MB, its length unsaid; huge:sized says it",
     "status": "status:CODE[:RETRY_AFTER], an error of that status",
     "hang": "no answer, ever",
+    "echo": "echo:HOW, sends the request's Authorization back: a STATUS, score, prose, no_json or header",
     "late": "late:SECONDS, a score after so many seconds",
 }
 
@@ -180,6 +183,30 @@ async def _hang(request: web.Request, body: dict[str, Any], _rest: str) -> web.S
     raise AssertionError("nobody sets the event")
 
 
+async def _echo(request: web.Request, body: dict[str, Any], how: str) -> web.StreamResponse:
+    """Tells the client its own key, in the forms in which servers do."""
+    from aiohttp import web
+
+    sent = request.headers.get("Authorization", "")
+    key = sent.rpartition(" ")[2]
+    forms = [sent, key, quote(key, safe=""), base64.b64encode(sent.encode()).decode(), key[:14], repr(sent.encode())]
+    text = f"you sent {', '.join(forms)} and {json.dumps(dict(request.headers))}"
+    headers = {"X-Your-Key": key, "Set-Cookie": f"key={key}", "WWW-Authenticate": f'Bearer error="{key}"'}
+    if how == "header":  # a line that is none, with which the client's own error is about the key
+        reply = web.StreamResponse()
+        assert request.transport is not None
+        request.transport.write(f"HTTP/1.1 200 OK\r\n{sent} \x01 {key}\r\n\r\n".encode())
+        request.transport.close()
+        return reply
+    if how == "no_json":
+        return web.Response(text=f'{{"key": "{key}", {text}', headers=headers)
+    if how in ("score", "prose"):
+        said = f"{text}\n{_score(body) if how == 'score' else 'no score'}"
+        return web.json_response(completion(body, said, "fault"), headers=headers)
+    headers["Location"] = f"http://elsewhere.invalid/?api_key={quote(key, safe='')}"
+    return web.json_response({"error": {"message": text}}, status=int(how), headers=headers)
+
+
 async def _late(request: web.Request, body: dict[str, Any], seconds: str) -> web.StreamResponse:
     await asyncio.sleep(float(seconds))
     return await _said(request, body, "ok")
@@ -191,6 +218,7 @@ ANSWERS: dict[str, Callable[[web.Request, dict[str, Any], str], Awaitable[web.St
     "huge": _huge,
     "status": _status,
     "hang": _hang,
+    "echo": _echo,
     "late": _late,
 }
 

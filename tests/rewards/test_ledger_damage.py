@@ -120,8 +120,8 @@ def test_what_is_no_answer_counts_as_absent(path: Path, text: Any, cache: bool) 
         # It is asked for again, and the new answer is kept.
         ledger.answered(1, 0, 0, A, Answer(0.25, {}, 0.1, 1))
     assert len(said) == 1
-    assert f"reward ledger {path}: 1 answers in it are damaged or edited" in said[0]
-    assert "asked for again" in said[0]
+    assert f"reward ledger {path}: answers in it that cannot be read, damaged or edited: 1; they" in said[0]
+    assert "are asked for again" in said[0]
     with warnings() as said, closing(Ledger(path, "new" if cache else "run", cache=cache)) as ledger:
         assert ledger.submitted(1, rows)[0, 0].score == 0.25
     assert said == []
@@ -136,7 +136,7 @@ def test_an_edited_score_is_noticed_even_if_it_could_be_one(path: Path) -> None:
         found = read(path)
     assert found == {place: answer for place, answer in ANSWERS.items() if place not in ((0, 0), (1, 0), (2, 0))}
     assert len(said) == 1
-    assert ": 3 answers" in said[0]
+    assert "edited: 3;" in said[0]
 
 
 def test_an_answer_of_another_request_is_none(path: Path) -> None:
@@ -159,7 +159,7 @@ def test_the_warning_counts_what_came_after_the_first_call(path: Path) -> None:
     with warnings() as said, closing(Ledger(path, "run")) as ledger:
         for row in ROWS:
             assert ledger.submitted(1, [row]) == {}
-    assert [line.split(": ")[1].split(" ")[0] for line in said] == ["1", str(len(ROWS))]
+    assert [line.split("edited: ")[1].split(";")[0] for line in said] == ["1", str(len(ROWS))]
 
 
 def test_an_older_ledger_is_read_and_goes_on(path: Path) -> None:
