@@ -39,8 +39,10 @@ def _random(found: re.Match[str]) -> str:
     return MASK if any(c.isdigit() for c in found[0]) else found[0]
 
 
-_PREFIXES = ("sk-", "pk-", "rk-", "hf_", "gsk_", "xai-", "nvapi-", "pplx-", "r8_", "glpat-", "xox", "github_pat_")
-_PREFIXES += ("ghp_", "gho_", "ghu_", "ghs_", "ghr_")
+_PREFIXES = (
+    *("sk-", "pk-", "rk-", "hf_", "gsk_", "xai-", "nvapi-", "pplx-", "r8_", "glpat-", "xox", "github_pat_"),
+    *("ghp_", "gho_", "ghu_", "ghs_", "ghr_"),
+)
 _OF_ADDRESSES = ("key", "sig", "signature", "auth")
 
 # Each with words of which a text, in lower case, must hold one to be searched at all.
@@ -215,8 +217,11 @@ def redact_logs() -> None:
         logger.remove(0)
     except ValueError:
         return
-    # Not diagnose: it shows the values of variables.
-    logger.add(lambda line: sys.stderr.write(redact(line)), diagnose=False)
+
+    def write(line: str) -> None:
+        sys.stderr.write(redact(line))
+
+    logger.add(write, diagnose=False)  # which shows the values of variables
 
 
 def _masked(value: Any) -> Any:
