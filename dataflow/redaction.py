@@ -13,12 +13,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, quote_plus
 
 MASK = "***"
 
 _SHORTEST = 4  # a shorter value would mask ordinary text
+_SEARCHED = 1 << 16  # characters of a text in which guesses are made: none that long is shown
 _WORD = 8  # a shorter value is masked only where it stands alone
 _PIECE, _STRIDE = 8, 4  # of a known value: a part of 11 characters or more always holds such a piece
 
@@ -168,6 +170,8 @@ def redact(text: str) -> str:
 def redact_reply(text: str) -> str:
     """As :func:`redact`, without another look at the environment: for what comes with every request."""
     text = SECRETS.mask(text)
+    if len(text) > _SEARCHED:
+        return redact_reply(text[:_SEARCHED]) + text[_SEARCHED:]
     lower = text.lower()
     for words, pattern, masked in _PATTERNS:
         if any(word in lower for word in words):
@@ -178,14 +182,16 @@ def redact_reply(text: str) -> str:
 def redact_values(values: Any) -> Any:
     """Returns a configuration with the secrets in its texts masked, and those that are secrets by their names."""
     if isinstance(values, Mapping):
-        return {
-            name: MASK if value and isinstance(value, str) and _NAMES_A_SECRET.fullmatch(str(name))
-            else redact_values(value)
-            for name, value in values.items()
-        }  # fmt: skip
+        return {redact_values(name): _value(name, value) for name, value in values.items()}
     if isinstance(values, list | tuple):
         return [redact_values(value) for value in values]
     return redact(values) if isinstance(values, str) else values
+
+
+def _value(name: Any, value: Any) -> Any:
+    if value and isinstance(value, str) and _NAMES_A_SECRET.fullmatch(str(name)):
+        return MASK
+    return redact_values(value)
 
 
 def redact_error(error: BaseException) -> None:
@@ -198,13 +204,17 @@ def redact_error(error: BaseException) -> None:
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        ahead += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
-        args = tuple(_masked(arg) for arg in one.args)
-        if any(new is not old for new, old in zip(args, one.args, strict=True)):
-            one.args = args
+        ahead += [one.__cause__, one.__context__]
+        # A class of the user's may do anything here; the texts that are made of such an error are masked as well.
+        with suppress(Exception):
+            ahead += getattr(one, "exceptions", ())
+        with suppress(Exception):
+            if (args := _masked(one.args)) is not one.args:
+                one.args = args
         for name, value in list(vars(one).items()):  # its notes are among them
-            if (masked := _masked(value)) is not value:
-                _set(one, name, masked)
+            with suppress(Exception):
+                if (masked := _masked(value)) is not value:
+                    _set(one, name, masked)
 
 
 def redact_logs() -> None:

@@ -127,6 +127,13 @@ def test_other_text_stays_as_it_is(text: str) -> None:
     assert redact(text) == text
 
 
+def test_a_very_long_text() -> None:
+    keep_secret(KEY)
+    masked = redact(f"sk-abcdefgh12345678 {'x ' * 200_000}{KEY}")
+    assert masked.startswith(f"{MASK} x ")
+    assert masked.endswith(f" x {MASK}")
+
+
 def test_short_values() -> None:
     for short in ("", "1", "abc"):
         keep_secret(short)
@@ -155,6 +162,9 @@ def test_configurations() -> None:
         "reward_kwargs": {"password": "hunter2", "token": "t0ken", "max_tokens": 5, "key": "column", "list": [KEY]},
     }
     keep_secrets(values)
+    assert redact_values({"endpoints": {"http://me:secret1@host": {"rpm": 1}}}) == {
+        "endpoints": {"http://***@host": {"rpm": 1}}
+    }
     shown = redact_values(values)
     assert shown["judge"] == {
         "url": "http://***@host", "api_key_env": "JUDGE_KEY", "options": {"api_key": MASK, "n": 1}
@@ -202,11 +212,15 @@ def test_an_error_that_resists_is_left() -> None:
         def __str__(self) -> str:
             raise RuntimeError("no")
 
-    error = Fixed(KEY)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    error: Any = Fixed(KEY)
     error.__cause__ = error
+    error.exceptions, error.deep, error.said = 5, deep, KEY
     keep_secret(KEY)
     redact_error(error)
-    assert error.args == (MASK,)
+    assert (error.args, error.said) == ((MASK,), MASK)
     assert pickle.loads(pickle.dumps(ValueError(1))).args == (1,)
 
 
