@@ -420,6 +420,8 @@ def _fix_of(url: str, error: BaseException) -> tuple[str, bool]:
             return _TLS, False
         if type(error).__name__ in ("ServerDisconnectedError", "RemoteProtocolError"):
             return f"{_UP}; if it speaks TLS, give judge.url https:// in place of http://", True
+    elif isinstance(error, ConnectionResetError):
+        return f"{_UP}; if it is, see what its TLS asks of clients: a version, or a certificate", True
     return _UP, True
 
 

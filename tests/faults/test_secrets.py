@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import logging
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,66 +110,63 @@ def run(keys: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> t
 
 
 @pytest.fixture
-def keys(server: FaultServer, tiny_qwen: Path, tmp_path: Path, key: str) -> list[str]:
+def keys(tiny_qwen: Path, tmp_path: Path, key: str) -> list[str]:
     return [
         "executor=inline", "engine.rollout=hf", "steps=1", "data.prompts=8", "engine.n=2", "engine.max_tokens=4",
         "data.max_prompt_length=200", "val.every=0", f"model.path={tiny_qwen}", f"runs={tmp_path / 'runs'}",
-        f"judge.url={server.url}", f"judge.api_key_env={key}", f"reward.cache={tmp_path / 'cache.sqlite'}",
+        f"judge.api_key_env={key}", f"reward.cache={tmp_path / 'cache.sqlite'}",
         "reward.backoff=0", "reward.tries=2", "reward.share_equal=false",
     ]  # fmt: skip
 
 
-def test_a_whole_run_keeps_it(
+def test_whole_runs_keep_it(
     server: FaultServer, keys: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    server.behave("echo:score")
-    code, _err = run([*keys, "name=scored"], tmp_path, capfd)
-    assert code == 0
-    ledger = b"".join(file.read_bytes() for file in tmp_path.glob("cache.sqlite*"))
-    assert b"you sent" in ledger
-    assert b"***" in ledger
-
-    server.behave("echo:500")
-    code, err = run([*keys, "name=handled", "seed=1", "reward.on_failure=score:0", "reward.max_failed_share=1"], tmp_path, capfd)  # fmt: skip  # noqa: E501
+    server.behave("echo:mixed")
+    handled = ["reward.on_failure=score:0", "reward.max_failed_share=1"]
+    code, err = run([*keys, *handled, f"judge.url={server.url}", "name=handled"], tmp_path, capfd)
     assert code == 0
     assert "answered 500: you sent Bearer ***" in err  # the warning of the first failure
+    ledger = b"".join(file.read_bytes() for file in tmp_path.glob("cache.sqlite*"))
+    assert b"you sent Bearer ***" in ledger  # in an answer and in a story
+    assert b"Score: " in ledger
+    assert b"answered 500" in ledger
 
     server.behave("echo:401")
-    code, err = run([*keys, "name=failed", "seed=2"], tmp_path, capfd)
-    assert code == 1
-    assert "answered 401: you sent Bearer ***" in err
-    server.behave("ok")
-
-
-def test_a_function_of_the_users_own(
-    server: FaultServer, keys: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    monkeypatch.setenv("MY_SERVICE_API_KEY", KEY)
-    (tmp_path / "reward.py").write_text(
-        "import os\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    key = os.environ['MY_SERVICE_API_KEY']\n"
-        "    try:\n"
-        "        raise KeyError('inner ' + key)\n"
-        "    except KeyError as error:\n"
-        "        raise ValueError({'headers': {'Authorization': 'Bearer ' + key}}) from error\n"
-    )
-    code, err = run([*keys, f"custom_reward_function.path={tmp_path / 'reward.py'}", "name=own"], tmp_path, capfd)
-    assert code == 1
-    assert "Bearer ***" in err
-
-
-def test_a_password_in_the_address_of_the_judge(
-    server: FaultServer, keys: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
     address = server.url.replace("http://", f"http://me:{quote(KEY, safe='')}@")
-    mine = [text for text in keys if not text.startswith(("judge.url", "judge.api_key_env"))]
-    server.behave("echo:401")
-    code, err = run([*mine, f"judge.url={address}", "name=login"], tmp_path, capfd)
+    mine = [text for text in keys if not text.startswith("judge.api_key_env")]
+    code, err = run([*mine, f"judge.url={address}", "name=login", "seed=2"], tmp_path, capfd)
     server.behave("ok")
     assert code == 1
     assert "answered 401: you sent Basic ***" in err
     assert f"url: http://***@{server.url[7:]}" in (tmp_path / "runs" / "login" / "config.yaml").read_text()
+
+
+def test_a_function_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SERVICE_API_KEY", KEY)
+
+    def compute_score(**_arguments: Any) -> dict[str, Any]:
+        try:
+            raise KeyError(f"inner {KEY}")
+        except KeyError as error:
+            raise ValueError({"headers": {"Authorization": f"Bearer {KEY}"}}) from error
+
+    async def body() -> str:
+        agent = RewardAgent(compute_score, ledger=Ledger(tmp_path / "ledger.db", "run"))
+        agent.submit(1, Batch([0], {"response_text": ["7"], "ground_truth": ["7"], "data_source": ["d"]}))
+        try:
+            await agent.collect(1)
+        except RewardFailed as error:
+            return _all_of(error)
+        finally:
+            await agent.close()
+        raise AssertionError("it has failed")
+
+    text = asyncio.run(body())
+    assert "Bearer ***" in text
+    assert told(text) == []
+    for name, content in everything(tmp_path):
+        assert told(content) == [], name
 
 
 def test_the_log_shows_no_values_of_variables(capsys: pytest.CaptureFixture[str], key: str) -> None:
@@ -188,5 +184,4 @@ def test_the_log_shows_no_values_of_variables(capsys: pytest.CaptureFixture[str]
             logger.opt(exception=error).error("of {}", KEY)
     finally:
         logger.remove()
-        logging.captureWarnings(False)
     assert "of ***" in capsys.readouterr().err
