@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dataflow.copies import own_copy
 from dataflow.errors import DataflowError
 
 if TYPE_CHECKING:
@@ -146,8 +147,16 @@ class Batch:
         return [self.select(ids[i * size : (i + 1) * size]) for i in range(parts)]
 
     def repeat(self, n: int) -> Batch:
-        """Returns each row n times, the copies side by side: prompts become rows for n responses."""
-        return self.rows(np.repeat(np.arange(len(self)), n))
+        """Returns each row n times, the copies side by side: prompts become rows for n responses.
+
+        Each row has objects of its own: what is added to the chat of one is not in those beside it.
+        """
+        rows = self.rows(np.repeat(np.arange(len(self)), n))
+        return Batch(rows.groups, {**rows.tensors, **own_copy(rows.arrays)}, rows.meta)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Batch:
+        columns = {**{name: column.clone() for name, column in self.tensors.items()}, **own_copy(self.arrays)}
+        return Batch(self.groups.copy(), columns, own_copy(self.meta))
 
     def like(self, **columns: Any) -> Batch:
         """Returns a batch of the same groups with only these columns: what a stage that adds one returns."""

@@ -47,6 +47,7 @@ from dataflow.rewards.requests import (
     rewards_of,
     step_summary,
 )
+from dataflow.rewards.results import read_usage
 from dataflow.rewards.retry import Retry
 
 __all__ = ["Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
@@ -297,9 +298,14 @@ class RewardAgent:
             }
         usage = getattr(self._owner, "usage", None)
         try:
-            spent = dict(usage()) if callable(usage) else {"tokens": self.counts["tokens"]}
+            said = usage() if callable(usage) else {"tokens": self.counts["tokens"]}
         except Exception as error:
             raise DataflowError(raised("reward agent: stats", usage, error)) from error
+        try:
+            spent = read_usage(said)
+        except ValueError as error:
+            what = f"reward agent: stats: '{name_of(usage)}' returned {error}"
+            raise DataflowError(f"{what}; return finite numbers by name.") from error
         return {**counts, **tried, **now, **spent, "latency_s": latency_summary(self._asks.latency_s)}
 
     def used(self, stats: Mapping[str, Any]) -> dict[str, float]:

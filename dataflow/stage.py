@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from dataflow.errors import PipelineError, nearest
+from dataflow.errors import DataflowError, PipelineError, nearest
+from dataflow.numeric import real_number
 
 Grain: TypeAlias = Literal["step", "emission", "part", "mini-batch"]
 Lag: TypeAlias = Literal["none", "latest", "carried"]
@@ -72,8 +73,16 @@ class TaskInfo:
             self.on_emit(number, values)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the step's; of several parts' values the mean counts, or the max or min if so named."""
-        self.metrics.update(metrics)
+        """Adds metrics to the step's; of several parts' values the mean counts, or the max or min if so named.
+
+        Raises:
+            DataflowError: one is no number; arrays and tensors of one element are.
+        """
+        for name, value in metrics.items():
+            try:
+                self.metrics[name] = value if type(value) in (float, int) else real_number(value)
+            except ValueError as error:
+                raise DataflowError(f"stage '{self.stage}' logs {error} as metric '{name}'; log a number.") from error
 
     def note(self, **facts: Any) -> None:
         """Adds facts to the task's own span in the trace, JSON-able (``requests``, how many it sent)."""

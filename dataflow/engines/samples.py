@@ -128,12 +128,12 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
         responses[row, :end], there[row, :end], log_probs[row, :end] = sample.tokens, 1, sample.log_probs
         drawn[row, :end] = 1 if sample.mask is None else sample.mask
     attention = torch.cat([prompt_mask, torch.from_numpy(there)], dim=1)
-    repeated = prompts.select(groups).repeat(n)
-    carried = {name: column for name, column in repeated.columns.items() if name != "prompt_ids"}
+    mine = prompts.select(groups)
+    repeated = mine.like(**{name: column for name, column in mine.columns.items() if name != "prompt_ids"}).repeat(n)
     names = dict.fromkeys(name for sample in rows for name in sample.facts or ())
     return Batch(
         repeated.groups,
-        carried
+        repeated.columns
         | {name: [(sample.facts or {}).get(name) for sample in rows] for name in names}
         | {
             "prompts": padded,

@@ -2,6 +2,9 @@
 
 Functions of tools that wait (the reward agent) run side by side on the event loop, so rewards come back while
 other tasks compute; everything else runs one task at a time, in the order in which it was started.
+
+As on Ray, where values are pickled, a task reads copies and leaves copies: what a function changes in place, then or
+later, no other task sees.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from dataflow import clock
+from dataflow.copies import own_copy
 from dataflow.errors import DataflowError, PipelineError, RunError
 from dataflow.executors.base import Call, Done, Part, answer, part, prepare
 from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
@@ -45,7 +49,7 @@ class InlineExecutor:
         return clock.now()
 
     def put(self, value: Any) -> Any:
-        return value
+        return own_copy(value)
 
     def start(self, task: Task, call: Call, values: Sequence[Any]) -> None:
         if asyncio.iscoroutinefunction(task.stage.fn):
@@ -69,16 +73,18 @@ class InlineExecutor:
 
     def _prepare(self, task: Task, call: Call, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any], TaskInfo]:
         def emit(number: int, emitted: tuple[Any, ...]) -> None:
-            self._ended.put_nowait(part(task.stage, call.info, number, emitted, self.now()))
+            self._ended.put_nowait(part(task.stage, call.info, number, own_copy(emitted), self.now()))
 
         streams = emit if task.emits > 1 else None
-        return prepare(task.stage, call, values, self._bound(task.stage), streams)
+        arguments, keywords, info = prepare(task.stage, call, values, self._bound(task.stage), streams)
+        info.handed = own_copy(info.handed)
+        return own_copy(arguments), keywords, info
 
     def _compute(self, task: Task, call: Call, values: Sequence[Any]) -> None:
         begin = self.now()
         try:
             arguments, keywords, info = self._prepare(task, call, values)
-            result = task.stage.fn(*arguments, **keywords)
+            result = own_copy(task.stage.fn(*arguments, **keywords))
             done = Done(task.id, *answer(task.stage, call, info, arguments, result, begin, self.now()))
         except Exception as error:
             done = Done(task.id, error=error)
@@ -88,7 +94,7 @@ class InlineExecutor:
         begin = self.now()
         try:
             arguments, keywords, info = self._prepare(task, call, values)
-            result = await task.stage.fn(*arguments, **keywords)
+            result = own_copy(await task.stage.fn(*arguments, **keywords))
             done = Done(task.id, *answer(task.stage, call, info, arguments, result, begin, self.now()))
         except Exception as error:
             done = Done(task.id, error=error)

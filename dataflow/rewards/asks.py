@@ -15,13 +15,14 @@ from typing import Any, Protocol
 from loguru import logger
 
 from dataflow import clock
+from dataflow.copies import own_copy
 from dataflow.errors import RewardFailed
 from dataflow.rewards.custom import describe, name_of, raised
 from dataflow.rewards.ledger import Answer, Ledger, key_of
 from dataflow.rewards.lifecycle import Lifecycle
 from dataflow.rewards.limits import Limits
 from dataflow.rewards.requests import Arguments, Ask, Request, StepRequests
-from dataflow.rewards.results import tokens_used
+from dataflow.rewards.results import read_amount, tokens_used
 
 _ADMITTED = 64  # rows that are made ready before the loop may do something else
 
@@ -88,7 +89,8 @@ class Asks:
                 if answer is not None:
                     self._counts["cached"] += 1
                     request.begin = request.end = clock.now()
-                    self.ends.scored(request, answer.score, answer.extras, "ledger")
+                    # Samples with the same key have the same answer, each with columns of its own.
+                    self.ends.scored(request, answer.score, own_copy(answer.extras), "ledger")
                 else:
                     self._ask(state, request, *keywords)
         except Exception as error:
@@ -130,7 +132,7 @@ class Asks:
         if self._endpoint is not None:
             ask.endpoint = _told(self._endpoint, arguments)
         if self._tokens is not None:
-            ask.tokens = int(_told(self._tokens, arguments))
+            ask.tokens = _estimate(self._tokens, arguments)
         if shared is not None:
             self._by_key[shared] = ask
         request.ask = ask
@@ -165,7 +167,8 @@ class Asks:
             if self._ledger is not None and ask.key is not None:
                 answer = Answer(score, extras, end - ask.begin, ask.tries)
                 self._ledger.answered(request.step.key, request.group, request.sample, ask.key, answer)
-            self.ends.scored(request, score, extras, request.how or how)
+            columns = extras if len(requests) == 1 else own_copy(extras)
+            self.ends.scored(request, score, columns, request.how or how)
         self._ended()
 
     def gave_up(self, ask: Ask, story: str, error: BaseException) -> None:
@@ -202,9 +205,19 @@ class Asks:
 def _told(method: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Returns what a method of the user's says of a request."""
     try:
-        return method(**arguments)
+        return method(**own_copy(arguments))
     except Exception as error:
         raise RewardFailed(raised("before a request is sent", method, error).rstrip(".")) from error
+
+
+def _estimate(method: Callable[..., Any], arguments: dict[str, Any]) -> int:
+    """Returns the tokens that a request is expected to use."""
+    try:
+        return int(read_amount(_told(method, arguments)))
+    except ValueError as error:
+        raise RewardFailed(
+            f"before a request is sent: '{name_of(method)}' returned {error}; return a number of 0 or more"
+        ) from error
 
 
 def _stamp(request: Request, ask: Ask, end: float) -> None:

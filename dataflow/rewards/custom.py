@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+from dataflow.copies import own_options
 from dataflow.errors import ConfigError, nearest
 from dataflow.redaction import redact
 from dataflow.rewards.results import read_result as read_result  # where docs/rewards.md has managers import it from
@@ -36,12 +37,13 @@ LABEL = "dataflow_reward_"
 
 _LONGEST = 2000  # characters of an error's message
 
+_OUTSIDE = ("copies.py", "numeric.py", "reward_agent.py")
 # These frames say nothing about where the user's code failed.
 _MACHINERY = (
     "<frozen ",
     os.path.join(os.path.dirname(inspect.__file__), "asyncio"),
     os.path.join(os.path.dirname(__file__), ""),
-    os.path.join(os.path.dirname(os.path.dirname(__file__)), "reward_agent.py"),
+    *(os.path.join(os.path.dirname(os.path.dirname(__file__)), name) for name in _OUTSIDE),
 )
 
 
@@ -196,6 +198,8 @@ def build_reward(
 ) -> Any:
     """Returns the reward, called with verl's four keywords: an instance of a class, or the rest filled in.
 
+    The dicts and lists in ``reward_kwargs`` are copied for a constructor, and for each call of a function.
+
     Args:
         found: a function, a class, or an object that is called or has a method ``compute_score``.
         reward_kwargs: keywords of the class's constructor, else of each call.
@@ -220,7 +224,7 @@ def build_reward(
 
 def _instance(kind: type, given: dict[str, Any]) -> Any:
     try:
-        return kind(**given)
+        return kind(**own_options(given))
     except Exception as error:
         if isinstance(error, ConfigError):
             raise
@@ -234,16 +238,23 @@ def scorer_of(reward: Any) -> Any:
 
 def _filled(score: Callable[..., Any], given: dict[str, Any]) -> Callable[..., Any]:
     if not _by_order(_signature(score), given):
-        return partial(score, **given) if given else score
+        return OwnKeywords(score, **given) if given else score
 
     async def later(**keywords: Any) -> Any:
-        return await score(*(keywords[name] for name in FIELDS), **given)
+        return await score(*(keywords[name] for name in FIELDS), **own_options(given))
 
     def now(**keywords: Any) -> Any:
-        return score(*(keywords[name] for name in FIELDS), **given)
+        return score(*(keywords[name] for name in FIELDS), **own_options(given))
 
     later.__name__ = now.__name__ = name_of(score)
     return later if is_async(score) else now
+
+
+class OwnKeywords(partial):  # type: ignore[type-arg]
+    """A partial whose dicts and lists are copied for each call, so that no call sees what another one changed."""
+
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
+        return self.func(*self.args, *args, **{**own_options(self.keywords), **keywords})
 
 
 class Filled:

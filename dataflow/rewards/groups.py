@@ -11,12 +11,13 @@ from loguru import logger
 
 from dataflow import clock
 from dataflow.batch import Batch
+from dataflow.copies import own_copy
 from dataflow.rewards.calls import Call, Calls
 from dataflow.rewards.custom import describe, name_of, raised
 from dataflow.rewards.failure import FailedShare
 from dataflow.rewards.limits import Limiter, Line
 from dataflow.rewards.requests import Finish, Request, StepRequests
-from dataflow.rewards.results import read_number
+from dataflow.rewards.results import read_scores
 
 _LOGS = 8  # calls of the user's log at a time
 
@@ -164,14 +165,8 @@ class Groups:
             self._owner.fail(state, raised(where, post, call.error), call.error)
             return
         try:
-            if not hasattr(scores, "__len__") or isinstance(scores, str | bytes | dict | set | frozenset):
-                raise ValueError("None" if scores is None else f"a {type(scores).__name__}")
-            if getattr(scores, "shape", None) == ():
-                raise ValueError(f"a {type(scores).__name__} of one number")
-            if len(scores) != len(requests):
-                raise ValueError(f"{len(scores)} scores for {len(requests)} samples")
-            for request, score in zip(requests, scores, strict=True):
-                request.score = read_number(score)
+            for request, score in zip(requests, read_scores(scores, len(requests)), strict=True):
+                request.score = score
         except ValueError as error:
             fix = f"return a list of {len(requests)} finite numbers"
             self._owner.fail(state, f"{where}: '{name_of(post)}' returned {error}; {fix}.", error)
@@ -207,7 +202,7 @@ class Groups:
             self._log,
             {
                 "timestamps": [record["begin"] for record in records],
-                "queries": list(columns.get("query", [None] * len(records))),
+                "queries": own_copy(list(columns.get("query", [None] * len(records)))),
                 "results": rewards["score"].tolist(),
                 "latencies": [record["end"] - record["begin"] for record in records],
                 "group_uids": rewards.groups.tolist(),

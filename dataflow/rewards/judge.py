@@ -53,12 +53,7 @@ _PROBLEM = """<reference>
 <response>
 {response}
 </response>"""
-# The response comes last and greedily: tags that a model writes into it are part of it.
-_FIELDS = re.compile(
-    r"<reference>\n(?P<reference>.*?)\n</reference>\n<question>\n(?P<question>.*?)\n</question>\n"
-    r"<response>\n(?P<response>.*)\n</response>",
-    re.DOTALL,
-)
+_PARTS = _PROBLEM.replace("{question}", "{reference}").replace("{response}", "{reference}").split("{reference}")
 _FLAGS = re.IGNORECASE | re.MULTILINE
 _SCORE = re.compile(SCORE_LINE, _FLAGS)
 _LINE_END = re.compile(r"\r\n?|[\x0b\x0c\x85\u2028\u2029]")
@@ -402,11 +397,15 @@ def read_messages(chat: Sequence[Mapping[str, str]]) -> tuple[str, str, str, str
         ValueError: it is another chat.
     """
     system, user = (next((m["content"] for m in chat if m.get("role") == role), "") for role in ("system", "user"))
-    found = _FIELDS.fullmatch(user)
+    head, middle, last, tail = _PARTS
+    reference, found, rest = user.removeprefix(head).partition(middle)
+    # The response comes last: tags that a model writes into it are part of it.
+    question, found_too, response = rest.partition(last)
     method = next((name for name, rule in RULES.items() if rule in system), None)
-    if found is None or method is None:
+    whole = user.startswith(head) and found and found_too and response.endswith(tail)
+    if not whole or method is None:
         raise ValueError("the chat holds no problem to grade")
-    return found["question"], found["reference"], found["response"], method
+    return question, reference, response.removesuffix(tail), method
 
 
 def parse_score(content: Any, pattern: re.Pattern[str] = _SCORE, low: float = 0.0, high: float = 1.0) -> float:

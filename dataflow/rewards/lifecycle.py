@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from dataflow import clock
+from dataflow.copies import own_copy
 from dataflow.redaction import redact, redact_known
 from dataflow.rewards.calls import Call, Calls
 from dataflow.rewards.custom import describe, is_async, name_of
@@ -100,7 +101,7 @@ class Lifecycle:
             ask.tries += 1
         call = self._calls.start(
             self._score,
-            _own(ask.arguments),
+            own_copy(ask.arguments),  # what a try changes must not be seen by the next one, nor by other samples
             done=partial(self._tried, ask, line),
             freed=partial(self._freed, ask, line),
             timeout_s=timeout_s,
@@ -237,9 +238,3 @@ class Lifecycle:
 def _brief(error: BaseException) -> str:
     status = status_of(error)
     return f"HTTP {status}" if status is not None else type(error).__name__
-
-
-def _own(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the arguments of one try: what it takes out of ``extra_info`` must not be missing at the next."""
-    extra = arguments.get("extra_info")
-    return {**arguments, "extra_info": dict(extra)} if extra else arguments

@@ -13,9 +13,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from dataflow.copies import own_copy, own_options
 from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.rewards.custom import describe, is_async, load_file, name_of, pick, scorer_of
-from dataflow.rewards.results import read_result
+from dataflow.rewards.results import read_amount, read_result
 
 FORWARDED = ("post_process_scores", "log", "close", "usage", "retry_on", "endpoint", "endpoints", "tokens", "limits")
 """What a manager hands on of the reward object that it wraps."""
@@ -67,14 +68,15 @@ class Manager:
 
 
 def _followed(score: Callable[..., Any], finish: Finish) -> Callable[..., Any]:
+    # ``finish`` reads the arguments after the reward has, and must find them as they were.
     async def later(**arguments: Any) -> Any:
-        return finish(await score(**arguments), arguments)
+        return finish(await score(**own_copy(arguments)), arguments)
 
     async def after(awaitable: Any, arguments: Mapping[str, Any]) -> Any:
         return finish(await awaitable, arguments)
 
     def now(**arguments: Any) -> Any:
-        result = score(**arguments)
+        result = score(**own_copy(arguments))
         return after(result, arguments) if inspect.isawaitable(result) else finish(result, arguments)
 
     later.__name__ = now.__name__ = name_of(score)
@@ -116,6 +118,7 @@ def build_manager(
         ConfigError: an unknown name, an option that the manager does not take, lacks or cannot use.
     """
     what = f"reward manager '{name}'"
+    options = own_options(options)
     kind = find_manager(name, path, options)
     if callable(getattr(kind, "run_single", None)):
         from dataflow.rewards.verl_manager import VerlManager
@@ -228,10 +231,14 @@ class Dapo(Manager):
         if length is None:
             raise LengthUnknown("the reward manager 'dapo' needs extra_info['response_length'], tokens of the response")
         try:
+            tokens = int(read_amount(length))
+        except ValueError as error:
+            raise LengthUnknown(f"extra_info['response_length'] is {error}, no number of tokens") from error
+        try:
             score, columns = read_result(result)
         except ValueError:
             return result  # the agent says what is wrong with it
-        penalty = min(0.0, (self._free - int(length)) / self._buffer * self._factor)
+        penalty = min(0.0, (self._free - tokens) / self._buffer * self._factor)
         logged = {"overlong_reward": penalty, "overlong": penalty < 0} if self._logs else {}
         return {"acc": score, **columns, **logged, "score": score + penalty}
 
@@ -285,7 +292,8 @@ class RateLimited(Manager):
 
     def tokens(self, **arguments: Any) -> int:
         """Returns the tokens that a call is expected to use."""
-        return self._tokens if self._estimate is None else int(self._estimate(**arguments))
+        tokens: int = self._tokens if self._estimate is None else self._estimate(**arguments)
+        return tokens
 
 
 @register("remote")

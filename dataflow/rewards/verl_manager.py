@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from dataflow.copies import own_copy
 from dataflow.errors import ConfigError, DataError
 from dataflow.rewards.custom import describe
 from dataflow.rewards.managers import LengthUnknown, Manager
@@ -125,7 +126,7 @@ def row_of(
         "data_source": data_source,
         "reward_model": {"ground_truth": ground_truth},
         "extra_info": facts,
-        **({"raw_prompt": facts["raw_prompt"]} if "raw_prompt" in facts else {}),
+        **({"raw_prompt": own_copy(facts["raw_prompt"])} if "raw_prompt" in facts else {}),
     }
     columns = {name: np.empty(1, dtype=object) for name in objects}
     for name, value in objects.items():

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from dataflow.batch import Batch
+from dataflow.copies import own_copy
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.graph import Carried, TaskInfo, stage
 from dataflow.stages.rollout import VALIDATION_SEED, check_version, handed_on, length_metrics, not_handed
@@ -199,7 +200,7 @@ class Conversation:
             await own.close(self.desk.run)
         counts = {"turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
         told = {"num_turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
-        facts = {**counts, "ended": ended, "extra_info": {**(self.extra_info or {}), **told}}
+        facts = {**counts, "ended": ended, "extra_info": {**own_copy(self.extra_info or {}), **told}}
         cut: Literal["stop", "length"] = "length" if ended in ("length", "budget") else "stop"
         return Sample(seed[1], seed[2], self.tokens, self.log_probs, version, cut, self.mask, facts)
 

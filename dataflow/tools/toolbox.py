@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.batch import Batch
+from dataflow.copies import own_copy
 from dataflow.data.prompts import DESCRIBED, prompt_ids
 from dataflow.errors import DataError, ModelError, nearest
 from dataflow.rewards.calls import Call, Calls, TimedOut
@@ -195,9 +195,7 @@ class Toolbox:
 
     def _harmless(self, text: str) -> str:
         """Returns it without what would be read as special tokens: a tool must not end its own frame."""
-        while found := next((token for token in self.tokenizer.all_special_tokens if token in text), None):
-            text = text.replace(found, "")
-        return text
+        return without(text, self.tokenizer.all_special_tokens)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Desk]:
@@ -207,6 +205,27 @@ class Toolbox:
             yield desk
         finally:
             await desk.close()
+
+
+def without(text: str, tokens: Sequence[str]) -> str:
+    """Returns a text without these tokens, those too that arise when others are taken out, in time linear in the text.
+
+    >>> without("a<e<end>nd>b", ["<end>"])
+    'ab'
+    """
+    if not any(token in text for token in tokens):
+        return text
+    endings: dict[str, list[list[str]]] = {}
+    for token in filter(None, tokens):
+        endings.setdefault(token[-1], []).append(list(token))
+    kept: list[str] = []
+    for character in text:
+        kept.append(character)
+        for ending in endings.get(character, ()):
+            if kept[-len(ending) :] == ending:
+                del kept[-len(ending) :]
+                break
+    return "".join(kept)
 
 
 def toolbox_of(config: Any) -> Toolbox:
@@ -237,7 +256,7 @@ class Desk:
 
     def own(self, extra_info: Any) -> Own:
         """Returns what a conversation has of the tools, by its row's ``extra_info``."""
-        return Own(copy.deepcopy(kwargs_of(extra_info)))  # the samples of a group have one row
+        return Own(own_copy(kwargs_of(extra_info)))  # the samples of a group have one row
 
     async def answer(self, call: ToolCall, own: Own) -> Answer:
         """Returns what the model is told. Whatever goes wrong in the call is told it too.
@@ -308,7 +327,8 @@ class Own:
 
     async def call(self, tool: Tool, arguments: Mapping[str, Any], run: Any) -> Any:
         """Calls a tool by ``run(function, keywords)``."""
-        own = dict(self._kwargs.get(tool.name, {}))
+        # A format may return one object for equal calls, and a function may change what it is given.
+        own, arguments = own_copy(self._kwargs.get(tool.name, {})), own_copy(dict(arguments))
         if not tool.is_class:
             return await run(tool.target, {**arguments, **own})
         if tool.name not in self._made:

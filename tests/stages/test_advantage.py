@@ -246,3 +246,44 @@ def test_dropped_samples_add_up_over_the_parts_of_a_step(parts: int) -> None:
         told.append(task.metrics)
     for name, expected in {"reward/dropped_samples": 12.0, "reward/dropped_groups": 2.0}.items():
         assert _reduce(name, [metrics[name] for metrics in told]) == expected
+
+
+@heavy
+@pytest.mark.parametrize("name", [*GROUPWISE, *WHOLE_BATCH])
+@pytest.mark.parametrize("by_std", [True, False])
+def test_equal_scores_teach_nothing(name: str, by_std: bool) -> None:
+    lengths = [[1 + (row + group) % R for row in range(8)] for group in range(4)]
+    for score in (0.1, 0.3, 0.6, 100.1, -100.1):
+        responses, rewards = step([[score] * 8] * 4, lengths)
+        result = advantage(responses, rewards, algorithm=options(name, by_std), task=(task := TaskInfo(step=1)))
+        assert not result["advantages"].any()
+        assert task.metrics["critic/score/mean"] == pytest.approx(score)
+
+
+@heavy
+@pytest.mark.parametrize("name", [*GROUPWISE, "gpg"])
+def test_equal_scores_beside_others_teach_nothing(name: str) -> None:
+    others = [0.0, 1.0, 0.5, 0.0, 1.0, 0.0, 0.25, 1.0]
+    responses, rewards = step([[100.1] * 8, others], [[1, 2, 3, 4] * 2] * 2)
+    result = advantage(responses, rewards, algorithm=options(name), task=TaskInfo(step=1))
+    assert not result["advantages"][:8].any()
+    assert not result["returns"][:8].any()
+    assert result["advantages"][8:].any()
+
+
+@heavy
+@pytest.mark.parametrize("name", ["gdpo", "reinforce_plus_plus_baseline"])
+def test_equal_scores_are_the_same_to_what_whitens_whatever_they_are(name: str) -> None:
+    others = [0.0, 1.0, 0.5, 0.0, 1.0, 0.0, 0.25, 1.0]
+    found = []
+    for score in (0.0, 100.1):
+        responses, rewards = step([[score] * 8, others], [[1, 2, 3, 4] * 2] * 2)
+        found.append(advantage(responses, rewards, algorithm=options(name), task=TaskInfo(step=1))["advantages"])
+    assert torch.equal(*found)
+
+
+@heavy
+def test_a_lone_sample_is_compared_with_none() -> None:
+    responses, rewards = step([[0.5], [0.25]], [[2], [3]])
+    result = advantage(responses, rewards, algorithm=options(), task=TaskInfo(step=1))
+    assert result["advantages"][:, 0].tolist() == pytest.approx([0.5, 0.25], abs=1e-4)

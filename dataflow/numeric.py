@@ -1,0 +1,69 @@
+"""Numbers that user code returns: what is one, and what only converts to one."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import sys
+from enum import Enum
+from typing import Any
+
+
+def real_number(value: Any) -> float:
+    """Returns a number as float, NaN and infinities included; an array or tensor of one element counts as that element.
+
+    Some objects convert to a number and are none: a masked element (0.0), numpy's dates and durations (a count of their
+    unit), a member of an enumeration.
+
+    Raises:
+        ValueError: it is no real number; the message names what it is.
+
+    >>> real_number(True), real_number(2)
+    (1.0, 2.0)
+    """
+    what = kind_of(value)
+    try:
+        return _read(value, what)
+    except ValueError:
+        raise
+    except OverflowError as error:
+        raise ValueError("a number too large for a float") from error
+    except Exception as error:  # the value's own code: that of a tensor without data, say
+        raise ValueError(f"{what} that cannot be read as a number ({type(error).__name__})") from error
+
+
+def kind_of(value: Any) -> str:
+    """Returns what to call a value in a message: None, or its type."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _read(value: Any, what: str) -> float:
+    shape = getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "item"):
+        if math.prod(shape) != 1:
+            raise ValueError(f"{what} of shape {tuple(shape)}")
+        if _is_masked(value):
+            raise ValueError(f"{what} whose element is masked")
+        kind = getattr(getattr(value, "dtype", None), "kind", "")
+        if kind in ("m", "M"):  # item() gives some of them as plain integers
+            raise ValueError(f"{what} of {value.dtype}")
+        value = value.item()
+        if kind == "O" and hasattr(value, "item"):
+            return _read(value, what)
+    if isinstance(value, Enum):
+        raise ValueError(f"{what}, a member of an enumeration")
+    # A subclass may convert to another number than it compares and computes as.
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, int):
+        return int.__float__(value)
+    if not isinstance(value, numbers.Real):
+        raise ValueError(what)
+    return float(value)
+
+
+def _is_masked(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ma.MaskedArray):
+        return False
+    return bool(numpy.ma.getmaskarray(value).any())

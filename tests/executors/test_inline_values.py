@@ -1,0 +1,68 @@
+"""Inline, as on Ray, a task reads copies and leaves copies: what a function changes in place no other task sees."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from dataflow.batch import Batch
+from dataflow.executors.inline import InlineExecutor
+from dataflow.graph import Pipeline, stage
+from dataflow.policy import expand, preset
+from dataflow.runner import Runner
+from dataflow.timeline.spans import Trace
+
+pytestmark = pytest.mark.timeout(60)
+
+KEPT: list[Batch] = []
+
+
+@stage(writes="drawn", on="gpu")
+def draw(prompts: Batch) -> Batch:
+    spoil(prompts)
+    for batch in KEPT:  # what it returned in the step before
+        spoil(batch)
+    KEPT.append(Batch([0, 1], {"chat": [["a"], ["b"]], "score": torch.zeros(2)}, {"facts": ["x"]}))
+    return KEPT[-1]
+
+
+@stage(writes="first", on="controller")
+def one(drawn: Batch, prompts: Batch) -> Any:
+    return [spoil(drawn), spoil(prompts)]
+
+
+@stage(writes="second", on="controller")
+async def other(drawn: Batch, prompts: Batch, first: Any) -> Any:
+    return [spoil(drawn), spoil(prompts)]
+
+
+@stage(writes="third", on="controller")
+def last(first: Any, second: Any, *, seen: Any) -> None:
+    seen += [*first, *second]
+
+
+def spoil(batch: Batch) -> tuple[list[int], list[float], int]:
+    """Returns what is there, then changes all of it."""
+    found = [len(chat) for chat in batch["chat"]], batch["score"].tolist(), len(batch.meta["facts"])
+    for chat in batch["chat"]:
+        chat.append("spoilt")
+    batch["score"].add_(1)
+    batch.meta["facts"].append("spoilt")
+    batch.groups[0] = 7
+    return found
+
+
+def test_stages_that_change_what_they_read() -> None:
+    KEPT.clear()
+    seen: list[Any] = []
+    prompts = Batch([0, 1], {"chat": [["a"], ["b"]], "score": torch.zeros(2)}, {"facts": ["x"]})
+    stages = [draw, one, other, last.bind(seen=seen)]
+    pipeline = Pipeline(stages, inputs=["prompts"], resources={"gpu": 1, "controller": 1})
+    graph = expand(pipeline, preset("off-policy", 1), steps=3, mini_batches=1)
+    inputs = {"prompts": lambda step: prompts}
+    asyncio.run(asyncio.wait_for(Runner(graph, InlineExecutor(), inputs=inputs, trace=Trace()).run(), 30))
+    assert seen == [([1, 1], [0.0, 0.0], 1)] * 12
+    assert [len(chat) for chat in prompts["chat"]] == [1, 1]
