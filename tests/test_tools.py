@@ -199,6 +199,24 @@ def test_answers(file: str) -> None:
     ]
 
 
+def test_what_a_tool_gets_is_its_own() -> None:
+    def pops(words: list[Any], facts: Any, *, stock: list[int]) -> str:
+        """Spoils all it gets."""
+        sizes = [len(words), len(facts["seen"]), len(stock)]
+        words.append("spoilt")
+        facts["seen"].append("spoilt")
+        stock.pop()
+        return str(sizes)
+
+    box = Toolbox(names=("calculator",))
+    box.tools["pops"] = Tool.of(pops)
+    # A format may return one object for turns that are the same.
+    call = ToolCall("pops", {"words": [1], "facts": {"seen": [2]}})
+    kwargs = {"pops": {"stock": [1, 2, 3]}}
+    assert answers(box, call, call, kwargs=kwargs) == [("[1, 1, 3]", False)] * 2
+    assert (call.arguments, kwargs) == ({"words": [1], "facts": {"seen": [2]}}, {"pops": {"stock": [1, 2, 3]}})
+
+
 def test_a_class_that_cannot_be_built_is_tried_again() -> None:
     tries: list[int] = []
 
