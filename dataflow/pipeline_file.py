@@ -29,13 +29,15 @@ def pipeline_of(module: ModuleType, config: RunConfig) -> Pipeline:
 def inputs_of(module: ModuleType, config: RunConfig) -> Mapping[str, Callable[[int], Any]]:
     """Returns the fields that the file's ``inputs(config)`` adds, each a function of the step; none without one.
 
+    The function gets a copy of the configuration: what it changes there does not reach the run.
+
     Raises:
         ConfigError: it raises, or returns something else.
         UserError: what the function itself raises as one.
     """
     if not hasattr(module, "inputs"):
         return {}
-    made = _called(module, "inputs", config)
+    made = _called(module, "inputs", config.model_copy(deep=True))
     if not isinstance(made, Mapping):
         raise ConfigError(
             f"pipeline file '{module.__file__}': inputs(config) returned {_kind(made)}; return a dict of functions of "

@@ -99,7 +99,7 @@ class Session:
         self.config.model.path = str(model)
         if "rollout" in self.graph.pipeline.hosts():
             check_room(self.config)
-        own = inputs_of(self.module, self.config.model_copy(deep=True))
+        own = inputs_of(self.module, self.config)
         check_weights(model)
         train, held_out = load_prompts(self.config, *problems)
         val = held_out.all(self.config.data.val_size) if self.config.val.every else None

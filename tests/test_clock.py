@@ -97,7 +97,7 @@ def test_latencies_of_rewards(jump: Callable[[], None], fails: bool, hedged: boo
     async def body() -> tuple[Batch, dict[str, Any]]:
         agent = RewardAgent(
             Judge(),
-            retry=Retry(tries=2, timeout_s=30.0, deadline_s=30.0, backoff_s=0.0),
+            retry=Retry(tries=2, timeout_s=1.0, deadline_s=2.0, backoff_s=0.0),
             limits=Limits(concurrency=4, adaptive=True, rpm=6e6),
             hedge_after=0.001 if hedged else None,
             on_failure="score:0",
