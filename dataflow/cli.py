@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
 from dataflow.redaction import redact
+from dataflow.usercode import attribute_of
 
 EXAMPLES = {
     "run": "dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
@@ -106,7 +107,7 @@ class _Version(argparse.Action):
 def _notes(error: BaseException) -> None:
     """Prints where in the user's code it came from: the worker's traceback."""
     cause = error.__cause__
-    for note in getattr(cause, "__notes__", ()):
+    for note in attribute_of(cause, "__notes__", ()):
         print(redact(str(note)), file=sys.stderr)
 
 

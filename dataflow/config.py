@@ -30,6 +30,7 @@ from dataflow.placement import Placement
 from dataflow.reward_config import CustomRewardConfig, JudgeConfig, RewardConfig
 from dataflow.section import Section, Text
 from dataflow.tools_config import ToolsConfig
+from dataflow.usercode import is_interrupt, message_of
 
 if TYPE_CHECKING:
     from dataflow.policy import SchedulingPolicy
@@ -368,7 +369,9 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        said = " ".join(str(error).split()).rstrip(".")
+        if is_interrupt(error):
+            raise
+        said = message_of(error).rstrip(".")
         raise ConfigError(
             f"pipeline file '{path}' cannot be loaded{line_in(error, file)}: "
             f"{type(error).__name__}{f': {said}' if said else ''}."

@@ -206,13 +206,13 @@ def redact_error(error: BaseException) -> None:
         seen.add(id(one))
         ahead += [one.__cause__, one.__context__]
         # A class of the user's may do anything here; the texts that are made of such an error are masked as well.
-        with suppress(Exception):
+        with suppress(BaseException):
             ahead += getattr(one, "exceptions", ())
-        with suppress(Exception):
+        with suppress(BaseException):
             if (args := _masked(one.args)) is not one.args:
                 one.args = args
         for name, value in list(vars(one).items()):  # its notes are among them
-            with suppress(Exception):
+            with suppress(BaseException):
                 if (masked := _masked(value)) is not value:
                     _set(one, name, masked)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import multiprocessing
 import numbers
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -28,11 +29,14 @@ from dataflow.rewards.calls import Calls
 from dataflow.rewards.custom import check_methods, describe, load_reward, name_of, raised
 from dataflow.rewards.decode import Decode
 from dataflow.rewards.failure import FailedShare, parse_rule
+from dataflow.rewards.frozen import Frozen
 from dataflow.rewards.groups import Groups
 from dataflow.rewards.hedge import parse_hedge
 from dataflow.rewards.ledger import Ledger
+from dataflow.rewards.leftovers import end_children
 from dataflow.rewards.lifecycle import Lifecycle
 from dataflow.rewards.limits import Limiter, Limits, Line, Permits, check_endpoints
+from dataflow.rewards.ray_metrics import in_ray_worker
 from dataflow.rewards.requests import (
     Arguments,
     Ask,
@@ -49,6 +53,8 @@ from dataflow.rewards.requests import (
 )
 from dataflow.rewards.results import read_usage
 from dataflow.rewards.retry import Retry
+from dataflow.rewards.sentinel import Sentinel
+from dataflow.usercode import Contained, UserExit, is_ours
 
 __all__ = ["Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
 
@@ -90,6 +96,9 @@ class RewardAgent:
         decode: turns the token ids of responses into texts, for samples without ``response_text``.
         shared: permits that several agents share, by endpoint.
         metrics: told the stats about once a second while they change (Ray's own metrics).
+        sentinel: ends this process when a call freezes it; the agent is then this process's purpose, and ends with
+            its children.
+        frozen: calls that froze an agent before, and fail without being made.
 
     Raises:
         ConfigError: ``compute_score`` cannot be called, or an option is out of range.
@@ -112,6 +121,8 @@ class RewardAgent:
         decode: Decode | None = None,
         shared: Callable[[str], Permits] | None = None,
         metrics: Metrics | None = None,
+        sentinel: Sentinel | None = None,
+        frozen: Frozen | None = None,
     ) -> None:
         self._owner = compute_score
         self._score = getattr(compute_score, "compute_score", compute_score)
@@ -135,12 +146,23 @@ class RewardAgent:
         self._metrics = metrics
         self._measuring: asyncio.TimerHandle | None = None
         self._log = getattr(compute_score, "log", None)
+        self._sentinel = sentinel
+        self._frozen = frozen or Frozen()
         self._steps: dict[Step, StepRequests] = {}
         self._ended: OrderedDict[Step, tuple[type[DataflowError], str, BaseException | None]] = OrderedDict()
         self.counts: Counter[str] = Counter()
         self._told: dict[str, float] = {}
         self._asks = Asks(
-            compute_score, self.limits, ledger, share_equal, scorer, self.counts, self.fail, self._measure
+            compute_score,
+            self.limits,
+            ledger,
+            share_equal,
+            scorer,
+            self.counts,
+            self.fail,
+            self._measure,
+            self._frozen,
+            sentinel,
         )
         self._halted: tuple[str, BaseException | None] | None = None
         self._closed = False
@@ -251,7 +273,7 @@ class RewardAgent:
             raise self._gone(step)
         batch = rewards_of(state, chosen)
         batch.meta["limits"] = self._limiter.changes()
-        self._groups.tell(batch)
+        self._groups.tell(state, batch)
         if self._ledger is not None:
             self._ledger.collected(step, chosen)
         if final and not state.over:
@@ -299,14 +321,16 @@ class RewardAgent:
         usage = getattr(self._owner, "usage", None)
         try:
             said = usage() if callable(usage) else {"tokens": self.counts["tokens"]}
-        except Exception as error:
+        except BaseException as error:
+            if is_ours(error):
+                raise
             raise DataflowError(raised("reward agent: stats", usage, error)) from error
         try:
             spent = read_usage(said)
         except ValueError as error:
             what = f"reward agent: stats: '{name_of(usage)}' returned {error}"
             raise DataflowError(f"{what}; return finite numbers by name.") from error
-        return {**counts, **tried, **now, **spent, "latency_s": latency_summary(self._asks.latency_s)}
+        return {**counts, **tried, **now, **spent, "latency_s": self._asks.latency_s.summary()}
 
     def used(self, stats: Mapping[str, Any]) -> dict[str, float]:
         """Returns by how much the sums among the stats have grown since the last call: a step's share of them."""
@@ -330,14 +354,44 @@ class RewardAgent:
             await self._calls.close()
         if self._ledger is not None:
             await asyncio.to_thread(self._ledger.close)
+        try:
+            await self._close_owner()
+        finally:
+            if self._sentinel is not None and self._loop is not None:
+                await asyncio.to_thread(self._end_processes, self._sentinel)
+
+    def _end_processes(self, sentinel: Sentinel) -> None:
+        """Ends the sentinel, and the programs that calls have started and that go on."""
+        sentinel.close()
+        if (since_s := self._calls.since_s(all_of_them=in_ray_worker())) is not None and (
+            killed := end_children(since_s, but=[process.pid or 0 for process in multiprocessing.active_children()])
+        ):
+            logger.warning("reward agent: '{}' left {} processes behind; ended.", name_of(self._score), len(killed))
+
+    async def _close_owner(self) -> None:
+        """Closes the user's object.
+
+        Raises:
+            DataflowError: its ``close`` raised.
+        """
         close = getattr(self._owner, "close", None)
-        if callable(close) and inspect.isawaitable(ending := close()):
-            task = asyncio.ensure_future(ending)
-            if not (await asyncio.wait([task], timeout=_CLOSE_S))[0]:
-                task.cancel()
-                logger.warning("reward agent: '{}' has not closed within {:g} s.", name_of(self._owner), _CLOSE_S)
-            else:
+        if not callable(close):
+            return
+        try:
+            if not inspect.isawaitable(ending := close()):
+                return
+            task = asyncio.ensure_future(Contained(ending) if inspect.iscoroutine(ending) else ending)
+            if (await asyncio.wait([task], timeout=_CLOSE_S))[0]:
                 task.result()
+                return
+        except BaseException as error:
+            own = isinstance(error, DataflowError) and not isinstance(error, UserExit)
+            if own or is_ours(error):
+                raise
+            what = error.__cause__ if isinstance(error, UserExit) and error.__cause__ is not None else error
+            raise DataflowError(raised("reward agent", close, what)) from error
+        task.cancel()
+        logger.warning("reward agent: '{}' has not closed within {:g} s.", name_of(self._owner), _CLOSE_S)
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         try:
@@ -346,10 +400,13 @@ class RewardAgent:
             raise DataflowError("reward agent: submit and collect must be called on a running event loop.") from error
         if self._loop is None:
             self._loop = loop
-            self._calls = Calls(self._strayed, self._bug)
+            if self._sentinel is not None:
+                self._sentinel.start(loop)
+            self._calls = Calls(self._strayed, self._bug, self._sentinel)
             self._limiter = Limiter(self.limits, self._start, self._shared, self._bug)
             self._life = Lifecycle(self._score, self._calls, self._limiter, self.retry, self._hedge_after, self._asks)
-            self._groups = Groups(self._post, self._log, self._calls, self._limiter, self.retry.timeout_s, self)
+            timeout_s = self.retry.timeout_s
+            self._groups = Groups(self._post, self._log, self._calls, self._limiter, timeout_s, self._frozen, self)
             self._asks.life, self._asks.ends = self._life, self._groups
         if self._loop is not loop:
             raise DataflowError("reward agent: it lives on another event loop; use one agent a loop.")

@@ -85,6 +85,8 @@ class RewardConfig(Section):
     """Path of a tokenizer, passed to a reward function as reward_model_tokenizer where it takes that."""
     actors: PositiveInt = 1
     """Processes that send the requests, within the same limits; more than one where one is kept busy by them (ray)."""
+    frozen_after: NonNegativeFloat | None = None
+    """Seconds for which a call may keep all else in the agent's process from running; null for timeout, 0 for ever."""
     restarts: NonNegativeInt = 3
     """How often the agent's process may be started anew after it died."""
 

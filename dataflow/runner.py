@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from dataflow.batch import Batch
-from dataflow.errors import DataflowError
+from dataflow.errors import DataflowError, RunError
 from dataflow.executors.base import Call, Done, Executor, Part, failure
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
 from dataflow.parts import Parts
@@ -24,6 +24,7 @@ from dataflow.scheduler import (
     TaskFinished,
 )
 from dataflow.timeline.spans import Level, Mark, Span, Trace
+from dataflow.usercode import is_ours, message_of
 
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
@@ -157,7 +158,7 @@ class Runner:
                 values[source, name] = value
 
     def _failed(self, task: Task, error: BaseException, started: float) -> list[Instruction]:
-        instructions = self.scheduler.handle(TaskFailed(task.id, str(error)))
+        instructions = self.scheduler.handle(TaskFailed(task.id, message_of(error)))
         if self._failure is None:
             elapsed = self.executor.now() - started
             self._failure = failure(task, error, elapsed, self.scheduler.story(task.id))
@@ -263,12 +264,26 @@ class Runner:
                 return []
             fetched = self._fetched.setdefault(step, {})
             if item.field not in fetched:
-                value = self._inputs[item.field](step)
+                value = self._input(item.field, step)
                 if isinstance(value, Batch):
                     self._parts.written(step, item.field, value.ids)
                 fetched[item.field] = self.executor.put(value)
             return [fetched[item.field]]
         return [self._values[source.step][source, item.field] for source in item.sources]
+
+    def _input(self, field: str, step: int) -> Any:
+        """Returns the value of an input field.
+
+        Raises:
+            RunError: its function, which may be the user's, raised.
+        """
+        try:
+            return self._inputs[field](step)
+        except BaseException as error:
+            if isinstance(error, DataflowError) or is_ours(error):
+                raise
+            what = f"{type(error).__name__}: {message_of(error)}".rstrip(": ")
+            raise RunError(f"input '{field}' of step {step}: its function raised {what}; correct it.") from error
 
 
 def _reduce(name: str, numbers: list[float]) -> float:

@@ -11,6 +11,7 @@ from dataflow.batch import Batch
 from dataflow.errors import DataflowError, StageFailed
 from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
 from dataflow.parts import listed
+from dataflow.usercode import message_of
 
 
 @dataclass
@@ -352,7 +353,7 @@ def failure(task: Task, error: BaseException, elapsed: float, story: str) -> Sta
     from dataflow.errors import RewardFailed
 
     kind = "" if isinstance(error, RewardFailed | DataflowError) else f"{type(error).__name__}: "
-    what = f"{kind}{error}".strip()
+    what = error if isinstance(error, DataflowError) else f"{kind}{message_of(error)}".rstrip(": ")
     return StageFailed(
         f"{task.id.stage}[step {task.id.step}"
         + (f", part {task.id.part + 1} of {task.id.parts}" if task.id.parts > 1 else "")

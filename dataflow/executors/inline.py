@@ -19,6 +19,7 @@ from dataflow.copies import own_copy
 from dataflow.errors import DataflowError, PipelineError, RunError
 from dataflow.executors.base import Call, Done, Part, answer, part, prepare
 from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
+from dataflow.usercode import is_ours, message_of
 
 
 class InlineExecutor:
@@ -42,8 +43,11 @@ class InlineExecutor:
                 self._tools[host.name] = host.build()
             except DataflowError:
                 raise
-            except Exception as error:
-                raise RunError(f"'{host.name}' could not be built: {type(error).__name__}: {error}") from error
+            except BaseException as error:
+                if is_ours(error):
+                    raise
+                what = f"{type(error).__name__}: {message_of(error)}"
+                raise RunError(f"'{host.name}' could not be built: {what}") from error
 
     def now(self) -> float:
         return clock.now()
@@ -86,7 +90,9 @@ class InlineExecutor:
             arguments, keywords, info = self._prepare(task, call, values)
             result = own_copy(task.stage.fn(*arguments, **keywords))
             done = Done(task.id, *answer(task.stage, call, info, arguments, result, begin, self.now()))
-        except Exception as error:
+        except BaseException as error:
+            if is_ours(error):
+                raise
             done = Done(task.id, error=error)
         self._ended.put_nowait(done)
 
@@ -96,7 +102,9 @@ class InlineExecutor:
             arguments, keywords, info = self._prepare(task, call, values)
             result = own_copy(await task.stage.fn(*arguments, **keywords))
             done = Done(task.id, *answer(task.stage, call, info, arguments, result, begin, self.now()))
-        except Exception as error:
+        except BaseException as error:
+            if is_ours(error):
+                raise
             done = Done(task.id, error=error)
         self._waits.pop(task.id, None)
         self._ended.put_nowait(done)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from dataflow import clock
 from dataflow.executors.ray_answer import first_failure
-from dataflow.executors.ray_host import Host, WaitingHost
+from dataflow.executors.ray_host import LAST_WORDS, Host, WaitingHost
 from dataflow.gpus import Gpus
 from dataflow.graph import Hosted
 
@@ -26,6 +28,7 @@ class Actors:
         self._actors: list[Any] = []
         self._gpus: list[Gpus] = []
         self._addresses: list[tuple[str, int]] = []
+        self._words = tempfile.TemporaryDirectory(prefix="dataflow-")
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._actors)
@@ -74,7 +77,16 @@ class Actors:
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "TOKENIZERS_PARALLELISM": "false",
+            LAST_WORDS: str(Path(self._words.name) / str(rank)),
         }
+
+    def last_words(self) -> str:
+        """Returns, once, why a process of the tool was ended from outside; nothing if it left no word of that."""
+        files = sorted(Path(self._words.name).glob("*"))
+        words = [file.read_text() for file in files]
+        for file in files:
+            file.unlink()
+        return " ".join(words)
 
     def kill(self) -> None:
         """Ends them, and gives their GPUs back."""

@@ -296,14 +296,15 @@ class Crew:
     async def _revive(self, error: Exception) -> None:
         """Builds the tool anew, as often as it may die, and gives it what the dead one was at work on."""
         while True:
-            self._count(error)
+            words = self.actors.last_words()
+            self._count(error, words)
             self.actors.kill()
             try:
                 async with asyncio.timeout(self.deadline_s):
                     await self._settled()
                     left = self.replays.left()
                     lost = [running for running in self._running.values() if running.to_send]
-                    self._warn(left, lost)
+                    self._warn(left, lost, words)
                     await self.actors.build(self._blobs)
                     for submission in left:
                         await self._replay(submission)
@@ -320,8 +321,12 @@ class Crew:
                 running.call = self.replays.narrowed(running.task, running.call)
                 self._send(running)
 
-    def _count(self, error: Exception) -> None:
+    def _count(self, error: Exception, words: str) -> None:
         self.deaths += 1
+        if self.deaths > self.spec.restarts and words:
+            raise RunError(
+                f"{self.deaths} deaths of '{self.spec.name}' with restarts={self.spec.restarts}; the last: {words}"
+            ) from error
         if self.deaths > self.spec.restarts:
             raise RunError(
                 f"{DIED}: {self.deaths} deaths of '{self.spec.name}' with restarts={self.spec.restarts}; "
@@ -334,12 +339,13 @@ class Crew:
         if calls:
             await asyncio.wait(calls)
 
-    def _warn(self, left: Sequence[Submission], lost: Sequence[Running]) -> None:
+    def _warn(self, left: Sequence[Submission], lost: Sequence[Running], words: str) -> None:
         again = [f"{s.task} for {len(s.groups)} groups" for s in left] + [str(running.task) for running in lost]
         names = ", ".join(again[:NAMED]) + (f" and {len(again) - NAMED} more" if len(again) > NAMED else "")
         logger.warning(
-            "'{}' died (killed, or out of memory): restart {} of {}; it is built anew{}.",
+            "'{}' died ({}): restart {} of {}; it is built anew{}.",
             self.spec.name,
+            words.rstrip(".") or "killed, or out of memory",
             self.deaths,
             self.spec.restarts,
             f", then runs again {names}" if again else "",

@@ -14,8 +14,13 @@ from typing import Any
 from dataflow import clock
 from dataflow.batch import Batch
 from dataflow.executors.base import Call, Part, Report, answer, part, prepare
+from dataflow.executors.ray_answer import answer_to, answering
 from dataflow.gpus import see
 from dataflow.graph import Hosted, Stage, TaskInfo
+from dataflow.usercode import Contained
+
+LAST_WORDS = "DATAFLOW_LAST_WORDS"
+"""The environment variable that names the file in which whoever ends a tool's process leaves the reason."""
 
 
 class Host:
@@ -31,6 +36,7 @@ class Host:
             s.bind(("", 0))
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
+    @answering
     def build(self, blob: bytes, environment: Mapping[str, str], anchor: clock.Anchor, *gpus: str) -> int:
         """Builds the tool, which sees these GPUs, or those that Ray shows it; returns this process's id."""
         clock.adopt(anchor)
@@ -55,6 +61,7 @@ class Host:
         _spec, stages = cloudpickle.loads(blob)
         self.stages |= stages
 
+    @answering
     def run(self, call: Call, keep: bool, *values: Any) -> Any:
         """Runs a stage function; returns its pickled answer, then, if kept, a value per field.
 
@@ -68,10 +75,12 @@ class Host:
             result = asyncio.run(result)
         return _packed(answer(stage, call, info, arguments, result, begin, clock.now()), keep, held)
 
+    @answering
     def ask(self, method: str) -> Any:
         """Calls a method of the tool."""
         return getattr(self.tool, method)()
 
+    @answering
     def close(self) -> None:
         """Lets the tool end well, if it can."""
         if hasattr(self.tool, "close"):
@@ -102,11 +111,13 @@ def settle_memory() -> None:
 class WaitingHost(Host):
     """A host whose calls run side by side on one event loop: for tools that wait."""
 
+    @answering
     async def build(  # type: ignore[override]
         self, blob: bytes, environment: Mapping[str, str], anchor: clock.Anchor, *gpus: str
     ) -> int:
         return super().build(blob, environment, anchor, *gpus)
 
+    @answering
     async def run(self, call: Call, keep: bool, *values: Any) -> Any:
         begin = clock.now()
         stage, arguments, keywords, info = self._prepare(call, values)
@@ -129,7 +140,7 @@ class WaitingHost(Host):
             handed.put_nowait(part(stage, call.info, number, emitted, clock.now()))
 
         stage, arguments, keywords, info = self._prepare(call, values, emit)
-        running = asyncio.ensure_future(stage.fn(*arguments, **keywords))
+        running = asyncio.ensure_future(Contained(stage.fn(*arguments, **keywords)))
         running.add_done_callback(lambda _running: handed.put_nowait(None))
         try:
             while (event := await handed.get()) is not None:
@@ -139,13 +150,21 @@ class WaitingHost(Host):
             result = await running
             for item in _packed(answer(stage, call, info, arguments, result, begin, clock.now()), True, None):
                 yield item
+            return
+        except BaseException as error:
+            if isinstance(error, GeneratorExit):
+                raise
+            instead = answer_to(error)
         finally:
             running.cancel()
+        raise instead
 
+    @answering
     async def ask(self, method: str) -> Any:
         answer = getattr(self.tool, method)()
         return await answer if asyncio.iscoroutine(answer) else answer
 
+    @answering
     async def close(self) -> None:  # type: ignore[override]
         if hasattr(self.tool, "close"):
             closed = self.tool.close()

@@ -7,7 +7,6 @@ not asked again; where it is wished, requests in flight with the same prompt and
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -18,11 +17,15 @@ from dataflow import clock
 from dataflow.copies import own_copy
 from dataflow.errors import RewardFailed
 from dataflow.rewards.custom import describe, name_of, raised
+from dataflow.rewards.frozen import Frozen, FrozenCall
+from dataflow.rewards.latencies import Latencies
 from dataflow.rewards.ledger import Answer, Ledger, key_of
 from dataflow.rewards.lifecycle import Lifecycle
 from dataflow.rewards.limits import Limits
 from dataflow.rewards.requests import Arguments, Ask, Request, StepRequests
 from dataflow.rewards.results import read_amount, tokens_used
+from dataflow.rewards.sentinel import Kind, Sentinel
+from dataflow.usercode import is_ours
 
 _ADMITTED = 64  # rows that are made ready before the loop may do something else
 
@@ -47,6 +50,8 @@ class Asks:
         counts: of the agent.
         fail: ends a step that cannot be read.
         ended: called after each ask.
+        frozen: samples that are not to be scored again.
+        sentinel: sees what runs.
     """
 
     def __init__(
@@ -59,7 +64,11 @@ class Asks:
         counts: Counter[str],
         fail: Callable[[StepRequests, str, BaseException | None], None],
         ended: Callable[[], None],
+        frozen: Frozen,
+        sentinel: Sentinel | None,
     ) -> None:
+        self._frozen = frozen
+        self._sentinel = sentinel
         self._endpoint = getattr(owner, "endpoint", None) if limits.endpoints else None
         rated = any(each.tpm is not None for each in (limits, *limits.endpoints.values()))
         self._tokens = getattr(owner, "tokens", None) if rated else None
@@ -73,7 +82,7 @@ class Asks:
         self._ended = ended
         self._by_key: dict[bytes, Ask] = {}
         self._sequence = 0
-        self.latency_s = array("d")
+        self.latency_s = Latencies()
         self.life: Lifecycle
         self.ends: Ends
 
@@ -91,9 +100,16 @@ class Asks:
                     request.begin = request.end = clock.now()
                     # Samples with the same key have the same answer, each with columns of its own.
                     self.ends.scored(request, answer.score, own_copy(answer.extras), "ledger")
+                elif story := self._frozen.sample(state.key, request.group, request.sample, keywords[1]):
+                    request.begin = request.end = clock.now()
+                    self.ends.broken(request, f"{request}: {story}", FrozenCall(story))
                 else:
                     self._ask(state, request, *keywords)
-        except Exception as error:
+                if state.over:
+                    return
+        except BaseException as error:  # reading a request runs code of the user's
+            if is_ours(error):
+                raise
             if not state.over:
                 self._fail(
                     state, f"reward agent: step {state.key} cannot be sent: {describe(error).rstrip('.')}.", error
@@ -129,15 +145,25 @@ class Asks:
             return
         self._sequence += 1
         ask = Ask(arguments, key, (*state.priority, self._sequence), [request])
-        if self._endpoint is not None:
-            ask.endpoint = _told(self._endpoint, arguments)
-        if self._tokens is not None:
-            ask.tokens = _estimate(self._tokens, arguments)
+        if self._endpoint is not None or self._tokens is not None:
+            if self._sentinel is None:
+                self._measure(ask)
+            else:
+                mark = self._sentinel.mark(Kind.SCORE, state.key, request.group, request.sample, key)
+                with self._sentinel.inside(mark):
+                    self._measure(ask)
         if shared is not None:
             self._by_key[shared] = ask
         request.ask = ask
         ask.queued_at = clock.now()
         self.life.queue(ask)
+
+    def _measure(self, ask: Ask) -> None:
+        """Asks the user's object where the ask goes, and how many tokens it will use."""
+        if self._endpoint is not None:
+            ask.endpoint = _told(self._endpoint, ask.arguments)
+        if self._tokens is not None:
+            ask.tokens = _estimate(self._tokens, ask.arguments)
 
     def _bring_forward(self, ask: Ask, state: StepRequests) -> None:
         """An ask goes as early as the earliest step that wants it; its old place in the line counts no more."""
@@ -206,7 +232,9 @@ def _told(method: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Returns what a method of the user's says of a request."""
     try:
         return method(**own_copy(arguments))
-    except Exception as error:
+    except BaseException as error:
+        if is_ours(error):
+            raise
         raise RewardFailed(raised("before a request is sent", method, error).rstrip(".")) from error
 
 

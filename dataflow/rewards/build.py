@@ -13,12 +13,14 @@ from dataflow.errors import ConfigError
 from dataflow.redaction import keep_secrets, redact_logs
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.custom import CONTEXT, build_reward, find_reward, load_reward
+from dataflow.rewards.frozen import FILE, Frozen
 from dataflow.rewards.judge import Judge
 from dataflow.rewards.ledger import Ledger
 from dataflow.rewards.limits import Limits, check_endpoints
 from dataflow.rewards.managers import build_manager, find_manager
 from dataflow.rewards.ray_metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
+from dataflow.rewards.sentinel import Sentinel
 
 if TYPE_CHECKING:
     from dataflow.reward_config import RewardConfig
@@ -69,10 +71,12 @@ def build_agent(
             options.manager, reward, options.manager_path, **{"tokenizer": tokenizer, **options.manager_kwargs}
         )
     declared = dict(getattr(reward, "limits", None) or {})
+    retry = retry_of(options, declared.get("timeout_s"))
+    record = None if ledger is None else Path(ledger).expanduser().absolute().with_name(FILE)
     return RewardAgent(
         reward,
         limits=limits_of(options, declared),
-        retry=retry_of(options, declared.get("timeout_s")),
+        retry=retry,
         hedge_after=options.hedge_after,
         on_failure=options.on_failure,
         max_failed_share=options.max_failed_share,
@@ -81,7 +85,18 @@ def build_agent(
         share_equal=options.share_equal,
         scorer=_scorer(custom, default, options),
         metrics=RayMetrics(run) if in_ray_worker() else None,
+        sentinel=_sentinel(options, retry.timeout_s, record),
+        frozen=Frozen(record),
     )
+
+
+def _sentinel(options: RewardConfig, timeout_s: float | None, record: Path | None) -> Sentinel | None:
+    """Returns what ends a frozen agent: after its calls' time-out, unless another time is configured."""
+    after_s = timeout_s if options.frozen_after is None else options.frozen_after
+    inline = not in_ray_worker()
+    if options.frozen_after == 0 or (after_s is None and not inline):
+        return None
+    return Sentinel(after_s, record, inline)
 
 
 def host_agent(options: RewardConfig, **given: Any) -> RewardAgent:

@@ -16,12 +16,16 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dataflow import clock
 from dataflow.redaction import redact_error
 from dataflow.rewards.custom import is_async
 from dataflow.rewards.watchdog import Watchdog
+from dataflow.usercode import Contained, is_interrupt
+
+if TYPE_CHECKING:
+    from dataflow.rewards.sentinel import Sentinel
 
 GRACE_S = 1.0
 """What a task that was cancelled may take to end before it counts as a stray."""
@@ -59,6 +63,7 @@ class Call:
         "_clock",
         "_done",
         "_freed",
+        "_mark",
         "_owner",
         "_stray",
         "_task",
@@ -70,8 +75,9 @@ class Call:
         "seconds",
     )
 
-    def __init__(self, owner: Calls, done: Told, freed: Told) -> None:
+    def __init__(self, owner: Calls, done: Told, freed: Told, mark: bytes | None = None) -> None:
         self._owner = owner
+        self._mark = mark
         self._done: Told | None = done
         self._freed: Told | None = freed
         self._awaited: Awaitable[Any] | None = None
@@ -163,7 +169,14 @@ class Call:
     def _await(self, awaitable: Awaitable[Any]) -> None:
         self._awaited = awaitable
         # A context of its own: what ends in one call starts the next, which must not see its variables.
-        self._task = self._owner.loop.create_task(self._run(awaitable), context=self._owner.context.copy())
+        # Not by the loop's factory: what may leave this task is caught in it.
+        context, running = self._owner.context.copy(), self._run(awaitable)
+        sentinel, mark = self._owner.sentinel, self._mark
+        marked: Any = running
+        if sentinel is not None and mark is not None:
+            marked = sentinel.stepped(running, mark)
+            context.run(_user_code.set, (sentinel, mark))
+        self._task = asyncio.Task(marked, loop=self._owner.loop, context=context)
         self._task.add_done_callback(self._cancelled)
 
     async def _run(self, awaitable: Awaitable[Any]) -> None:
@@ -171,13 +184,31 @@ class Call:
         result, error = None, None
         try:
             result = await awaitable
-        except (asyncio.CancelledError, KeyboardInterrupt):
+        except asyncio.CancelledError:
             raise
-        except BaseException as raised:  # a task that raises SystemExit would end the loop with it
+        except BaseException as raised:  # a task that raises SystemExit or KeyboardInterrupt would end the loop with it
+            if is_interrupt(raised):
+                raise
             error = raised
         assert self._task is not None
         self._task.remove_done_callback(self._cancelled)
         self._ended(result, error)
+
+
+_user_code: contextvars.ContextVar[tuple[Sentinel | None, bytes] | None] = contextvars.ContextVar(
+    "dataflow_user_code", default=None
+)
+
+
+def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    """Makes a task; one that user code starts cannot end the loop with it."""
+    context = options.get("context")
+    users = _user_code.get() if context is None else context.get(_user_code)
+    wrapped = coroutine
+    if users is not None and inspect.iscoroutine(coroutine):
+        sentinel, mark = users
+        wrapped = Contained(coroutine) if sentinel is None else sentinel.stepped(Contained(coroutine), mark)
+    return asyncio.Task(wrapped, loop=loop, **options)
 
 
 async def _for_ever() -> None:
@@ -196,11 +227,22 @@ class Calls:
     Args:
         on_stray: told how many strays there are, each time one more is abandoned.
         on_bug: told of an error in whoever was told of an end, who would otherwise be waited for in vain.
+        sentinel: sees what runs, and ends the process if that freezes it.
     """
 
-    def __init__(self, on_stray: Callable[[int], None], on_bug: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        on_stray: Callable[[int], None],
+        on_bug: Callable[[Exception], None],
+        sentinel: Sentinel | None = None,
+    ) -> None:
+        self.sentinel = sentinel
+        self._begin = time.perf_counter()
         self.loop = asyncio.get_running_loop()
         self.context = contextvars.copy_context()
+        self.context.run(_user_code.set, (None, b""))
+        if self.loop.get_task_factory() is None:
+            self.loop.set_task_factory(_task)
         self.on_stray = on_stray
         self._on_bug = on_bug
         self.live: set[Call] = set()
@@ -219,6 +261,7 @@ class Calls:
         freed: Told,
         timeout_s: float | None = None,
         waits: bool | None = None,
+        mark: bytes | None = None,
     ) -> Call:
         """Calls ``function(**keywords)``; returns at once.
 
@@ -229,8 +272,9 @@ class Calls:
             freed: told when the call's slot is free.
             timeout_s: None lets it take as long as it does.
             waits: whether the function is async, where that is known.
+            mark: what the sentinel is to know of the call.
         """
-        call = Call(self, done, freed)
+        call = Call(self, done, freed, mark)
         self.live.add(call)
         if timeout_s is not None:
             self._timeouts.add(call, timeout_s)
@@ -240,7 +284,9 @@ class Calls:
                 call._await(function(**keywords))
             else:
                 self._threads.run(lambda: self._in_thread(call, function, keywords))
-        except (Exception, SystemExit) as error:  # it does not take these arguments, or there is no thread for it
+        except BaseException as error:  # it does not take these arguments, or there is no thread for it
+            if is_interrupt(error):
+                raise
             self.loop.call_soon(call._ended, None, error)
         return call
 
@@ -257,10 +303,15 @@ class Calls:
 
     def _in_thread(self, call: Call, function: Callable[..., Any], keywords: Mapping[str, Any]) -> Tell:
         result, error = None, None
+        sentinel, mark = self.sentinel, call._mark
+        if sentinel is not None and mark is not None:
+            sentinel.enter(mark)
         try:
             result = function(**keywords)
         except BaseException as raised:  # whatever user code raises belongs to whoever asked, not to the thread
             error = raised
+        if sentinel is not None and mark is not None:
+            sentinel.leave()
         return partial(self._post, call, result, error)
 
     def _post(self, call: Call, result: Any, error: BaseException | None) -> None:
@@ -268,6 +319,13 @@ class Calls:
             self.loop.call_soon_threadsafe(call._thread_ended, result, error)
         except RuntimeError:  # the loop is closed: whoever waited is gone with it
             _discard(result)
+
+    def since_s(self, *, all_of_them: bool) -> float | None:
+        """Returns how long ago the oldest call that goes on began, or the first of all; None if there is none."""
+        now = time.perf_counter()
+        if all_of_them:
+            return now - self._begin
+        return max((now - call._clock for call in self.live), default=None)
 
     async def close(self, deadline_s: float = 2.0) -> None:
         """Cancels what runs and waits for the tasks; threads are left to end by themselves."""

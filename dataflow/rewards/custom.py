@@ -18,8 +18,8 @@ from typing import Any
 
 from dataflow.copies import own_options
 from dataflow.errors import ConfigError, nearest
-from dataflow.redaction import redact
 from dataflow.rewards.results import read_result as read_result  # where docs/rewards.md has managers import it from
+from dataflow.usercode import attribute_of, is_interrupt, message_of, parts_of
 
 FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The keywords that verl calls a reward function with, in its order."""
@@ -35,11 +35,11 @@ _ASKED = ("retry_on", "endpoint", "tokens", "usage")
 LABEL = "dataflow_reward_"
 """What the names of modules loaded from users' files begin with."""
 
-_LONGEST = 2000  # characters of an error's message
+_NAMED = 3  # exceptions of a group, and causes, that a message names
 
 _OUTSIDE = ("copies.py", "numeric.py", "reward_agent.py")
 # These frames say nothing about where the user's code failed.
-_MACHINERY = (
+MACHINERY = (
     "<frozen ",
     os.path.join(os.path.dirname(inspect.__file__), "asyncio"),
     os.path.join(os.path.dirname(__file__), ""),
@@ -69,8 +69,10 @@ def load_file(path: str, where: str) -> ModuleType:
     sys.modules[label] = module  # dataclasses and pickle look a module up by its name
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         del sys.modules[label]
+        if is_interrupt(error):
+            raise
         raise ConfigError(f"{where}: importing it raised {describe(error)}.") from error
     return module
 
@@ -225,8 +227,8 @@ def build_reward(
 def _instance(kind: type, given: dict[str, Any]) -> Any:
     try:
         return kind(**own_options(given))
-    except Exception as error:
-        if isinstance(error, ConfigError):
+    except BaseException as error:
+        if isinstance(error, ConfigError) or is_interrupt(error):
             raise
         raise ConfigError(f"reward class '{kind.__name__}' cannot be built: {describe(error)}.") from error
 
@@ -318,32 +320,40 @@ def is_async(function: Any) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Returns an exception in one line: its type, message and the line of user code it came through."""
-    text = _shortened(redact(" ".join(str(error).split())))
+    """Returns an exception in one line: its type, message and the line of user code it came through.
+
+    Of a group also the exceptions that it holds.
+    """
+    text = message_of(error)
     place = place_of(error)
-    return f"{type(error).__name__}{': ' + text if text else ''}{' (' + place + ')' if place else ''}"
-
-
-def _shortened(text: str) -> str:
-    """Returns the beginning of what may be the whole page that a server sent."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
+    said = f"{type(error).__name__}{': ' + text if text else ''}{' (' + place + ')' if place else ''}"
+    if not isinstance(error, BaseExceptionGroup):
+        return said
+    parts = parts_of(error)
+    named = [describe(part) for part in parts[:_NAMED]]
+    more = [f"{len(parts) - _NAMED} more"] if len(parts) > _NAMED else []
+    return f"{said}: {', '.join([*named, *more])}"
 
 
 def place_of(error: BaseException) -> str:
     """Returns file and line of the user's code that an exception came through, as far as is known."""
     frames = traceback.extract_tb(error.__traceback__)
-    user = next((frame for frame in frames if not frame.filename.startswith(_MACHINERY)), None)
+    user = next((frame for frame in frames if not frame.filename.startswith(MACHINERY)), None)
     # One that comes from another process has lost its frames, and carries the place with it.
-    return f"{Path(user.filename).name}:{user.lineno}" if user else str(getattr(error, "_place", ""))
+    return f"{Path(user.filename).name}:{user.lineno}" if user else str(attribute_of(error, "_place", ""))
 
 
 def user_frame(frames: Iterable[FrameType]) -> FrameType | None:
     """Returns the first frame that is of the user's code."""
-    return next((frame for frame in frames if not frame.f_code.co_filename.startswith(_MACHINERY)), None)
+    return next((frame for frame in frames if not frame.f_code.co_filename.startswith(MACHINERY)), None)
 
 
 def raised(where: str, function: Any, error: BaseException) -> str:
     """Returns the message for user code that raised: where, what, and the fix."""
-    # An exception of our own knows better what to do about it.
-    fix = getattr(error, "fix", "correct it, or catch the error there and return a score")
-    return f"{where}: '{name_of(function)}' raised {describe(error)}; {fix}."
+    return f"{where}: '{name_of(function)}' raised {describe(error)}; {fix_of(error)}."
+
+
+def fix_of(error: BaseException) -> str:
+    """Returns what to do about an exception: an error of our own knows better than we do here."""
+    fix = attribute_of(error, "fix")
+    return fix if isinstance(fix, str) else "correct it, or catch the error there and return a score"

@@ -15,9 +15,12 @@ from dataflow.copies import own_copy
 from dataflow.rewards.calls import Call, Calls
 from dataflow.rewards.custom import describe, name_of, raised
 from dataflow.rewards.failure import FailedShare
+from dataflow.rewards.frozen import Frozen, FrozenCall
 from dataflow.rewards.limits import Limiter, Line
 from dataflow.rewards.requests import Finish, Request, StepRequests
 from dataflow.rewards.results import read_scores
+from dataflow.rewards.sentinel import Kind
+from dataflow.usercode import attribute_of, is_ours, message_of
 
 _LOGS = 8  # calls of the user's log at a time
 
@@ -44,6 +47,7 @@ class Groups:
         calls: runs both.
         limiter: gives the slots for the first.
         timeout_s: of one call of either.
+        frozen: calls that are not to be made again.
         owner: ends steps that cannot go on.
     """
 
@@ -54,8 +58,10 @@ class Groups:
         calls: Calls,
         limiter: Limiter,
         timeout_s: float | None,
+        frozen: Frozen,
         owner: Owner,
     ) -> None:
+        self._frozen = frozen
         self._post = post
         self._log = log
         self._log_failed = False
@@ -78,10 +84,11 @@ class Groups:
         self._owner.counts["failed"] += 1
         failures.ended(message)
         request.how, state.story = "failed", message
-        if getattr(error, "fatal", False) or state.rule.kind == "fail":
+        fatal = attribute_of(error, "fatal") is True
+        if fatal or state.rule.kind == "fail":
             state.open -= 1
             request.ended = True
-            if getattr(error, "fatal", False):
+            if fatal:
                 self._owner.halt(message, error)
             else:
                 self._owner.fail(state, message, error)
@@ -146,6 +153,11 @@ class Groups:
     def post_process(self, item: Finish, line: Line) -> None:
         """A group's turn to be post-processed has come, and its slot is taken."""
         assert self._post is not None
+        sentinel = self._calls.sentinel
+        if story := self._frozen.group(item.step.key, item.group):
+            self._limiter.release(line, clock.now())
+            self._owner.fail(item.step, f"group {item.group} of step {item.step.key}: {story}", FrozenCall(story))
+            return
         scores = [request.score for request in item.step.groups[item.group] if request.kept]
         self._calls.start(
             partial(self._post, scores),
@@ -153,6 +165,7 @@ class Groups:
             done=partial(self._post_processed, item),
             freed=lambda call: self._limiter.release(line, call.begin),
             timeout_s=self._timeout_s,
+            mark=None if sentinel is None else sentinel.mark(Kind.POST_PROCESS, item.step.key, item.group),
         )
 
     def _post_processed(self, item: Finish, call: Call) -> None:
@@ -167,9 +180,12 @@ class Groups:
         try:
             for request, score in zip(requests, read_scores(scores, len(requests)), strict=True):
                 request.score = score
-        except ValueError as error:
+        except BaseException as error:  # what it returned may be an object of the user's own kind
+            if is_ours(error):
+                raise
+            what = message_of(error) if type(error) is ValueError else f"what cannot be read: {describe(error)}"
             fix = f"return a list of {len(requests)} finite numbers"
-            self._owner.fail(state, f"{where}: '{name_of(post)}' returned {error}; {fix}.", error)
+            self._owner.fail(state, f"{where}: '{name_of(post)}' returned {what}; {fix}.", error)
             return
         self._arrive(state, group)
 
@@ -189,10 +205,14 @@ class Groups:
                 waiter.future.set_result(chosen)
             state.waiters.popleft()
 
-    def tell(self, rewards: Batch) -> None:
+    def tell(self, step: StepRequests, rewards: Batch) -> None:
         """Hands what was collected to the user's ``log``; what that raises is said once and ends nothing."""
         if self._log is None:
             return
+        if self._frozen.log:
+            self._say_of_log(f"is left out: {self._frozen.log.rstrip('.')}")
+            return
+        sentinel = self._calls.sentinel
         if self._logging >= _LOGS:
             self._say_of_log(f"has not returned from {_LOGS} calls, so that it is left out of further ones")
             return
@@ -208,6 +228,7 @@ class Groups:
                 "group_uids": rewards.groups.tolist(),
             },
             done=self._told,
+            mark=None if sentinel is None else sentinel.mark(Kind.LOG, step.key, int(rewards.ids[0])),
             freed=self._logged,  # without a time-out: it holds up nothing, and a stray would count as a scorer's
         )
 

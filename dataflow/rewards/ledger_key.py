@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from dataflow.errors import DataflowError
+from dataflow.usercode import is_ours, message_of
 
 Key = bytes
 
@@ -53,10 +54,13 @@ def key_of(arguments: Mapping[str, Any], scorer: str = "") -> Key:
     content = (scorer, get("data_source"), get("solution_str"), get("ground_truth"), get("extra_info"))
     try:
         text = memoryview(_pickled(_ordered(content)))
-    except Exception as error:  # pickling runs the objects' own code
+    except BaseException as error:  # pickling runs the objects' own code
+        if is_ours(error):
+            raise
+        what = f"{type(error).__name__}: {message_of(error)}"
         raise DataflowError(
-            f"a request cannot be told from others by its arguments ({type(error).__name__}: {error}); keep what "
-            "cannot be pickled out of extra_info, or set reward.ledger=false and reward.share_equal=false"
+            f"a request cannot be told from others by its arguments ({what}); keep what cannot be "
+            "pickled out of extra_info, or set reward.ledger=false and reward.share_equal=false"
         ) from error
     # SHA-256 is the one that processors compute. From 2,048 bytes on hashlib would hand over the GIL, and get it
     # back, beside busy reward threads, only after milliseconds.

@@ -14,14 +14,16 @@ from typing import Any, Protocol
 
 from dataflow import clock
 from dataflow.copies import own_copy
-from dataflow.redaction import redact, redact_known
+from dataflow.redaction import redact_known
 from dataflow.rewards.calls import Call, Calls
-from dataflow.rewards.custom import describe, is_async, name_of
+from dataflow.rewards.custom import describe, fix_of, is_async, name_of
 from dataflow.rewards.hedge import Hedge
 from dataflow.rewards.limits import Limiter, Line
 from dataflow.rewards.requests import Ask
 from dataflow.rewards.results import read_result, tokens_used
 from dataflow.rewards.retry import Retry, is_throttle, is_timeout, retry_after_s, status_of
+from dataflow.rewards.sentinel import Kind
+from dataflow.usercode import attribute_of, is_ours, message_of, parts_of
 
 
 class BadScore(ValueError):
@@ -106,6 +108,7 @@ class Lifecycle:
             freed=partial(self._freed, ask, line),
             timeout_s=timeout_s,
             waits=self._waits,
+            mark=self._mark(ask),
         )
         ask.live[call] = hedge
         threshold_s = None if hedge else self._hedging.after_s
@@ -136,10 +139,11 @@ class Lifecycle:
                 score, extras = read_result(call.result)
                 if extras:
                     extras = redact_known(extras)  # what a server said is kept and shown in these columns
-            except Exception as bad:  # reading it may run code of the user's: a tensor's, a mapping's
-                error = BadScore(
-                    redact(str(bad)) if type(bad) is ValueError else f"what cannot be read: {describe(bad)}"
-                )
+            except BaseException as bad:  # reading it may run code of the user's: a tensor's, a mapping's
+                if is_ours(bad):
+                    raise
+                known = type(bad) is ValueError
+                error = BadScore(message_of(bad) if known else f"what cannot be read: {describe(bad)}")
             else:
                 self._hedging.answered(self._latency_s(ask, call))
                 self.drop(ask)
@@ -171,8 +175,10 @@ class Lifecycle:
         self._unwatch(ask)
         now = self._calls.loop.time()
         try:
-            again = not getattr(error, "fatal", False) and self._retry.again(error)
-        except (Exception, SystemExit) as own:
+            again = attribute_of(error, "fatal") is not True and self._again(ask, error)
+        except BaseException as own:
+            if is_ours(own):
+                raise
             self._give_up(ask, own, f"the predicate for retries raised {describe(own)}")
             return
         if not again or ask.tries >= self._retry.tries:
@@ -188,6 +194,20 @@ class Lifecycle:
             self._watch(ask)
         else:
             ask.timer = self._calls.loop.call_later(wait_s, self._requeue, ask)
+
+    def _mark(self, ask: Ask) -> bytes | None:
+        sentinel = self._calls.sentinel
+        if sentinel is None:
+            return None
+        request = ask.requests[0]
+        return sentinel.mark(Kind.SCORE, request.step.key, request.group, request.sample, ask.key)
+
+    def _again(self, ask: Ask, error: BaseException) -> bool:
+        mark = self._mark(ask) if ask.requests else None
+        if mark is None or self._calls.sentinel is None:
+            return bool(self._retry.again(error))
+        with self._calls.sentinel.inside(mark):
+            return bool(self._retry.again(error))
 
     def _requeue(self, ask: Ask) -> None:
         self._watch(ask)
@@ -223,8 +243,6 @@ class Lifecycle:
     def _story(self, ask: Ask, error: BaseException, why: str) -> str:
         """Returns what happened, and what to do about it."""
         name = f"'{name_of(self._score)}'"
-        # An exception of our own knows better what to do about it.
-        fix = getattr(error, "fix", "correct it, or catch the error there and return a score")
         verb = f"returned {error}" if isinstance(error, BadScore) else f"raised {describe(error)}"
         if ask.tries > 1 and len(set(ask.errors)) > 1:
             verb = f"failed on each of {ask.tries} tries: {', '.join(ask.errors)}; it {verb}"
@@ -232,9 +250,9 @@ class Lifecycle:
             verb += f" on each of {ask.tries} tries"
         if ask.tries > 1 or isinstance(error, TimeoutError):
             verb += f" (last: {ask.last_s:.1f} s)"
-        return f"{name} {verb}{'; ' + why if why else ''}; {fix}."
+        return f"{name} {verb}{'; ' + why if why else ''}; {fix_of(error)}."
 
 
 def _brief(error: BaseException) -> str:
-    status = status_of(error)
-    return f"HTTP {status}" if status is not None else type(error).__name__
+    names = [f"HTTP {status_of(one)}" if status_of(one) is not None else type(one).__name__ for one in parts_of(error)]
+    return " and ".join(dict.fromkeys(names))

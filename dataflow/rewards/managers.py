@@ -17,6 +17,7 @@ from dataflow.copies import own_copy, own_options
 from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.rewards.custom import describe, is_async, load_file, name_of, pick, scorer_of
 from dataflow.rewards.results import read_amount, read_result
+from dataflow.usercode import is_interrupt
 
 FORWARDED = ("post_process_scores", "log", "close", "usage", "retry_on", "endpoint", "endpoints", "tokens", "limits")
 """What a manager hands on of the reward object that it wraps."""
@@ -128,7 +129,9 @@ def build_manager(
         manager = kind(compute_score, **options)
     except ConfigError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise ConfigError(f"{what} cannot be built: {describe(error)}.") from error
     if not callable(getattr(manager, "compute_score", None)):
         raise ConfigError(f"{what}: class '{kind.__name__}' has neither compute_score nor verl's run_single.")

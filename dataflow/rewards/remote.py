@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -28,10 +27,11 @@ from dataflow.executors.ray_answer import cause, died, fetch, last_words
 from dataflow.executors.ray_host import pickled
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.asks import Asks
+from dataflow.rewards.latencies import Latencies
 from dataflow.rewards.limit_server import Address
 from dataflow.rewards.remote_host import Arrival, Facts, Failure
 from dataflow.rewards.remote_shard import Part, Shard, answers, hosted, needed, start
-from dataflow.rewards.requests import NOTES, Request, Step, StepRequests, Ticket, latency_summary
+from dataflow.rewards.requests import NOTES, Request, Step, StepRequests, Ticket
 from dataflow.rewards.shared import start_limits
 
 _CLOSE_S = 10.0
@@ -112,7 +112,7 @@ class RemoteAgent(RewardAgent):
             added["rate_limit_wait_s"] = max((stats.get("rate_limit_wait_s", 0.0) for stats in said), default=0.0)
         own = ("requested", "scored", "failed", "cancelled", "cached", "shared")
         now = {name: self.counts[name] for name in own} | {"steps": len(self._steps), "actors_died": self._deaths}
-        return super().stats() | added | now | {"latency_s": latency_summary(self._asks.latency_s)}
+        return super().stats() | added | now | {"latency_s": self._asks.latency_s.summary()}
 
     async def refresh(self) -> dict[str, Any]:
         """Asks the actors for their stats, and returns those of all."""
@@ -324,7 +324,7 @@ class _Elsewhere:
     """The asks of an agent that has none: its actors have them."""
 
     def __init__(self) -> None:
-        self.latency_s = array("d")
+        self.latency_s = Latencies()
 
     def admit(self, *_arguments: Any) -> None:
         """Nothing of a new step is tried here."""

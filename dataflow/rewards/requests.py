@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -209,7 +208,7 @@ class StepRequests:
         return chosen
 
 
-def latency_summary(latency_s: Sequence[float] | array[float]) -> dict[str, float]:
+def latency_summary(latency_s: Sequence[float]) -> dict[str, float]:
     """Returns p50, p95, p99, max and mean of durations, in seconds; nothing if there are none."""
     if not len(latency_s):
         return {}

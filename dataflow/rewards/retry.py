@@ -12,6 +12,7 @@ from typing import Any
 from tenacity import RetryCallState, Retrying, wait_random_exponential
 
 from dataflow.errors import ConfigError
+from dataflow.usercode import attribute_of, causes_of, parts_of
 
 THROTTLED = (429, 503, 529)
 """HTTP statuses by which a server says that it is asked too much."""
@@ -93,21 +94,25 @@ def is_transient(error: BaseException) -> bool:
     """Whether an error may be gone at the next try: a time-out, a broken connection, 429, 5xx.
 
     An error may say so itself, by a bool attribute ``retry``. One that says nothing counts as the one it was raised
-    from.
+    from (``__cause__``); what was only being handled meanwhile (``__context__``) does not count. An exception group
+    may be gone if all that it holds may: the others would be raised again.
 
     >>> is_transient(ConnectionResetError()), is_transient(ValueError())
     (True, False)
+    >>> is_transient(ExceptionGroup("", [ConnectionResetError(), ValueError()]))
+    False
     """
-    own = getattr(error, "retry", None)
-    if isinstance(own, bool):
-        return own
-    status = status_of(error)
-    if status is not None:
-        return may_pass(status)
-    if isinstance(error, TimeoutError | ConnectionError) or _is_one(error, _TRANSPORT):
-        return True
-    # Clients wrap what their transport raised in errors of their own.
-    return error.__cause__ is not None and is_transient(error.__cause__)
+    for one in causes_of(error):  # clients wrap what their transport raised in errors of their own
+        own, status = attribute_of(one, "retry"), status_of(one)
+        if isinstance(own, bool):
+            return own
+        if isinstance(one, BaseExceptionGroup):
+            return all(map(is_transient, parts_of(one)))
+        if status is not None:
+            return may_pass(status)
+        if isinstance(one, TimeoutError | ConnectionError) or _is_one(one, _TRANSPORT):
+            return True
+    return False
 
 
 def may_pass(status: int) -> bool:
@@ -121,33 +126,37 @@ def _is_one(error: BaseException, names: Mapping[str, Sequence[str]]) -> bool:
 
 def is_timeout(error: BaseException) -> bool:
     """Whether there was no answer in time, by our clock or by that of the HTTP client."""
-    return isinstance(error, TimeoutError) or _is_one(error, _TIME_OUTS)
+    return all(isinstance(one, TimeoutError) or _is_one(one, _TIME_OUTS) for one in parts_of(error))
 
 
 def is_throttle(error: BaseException) -> bool:
     """Whether it says that the service is asked more than it can or will answer."""
-    return status_of(error) in THROTTLED or is_timeout(error)
+    return is_timeout(error) or any(status_of(one) in THROTTLED for one in parts_of(error))
 
 
 def status_of(error: BaseException) -> int | None:
     """Returns the HTTP status an exception carries, as aiohttp, httpx, openai, requests and Google name it."""
-    response = getattr(error, "response", None)
+    response = attribute_of(error, "response")
     for place, name in ((error, "status"), (error, "status_code"), (response, "status_code"), (response, "status")):
-        value = getattr(place, name, None)
+        value = attribute_of(place, name)
         if isinstance(value, int) and 100 <= value <= 599:
             return value
-    code = getattr(error, "code", None)  # many other things have one
+    code = attribute_of(error, "code")  # many other things have one
     return code if isinstance(code, int) and 400 <= code <= 599 and not isinstance(error, SystemExit) else None
 
 
 def retry_after_s(error: BaseException) -> float:
     """Returns how long the server asks to be left alone, in seconds; 0 if it does not."""
-    own = getattr(error, "retry_after", None)
+    return max(map(_retry_after_s, parts_of(error)))
+
+
+def _retry_after_s(error: BaseException) -> float:
+    own = attribute_of(error, "retry_after")
     if isinstance(own, int | float):
         return _seconds(own)
-    for place in (error, getattr(error, "response", None)):
-        headers = getattr(place, "headers", None)
-        if headers is not None and hasattr(headers, "get") and (wait_s := read_retry_after(headers)):
+    for place in (error, attribute_of(error, "response")):
+        headers = attribute_of(place, "headers")
+        if attribute_of(headers, "get") is not None and (wait_s := read_retry_after(headers)):
             return wait_s
     return 0.0
 
@@ -165,11 +174,12 @@ def read_retry_after(headers: Mapping[str, Any]) -> float:
     >>> read_retry_after({"Retry-After": "1.5"})
     1.5
     """
-    text = str(headers.get("Retry-After") or headers.get("retry-after") or "").strip()
-    if not text:
+    try:
+        text = str(headers.get("Retry-After") or headers.get("retry-after") or "").strip()
+    except Exception:  # the headers of an exception of the user's may be anything
         return 0.0
     try:
-        return _seconds(float(text))
+        return _seconds(float(text)) if text else 0.0
     except ValueError:
         sent = _unix(str(headers.get("Date") or headers.get("date") or ""))
         until = _unix(text)

@@ -15,7 +15,6 @@ import pickle
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from dataflow.errors import ConfigError, RewardFailed
-from dataflow.redaction import redact_error
 from dataflow.rewards.custom import (
     LABEL,
     MADE,
@@ -35,6 +33,7 @@ from dataflow.rewards.custom import (
     place_of,
     scorer_of,
 )
+from dataflow.usercode import attribute_of, pickled_error, trace_of
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]
 """A result and an exception, of which one is None."""
@@ -123,8 +122,7 @@ def work(pipe: Any, recipe: Recipe) -> None:
             pipe.send_bytes(reply_of(*outcome))
     _, error = _outcome(partial(_close, reward))
     if error is not None:
-        redact_error(error)
-        traceback.print_exception(error)
+        print(trace_of(error), file=sys.stderr, end="")
 
 
 def _settle() -> None:
@@ -188,22 +186,18 @@ def reply_of(result: Any, error: BaseException | None) -> bytes:
     if error is None:
         try:
             return pickle.dumps((result, b"", "", ""))
-        except Exception as broken:
+        except BaseException as broken:  # pickling runs code of the user's
             error = WorkerError(f"it returned a {type(result).__name__}, which cannot be sent ({describe(broken)})")
-    trace = "".join(traceback.format_exception(error))
-    return pickle.dumps((None, _sendable(error), place_of(error), trace))
+    return pickle.dumps((None, _sendable(error), place_of(error), trace_of(error)))
 
 
 def _sendable(error: BaseException) -> bytes:
     """Returns an exception in bytes that the other side can read."""
-    # Neither of these may pass through a coroutine as what it is.
-    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
-        with suppress(Exception):  # one whose constructor takes other arguments than it hands on, say
-            sent = pickle.dumps(error)
-            if type(pickle.loads(sent)) is type(error):
-                return sent
+    sent = pickled_error(error)
+    if sent is not None:
+        return sent
     other = WorkerError(describe(error))
-    facts = {name: getattr(error, name, None) for name in ("retry", "retry_after", "fatal", "fix", "status")}
+    facts = {name: attribute_of(error, name) for name in ("retry", "retry_after", "fatal", "fix", "status")}
     vars(other).update((name, value) for name, value in facts.items() if isinstance(value, bool | int | float | str))
     return pickle.dumps(other)
 

@@ -22,6 +22,7 @@ from dataflow.rewards.calls import Call, Calls, TimedOut
 from dataflow.rewards.custom import load_file
 from dataflow.tools.formats import Format, Framing, ToolCall, find_format
 from dataflow.tools.registry import READY, Tool, choose_tools, marked_tools
+from dataflow.usercode import is_ours, message_of
 
 # Content that no template changes, to find again in what it renders.
 _SAID, _ANSWER = "dataflow-said", "dataflow-answer"
@@ -274,11 +275,17 @@ class Desk:
         except ValueError as error:
             return Answer(f"error: {error}", failed=True)
         try:
-            return Answer(_text(await own.call(tool, arguments, self.run)))
+            said = await own.call(tool, arguments, self.run)
         except TimedOut as error:
             return Answer(f"error: {call.name}: {error}", failed=True)
         except _Failed as failed:
             return Answer(f"error: {failed}", failed=True)
+        try:
+            return Answer(_text(said))
+        except BaseException as error:  # what it returned may be of any kind
+            if is_ours(error):
+                raise
+            return Answer(f"error: {call.name} returned what cannot be read: {_Failed(error)}", failed=True)
 
     async def run(self, function: Any, keywords: Mapping[str, Any]) -> Any:
         """Calls user code.
@@ -362,7 +369,7 @@ class _Failed(Exception):
     """A tool raised."""
 
     def __init__(self, error: BaseException) -> None:
-        text = str(error)
+        text = message_of(error)
         super().__init__(f"{type(error).__name__}{': ' + text if text else ''}")
 
 

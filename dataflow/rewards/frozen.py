@@ -1,0 +1,60 @@
+"""What froze an agent's process before: the agent that takes its place must not call that again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import RewardFailed
+from dataflow.rewards.requests import Step
+from dataflow.rewards.sentinel import Kind
+
+FILE = "frozen.jsonl"
+"""Beside the ledger of a run: a line for each call that froze an agent."""
+
+
+class FrozenCall(RewardFailed):
+    """A call froze the agent's process, which was ended for it; it is not made again."""
+
+    retry = False
+
+
+class Frozen:
+    """The calls that froze the agents before this one.
+
+    Args:
+        path: of the record; None, or no such file, knows none.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._samples: dict[tuple[Step, int, int], str] = {}
+        self._keys: dict[str, str] = {}
+        self._groups: dict[tuple[Step, int], str] = {}
+        self.log = ""
+        """What is to be said of the user's ``log``, if that did it."""
+        if path is not None and path.is_file():
+            for line in path.read_text().splitlines():
+                self._add(json.loads(line))
+
+    def _add(self, facts: dict[str, Any]) -> None:
+        story, at = facts["story"], (facts["step"], facts["group"])
+        if facts["kind"] == Kind.LOG:
+            self.log = story
+        elif facts["kind"] == Kind.POST_PROCESS:
+            self._groups[at] = story
+        elif facts["key"]:
+            self._keys[facts["key"]] = story  # whoever asks the same freezes the agent as well
+        else:
+            self._samples[*at, facts["sample"]] = story
+
+    def sample(self, step: Step, group: int, sample: int, key: bytes | None) -> str:
+        """Returns what happened when a sample, or another with the same text, was scored; nothing if it was not."""
+        if not self._keys and not self._samples:
+            return ""
+        known = "" if key is None else self._keys.get(key[:8].rstrip(b"\0").hex(), "")
+        return known or self._samples.get((step, group, sample), "")
+
+    def group(self, step: Step, group: int) -> str:
+        """Returns what happened when a group was post-processed."""
+        return self._groups.get((step, group), "")

@@ -1,0 +1,92 @@
+"""Calls that freeze their process, which only another process sees: it names them, and ends it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dataflow.rewards.frozen import Frozen
+from tests.rewards import frozen_calls
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(100)]
+
+DEADLINE_S = 60.0
+FREEZES = ["backtracks", "sleeps_in_c", "backtracks_on_the_loop", "backtracks_in_a_task", "blocks_the_loop"]
+SIGNALS = [(signal.SIGINT, "blocks_the_loop"), (signal.SIGTERM, "backtracks")]
+LOCK, LOOP = "has kept Python's lock for", "has held up the event loop for"
+
+
+class Program:
+    """The program in a process of its own."""
+
+    def __init__(self, function: str, directory: Path, after_s: str) -> None:
+        self.record = directory / f"{function}{after_s}.jsonl"
+        command = [sys.executable, "-u", frozen_calls.__file__, function, str(self.record), after_s]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+        )
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], DEADLINE_S)[0], "it says nothing"
+        return self.process.stdout.readline().strip()
+
+    def end(self) -> tuple[int, str]:
+        _out, said = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, said
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Program]]:
+    """All of them side by side: each takes longer to start and to be found out than it computes."""
+    directory = tmp_path_factory.mktemp("frozen")
+    started = {function: Program(function, directory, "1.5") for function in [*FREEZES, "starts_a_program"]}
+    started |= {sign.name: Program(function, directory, "") for sign, function in SIGNALS}
+    yield started
+    for program in started.values():
+        program.process.kill()
+        program.process.wait()
+
+
+@pytest.mark.parametrize("function", FREEZES)
+def test_a_frozen_process_is_ended_and_the_sample_is_named(programs: dict[str, Program], function: str) -> None:
+    program = programs[function]
+    assert program.line() == "frozen"
+    code, said = program.end()
+    assert code == -signal.SIGKILL
+    named = "backtracks_on_the_loop" if function == "backtracks_in_a_task" else function
+    assert f"sample 1 of group 7 of step val:3: '{named}' (frozen_calls.py:" in said
+    assert (LOOP if function == "blocks_the_loop" else LOCK) in said
+    assert "reward.manager=remote" in said
+    frozen = Frozen(program.record)
+    assert named in frozen.sample("val:3", 7, 1, b"12345678 of this request")
+    assert not frozen.sample("val:3", 7, 0, b"87654321 of another")
+
+
+def test_what_it_had_started_ends_with_it(programs: dict[str, Program]) -> None:
+    program = programs["starts_a_program"]
+    child = int(program.line())
+    program.end()
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(child).wait(DEADLINE_S)
+
+
+@pytest.mark.parametrize(("sign", "function"), SIGNALS)
+def test_a_signal_ends_a_run_that_is_frozen(programs: dict[str, Program], sign: signal.Signals, function: str) -> None:
+    program = programs[sign.name]
+    assert program.line() == "frozen"
+    program.process.send_signal(sign)
+    code, said = program.end()
+    assert code == -signal.SIGKILL
+    assert f"\ndataflow: interrupted by {sign.name}: '{function}'" in said
+    assert not program.record.exists()
