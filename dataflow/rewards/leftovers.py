@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from dataflow.rewards.sentinel_process import descendants
 
+_TICK_S = 0.011  # the system tells when a process began in hundredths of a second, rounded down
 # What Python and torch start for all of the process, and use again.
 _SHARED = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"compile_worker")
 
@@ -30,7 +31,7 @@ def end_children(since_s: float, but: Collection[int] = ()) -> list[int]:
     begin_s = time.clock_gettime(time.CLOCK_BOOTTIME) - since_s
     killed = []
     for child in _children():
-        if child in but or _started_s(child) < begin_s - 0.05 or any(name in _command(child) for name in _SHARED):
+        if child in but or _started_s(child) < begin_s - _TICK_S or any(name in _command(child) for name in _SHARED):
             continue
         for pid in [child, *descendants(child)]:
             with contextlib.suppress(ProcessLookupError, PermissionError):

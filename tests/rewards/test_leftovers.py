@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def test_the_child_of_a_call_whose_time_is_over_ends_with_the_agent(tmp_path: Pa
     (tmp_path / "reward.py").write_text(REWARD)
     os.mkfifo(tmp_path / "pid")
     other = subprocess.Popen(["sleep", "1000"])
+    time.sleep(0.05)  # the system tells begins in hundredths of a second
     rows: dict[str, Any] = {"data_source": ["d"], "response_text": [str(tmp_path / "pid")], "ground_truth": ["1"]}
 
     async def body() -> None:
