@@ -4,11 +4,13 @@ Columns are tensors, or numpy object arrays of everything else (text, chat messa
 a small dict for the whole batch (``weights_version``). A batch is never changed in place: every method returns a new
 one, so a value may be read by several tasks at once. A TensorDict is made where verl wants one, and not before: its
 import takes as long as torch's own, in each process (docs/decisions/0009).
+
+Between processes tensors travel as numpy arrays, whose memory Ray shares: torch's own pickle copies it several times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +38,7 @@ class Batch:
     __slots__ = ("arrays", "groups", "meta", "tensors")
 
     groups: np.ndarray
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     arrays: dict[str, np.ndarray]
     meta: dict[str, Any]
 
@@ -54,16 +56,23 @@ class Batch:
         if len(set(ids)) != len(ids):
             torn = next(g for g in ids if ids.count(g) > 1)
             raise DataflowError(f"Batch: the rows of group {torn} do not stand together; sort rows by group.")
-        self.tensors = {}
+        self.tensors = tensors = {}
         self.arrays = {}
         for name, column in (columns or {}).items():
             if len(column) != rows:
                 raise DataflowError(f"Batch: column '{name}' has {len(column)} rows, the batch has {rows}.")
             if isinstance(column, torch.Tensor):
-                self.tensors[name] = column
+                tensors[name] = column
             else:
                 self.arrays[name] = _objects(column)
         self.meta = dict(meta or {})
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.groups, _Tensors.packed(self.tensors), self.arrays, self.meta
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.groups, packed, self.arrays, self.meta = state
+        self.tensors = _Tensors(packed)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -230,6 +239,50 @@ class Batch:
     def nbytes(self) -> int:
         """Bytes of the tensor columns."""
         return sum(column.numel() * column.element_size() for column in self.tensors.values())
+
+
+class _Tensors(Mapping[str, "Tensor"]):
+    """The tensors of a batch that came from another process.
+
+    Arrays in Ray's shared memory are read-only, and a write to a tensor over such an array kills the process. So a
+    tensor is a copy, made when its column is first read: few stages read all columns.
+    """
+
+    __slots__ = ("_columns",)
+
+    def __init__(self, packed: Mapping[str, Tensor | np.ndarray]) -> None:
+        self._columns = dict(packed)
+
+    @staticmethod
+    def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor | np.ndarray]:
+        """Returns what travels of these tensors: numpy arrays, or the tensor where numpy has no such array."""
+        columns = tensors._columns if isinstance(tensors, _Tensors) else tensors
+        return {name: _packed(column) for name, column in columns.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        column = self._columns[name]
+        if isinstance(column, np.ndarray):
+            import torch
+
+            column = torch.from_numpy(column if column.flags.writeable else column.copy())
+            self._columns[name] = column
+        return column
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+def _packed(column: Tensor | np.ndarray) -> Tensor | np.ndarray:
+    if isinstance(column, np.ndarray) or column.requires_grad:
+        return column
+    try:
+        array: np.ndarray = column.contiguous().numpy()
+    except (TypeError, RuntimeError):  # bfloat16, a sparse tensor, one on a GPU
+        return column
+    return array
 
 
 def _objects(column: Any) -> np.ndarray:

@@ -129,3 +129,61 @@ def test_it_is_a_dataproto_at_verls_edge():
     assert back.ids == b.ids
     assert back["score"].tolist() == b["score"].tolist()
     assert back.meta == b.meta
+
+
+def received(sent: Batch) -> tuple[Batch, list[pickle.PickleBuffer]]:
+    """Returns a batch as another process gets it of Ray: its arrays are shared memory that must not be written."""
+    buffers: list[pickle.PickleBuffer] = []
+    inside = pickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(inside, buffers=[memoryview(bytes(buffer.raw())) for buffer in buffers]), buffers
+
+
+def test_tensors_travel_outside_of_the_pickle_and_are_copied_when_they_are_read():
+    ids, mask = torch.arange(6).reshape(3, 2), torch.ones(3, 2, dtype=torch.bool)
+    sent = Batch([0, 0, 1], {"ids": ids, "mask": mask, "text": ["a", "b", "c"]}, {"weights_version": 3})
+    got, buffers = received(sent)
+    assert {len(buffer.raw()) for buffer in buffers} >= {ids.nbytes, mask.nbytes}
+    assert (got.names, got.meta, got.ids) == (sent.names, sent.meta, sent.ids)
+    assert "ids" in got
+    got["ids"][0, 0] = 9  # in shared memory this would kill the process
+    got.tensors["mask"].zero_()
+    assert got["ids"].tolist() == [[9, 1], [2, 3], [4, 5]], "the copy is made once"
+    assert not got["mask"].any()
+    again, _buffers = received(got)
+    assert again["ids"].tolist() == got["ids"].tolist()
+    assert sent["ids"].tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        torch.ones(2, 3, dtype=torch.bfloat16),
+        torch.ones(2, 3, requires_grad=True),
+        torch.ones(2, 3).to_sparse(),
+        torch.arange(12).reshape(6, 2).T,
+        torch.arange(12).reshape(6, 2)[2:4],
+        torch.zeros(2, 0),
+        torch.tensor([1.5, -2.0], dtype=torch.float16),
+    ],
+    ids=["bfloat16", "grad", "sparse", "transposed", "slice", "empty", "half"],
+)
+def test_every_kind_of_tensor_comes_back_as_it_was(column):
+    for got in (
+        received(Batch([0, 1], {"x": column}))[0]["x"],
+        pickle.loads(pickle.dumps(Batch([0, 1], {"x": column})))["x"],
+    ):
+        assert (got.dtype, got.shape, got.layout, got.requires_grad) == (
+            column.dtype,
+            column.shape,
+            column.layout,
+            column.requires_grad,
+        )
+        assert torch.equal(got.to_dense(), column.to_dense())
+
+
+def test_what_comes_of_a_received_batch_is_a_batch_like_any_other():
+    got, _buffers = received(batch(meta={"a": 1}))
+    assert got.select([2, 0])["score"].tolist() == [4.0, 5.0, 0.0, 1.0]
+    assert got.merge(got.like(more=torch.zeros(8)))["more"].tolist() == [0.0] * 8
+    assert Batch.concat([got, batch(6).select([4, 5])]).ids == (0, 1, 2, 3, 4, 5)
+    assert got.nbytes == 8 * 4
