@@ -209,7 +209,7 @@ class RewardAgent:
         if spare < 0 or (spare >= len(ids) and not more):
             raise DataflowError(f"reward agent: step {step} has {len(ids)} groups, {spare} of which cannot be spare.")
         arguments = Arguments(samples, self._decode, getattr(self._owner, "wants_response_ids", False))
-        loop = self._bind()
+        self._bind()
         training = isinstance(step, numbers.Integral)
         priority = (0, int(step)) if training else (1, 0)
         state = known or StepRequests(
@@ -220,7 +220,7 @@ class RewardAgent:
         self.counts["requested"] += len(samples)
         self.failures.submitted(len(samples), state.rows)
         self._measure()
-        loop.call_soon(self._asks.admit, state, arguments, rows)
+        self._asks.add(state, arguments, rows)
         return Ticket(step, ids, len(samples))
 
     async def collect(self, step: Step, k: int | None = None, order: Order = "arrival", *, last: bool = False) -> Batch:
@@ -446,6 +446,7 @@ class RewardAgent:
         self.counts["cancelled"] += state.open
         state.open = 0
         state.unfinished.clear()
+        state.unready.clear()
         for requests in state.groups.values():
             for request in requests:
                 if not request.ended:

@@ -1,12 +1,15 @@
 """From samples to asks, and from answers back to the samples that wait for them.
 
-Rows are made ready a few at a time, so that a large step holds up nothing that is in flight. What the ledger knows is
-not asked again; where it is wished, requests in flight with the same prompt and response share one ask.
+Rows are made ready a few at a time, so that a large step holds up nothing that is in flight; and no more than can soon
+start, so that the first calls of a large step do not compete with the decoding of its last responses. What the ledger
+knows is not asked again; where it is wished, requests in flight with the same prompt and response share one ask.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,7 +25,7 @@ from dataflow.rewards.latencies import Latencies
 from dataflow.rewards.ledger import Answer, Ledger, key_of
 from dataflow.rewards.lifecycle import Lifecycle
 from dataflow.rewards.limits import Limits
-from dataflow.rewards.requests import Arguments, Ask, Request, StepRequests
+from dataflow.rewards.requests import Arguments, Ask, Request, Rows, StepRequests
 from dataflow.rewards.results import read_amount, tokens_used
 from dataflow.rewards.sentinel import Kind, Sentinel
 from dataflow.usercode import is_ours
@@ -73,6 +76,9 @@ class Asks:
         rated = any(each.tpm is not None for each in (limits, *limits.endpoints.values()))
         self._tokens = getattr(owner, "tokens", None) if rated else None
         self._unmetered = rated and self._tokens is None
+        # Where rows know of each other all are made ready: by their keys, or as one line must not wait for another.
+        together = ledger is not None or share_equal or self._endpoint is not None
+        self._ahead = math.inf if together else max(_ADMITTED, limits.concurrency)
         self._owner = owner
         self._ledger = ledger
         self._share_equal = share_equal
@@ -86,13 +92,23 @@ class Asks:
         self.life: Lifecycle
         self.ends: Ends
 
-    def admit(self, state: StepRequests, arguments: Arguments, rows: list[Request], begin: int = 0) -> None:
-        """Makes the next rows ready and puts them in line, then comes back for those behind them."""
-        if state.over:
+    def add(self, state: StepRequests, arguments: Arguments, requests: list[Request]) -> None:
+        """Takes further samples of a step; their asks are made on the next turns of the loop."""
+        state.unready.append(Rows(arguments, requests, clock.now()))
+        self._go_on(state)
+
+    def _admit(self, state: StepRequests) -> None:
+        """Makes the next rows of a step ready and puts them in line; comes back for those behind them."""
+        state.admitting = False
+        if state.over or not state.unready:
             return
-        end = min(begin + _ADMITTED, len(rows))
+        rows = state.unready[0]
+        begin, rows.ready = rows.ready, min(rows.ready + _ADMITTED, len(rows.requests))
+        if rows.ready == len(rows.requests):
+            state.unready.popleft()
         try:
-            for request, keywords, answer in self._ready(state, rows[begin:end], arguments.rows(begin, end)):
+            arguments = rows.arguments.rows(begin, rows.ready)
+            for request, keywords, answer in self._ready(state, rows.requests[begin : rows.ready], arguments):
                 if request.ended:
                     continue  # its group was dropped meanwhile
                 if answer is not None:
@@ -104,7 +120,7 @@ class Asks:
                     request.begin = request.end = clock.now()
                     self.ends.broken(request, f"{request}: {story}", FrozenCall(story))
                 else:
-                    self._ask(state, request, *keywords)
+                    self._ask(state, request, rows.begin, *keywords)
                 if state.over:
                     return
         except BaseException as error:  # reading a request runs code of the user's
@@ -116,8 +132,13 @@ class Asks:
                 )
             return
         self.life.fill()
-        if end < len(rows) and not state.over:
-            asyncio.get_running_loop().call_soon(self.admit, state, arguments, rows, end)
+        self._go_on(state)
+
+    def _go_on(self, state: StepRequests) -> None:
+        """Sees to it that further rows are made ready, if enough of the step's asks have left the line."""
+        if state.unready and not state.admitting and state.in_line < self._ahead:
+            state.admitting = True
+            asyncio.get_running_loop().call_soon(self._admit, state)
 
     def _ready(
         self, state: StepRequests, requests: list[Request], arguments: list[dict[str, Any]]
@@ -133,7 +154,9 @@ class Asks:
             for request, keywords, key in zip(requests, arguments, keys, strict=True)
         ]
 
-    def _ask(self, state: StepRequests, request: Request, arguments: dict[str, Any], key: bytes | None) -> None:
+    def _ask(
+        self, state: StepRequests, request: Request, begin: float, arguments: dict[str, Any], key: bytes | None
+    ) -> None:
         shared = key if self._share_equal else None
         ask = None if shared is None else self._by_key.get(shared)
         if ask is not None:
@@ -155,7 +178,8 @@ class Asks:
         if shared is not None:
             self._by_key[shared] = ask
         request.ask = ask
-        ask.queued_at = clock.now()
+        ask.queued_at = begin
+        state.in_line += 1
         self.life.queue(ask)
 
     def _measure(self, ask: Ask) -> None:
@@ -174,6 +198,15 @@ class Asks:
                 self.life.queue(ask)
 
     # --- Lifecycle's Outcome ----------------------------------------------------------------------------------
+
+    def started(self, ask: Ask) -> None:
+        """Its first call starts."""
+        self._left(ask.requests[0].step)
+
+    def _left(self, state: StepRequests) -> None:
+        """An ask stands no longer in line for its first call."""
+        state.in_line -= 1
+        self._go_on(state)
 
     def settled(self, ask: Ask, score: float, extras: dict[str, Any], how: str) -> None:
         """An ask has its score: so have all requests behind it."""
@@ -224,6 +257,8 @@ class Asks:
             return
         ask.requests.remove(request)
         if not ask.requests:
+            if not ask.tries:
+                self._left(request.step)
             self._take_requests(ask)
             self.life.drop(ask)
 

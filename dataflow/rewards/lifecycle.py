@@ -33,7 +33,9 @@ class BadScore(ValueError):
 
 
 class Outcome(Protocol):
-    """Who is told how an ask ended."""
+    """Who is told how an ask began and ended."""
+
+    def started(self, ask: Ask) -> None: ...
 
     def settled(self, ask: Ask, score: float, extras: dict[str, Any], how: str) -> None: ...
 
@@ -101,6 +103,8 @@ class Lifecycle:
             self.counts["hedged"] += 1
         else:
             ask.tries += 1
+        if ask.tries == 1 and not hedge:
+            self._outcome.started(ask)
         call = self._calls.start(
             self._score,
             own_copy(ask.arguments),  # what a try changes must not be seen by the next one, nor by other samples

@@ -326,7 +326,7 @@ class _Elsewhere:
     def __init__(self) -> None:
         self.latency_s = Latencies()
 
-    def admit(self, *_arguments: Any) -> None:
+    def add(self, *_arguments: Any) -> None:
         """Nothing of a new step is tried here."""
 
     def detach(self, request: Request) -> None:

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -137,6 +138,20 @@ class Waiter:
 
 
 @dataclass(eq=False)
+class Rows:
+    """Samples submitted together, of which the first ``ready`` have their asks.
+
+    Attributes:
+        begin: when they were submitted, in seconds of ``clock.now()``.
+    """
+
+    arguments: Arguments
+    requests: list[Request]
+    begin: float
+    ready: int = 0
+
+
+@dataclass(eq=False)
 class StepRequests:
     """A submitted step. Its groups go from unfinished to arrived to collected, or are lost."""
 
@@ -151,6 +166,12 @@ class StepRequests:
     """All groups that were submitted."""
     rows: int = 0
     """All samples that were submitted."""
+    unready: deque[Rows] = field(default_factory=deque)
+    """Those that no ask has been made for."""
+    admitting: bool = False
+    """Whether the next of these are about to be made ready."""
+    in_line: int = 0
+    """Asks that wait for their first call."""
     groups: dict[int, list[Request]] = field(default_factory=dict)
     unfinished: dict[int, int] = field(default_factory=dict)
     """How many samples of a group are still to come."""
@@ -171,14 +192,14 @@ class StepRequests:
     over: bool = False
 
     def add(self, groups: Sequence[int]) -> list[Request]:
-        """Takes a row of each of these group ids; returns their requests, in that order."""
-        rows = []
-        for group in groups:
-            requests = self.groups.setdefault(group, [])
-            rows.append(Request(self, group, len(requests)))
-            requests.append(rows[-1])
+        """Takes a row of each of these group ids, which are new; returns their requests, in that order."""
+        rows: list[Request] = []
+        for group, same in groupby(groups):
+            requests = [Request(self, group, sample) for sample, _group in enumerate(same)]
+            rows += requests
+            self.groups[group] = requests
             self.unfinished[group] = len(requests)
-        self.seen.update(groups)
+            self.seen.add(group)
         self.rows += len(rows)
         self.open += len(rows)
         return rows
@@ -235,29 +256,30 @@ class Arguments:
         self._sources, self._truths = samples["data_source"], samples["ground_truth"]
         self._decode = decode if "response_text" not in samples else None
         self._texts = samples["responses" if self._decode else "response_text"]
-        columns = samples.columns
-        self._extras, self._prompts = columns.get("extra_info"), columns.get("raw_prompt")
-        self._ids = columns.get("responses") if with_ids else None
-        mask = columns.get("response_mask")
-        self._lengths = None if mask is None else _lengths(mask)
+        # By name: a column that nobody reads is not copied out of shared memory.
+        names = ("extra_info", "raw_prompt", "response_mask", "responses" if with_ids else "")
+        self._extras, self._prompts, self._mask, self._ids = (samples[n] if n in samples else None for n in names)  # noqa: SIM401
 
     def rows(self, begin: int, end: int) -> list[dict[str, Any]]:
         """Returns the keywords of the rows from begin to end."""
-        return [self._row(row, text) for row, text in enumerate(self._text(begin, end), begin)]
+        lengths = None if self._mask is None else _lengths(self._mask[begin:end])
+        texts = self._text(begin, end, lengths)
+        return [
+            self._row(row, text, lengths[row - begin] if lengths else None) for row, text in enumerate(texts, begin)
+        ]
 
-    def _text(self, begin: int, end: int) -> list[str]:
+    def _text(self, begin: int, end: int, lengths: list[int] | None) -> list[str]:
         if self._decode is None:
             return list(self._texts[begin:end])
-        ids = self._texts[begin:end].numpy()
-        lengths = [ids.shape[1]] * len(ids) if self._lengths is None else self._lengths[begin:end]
-        return self._decode([row[:length] for row, length in zip(ids, lengths, strict=True)])
+        ids = list(self._texts[begin:end].numpy())
+        return self._decode(ids if lengths is None else [row[:n] for row, n in zip(ids, lengths, strict=True)])
 
-    def _row(self, row: int, text: str) -> dict[str, Any]:
+    def _row(self, row: int, text: str, length: int | None) -> dict[str, Any]:
         extra = dict((None if self._extras is None else self._extras[row]) or {})
         if self._prompts is not None and self._prompts[row] is not None:
             extra["raw_prompt"] = self._prompts[row]
-        if self._lengths is not None:
-            extra["response_length"] = self._lengths[row]
+        if length is not None:
+            extra["response_length"] = length
         if self._ids is not None:
             extra["response_ids"] = self._ids[row][: extra.get("response_length")].tolist()
         return {

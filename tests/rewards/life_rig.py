@@ -120,6 +120,10 @@ class Rig:
 
     # --- Lifecycle's Outcome ----------------------------------------------------------------------------------
 
+    def started(self, ask: Ask) -> None:
+        assert ask.tries == 1
+        assert self.told[ask.arguments["name"]].times == 0
+
     def settled(self, ask: Ask, score: float, extras: dict[str, Any], how: str) -> None:
         told = self._end(ask)
         told.score, told.extras, told.how = score, extras, how

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dataflow.batch import Batch
-from dataflow.errors import ConfigError, DataflowError
+from dataflow.errors import ConfigError, DataflowError, RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge import Judge
 from tests.rewards.group_rig import BROKEN, Reward, agent_of, samples
@@ -311,6 +312,130 @@ def test_an_answer_that_cannot_be_read_has_failed() -> None:
         agent.submit(1, samples(1))
         rewards = await agent.collect(1)
         assert rewards["kept"].tolist() == [False, True]
+        await agent.close()
+
+    run_virtual(body)
+
+
+# --- a few at a time -------------------------------------------------------------------------------------------
+
+
+class Decoder:
+    """Turns a token id into its digits, and counts what it was given."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.rows = 0
+        self.fails_at = fails_at
+
+    def __call__(self, rows: Any) -> list[str]:
+        self.rows += len(rows)
+        if self.fails_at is not None and self.rows > self.fails_at:
+            raise ValueError("no such token")
+        return [str(row[0]) for row in rows]
+
+
+def undecoded(rows: int, first: int = 0) -> Batch:
+    ids = torch.arange(first, first + rows).reshape(rows, 1)
+    columns = {"responses": ids, "data_source": ["d"] * rows, "ground_truth": ["t"] * rows}
+    return Batch(list(range(first, first + rows)), columns)
+
+
+def test_no_more_responses_are_decoded_than_can_soon_start() -> None:
+    async def body() -> None:
+        decode, reward = Decoder(), Reward(**{str(n): ("after", 1.0, 0.0) for n in range(1000)})
+        agent = agent_of(reward, decode=decode, limits=Limits(100))
+        agent.submit(1, undecoded(1000))
+        await asyncio.sleep(0.5)
+        assert len(reward.begun) == 100
+        assert 200 <= decode.rows < 300, "those in flight, as many again, and the rest of a slice"
+        assert agent.stats()["waiting"] == 900
+        await asyncio.sleep(1.0)
+        assert 300 <= decode.rows < 400
+        asks = [request.ask for (request,) in agent._steps[1].groups.values() if request.ask]
+        assert len({ask.queued_at for ask in asks}) == 1, "they wait since they were submitted"
+        await agent.collect(1)
+        assert reward.begun == [str(n) for n in range(1000)]
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_an_older_steps_last_rows_go_before_a_newer_steps_first() -> None:
+    async def body() -> None:
+        reward = Reward(**{str(n): ("after", 1.0, 0.0) for n in range(500)})
+        agent = agent_of(reward, decode=Decoder(), limits=Limits(2))
+        agent.submit(1, undecoded(1, 999), more=True)
+        for step, first, rows in (("val:1", 400, 100), (3, 200, 200), (2, 0, 200)):
+            agent.submit(step, undecoded(rows, first))
+        for set_ in (600, 700):  # each set of a step is taken up
+            agent.submit(1, undecoded(100, set_), more=True)
+        reward.plan |= {str(n): ("after", 1.0, 0.0) for n in range(600, 1000)}
+        await agent.collect(1, 201, last=True)
+        for step in (2, 3, "val:1"):
+            await agent.collect(step)
+        order = [int(name) for name in reward.begun]
+        assert order[0] == 999
+        assert sorted(order[1:3]) == [400, 600], "one slot was free before there was more of step 1"
+        assert [row for row in order[1:] if row != 400] == [*range(600, 800), *range(400), *range(401, 500)]
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_rows_that_were_not_ready_end_with_their_step() -> None:
+    async def body() -> None:
+        decode, reward = Decoder(), Reward(**{str(n): "never" for n in range(200)})
+        agent = agent_of(reward, decode=decode, limits=Limits(1))
+        agent.submit(1, undecoded(200))
+        await asyncio.sleep(0.1)
+        before = decode.rows
+        assert agent.cancel(1) == 200
+        agent.submit(2, undecoded(1, 300))
+        assert (await agent.collect(2))["score"].tolist() == [300.0]
+        assert decode.rows == before + 1, "nothing of what was cancelled"
+        assert agent.stats()["waiting"] == 0
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_groups_that_are_left_out_make_room_for_the_next_rows() -> None:
+    async def body() -> None:
+        rows, n = 240, 3
+        reward = Reward(**{str(row): BROKEN if row % n == 0 else ("after", 1.0, 0.0) for row in range(rows)})
+        agent = agent_of(reward, "drop_group", decode=Decoder(), limits=Limits(1))
+        one = undecoded(rows)
+        agent.submit(1, Batch([row // n for row in range(rows)], one.columns))
+        rewards = await agent.collect(1)
+        assert rewards["kept"].tolist() == [False] * rows
+        assert reward.begun == [str(row) for row in range(0, rows, n)], "its group is not asked for any more"
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_a_response_that_cannot_be_decoded_later_ends_its_step() -> None:
+    async def body() -> None:
+        reward = Reward(**{str(n): ("after", 1.0, 0.0) for n in range(1000)})
+        agent = agent_of(reward, decode=Decoder(fails_at=500), limits=Limits(100))
+        agent.submit(1, undecoded(1000))
+        with pytest.raises(RewardFailed, match=r"step 1 cannot be sent: ValueError: no such token"):
+            await agent.collect(1)
+        await asyncio.sleep(0.1)
+        assert agent.stats()["running"] == 0
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_where_rows_share_answers_all_are_ready_at_once() -> None:
+    async def body() -> None:
+        decode, reward = Decoder(), Reward(**{str(n): ("after", 1.0, 0.0) for n in range(1000)})
+        agent = agent_of(reward, decode=decode, limits=Limits(1), share_equal=True)
+        agent.submit(1, undecoded(1000))
+        await asyncio.sleep(0.5)
+        assert decode.rows == 1000
+        agent.cancel(1)
         await agent.close()
 
     run_virtual(body)
