@@ -1,6 +1,7 @@
 """What the reward agent adds to the delays of the rewards: times as ratios to an ideal schedule, CPU per reward.
 
     python benchmarks/reward_agent.py
+    python benchmarks/reward_agent.py actor      # the agent in a process of its own, as a run on Ray has it
     python benchmarks/reward_agent.py http       # through the judge and an HTTP server in a process of its own
 
 5,120 samples in groups of 5, responses of 1,024 tokens that are decoded on the way, delays uniform between 0.01 and
@@ -8,7 +9,9 @@
 ratios are to that. CPU seconds are of 1,000 rewards, and depend on the machine: beside them stands what the same calls
 cost in this run with no agent around them. The bounds on CPU time were set on a machine where aiohttp takes 0.13 ms for
 a request (64 in flight, no delay); ``slower`` is how many times that it takes here, and the bounds grow by as much.
-Each row is the median of several runs. Prints a table and writes JSON.
+Each row is the median of several runs. The rows of ``actor`` begin with the samples in this process and end with all
+rewards in it: the way there and back through Ray's object store counts. Prints a table, writes JSON, and exits with 1
+where a bound is not held.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +35,41 @@ import uvloop
 from _run import table
 
 from dataflow.batch import Batch
+from dataflow.executors.base import Call
 from dataflow.executors.ray_host import settle_memory
+from dataflow.graph import Hosted, TaskInfo
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.decode import decoder
 from dataflow.rewards.judge import Judge, messages
 from dataflow.rewards.judge_server import start_judge
 from dataflow.rewards.ledger import Ledger
+from dataflow.stages.reward import reward_collect, reward_request
 
-SAMPLES, GROUP, TOKENS, MINI_BATCHES = 5_120, 5, 1_024, 4
+SAMPLES, GROUP, PROMPT, TOKENS, MINI_BATCHES = 5_120, 5, 200, 1_024, 4
 LOW, HIGH = 0.01, 0.4
 AIOHTTP_MS = 0.13
-BOUNDS = {
-    ("async", 256): {"makespan": 1.03, "first": 1.10, "submit_s": 0.10, "cpu_s": 0.12},
-    ("sync", 256): {"makespan": 1.06},
-    ("async", 1024): {"makespan": 1.07},
-    ("async", 4096): {"makespan": 1.5},
-}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row: what kind of function, how many calls in flight, of how many samples, and what must hold."""
+
+    kind: str
+    concurrency: int
+    bounds: dict[str, float]
+    samples: int = SAMPLES
+
+
+HERE = [
+    Case("async", 256, {"makespan": 1.03, "first": 1.10, "submit_s": 0.10, "cpu_s": 0.12}),
+    Case("sync", 256, {"makespan": 1.06}),
+    Case("async", 1024, {"makespan": 1.07}),
+    Case("async", 4096, {"makespan": 1.5}),
+    Case("sync", 1024, {"first": 1.2}, samples=4 * SAMPLES),
+]
+ACTOR = [
+    Case("async", 256, {"makespan": 1.05, "first": 1.20}),
+]
 
 
 def ideal(delays: list[float], servers: int) -> tuple[float, float]:
@@ -59,21 +84,22 @@ def ideal(delays: list[float], servers: int) -> tuple[float, float]:
     return ends[-1], ends[len(ends) // MINI_BATCHES - 1]
 
 
-def samples(tokenizer: Any) -> Batch:
-    """Responses as token ids, as a rollout engine hands them on."""
+def samples(tokenizer: Any, count: int) -> Batch:
+    """Prompts and responses as token ids, as a rollout engine hands them on."""
     import torch
 
     text = "Tom has 12 apples and buys 7 more. He gives 5 to Ann: 12 + 7 - 5 = 14. #### 14\n"
     ids = tokenizer(text)["input_ids"]
     long = torch.tensor((ids * (2 * TOKENS // len(ids) + 2))[: 2 * TOKENS])
     return Batch(
-        [row // GROUP for row in range(SAMPLES)],
+        [row // GROUP for row in range(count)],
         {
-            "responses": torch.stack([long[row % TOKENS : row % TOKENS + TOKENS] for row in range(SAMPLES)]),
-            "response_mask": torch.ones(SAMPLES, TOKENS, dtype=torch.int64),
-            "data_source": ["bench"] * SAMPLES,
-            "ground_truth": ["0"] * SAMPLES,
-            "extra_info": [{"row": row} for row in range(SAMPLES)],
+            "prompts": long[:PROMPT].repeat(count, 1),
+            "responses": torch.stack([long[row % TOKENS : row % TOKENS + TOKENS] for row in range(count)]),
+            "response_mask": torch.ones(count, TOKENS, dtype=torch.int64),
+            "data_source": ["bench"] * count,
+            "ground_truth": ["0"] * count,
+            "extra_info": [{"row": row} for row in range(count)],
         },
     )
 
@@ -106,9 +132,9 @@ async def once(score: Any, batch: Batch, concurrency: int, decode: Any, ledger: 
     spent = time.process_time() - cpu
     stats = agent.stats()
     await agent.close()
-    if stats["scored"] != SAMPLES:
-        raise SystemExit(f"{stats['scored']} of {SAMPLES} rewards were scored")
-    return {"submit_s": submitted, "first_s": first, "end_s": end, "cpu_s": spent / SAMPLES * 1000}
+    if stats["scored"] != len(batch):
+        raise SystemExit(f"{stats['scored']} of {len(batch)} rewards were scored")
+    return {"submit_s": submitted, "first_s": first, "end_s": end, "cpu_s": spent / len(batch) * 1000}
 
 
 def scorers(delays: list[float]) -> dict[str, Callable[..., Any]]:
@@ -131,32 +157,116 @@ def slowness() -> float:
         return statistics.median(uvloop.run(bare_http(server.url, SAMPLES, 64)) for _ in range(3)) / AIOHTTP_MS
 
 
-def delayed(rounds: int, tokenizer: Any, ledger: Path | None, slower: float) -> list[dict[str, Any]]:
-    """The rows with delays."""
+def delays_of(count: int) -> list[float]:
     rng = random.Random(0)
-    delays = [rng.uniform(LOW, HIGH) for _ in range(SAMPLES)]
-    batch, decode, rows = samples(tokenizer), decoder(tokenizer), []
-    for (kind, concurrency), bounds in BOUNDS.items():
-        makespan, first = ideal(delays, concurrency)
+    return [rng.uniform(LOW, HIGH) for _ in range(count)]
+
+
+def delayed(rounds: int, tokenizer: Any, ledger: Path | None, slower: float) -> list[dict[str, Any]]:
+    """The rows with delays, the agent in this process."""
+    rows = []
+    for case in HERE:
+        delays = delays_of(case.samples)
+        batch, decode = samples(tokenizer, case.samples), decoder(tokenizer)
         runs = []
         for _ in range(rounds):
             book = Ledger(ledger, f"bench-{time.time_ns()}") if ledger else None
-            runs.append(uvloop.run(once(scorers(delays)[kind], batch, concurrency, decode, book)))
-        middle = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-        row = {
-            "function": kind,
-            "in flight": concurrency,
-            "ideal_s": makespan,
-            "makespan": middle["end_s"] / makespan,
-            "first": middle["first_s"] / first,
-            "submit_s": middle["submit_s"],
-            "cpu_s": middle["cpu_s"],
-            "bare_s": uvloop.run(bare(scorers(delays)["async"], concurrency)),
-        }
-        scaled = {name: bound * slower if name == "cpu_s" else bound for name, bound in bounds.items()}
-        row["held"] = all(row[name] <= bound for name, bound in scaled.items())
-        rows.append({**row, "bounds": scaled})
+            runs.append(uvloop.run(once(scorers(delays)[case.kind], batch, case.concurrency, decode, book)))
+        bare_s = uvloop.run(bare(scorers(delays)["async"], case.concurrency))
+        rows.append({**judged(case, runs, slower), "bare_s": bare_s})
     return rows
+
+
+def judged(case: Case, runs: list[dict[str, float]], slower: float) -> dict[str, Any]:
+    """Returns the row of a case: medians of its runs, as ratios to the ideal, and whether they hold."""
+    makespan, first = ideal(delays_of(case.samples), case.concurrency)
+    middle = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    row = {
+        "function": case.kind,
+        "in flight": case.concurrency,
+        "samples": case.samples,
+        "ideal_s": makespan,
+        "makespan": middle["end_s"] / makespan,
+        "first": middle["first_s"] / first,
+        "submit_s": middle["submit_s"],
+        "cpu_s": middle["cpu_s"],
+    }
+    scaled = {name: bound * slower if name == "cpu_s" else bound for name, bound in case.bounds.items()}
+    return {**row, "bounds": scaled, "held": all(row[name] <= bound for name, bound in scaled.items())}
+
+
+def in_actor(rounds: int, tokenizer: str) -> list[dict[str, Any]]:
+    """The rows with the agent in an actor."""
+    import ray
+
+    ray.init(address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    try:
+        return [asyncio.run(actor_row(case, rounds, tokenizer)) for case in ACTOR]
+    finally:
+        ray.shutdown()
+
+
+async def actor_row(case: Case, rounds: int, tokenizer: str) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    batch = samples(AutoTokenizer.from_pretrained(tokenizer), case.samples)
+    async with hosted(partial(agent_there, case, tokenizer)) as actor:
+        await through_ray(actor, 0, batch.select(batch.ids[: 2 * MINI_BATCHES]))  # what only the first call costs
+        return judged(case, [await through_ray(actor, 1 + at, batch) for at in range(rounds)], 1.0)
+
+
+class Timed(RewardAgent):
+    """An agent that says what its process has spent."""
+
+    def cpu_s(self) -> float:
+        return time.process_time()
+
+
+def agent_there(case: Case, tokenizer: str) -> RewardAgent:
+    """Builds the agent in its actor."""
+    from transformers import AutoTokenizer
+
+    score = scorers(delays_of(case.samples))[case.kind]
+    return Timed(score, limits=Limits(case.concurrency), decode=decoder(AutoTokenizer.from_pretrained(tokenizer)))
+
+
+@asynccontextmanager
+async def hosted(factory: Callable[[], RewardAgent]) -> AsyncIterator[Any]:
+    """Starts an actor as the Ray executor does for a run, with the stages that use the agent."""
+    from dataflow.executors.ray_actors import Actors
+    from dataflow.executors.ray_host import pickled
+
+    spec = Hosted("reward", factory, concurrent=True)
+    stages = {stage.name: stage for stage in (reward_request.bind(agent=spec), reward_collect.bind(agent=spec))}
+    actors = Actors(spec, threads=1)
+    await actors.build([pickled(spec, stages)])
+    try:
+        yield actors.first
+    finally:
+        await actors.first.close.remote()
+        actors.kill()
+
+
+async def through_ray(actor: Any, step: int, batch: Batch) -> dict[str, float]:
+    """One step through the agent's actor, as the Ray executor and a reader of the rewards do it."""
+    import ray
+
+    run = actor.run.options(num_returns=2)
+    cpu, begin = await actor.ask.remote("cpu_s"), time.perf_counter()
+    asked = Call("reward_request", TaskInfo(step), (("responses", 1, False),), None)
+    report, ticket = run.remote(asked, True, ray.put(batch))
+    await report
+    submitted = time.perf_counter() - begin
+    scored, arrivals = 0, []
+    for part in range(MINI_BATCHES):
+        info = TaskInfo(step, part=part, parts=MINI_BATCHES, take=len(batch.ids) // MINI_BATCHES)
+        _report, rewards = run.remote(Call("reward_collect", info, (("reward_ticket", 1, True),), None), True, ticket)
+        scored += len((await rewards)["score"])
+        arrivals.append(time.perf_counter() - begin)
+    if scored != len(batch):
+        raise SystemExit(f"{scored} of {len(batch)} rewards were scored")
+    spent = (await actor.ask.remote("cpu_s") - cpu) / len(batch) * 1000
+    return {"submit_s": submitted, "first_s": arrivals[0], "end_s": arrivals[-1], "cpu_s": spent}
 
 
 async def bare(score: Any, concurrency: int) -> float:
@@ -239,10 +349,15 @@ async def bare_http(url: str, requests: int, concurrency: int) -> float:
         return (time.process_time() - begin) / requests * 1000
 
 
+NAMES = ("function", "in flight", "samples", "ideal_s", "makespan", "first", "submit_s", "cpu_s", "held")
+
+
 def main() -> int:
-    """Runs what is asked for."""
+    """Runs what is asked for; returns 1 if a bound is not held."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="*", default=["delays", "rate", "http"], help="delays, rate, http")
+    parser.add_argument(
+        "what", nargs="*", default=["delays", "actor", "rate", "http"], help="delays, actor, rate, http"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ledger", type=Path, help="journal into this file, too")
     parser.add_argument("-o", "--output", type=Path, default=Path("reward_agent.json"))
@@ -253,27 +368,45 @@ def main() -> int:
     settle_memory()
     found["slower"] = slowness()
     print(f"{found['slower']:.2f} times slower than where the bounds on CPU time were set", flush=True)
+    model = ""
+    if not {"delays", "actor"}.isdisjoint(given.what):
+        from dataflow.models.tiny import tiny_model
+
+        model = str(tiny_model())
     if "delays" in given.what:
         from transformers import AutoTokenizer
 
-        from dataflow.models.tiny import tiny_model
-
-        tokenizer = AutoTokenizer.from_pretrained(str(tiny_model()))
+        tokenizer = AutoTokenizer.from_pretrained(model)
         found["delays"] = delayed(given.rounds, tokenizer, given.ledger, found["slower"])
-        names = ["function", "in flight", "ideal_s", "makespan", "first", "submit_s", "cpu_s", "bare_s", "held"]
-        print(table([tuple(names), *(tuple(_cell(row[name]) for name in names) for row in found["delays"])]))
+        print("in this process\n" + _table(found["delays"], *NAMES[:-1], "bare_s", NAMES[-1]), flush=True)
         rng = random.Random(1)
         waits = [rng.uniform(LOW, HIGH) for _ in range(SAMPLES)]
-        found["straggler"] = statistics.median(uvloop.run(behind_a_straggler(waits, 256)) for _ in range(given.rounds))
-        print(f"a step behind a straggler: {found['straggler']:.3f} of its own ideal (bound 1.1)")
+        ratio = statistics.median(uvloop.run(behind_a_straggler(waits, 256)) for _ in range(given.rounds))
+        found["straggler"] = {"makespan": ratio, "bounds": {"makespan": 1.1}, "held": ratio <= 1.1}
+        print(f"a step behind a straggler, of its own ideal: {json.dumps(found['straggler'])}", flush=True)
+    if "actor" in given.what:
+        found["actor"] = in_actor(given.rounds, model)
+        print("in an actor, from another process and back\n" + _table(found["actor"], *NAMES), flush=True)
     if "rate" in given.what:
         found["rate"] = without_delay(given.rounds)
-        print(json.dumps(found["rate"]))
+        print(json.dumps(found["rate"]), flush=True)
     if "http" in given.what:
         found["http"] = over_http(min(3, given.rounds), found["slower"])
         print(json.dumps(found["http"]))
     given.output.write_text(json.dumps(found, indent=2) + "\n")
-    return 0
+    short = [row for part in found.values() for row in _rows(part) if not row["held"]]
+    for row in short:
+        print(f"falls short: {json.dumps(row)}", file=sys.stderr)
+    return 1 if short else 0
+
+
+def _rows(part: Any) -> list[dict[str, Any]]:
+    rows = part if isinstance(part, list) else [part]
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _table(rows: list[dict[str, Any]], *names: str) -> str:
+    return table([names, *(tuple(_cell(row[name]) for name in names) for row in rows)])
 
 
 def _cell(value: Any) -> str:

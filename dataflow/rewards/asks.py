@@ -31,6 +31,7 @@ from dataflow.rewards.sentinel import Kind, Sentinel
 from dataflow.usercode import is_ours
 
 _ADMITTED = 64  # rows that are made ready before the loop may do something else
+_AHEAD = 4 * _ADMITTED  # asks of a step in line, from which on no further rows are made ready
 
 
 class Ends(Protocol):
@@ -78,7 +79,7 @@ class Asks:
         self._unmetered = rated and self._tokens is None
         # Where rows know of each other all are made ready: by their keys, or as one line must not wait for another.
         together = ledger is not None or share_equal or self._endpoint is not None
-        self._ahead = math.inf if together else max(_ADMITTED, limits.concurrency)
+        self._ahead = math.inf if together else _AHEAD
         self._owner = owner
         self._ledger = ledger
         self._share_equal = share_equal

@@ -347,10 +347,11 @@ def test_no_more_responses_are_decoded_than_can_soon_start() -> None:
         agent.submit(1, undecoded(1000))
         await asyncio.sleep(0.5)
         assert len(reward.begun) == 100
-        assert 200 <= decode.rows < 300, "those in flight, as many again, and the rest of a slice"
+        assert decode.rows < 500, "those in flight and some that wait"
         assert agent.stats()["waiting"] == 900
         await asyncio.sleep(1.0)
-        assert 300 <= decode.rows < 400
+        assert len(reward.begun) == 200
+        assert decode.rows < 600
         asks = [request.ask for (request,) in agent._steps[1].groups.values() if request.ask]
         assert len({ask.queued_at for ask in asks}) == 1, "they wait since they were submitted"
         await agent.collect(1)
@@ -401,7 +402,7 @@ def test_rows_that_were_not_ready_end_with_their_step() -> None:
 
 def test_groups_that_are_left_out_make_room_for_the_next_rows() -> None:
     async def body() -> None:
-        rows, n = 240, 3
+        rows, n = 600, 3
         reward = Reward(**{str(row): BROKEN if row % n == 0 else ("after", 1.0, 0.0) for row in range(rows)})
         agent = agent_of(reward, "drop_group", decode=Decoder(), limits=Limits(1))
         one = undecoded(rows)
@@ -417,7 +418,7 @@ def test_groups_that_are_left_out_make_room_for_the_next_rows() -> None:
 def test_a_response_that_cannot_be_decoded_later_ends_its_step() -> None:
     async def body() -> None:
         reward = Reward(**{str(n): ("after", 1.0, 0.0) for n in range(1000)})
-        agent = agent_of(reward, decode=Decoder(fails_at=500), limits=Limits(100))
+        agent = agent_of(reward, decode=Decoder(fails_at=600), limits=Limits(100))
         agent.submit(1, undecoded(1000))
         with pytest.raises(RewardFailed, match=r"step 1 cannot be sent: ValueError: no such token"):
             await agent.collect(1)

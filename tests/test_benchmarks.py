@@ -1,0 +1,44 @@
+"""Benchmarks that hold bounds say by their exit code whether they are held."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("what", ["delays", "actor", "rate", "http"])
+def test_a_reward_agent_that_falls_short_of_a_bound_ends_its_benchmark_with_1(
+    what: str, held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    bench: Any = importlib.import_module("reward_agent")
+    row = {**dict.fromkeys([*bench.NAMES, "bare_s"], 1.0), "held": held}
+
+    async def nothing(*_given: Any) -> float:
+        return 1.0
+
+    monkeypatch.setattr(bench, "once", nothing)
+    monkeypatch.setattr(bench, "behind_a_straggler", nothing)
+    monkeypatch.setattr(bench, "settle_memory", lambda: None)
+    monkeypatch.setattr(bench, "slowness", lambda: 1.0)
+    monkeypatch.setattr("dataflow.models.tiny.tiny_model", lambda: tmp_path)
+    tokenizers = SimpleNamespace(from_pretrained=lambda _path: None)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=tokenizers))
+    monkeypatch.setattr(bench, "delayed", lambda *_given: [{**row, "held": True}, row])
+    monkeypatch.setattr(bench, "in_actor", lambda *_given: [row])
+    monkeypatch.setattr(bench, "without_delay", lambda *_given: row)
+    monkeypatch.setattr(bench, "over_http", lambda *_given: row)
+    monkeypatch.setattr(sys, "argv", ["reward_agent.py", what, "-o", str(tmp_path / "out.json")])
+    assert bench.main() == (0 if held else 1)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert {"slower", what} <= found.keys()
+    assert capsys.readouterr().err.count("falls short") == (not held)
