@@ -288,6 +288,16 @@ def test_threads_are_used_again_and_end_with_close() -> None:
     run(body)
 
 
+def test_a_thread_can_be_waited_for_as_soon_as_it_is_asked_for() -> None:
+    for _ in range(50):
+        threads, before = Threads(), set(threading.enumerate())
+        threads.run(lambda: lambda: None)
+        (worker,) = set(threading.enumerate()) - before
+        threads.close()
+        worker.join(10)
+        assert not worker.is_alive()
+
+
 def test_threads_run_as_many_at_once_as_are_asked_for() -> None:
     threads, barrier = Threads(), threading.Barrier(17)
 
