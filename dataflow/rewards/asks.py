@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
