@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dataflow.children import command
 from dataflow.errors import ConfigError, DataError, DataflowError, UserError
 from dataflow.files import decoded
 from dataflow.policy import PRESETS
@@ -155,10 +156,9 @@ def run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
     for name in PRESETS:
         directory = Path(config.runs) / f"compare-{number}-{name}"
         print(f"{name}:", file=sys.stderr)
-        command = [sys.executable, "-m", "dataflow.cli", "run", pipeline, *overrides]
-        command += [f"policy={name}", f"name={directory.name}"]
+        run = command("dataflow.cli", "run", pipeline, *overrides, f"policy={name}", f"name={directory.name}")
         # The child prints its own error; stdout belongs to the table.
-        code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+        code = subprocess.run(run, stdout=sys.stderr, check=False).returncode
         if code:
             raise (UserError if code == 2 else DataflowError)(
                 f"compare: the run under '{name}' ended with exit code {code}."

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from dataflow.children import safe_path
 from dataflow.errors import ConfigError, nearest
 from dataflow.files import replaced
 from dataflow.timeline.attribution import pool_waits
@@ -151,7 +152,7 @@ def _open(directory: Path, backends: list[str], project: str, name: str, config:
     local = {"tensorboard", "file", "console"}.issuperset(backends)
     quiet = contextlib.redirect_stdout(io.StringIO()) if local else contextlib.nullcontext()
     try:
-        with _environment(places), quiet:
+        with _environment(places), safe_path(), quiet:
             return Tracking(project, name, default_backend=backends, config=config)
     except ImportError as error:
         raise ConfigError(

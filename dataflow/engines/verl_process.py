@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+from dataflow.engines.loopback import ADDRESS, is_loopback, stay_on_loopback
 
 if TYPE_CHECKING:
     from verl.workers.engine_workers import TrainingWorker
@@ -50,10 +53,13 @@ def join(device: str) -> bool:
             "RANK": "0",
             "WORLD_SIZE": "1",
             "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": ADDRESS,
             "MASTER_PORT": "0",
         }.items():
             os.environ.setdefault(name, value)
+    here = is_loopback(os.environ["MASTER_ADDR"])
+    if here:
+        stay_on_loopback()
     backend = "gloo"
     if device == "cuda":
         # Ray shows each worker only its own GPU; elsewhere the local rank picks one.
@@ -61,9 +67,22 @@ def join(device: str) -> bool:
         backend = "cpu:gloo,cuda:nccl"
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    elif here and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):  # torchrun brings a store
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=_store(rank, world), rank=rank, world_size=world)
     else:
         dist.init_process_group(backend)
     return True
+
+
+def _store(rank: int, world: int) -> dist.Store:
+    """Returns the store at which the ranks of one machine meet; torch's own would listen on every interface."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank:
+        return dist.TCPStore(address, port, world, timeout=dist.default_pg_timeout)
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+    fd = socket.create_server((address, port), family=family).detach()  # the store's from here on
+    return dist.TCPStore(address, port, world, True, dist.default_pg_timeout, master_listen_fd=fd)
 
 
 @contextmanager

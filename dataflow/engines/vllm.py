@@ -16,9 +16,11 @@ from typing import Any, Literal
 import torch
 
 from dataflow.batch import Batch
+from dataflow.children import safe_path
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.choice import refused_temperature
 from dataflow.engines.line import Job, Line, VllmBackend
+from dataflow.engines.loopback import ADDRESS, stay_on_loopback
 from dataflow.engines.samples import check_sampling, prompt_ids, seed_of, to_batch
 from dataflow.engines.vllm_thread import EngineThread
 from dataflow.engines.weights import WeightNames
@@ -180,7 +182,8 @@ class VllmRollout:
             from vllm import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
-            engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            with safe_path():
+                engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
             engine.collective_rpc("report_uncut_log_probs")
             return engine
 
@@ -335,6 +338,9 @@ def _check_platform(device: str) -> None:
 def _prepare(cuda: bool, threads: int, offline: bool) -> None:
     """Sets what vLLM and torch read when they are imported or an engine is built."""
     os.environ |= _ENVIRONMENT
+    # An engine's processes are on one machine.
+    stay_on_loopback()
+    os.environ.setdefault("VLLM_HOST_IP", ADDRESS)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if offline:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dataflow.children import safe_path
 from dataflow.engines.line import Job, Line, VllmBackend
 from dataflow.engines.vllm import VllmRollout
 from dataflow.engines.vllm_thread import drawn_of
@@ -66,7 +67,8 @@ class AsyncVllmRollout(VllmRollout):
             "enable_log_requests": False,
             "weight_transfer_config": {"backend": backend(self._cuda)},
         }
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted))
+        with safe_path():
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted))
         return EngineProcess(engine, self._line, self._stderr, sleeps=self._cuda)
 
     def _why(self, error: Exception) -> str:

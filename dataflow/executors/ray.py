@@ -13,10 +13,12 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 from dataflow import clock
+from dataflow.children import working_directory_imported
 from dataflow.errors import ConfigError
 from dataflow.executors.base import Call, Done, Part
 from dataflow.executors.ray_answer import cause, fetch
 from dataflow.executors.ray_crew import Crew, Running
+from dataflow.executors.ray_local import LocalRay
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 
 # Stages without a tool of their own run here, off the controller; those that are async wait side by side.
@@ -43,6 +45,7 @@ class RayExecutor:
         self._ended: asyncio.Queue[Done | Part] = asyncio.Queue()
         self._waits: dict[TaskId, asyncio.Task[None]] = {}
         self._started = False
+        self._local: LocalRay | None = None
 
     async def open(self, pipeline: Pipeline) -> None:
         """Starts or joins Ray and builds the pipeline's hosts side by side.
@@ -96,9 +99,11 @@ class RayExecutor:
             "log_to_driver": False,
             "configure_logging": False,
         }
+        if "://" not in (self.address or ""):  # a remote client's job is made where it connects
+            options["job_config"] = _job()
         if self.address is None:
-            cpus = self.num_cpus or os.cpu_count() or 1
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
+            self._local = LocalRay(self.num_cpus or os.cpu_count() or 1)
+            self._local.open(**options)
         else:
             try:
                 _knock(self.address)
@@ -186,6 +191,7 @@ class RayExecutor:
         for crew in self._hosts.values():
             crew.end()
         if not ray.is_initialized():
+            self._leave()
             return
         closing = [
             asyncio.wait_for(fetch(actor.close.remote()), crew.spec.close_s)
@@ -196,9 +202,29 @@ class RayExecutor:
         for crew in self._hosts.values():
             crew.actors.kill()
         self._hosts.clear()
-        if self._started:
+        self._leave()
+
+    def _leave(self) -> None:
+        """Ends the local Ray, or leaves the cluster that was joined."""
+        import ray
+
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+        elif self._started:
             ray.shutdown()
-            self._started = False
+        self._started = False
+
+
+def _job() -> Any:
+    """Returns Ray's settings of this job: workers import from the working directory only if this process does."""
+    from ray.job_config import JobConfig
+
+    # A submitted job brings a working directory of its own, which Ray unpacks and knows.
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ or "RAY_RUNTIME_ENV_HOOK" in os.environ:
+        return JobConfig()
+    # Ray puts the driver's working directory first on the path of every worker, unless the driver is a remote client.
+    return JobConfig(_client_job=True, _py_driver_sys_path=[os.getcwd()] if working_directory_imported() else [])
 
 
 def _knock(address: str) -> None:

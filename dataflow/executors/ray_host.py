@@ -13,6 +13,7 @@ from typing import Any
 
 from dataflow import clock
 from dataflow.batch import Batch
+from dataflow.children import restore_path
 from dataflow.executors.base import Call, Part, Report, answer, part, prepare
 from dataflow.executors.ray_answer import answer_to, answering
 from dataflow.gpus import see
@@ -39,6 +40,7 @@ class Host:
     @answering
     def build(self, blob: bytes, environment: Mapping[str, str], anchor: clock.Anchor, *gpus: str) -> int:
         """Builds the tool, which sees these GPUs, or those that Ray shows it; returns this process's id."""
+        restore_path()
         clock.adopt(anchor)
         os.environ.update(environment)
         see(gpus)

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
+from dataflow.children import command
 from dataflow.errors import ConfigError, DataflowError, RunError
 from dataflow.law import parse_law
 from dataflow.rewards.budget import estimate
@@ -188,12 +189,12 @@ def start_judge(latency: str, time_scale: float = 1.0, seed: int = 0, *, deadlin
     """
     parse_law(latency)
     _check_scale(time_scale)
-    command = [sys.executable, "-m", "dataflow.rewards.judge_server", "--latency", str(latency)]
-    command += ["--time-scale", repr(float(time_scale)), "--seed", str(seed), "--port", "0"]
-    return start_server(command, deadline_s)
+    options = ["--time-scale", repr(float(time_scale)), "--seed", str(seed), "--port", "0"]
+    module = "dataflow.rewards.judge_server"
+    return start_server(command(module, "--latency", str(latency), *options), deadline_s)
 
 
-def start_server(command: Sequence[str], deadline_s: float) -> JudgeProcess:
+def start_server(arguments: Sequence[str], deadline_s: float) -> JudgeProcess:
     """Starts a process that calls :func:`serve`.
 
     Raises:
@@ -202,7 +203,7 @@ def start_server(command: Sequence[str], deadline_s: float) -> JudgeProcess:
     with tempfile.TemporaryFile() as errors:
         # A session of its own: Ctrl-C goes to the run, which ends the judge after its last request.
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
         )
         try:
             assert process.stdout is not None

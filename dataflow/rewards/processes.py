@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from dataflow.children import safe_path
 from dataflow.errors import ConfigError, RewardFailed, nearest
 from dataflow.rewards.custom import describe
 from dataflow.rewards.worker import Outcome, Recipe, WorkerError, read_reply, work
@@ -265,7 +266,8 @@ class _Child:
         # No daemon process in multiprocessing's sense: those may not start others, as graders of programs do.
         self._process = context.Process(target=work, args=(theirs, recipe), name="reward-worker", daemon=False)
         try:
-            self._process.start()
+            with safe_path():
+                self._process.start()
         finally:
             theirs.close()
         self._pidfd: int | None = None

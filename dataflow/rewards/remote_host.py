@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from dataflow import clock
 from dataflow.batch import Batch
+from dataflow.children import restore_path
 from dataflow.errors import DataflowError
 from dataflow.executors.ray_host import settle_memory
 from dataflow.reward_agent import RewardAgent
@@ -68,6 +69,7 @@ class RewardHost:
     """An agent in a process of its own."""
 
     def __init__(self) -> None:
+        restore_path()
         self._built = asyncio.Event()
         self._news: list[Arrival | Failure] = []
         self._more = asyncio.Event()

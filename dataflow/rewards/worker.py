@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
+from dataflow.children import restore_path
 from dataflow.errors import ConfigError, RewardFailed
 from dataflow.rewards.custom import (
     LABEL,
@@ -127,6 +128,7 @@ def work(pipe: Any, recipe: Recipe) -> None:
 
 def _settle() -> None:
     """Makes this process one that computes on one core and dies with the one that started it."""
+    restore_path()
     with suppress(PermissionError):  # it leads a group already
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's

@@ -5,12 +5,13 @@ from __future__ import annotations
 import http.client
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from dataflow.children import command
 
 PATIENCE_S = 40.0
 
@@ -24,8 +25,8 @@ class Followed:
     """
 
     def __init__(self, run: Path, *more: str) -> None:
-        command = [sys.executable, "-m", "dataflow.cli", "timeline", str(run), "--follow", *more]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        follow = command("dataflow.cli", "timeline", str(run), "--follow", *more)
+        self.process = subprocess.Popen(follow, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         # One that does not come up is killed, so that reading what it says cannot wait for ever.
         alarm = threading.Timer(PATIENCE_S, self.process.kill)
         alarm.start()

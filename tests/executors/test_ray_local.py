@@ -1,0 +1,165 @@
+"""The Ray of one run: on loopback, behind a token, with nothing that the run does not use."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dataflow.errors import RunError
+from dataflow.executors import ray_local
+from dataflow.executors.ray import RayExecutor
+from dataflow.executors.ray_local import LocalRay
+from dataflow.rewards.limits import Limits
+from dataflow.rewards.shared import start_limits
+from tests.listening import check, listeners
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
+
+ASK = """
+import sys
+from ray._raylet import GcsClient
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, 5)
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+class Seen:
+    """What a worker sees of its process."""
+
+    def path(self) -> list[str]:
+        return [os.path.abspath(p) for p in sys.path]
+
+    def child(self) -> list[str]:
+        """The path with which multiprocessing starts a process here, before it takes over this one's."""
+        import subprocess
+
+        code = "import os, sys; print(*map(os.path.abspath, sys.path), sep='\\n')"
+        flags = subprocess._args_from_interpreter_flags()
+        return subprocess.check_output([sys.executable, *flags, "-c", code], text=True, timeout=60).splitlines()
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayExecutor]:
+    """One whose Ray is up, started in a directory that is on nobody's path."""
+    here, before = Path.cwd(), sys.path[:]
+    os.chdir(tmp_path_factory.mktemp("here"))
+    executor = RayExecutor(num_cpus=1)
+    try:
+        executor._init()
+        yield executor
+    finally:
+        if executor._local:
+            executor._local.close()
+        os.chdir(here)
+        sys.path[:] = before
+
+
+def gcs() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def ask(**environment: str) -> subprocess.CompletedProcess[str]:
+    """Asks the run's Ray for something, in a process with these variables."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    return subprocess.run(
+        [sys.executable, "-c", ASK, gcs()], env=given | environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_it_listens_on_loopback_alone_and_so_do_shared_limits(executor: RayExecutor) -> None:
+    actor, address = start_limits(Limits(4))
+    assert address.host == "127.0.0.1"
+    found = listeners(psutil.Process())
+    # This process is pytest: it stands for the command.
+    check([each._replace(process="dataflow run") if "pytest" in each.process else each for each in found], 4)
+    assert any(each.port == address.port for each in found)
+    del actor
+
+
+def test_it_starts_what_a_run_uses_and_no_more(executor: RayExecutor) -> None:
+    commands = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
+    for name in ("gcs_server", "raylet/raylet", "RuntimeEnvAgent"):
+        assert any(name in command for command in commands), name
+    for name in ("monitor.py", "log_monitor.py", "dashboard.py"):
+        assert not any(f"/{name}" in command for command in commands), name
+
+
+def test_it_answers_only_who_has_the_token(executor: RayExecutor, tmp_path: Path) -> None:
+    assert executor._local is not None
+    path = executor._local.token_path
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=path).returncode == 0
+    for without in (ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="1" * 64), ask(RAY_AUTH_MODE="disabled")):
+        assert without.returncode == 1
+        assert "nauthenticated" in without.stderr or "nauthorized" in without.stderr
+
+
+def test_the_token_is_in_no_environment_command_or_log(executor: RayExecutor) -> None:
+    import ray
+
+    assert executor._local is not None
+    token = Path(executor._local.token_path).read_text()
+    assert len(token) == 64
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        assert token not in " ".join([*process.cmdline(), *process.environ().values()])
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    files = [file for file in session.rglob("*") if file.is_file()]
+    assert files
+    assert not [file for file in files if token.encode() in file.read_bytes()]
+
+
+def test_workers_and_their_processes_do_not_import_from_the_working_directory(executor: RayExecutor) -> None:
+    import ray
+
+    worker = ray.remote(num_cpus=0)(Seen).remote()
+    here = os.getcwd()
+    assert here not in ray.get(worker.path.remote(), timeout=60)
+    assert here not in ray.get(worker.child.remote(), timeout=60)
+    ray.kill(worker)
+
+
+def test_a_second_one_has_another_token_and_nothing_is_left_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Last: it ends the module's."""
+    import ray
+
+    ray.shutdown()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of a cluster that this run does not join")
+    before = dict(os.environ)
+    tokens = set()
+    for _ in range(2):
+        local = LocalRay(1)
+        local.open(logging_level="ERROR", log_to_driver=False, configure_logging=False)
+        assert ray.get(ray.remote(num_cpus=0)(os.getpid).remote(), timeout=60) != os.getpid()
+        path = local.token_path
+        tokens.add(Path(path).read_text())
+        started = psutil.Process().children(recursive=True)
+        local.close()
+        local.close()
+        assert not Path(path).exists()
+        assert dict(os.environ) == before
+        _gone, alive = psutil.wait_procs([p for p in started if p.is_running()], timeout=10)
+        assert not [p for p in alive if "ray" in " ".join(p.cmdline())]
+    assert len(tokens) == 2
+
+
+def test_one_that_does_not_start_says_so_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(num_cpus: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(ray_local, "_start_node", broken)
+    local = LocalRay(1)
+    with pytest.raises(RunError, match=r"Ray does not start on this machine: no space left on device; see"):
+        local.open()
+    assert local._token is None
