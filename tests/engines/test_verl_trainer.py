@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -536,6 +537,8 @@ def be_a_rank(out: str, *jobs: str) -> None:
         os.environ["MASTER_PORT"] = port
         trainer = build(model, **OPTIONS)
         results.append(SCENARIOS[name](trainer))
+        sockets = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == "LISTEN"]
+        assert set(sockets) == {"127.0.0.1"}, "where the ranks meet is no business of other machines"
         trainer.close()
     torch.save(results, out)
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,6 +22,7 @@ from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.vllm_async import AsyncVllmRollout, Stderr
 from dataflow.errors import Aborted, ConfigError, RunError
 from tests.engines.tiny_models import greedy, load, log_probs, prompts, save_model
+from tests.listening import listeners
 
 pytestmark = [pytest.mark.heavy, pytest.mark.vllm, pytest.mark.timeout(300)]
 if importlib.util.find_spec("vllm") is None:
@@ -33,6 +35,8 @@ GREEDY = Sampling(temperature=0.0, max_tokens=R)
 def test_it_draws_syncs_aborts_and_fails_as_a_whole(tmp_path: Path) -> None:
     paths = [save_model(tmp_path / str(seed), seed) for seed in range(2)]
     models = [load(path) for path in paths]
+    me = psutil.Process()
+    others, listening = set(me.children(recursive=True)), set(listeners(me))
     engine = AsyncVllmRollout(paths[0], P, R, max_num_seqs=8, kv_cache_bytes=32 << 20, tensor_parallel=2)
     batch, sampling = prompts([3, 40, 17] * 4), Sampling(n=2, temperature=0.8, top_p=0.9, max_tokens=R)
 
@@ -50,6 +54,9 @@ def test_it_draws_syncs_aborts_and_fails_as_a_whole(tmp_path: Path) -> None:
                 await engine.sync(model.state_dict(), version)
             best: list[Sample] = []
             await collect(best, GREEDY)
+            # All that vLLM starts stays on this machine, and imports nothing from the working directory.
+            assert not [each for each in set(listeners(me)) - listening if not each.loopback]
+            assert all(p.environ().get("PYTHONSAFEPATH") for p in set(me.children(recursive=True)) - others)
             for sample in best:
                 assert list(sample.tokens) == greedy(model, batch["prompt_ids"][sample.group], R)
             check(best, 1.0)

@@ -32,25 +32,10 @@ except Exception as error:
 """
 
 
-class Seen:
-    """What a worker sees of its process."""
-
-    def path(self) -> list[str]:
-        return [os.path.abspath(p) for p in sys.path]
-
-    def child(self) -> list[str]:
-        """The path with which multiprocessing starts a process here, before it takes over this one's."""
-        import subprocess
-
-        code = "import os, sys; print(*map(os.path.abspath, sys.path), sep='\\n')"
-        flags = subprocess._args_from_interpreter_flags()
-        return subprocess.check_output([sys.executable, *flags, "-c", code], text=True, timeout=60).splitlines()
-
-
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayExecutor]:
     """One whose Ray is up, started in a directory that is on nobody's path."""
-    here, before = Path.cwd(), sys.path[:]
+    here = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("here"))
     executor = RayExecutor(num_cpus=1)
     try:
@@ -60,7 +45,6 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayExecutor]:
         if executor._local:
             executor._local.close()
         os.chdir(here)
-        sys.path[:] = before
 
 
 def gcs() -> str:
@@ -123,11 +107,18 @@ def test_the_token_is_in_no_environment_command_or_log(executor: RayExecutor) ->
 def test_workers_and_their_processes_do_not_import_from_the_working_directory(executor: RayExecutor) -> None:
     import ray
 
-    worker = ray.remote(num_cpus=0)(Seen).remote()
-    here = os.getcwd()
-    assert here not in ray.get(worker.path.remote(), timeout=60)
-    assert here not in ray.get(worker.child.remote(), timeout=60)
-    ray.kill(worker)
+    @ray.remote(num_cpus=0)
+    def paths() -> list[str]:
+        import subprocess
+
+        # As multiprocessing starts a process, before that takes over this one's path.
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        code = "import sys; print(*sys.path, '', sep='\\n', end='/')"
+        child = subprocess.check_output([sys.executable, *flags, "-c", code], text=True, timeout=60)
+        assert not child.startswith("\n"), "it looks for modules in the working directory first"
+        return [*sys.path, *child.split("\n")[:-1]]
+
+    assert os.getcwd() not in [os.path.realpath(path) for path in ray.get(paths.remote(), timeout=60)]
 
 
 def test_a_second_one_has_another_token_and_nothing_is_left_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,12 +132,14 @@ def test_a_second_one_has_another_token_and_nothing_is_left_of_the_first(monkeyp
     for _ in range(2):
         local = LocalRay(1)
         local.open(logging_level="ERROR", log_to_driver=False, configure_logging=False)
-        assert ray.get(ray.remote(num_cpus=0)(os.getpid).remote(), timeout=60) != os.getpid()
-        path = local.token_path
-        tokens.add(Path(path).read_text())
-        started = psutil.Process().children(recursive=True)
-        local.close()
-        local.close()
+        try:
+            assert ray.get(ray.remote(num_cpus=0)(lambda: 1).remote(), timeout=60) == 1
+            path = local.token_path
+            tokens.add(Path(path).read_text())
+            started = psutil.Process().children(recursive=True)
+        finally:
+            local.close()
+        local.close()  # no harm
         assert not Path(path).exists()
         assert dict(os.environ) == before
         _gone, alive = psutil.wait_procs([p for p in started if p.is_running()], timeout=10)
