@@ -14,7 +14,7 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dataflow.children import safe_path
@@ -58,8 +58,10 @@ class LocalRay:
         atexit.register(self.close)
         try:
             with _environment(self._token.name), safe_path():
-                self._node = _start_node(self._num_cpus)
+                self._node = _start_node(self._num_cpus, self._ended)
                 ray.init(address=self._node.gcs_address, **options)
+                # As after ray.init(address="local"): ray.shutdown() ends the node, whoever calls it.
+                ray._private.worker._global_node = self._node
         except Exception as error:
             self.close()
             raise RunError(
@@ -74,17 +76,21 @@ class LocalRay:
         """Ends Ray; may be called twice."""
         import ray
 
-        atexit.unregister(self.close)
         if self._token is None:
             return
         ray.shutdown()
-        if self._node is not None:
-            self._node.destroy_external_storage()
+        if self._node is not None:  # nothing was connected to it
             self._node.kill_all_processes(check_alive=False, allow_graceful=True)
-            self._node = None
-        self._token.close()
-        self._token = None
-        _reread_settings()
+        self._ended()
+
+    def _ended(self) -> None:
+        """Forgets a Ray whose processes have ended."""
+        atexit.unregister(self.close)
+        self._node = None
+        if self._token is not None:
+            self._token.close()
+            self._token = None
+            _reread_settings()
 
 
 @contextlib.contextmanager
@@ -128,7 +134,7 @@ def _reread_settings() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _start_node(num_cpus: int) -> Any:
+def _start_node(num_cpus: int, on_end: Callable[[], None]) -> Any:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
@@ -142,6 +148,12 @@ def _start_node(num_cpus: int) -> Any:
             except BaseException:
                 self.kill_all_processes(check_alive=False)
                 raise
+
+        def kill_all_processes(self, *args: Any, **options: Any) -> None:
+            try:
+                super().kill_all_processes(*args, **options)
+            finally:
+                on_end()
 
         def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
             """Starts nothing."""

@@ -121,15 +121,18 @@ def test_workers_and_their_processes_do_not_import_from_the_working_directory(ex
     assert os.getcwd() not in [os.path.realpath(path) for path in ray.get(paths.remote(), timeout=60)]
 
 
-def test_a_second_one_has_another_token_and_nothing_is_left_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Last: it ends the module's."""
+@pytest.mark.parametrize("end", ["close", "shutdown"])
+def test_a_second_one_has_another_token_and_nothing_is_left_of_the_first(
+    executor: RayExecutor, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Last: it ends the module's. ``ray.shutdown`` ends this Ray as one that ``ray.init`` has started."""
     import ray
 
-    ray.shutdown()
+    executor._leave()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of a cluster that this run does not join")
     before = dict(os.environ)
     tokens = set()
-    for _ in range(2):
+    for _ in range(2 if end == "close" else 1):
         local = LocalRay(1)
         local.open(logging_level="ERROR", log_to_driver=False, configure_logging=False)
         try:
@@ -137,18 +140,20 @@ def test_a_second_one_has_another_token_and_nothing_is_left_of_the_first(monkeyp
             path = local.token_path
             tokens.add(Path(path).read_text())
             started = psutil.Process().children(recursive=True)
+            if end == "shutdown":
+                ray.shutdown()
+                assert not Path(path).exists()
         finally:
             local.close()
-        local.close()  # no harm
         assert not Path(path).exists()
         assert dict(os.environ) == before
         _gone, alive = psutil.wait_procs([p for p in started if p.is_running()], timeout=10)
         assert not [p for p in alive if "ray" in " ".join(p.cmdline())]
-    assert len(tokens) == 2
+    assert len(tokens) == (2 if end == "close" else 1)
 
 
 def test_one_that_does_not_start_says_so_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(num_cpus: int) -> None:
+    def broken(*_: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(ray_local, "_start_node", broken)
