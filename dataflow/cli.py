@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
+from dataflow.files import written
 from dataflow.redaction import redact
+from dataflow.stopping import stopping
+from dataflow.supervisor import report
 from dataflow.usercode import attribute_of
 
 EXAMPLES = {
@@ -21,13 +24,20 @@ EXAMPLES = {
     "timeline": "dataflow timeline runs/gsm8k_grpo-both-1 -o timeline.html",
     "compare": "dataflow compare runs/a runs/b -o compare.html",
 }
-INTERRUPTED = 130
 _LONGEST_LINE = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0, 1 (the run failed), 2 (wrong input) or 130 (Ctrl-C)."""
-    parser = _parser()
+    """Runs one command; a run of its own process's command line gets a supervisor (:mod:`dataflow.supervisor`).
+
+    Args:
+        arguments: of this process if None.
+
+    Returns:
+        The exit code: 0, 1 (the run failed), 2 (wrong input), or 128 and the number of the signal that stopped it:
+        130 for Ctrl-C, 143 for SIGTERM, 129 for a terminal that was closed.
+    """
+    parser, own = _parser(), arguments is None
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     # Options may stand between key=value arguments, which argparse alone would not take.
     options, rest = parser.parse_known_args(arguments)
@@ -39,30 +49,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
-    try:
-        return int(options.act(options) or 0)
-    except Interrupted as error:
-        print(f"\ninterrupted: {error}", file=sys.stderr)
-        return INTERRUPTED
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
-    except UserError as error:
-        print(f"{type(error).__name__}: {one_line(redact(str(error)))}", file=sys.stderr)
-        return 2
-    except DataflowError as error:
-        print(f"{type(error).__name__}: {redact(str(error))}", file=sys.stderr)
-        _notes(error)
-        return 1
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 0
-    except OSError as error:
-        # Even to ask whether a file of such a name exists is an error, wherever that is asked.
-        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
-            raise
-        print(f"DataError: {one_line(str(error.filename))}: {error.strerror}; give another name.", file=sys.stderr)
-        return 2
+    if own and _trains(options):
+        from dataflow.remains import finish
+        from dataflow.supervisor import can_supervise, supervise
+
+        if can_supervise():
+            return supervise(lambda: _act(options), finish)
+    return _act(options)
+
+
+def _trains(options: argparse.Namespace) -> bool:
+    """Whether a command runs a pipeline."""
+    if options.command == "compare":
+        return bool(options.runs[0].endswith(".py"))
+    return options.command == "run" and not options.keys
+
+
+def _act(options: argparse.Namespace) -> int:
+    """Runs one command, and prints how it ended if it did not end well."""
+    with stopping:
+        try:
+            return int(options.act(options) or 0)
+        except Interrupted as error:
+            print(f"\ninterrupted: {error}", file=sys.stderr)
+            return stopping.exit_code
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            return stopping.exit_code
+        except UserError as error:
+            print(f"{type(error).__name__}: {one_line(redact(str(error)))}", file=sys.stderr)
+            return 2
+        except DataflowError as error:
+            print(f"{type(error).__name__}: {redact(str(error))}", file=sys.stderr)
+            _notes(error)
+            return 1
+        except BrokenPipeError:
+            sys.stderr.close()
+            return 0
+        except OSError as error:
+            # Even to ask whether a file of such a name exists is an error, wherever that is asked.
+            if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+                raise
+            print(f"DataError: {one_line(str(error.filename))}: {error.strerror}; give another name.", file=sys.stderr)
+            return 2
 
 
 def one_line(text: str) -> str:
@@ -192,12 +221,20 @@ def _run(options: argparse.Namespace) -> int:
     prepare_logging()
     session = Session(config, module, Progress(quiet=options.quiet))
     summary = session.run()
-    _picture(session.directory)
+    page = session.directory / "timeline.html"
+    try:
+        if stopping.received is not None:  # while it was closing
+            raise KeyboardInterrupt
+        with written("timeline", page):
+            _picture(session.directory)
+    except KeyboardInterrupt:
+        command = f"dataflow timeline {session.directory} -o {page}"
+        raise Interrupted(f"the run is finished, its timeline is not drawn: '{command}' draws it") from None
     if options.json:
         print(json.dumps(summary, indent=1))
     else:
         print(end_table(summary))
-        print(f"timeline: {session.directory / 'timeline.html'}")
+        print(f"timeline: {page}")
         print(f"trace:    {session.directory / 'trace.json'} (opens in https://ui.perfetto.dev)")
     return 0
 
@@ -358,6 +395,7 @@ def _compare(options: argparse.Namespace) -> int:
         print(predicted(runs, _trace, options.out, options.json))
         return 0
     if runs[0].endswith(".py"):
+        report(training=True)  # its runs close by themselves, which takes a while
         runs = run_all(runs[0], runs[1:])
     print(compare(runs, _trace, options.out, options.json))
     return 0

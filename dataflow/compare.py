@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from dataflow.children import command
 from dataflow.errors import ConfigError, DataError, DataflowError, UserError
 from dataflow.files import decoded
 from dataflow.policy import PRESETS
+from dataflow.stopping import stopping
 from dataflow.timeline import attribution, files
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import table
@@ -158,13 +160,23 @@ def run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
         print(f"{name}:", file=sys.stderr)
         run = command("dataflow.cli", "run", pipeline, *overrides, f"policy={name}", f"name={directory.name}")
         # The child prints its own error; stdout belongs to the table.
-        code = subprocess.run(run, stdout=sys.stderr, check=False).returncode
+        code = _ended(subprocess.Popen(run, stdout=sys.stderr))
         if code:
             raise (UserError if code == 2 else DataflowError)(
                 f"compare: the run under '{name}' ended with exit code {code}."
             )
         runs.append(str(directory))
     return runs
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """Waits for a run; one that is stopped gets the time to close, as its own command gives it."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(stopping.received or signal.SIGINT)
+        process.wait()
+        raise
 
 
 def summary_of(run: str) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from dataflow.errors import RunError
+
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
 
@@ -79,3 +81,27 @@ def decoded(data: bytes) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"it is no UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
+@contextmanager
+def written(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Says in one sentence that a file of a run cannot be written: the disk is full, or not the user's.
+
+    Args:
+        what: kind of file.
+        path: of the file.
+
+    Raises:
+        RunError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(what, path, error) from error
+
+
+def cannot_write(what: str, path: str | os.PathLike[str], error: OSError) -> RunError:
+    """Returns what is raised if a file of a run cannot be written."""
+    return RunError(
+        f"{what} {path} cannot be written: {error.strerror or error}; make room there, or let runs= name another place."
+    )

@@ -352,13 +352,15 @@ class RewardAgent:
             self._limiter.close()
             # User code may refuse to be cancelled; it must not keep the process.
             await self._calls.close()
-        if self._ledger is not None:
-            await asyncio.to_thread(self._ledger.close)
         try:
-            await self._close_owner()
-        finally:
-            if self._sentinel is not None and self._loop is not None:
-                await asyncio.to_thread(self._end_processes, self._sentinel)
+            if self._ledger is not None:
+                await asyncio.to_thread(self._ledger.close)
+        finally:  # a ledger that cannot be written must not leave the user's connections open
+            try:
+                await self._close_owner()
+            finally:
+                if self._sentinel is not None and self._loop is not None:
+                    await asyncio.to_thread(self._end_processes, self._sentinel)
 
     def _end_processes(self, sentinel: Sentinel) -> None:
         """Ends the sentinel, and the programs that calls have started and that go on."""

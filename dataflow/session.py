@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,24 +20,24 @@ from loguru import logger
 
 from dataflow import clock
 from dataflow.config import RunConfig, dump_yaml
-from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
+from dataflow.errors import ConfigError, DataflowError, Interrupted, RunError, UserError
 from dataflow.executors.base import Executor
-from dataflow.files import unmakable
+from dataflow.files import unmakable, written
 from dataflow.graph import TaskGraph
 from dataflow.pipeline_file import inputs_of, pipeline_of
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.progress import Progress
 from dataflow.redaction import redact, redact_values
+from dataflow.remains import finish, stopped, summarise
 from dataflow.reward_totals import RewardTotals
 from dataflow.runner import Runner
-from dataflow.timeline import attribution
+from dataflow.stopping import stopping
+from dataflow.supervisor import report
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.writer import TraceWriter
 from dataflow.tracking import Tracker, check_backends, step_metrics, write_summary
 
 VALIDATION = ("val_rollout", "val_score")
-LAST_EVALUATIONS = 3
-"""Single evaluations swing by several points: the mean of this many last ones is told beside the last."""
 SHOWN_S = 0.5
 """Seconds between two pictures of a run on a terminal."""
 
@@ -68,6 +69,8 @@ class Session:
         self._steps_seen = 0
         check_backends(self.config.tracking.backends)
         check_directory(self.config)
+        self._lost: RunError | None = None
+        self._cancel: Callable[[], object] | None = None
         self._check_reward()
         self.expand()  # before the model is made: a wrong policy is said at once
         self.inputs = self._inputs()
@@ -124,9 +127,37 @@ class Session:
         runs = Path(self.config.runs)
         made = [parent for parent in (runs, *runs.parents) if not parent.exists()]
         self.directory = make_directory(self.config, Path(self.module.__file__ or "run").stem)
+        report(directory=str(self.directory.absolute()), steps=self.graph.steps)
+        with stopping:
+            try:
+                self._run_in_directory()
+                # Once more, now that everything has ended: by then it is known how long all of it took.
+                self.summary["total_s"] = clock.now() - self._began
+                write_summary(self.directory / "summary.json", self.summary)
+            except UserError:
+                # It could not start (no cluster at that address): nothing half-written stays.
+                _removed(self.directory, made)
+                raise
+            except BaseException as error:
+                if self.summary.get("status") == "finished":  # a tool or a file could not be closed
+                    with contextlib.suppress(RunError):
+                        write_summary(self.directory / "summary.json", {**self.summary, "status": "failed"})
+                status = "failed" if isinstance(error, Exception) else "interrupted"
+                said = finish(self.directory, status, self.graph.steps)
+                if isinstance(error, KeyboardInterrupt):
+                    raise Interrupted(said) from None
+                raise
+        return self.summary
+
+    def _run_in_directory(self) -> None:
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
         self.config.name = self.directory.name
-        (self.directory / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
-        try:
+        with written("configuration", self.directory / "config.yaml"):
+            (self.directory / "config.yaml").write_text(dump_yaml(self.config), encoding="utf-8")
+        with stopping.deferred():  # from its end on closing is not interrupted
+            stopping.calls(interrupt)
             self.tracker = Tracker(
                 self.directory,
                 self.config.tracking.backends,
@@ -134,23 +165,14 @@ class Session:
                 self.directory.name,
                 redact_values(self.config.model_dump(mode="json")),
             )
-        except UserError:
-            _removed(self.directory, made)
-            raise
-        try:
-            with self._judge():
-                asyncio.run(self._run())
-        except UserError:
-            # It could not start (no cluster at that address): nothing half-written stays.
+            try:
+                with self._judge():
+                    asyncio.run(self._run())
+            except BaseException:
+                with contextlib.suppress(RunError):  # the first error counts
+                    self.tracker.close(exit_code=1)
+                raise
             self.tracker.close()
-            _removed(self.directory, made)
-            raise
-        finally:
-            self.tracker.close()
-        # Once more, now that everything has ended: by then it is known how long all of it took.
-        self.summary["total_s"] = clock.now() - self._began
-        write_summary(self.directory / "summary.json", self.summary)
-        return self.summary
 
     @contextlib.contextmanager
     def _judge(self) -> Iterator[None]:
@@ -158,22 +180,25 @@ class Session:
         if self.config.custom_reward_function.path or judge.url:
             yield
             return
-        from dataflow.rewards.judge_server import start_judge
+        from dataflow.rewards.judge_keeper import JudgeKeeper
 
-        with start_judge(judge.latency, judge.time_scale, self.config.seed) as process:
-            judge.url = process.url
+        with JudgeKeeper(judge.latency, judge.time_scale, self.config.seed, self._lose) as keeper:
+            judge.url = keeper.url
             yield
+
+    def _lose(self, error: RunError) -> None:
+        """Ends the run with an error, from any thread."""
+        self._lost = error
+        if self._cancel is not None:
+            self._cancel()
 
     async def _run(self) -> None:
         main = asyncio.current_task()
         assert main is not None
         loop = asyncio.get_running_loop()
-
-        def listen() -> None:
-            for sign in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(sign, main.cancel)
-
-        listen()
+        # Not at once: the handler runs in the midst of whatever the loop is busy with.
+        self._cancel = partial(loop.call_soon_threadsafe, main.cancel)
+        stopping.calls(self._cancel)
         graph = self.expand()  # again: the judge's address is known now
         executor = self._executor()
         trace = Trace(meta=self._meta())
@@ -182,7 +207,6 @@ class Session:
         try:
             with self.progress.phase("starting workers"):
                 await executor.open(graph.pipeline)
-            listen()  # again: Ray takes SIGTERM for itself when it starts
             if set(VALIDATION) <= graph.pipeline.by_name.keys():
                 with self.progress.phase("evaluating"):
                     await self._evaluate(executor)
@@ -199,6 +223,7 @@ class Session:
             )
             self.trace = trace
             self.progress.start(graph.steps)
+            report(training=True)
             showing = asyncio.create_task(self._show(runner, executor))
             try:
                 await runner.run()
@@ -212,28 +237,63 @@ class Session:
             digest = await executor.ask("trainer", "digest") if "trainer" in graph.pipeline.hosts() else None
             stats = await executor.ask("reward", "stats") if "reward" in graph.pipeline.hosts() else None
             self.summary = self._summarise(trace, digest, stats)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, RunError) as error:
+            if self._lost is not None:
+                raise self._lost from error  # without its judge a run fails in many ways
+            if stopping.received is None and isinstance(error, RunError):
+                raise
+            # A signal for all processes of the run may have ended others first.
             trace.meta["status"] = "interrupted"
-            raise Interrupted(f"stopped after {self._steps_seen} of {graph.steps} steps") from None
+            raise Interrupted(stopped(self.directory, self._steps_seen, graph.steps)) from None
         finally:
+            stopping.calls(None)  # closing goes on to its end
+            self._cancel = None
             self.progress.stop()
             if trace.meta["status"] == "running":
                 trace.meta["status"] = "failed"
             try:
                 self._leave(trace, writer)
             finally:
-                await executor.close()
+                await self._close(executor, sys.exception())
+
+    async def _close(self, executor: Executor, under_way: BaseException | None) -> None:
+        """Closes the tools; the error that the run ended with counts, if there is one."""
+        try:
+            await executor.close()
+        except RunError as error:
+            if under_way is None:
+                raise
+            logger.debug(str(error))
 
     def _leave(self, trace: Trace, writer: TraceWriter) -> None:
-        """Ends the run's files, each whatever becomes of the other."""
+        """Ends the run's files, each whatever becomes of the other; the error that the run ended with counts.
+
+        Raises:
+            RunError: one of them cannot be written, and the run went well so far.
+        """
+        under_way = sys.exception()
+        problem: RunError | None = None
         try:
             writer.close(trace)
             if writer.left_out:
                 logger.warning(f"{writer.path} leaves out {writer.left_out} items whose times are no finite numbers")
-        finally:
-            if not self.summary:
-                self.summary = self._summarise(trace, None, None)
+        except RunError as error:
+            problem = error
+            if under_way is None:
+                trace.meta["status"] = "failed"
+        if not self.summary or problem is not None:
+            self.summary = {**self._summarise(trace, None, None), **self.summary, "status": trace.meta["status"]}
+        try:
             write_summary(self.directory / "summary.json", self.summary)
+        except RunError as error:
+            problem = problem or error
+        if problem is None:
+            return
+        if under_way is None:
+            raise problem
+        # Not if its sentence has named the disk, or nothing of the run is kept.
+        if not isinstance(under_way.__cause__, OSError) and not isinstance(under_way, UserError):
+            logger.warning(str(problem))
 
     def _executor(self) -> Executor:
         if self.config.executor == "inline":
@@ -305,35 +365,8 @@ class Session:
         }
 
     def _summarise(self, trace: Trace, digest: str | None, stats: dict[str, Any] | None) -> dict[str, Any]:
-        numbers = attribution.summary(trace)
-        evaluations = [self._evaluations[step] for step in sorted(self._evaluations) if step > 0]
-        last = evaluations[-LAST_EVALUATIONS:]
-        mean = sum(last) / len(last) if len(last) == LAST_EVALUATIONS else None
-        return {
-            "policy": self.config.policy.preset,
-            "split": self.policy.split,
-            "max_staleness": self.policy.max_staleness,
-            "order": self.policy.order,
-            "status": trace.meta["status"],
-            "steps": self._steps_seen,
-            "seed": self.config.seed,
-            "total_s": clock.now() - self._began,
-            "wall_s": numbers["wall_s"],
-            "step_s": numbers["step_s"],
-            "after_training_s": numbers["after_training_s"],
-            "after_training_idle_s": numbers["after_training_idle_s"],
-            "gpu_busy_s": numbers["gpu_busy_s"],
-            "exposed_wait_s": numbers["exposed_wait_s"],
-            "exposed_wait_by_cause": numbers["exposed_wait_by_cause"],
-            "reward_service_s": numbers["reward_service_s"],
-            "lower_bound_s": numbers["lower_bound_s"],
-            "accuracy_before": self._evaluations.get(0),
-            "accuracy_after": last[-1] if last else None,
-            f"accuracy_mean_last_{LAST_EVALUATIONS}": mean,
-            "evaluations": {str(step): self._evaluations[step] for step in sorted(self._evaluations)},
-            "weights_sha256": digest,
-            "rewards": self._totals.counts((self._before, trace), stats),
-        }
+        rewards = self._totals.counts((self._before, trace), stats)
+        return summarise(trace, self._steps_seen, self._evaluations, rewards, clock.now() - self._began, digest)
 
 
 def _removed(directory: Path, parents: Sequence[Path]) -> None:
@@ -385,8 +418,6 @@ def make_directory(config: RunConfig, stem: str) -> Path:
 
 def prepare_logging() -> None:
     """Keeps our own log lines short; libraries' chatter goes to their logs."""
-    import sys
-
     logger.remove()
     # Looked up at each line: while a picture moves, stderr is what writes above it.
     # Not diagnose: it shows the values of variables.

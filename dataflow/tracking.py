@@ -11,13 +11,15 @@ import io
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from dataflow.children import safe_path
 from dataflow.errors import ConfigError, nearest
-from dataflow.files import replaced
+from dataflow.files import replaced, written
 from dataflow.timeline.attribution import pool_waits
 from dataflow.timeline.spans import Span, Trace, covered
 
@@ -77,6 +79,7 @@ class Tracker:
 
     Raises:
         ConfigError: a backend that verl does not know, or whose package is not installed.
+        RunError: the files cannot be written.
     """
 
     def __init__(
@@ -88,10 +91,21 @@ class Tracker:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._backends = _open(self.directory, list(backends), project, name, dict(config or {}))
-        # Appended to, so that a resumed run goes on where it was.
-        self._file: IO[str] | None = (self.directory / "metrics.jsonl").open("a", encoding="utf-8")
+        self._hook = threading.excepthook
+        threading.excepthook = self._thread_failed
+        with self._written():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._backends = _open(self.directory, list(backends), project, name, dict(config or {}))
+            # Appended to, so that a resumed run goes on where it was.
+            self._file: IO[str] | None = (self.directory / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
+        """Leaves out the traceback of TensorBoard's writer: the next call to it raises the same error."""
+        if type(failure.thread).__name__ != "_AsyncWriterThread" or not isinstance(failure.exc_value, OSError):
+            self._hook(failure)
+
+    def _written(self) -> AbstractContextManager[None]:
+        return written("metrics of the run", self.directory)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes a step's metrics.
@@ -99,30 +113,41 @@ class Tracker:
         Args:
             step: counts from 1; 0 for what was measured before training.
             metrics: numbers by name; numpy and torch scalars become numbers, NaN and infinities null.
+
+        Raises:
+            RunError: they cannot be written.
         """
         if self._file is None:
             raise ValueError(f"metrics of step {step}: the tracker is closed.")
         numbers = _finite(metrics)
-        self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
-        self._file.flush()
-        if self._backends is not None:
-            # Backends take numbers alone; TensorBoard raises on anything else.
-            shown = {k: v for k, v in numbers.items() if isinstance(v, int | float)}
-            self._backends.log(shown, step)
+        with self._written():
+            self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
+            self._file.flush()
+            if self._backends is not None:
+                # Backends take numbers alone; TensorBoard raises on anything else.
+                shown = {k: v for k, v in numbers.items() if isinstance(v, int | float)}
+                self._backends.log(shown, step)
 
     def close(self, exit_code: int = 0) -> None:
         """Flushes and closes everything; a second call does nothing.
 
         Args:
             exit_code: of the run, for backends that record it (wandb).
+
+        Raises:
+            RunError: what they still held cannot be written.
         """
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._backends is not None:
-            backends, self._backends = self._backends, None
-            # Closed here, its __del__ has nothing left to do at interpreter exit, where it would fail.
-            backends.finish(exit_code=exit_code)
+        file, self._file = self._file, None
+        backends, self._backends = self._backends, None
+        with self._written():
+            try:
+                if file is not None:
+                    file.close()
+            finally:
+                threading.excepthook = self._hook
+                if backends is not None:
+                    # Closed here, its __del__ has nothing left to do at interpreter exit, where it would fail.
+                    backends.finish(exit_code=exit_code)
 
     def __enter__(self) -> Tracker:
         return self
@@ -214,8 +239,12 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
-    """Writes a summary as JSON; a reader sees the old file or the new one, never half of it."""
-    with replaced(path) as temporary:
+    """Writes a summary as JSON; a reader sees the old file or the new one, never half of it.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    with written("summary", path), replaced(path) as temporary:
         temporary.write_text(json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 

@@ -17,9 +17,11 @@ from dataflow.children import working_directory_imported
 from dataflow.errors import ConfigError
 from dataflow.executors.base import Call, Done, Part
 from dataflow.executors.ray_answer import cause, fetch
+from dataflow.executors.ray_console import console_kept
 from dataflow.executors.ray_crew import Crew, Running
 from dataflow.executors.ray_local import LocalRay
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
+from dataflow.supervisor import report
 
 # Stages without a tool of their own run here, off the controller; those that are async wait side by side.
 HELPER = Hosted("controller", dict, concurrent=True)
@@ -54,7 +56,9 @@ class RayExecutor:
             ConfigError: the cluster cannot be reached.
             RunError: a tool cannot be built.
         """
-        self._init()
+        with console_kept():
+            self._init()
+        report(ray="started")
         specs = {HELPER.name: HELPER, **pipeline.hosts()}
         staged: dict[str, dict[str, Stage]] = {name: {} for name in specs}
         for s in pipeline.stages:
@@ -185,6 +189,7 @@ class RayExecutor:
         """Ends the actors, and the local Ray with them; a tool that is busy or slow to close is cut off."""
         import ray
 
+        report(ray="closing")
         for wait in self._waits.values():
             wait.cancel()
         self._waits.clear()

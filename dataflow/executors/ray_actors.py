@@ -43,7 +43,9 @@ class Actors:
         import ray
 
         spec = self._spec
-        kind = ray.remote(WaitingHost if spec.concurrent else Host)
+        # Ray calls a process by its class: 'ps' and 'top' then show which tool it hosts.
+        base = WaitingHost if spec.concurrent else Host
+        kind = ray.remote(type(spec.name, (base,), {"__module__": __name__}))
         how = {"max_concurrency": 1000} if spec.concurrent else {}
         self._gpus = [Gpus(spec.gpus, spec.devices) for _ in range(spec.ranks)]
         self._actors = [kind.options(**gpus.options, **how).remote() for gpus in self._gpus]

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from dataflow.data.problems import ITEMS, LARGEST, NAMES, STORIES, apply, generate, solve
 from dataflow.errors import ModelError
 from dataflow.models.directory import check_files
+from dataflow.supervisor import report
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
@@ -112,6 +113,7 @@ def tiny_model(
             if not place.is_dir():
                 _sweep(home, place.name)
                 with tempfile.TemporaryDirectory(dir=home, prefix=f"{place.name}.part-") as part:
+                    report(temporary=part)
                     _make(Path(part) / "model", recipe, seed, progress)
                     os.rename(Path(part) / "model", place)
     except OSError as e:

@@ -15,6 +15,7 @@ import os
 import random
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from dataflow.law import Law
 
-_BACKLOG = 4096  # connections that may wait to be accepted, as far as net.core.somaxconn lets them
+BACKLOG = 4096  # connections that may wait to be accepted, as far as net.core.somaxconn lets them
 _FILES = 1 << 16
 
 
@@ -96,12 +97,13 @@ def completion(body: Mapping[str, Any], content: str, name: str) -> dict[str, An
     }
 
 
-async def serve(app: web.Application, port: int, **options: Any) -> None:
+async def serve(app: web.Application, port: int, *, listener: int | None = None, **options: Any) -> None:
     """Serves on loopback until SIGTERM, SIGINT or the end of standard input; prints its address first.
 
     Args:
         app: what to serve.
         port: 0 takes a free one.
+        listener: the descriptor of a listening socket, in place of a port.
         options: of aiohttp's AppRunner.
     """
     from aiohttp import web
@@ -122,7 +124,10 @@ async def serve(app: web.Application, port: int, **options: Any) -> None:
     await runner.setup()
     try:
         # An agent opens all its connections at once.
-        await web.TCPSite(runner, "127.0.0.1", port, backlog=_BACKLOG).start()
+        if listener is None:
+            await web.TCPSite(runner, "127.0.0.1", port, backlog=BACKLOG).start()
+        else:
+            await web.SockSite(runner, socket.socket(fileno=listener), backlog=BACKLOG).start()
         bound = runner.addresses[0][1]
         print(json.dumps({"port": bound, "url": f"http://127.0.0.1:{bound}"}), flush=True)
         threading.Thread(target=watch, daemon=True).start()
@@ -156,6 +161,10 @@ class JudgeProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    def wait(self) -> None:
+        """Waits until the server has ended, by whatever."""
+        self._process.wait()
+
     def close(self) -> None:
         """Ends the server and waits for it; may be called twice."""
         _stop(self._process)
@@ -174,14 +183,17 @@ class JudgeProcess:
         self.close()
 
 
-def start_judge(latency: str, time_scale: float = 1.0, seed: int = 0, *, deadline_s: float = 30.0) -> JudgeProcess:
-    """Starts a judge server on a free port of this machine.
+def start_judge(
+    latency: str, time_scale: float = 1.0, seed: int = 0, *, deadline_s: float = 30.0, listener: int | None = None
+) -> JudgeProcess:
+    """Starts a judge server on a free port of this machine, or on a socket that listens.
 
     Args:
         latency: a law, see :func:`~dataflow.law.parse_law`, in seconds.
         time_scale: what its delays are multiplied by.
         seed: of the delays.
         deadline_s: seconds it has to come up.
+        listener: the descriptor of the socket, which the server inherits; it listens on after the server's death.
 
     Raises:
         ConfigError: a bad law or scale.
@@ -190,11 +202,13 @@ def start_judge(latency: str, time_scale: float = 1.0, seed: int = 0, *, deadlin
     parse_law(latency)
     _check_scale(time_scale)
     options = ["--time-scale", repr(float(time_scale)), "--seed", str(seed), "--port", "0"]
-    module = "dataflow.rewards.judge_server"
-    return start_server(command(module, "--latency", str(latency), *options), deadline_s)
+    arguments = command("dataflow.rewards.judge_server", "--latency", str(latency), *options)
+    if listener is None:
+        return start_server(arguments, deadline_s)
+    return start_server([*arguments, "--listener", str(listener)], deadline_s, inherits=(listener,))
 
 
-def start_server(arguments: Sequence[str], deadline_s: float) -> JudgeProcess:
+def start_server(arguments: Sequence[str], deadline_s: float, inherits: Sequence[int] = ()) -> JudgeProcess:
     """Starts a process that calls :func:`serve`.
 
     Raises:
@@ -203,7 +217,12 @@ def start_server(arguments: Sequence[str], deadline_s: float) -> JudgeProcess:
     with tempfile.TemporaryFile() as errors:
         # A session of its own: Ctrl-C goes to the run, which ends the judge after its last request.
         process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+            pass_fds=inherits,
         )
         try:
             assert process.stdout is not None
@@ -257,13 +276,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--time-scale", type=float, default=1.0, help="multiplies every delay")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--listener", type=int, help="a descriptor of a listening socket, in place of --port")
     given: Any = parser.parse_args(arguments)
     import uvloop
 
     try:
         law = parse_law(given.latency)
         _check_scale(given.time_scale)
-        uvloop.run(serve(application(law, given.time_scale, given.seed), given.port))
+        uvloop.run(serve(application(law, given.time_scale, given.seed), given.port, listener=given.listener))
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return 2

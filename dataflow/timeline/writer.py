@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from dataflow.errors import RunError
+from dataflow.files import cannot_write
 from dataflow.timeline.attribution import exposed_waits, waits_after
 from dataflow.timeline.flows import flows
 from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, in_flight
@@ -287,10 +288,7 @@ class TraceWriter:
 
     def _failed(self, error: OSError) -> RunError:
         self._broken = True
-        return RunError(
-            f"trace {self.path} cannot be written: {error.strerror or error}; make room there, or let runs= name "
-            "another place."
-        )
+        return cannot_write("trace", self.path, error)
 
 
 def _finite(trace: Trace) -> Trace:

@@ -1,0 +1,258 @@
+"""What becomes of a run when one of its processes is killed at a random moment.
+
+    python benchmarks/kills.py [times=10] [seed=0] [victims=raylet,judge] [engines=hf,vllm] [out=kills.json]
+
+Kills each process of a short run with SIGKILL, ``times`` times, and prints a table, then JSON. A run ends well if it
+finishes (exit code 0) or prints one sentence (exit code 1 or 130), and if no process and no shared memory of it is
+left LEFT_S after its end. Exits with 1 if one does not. Processes are found by their descent from the run, so other
+runs on the machine, and other Rays, are not touched.
+
+The victims: ``command`` is what the user started, ``driver`` the process below it that runs the pipeline; ``rollout``
+is the engine, ``reward`` the agent. A killed command can print nothing; its run must still end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _run import PIPELINE, ROOT, table
+
+VICTIMS = ("command", "driver", "raylet", "gcs", "trainer", "rollout", "reward", "judge", "controller")
+LEFT_S = 5.0
+DEADLINE_S = 300.0
+SIZES = ("steps=2", "data.prompts=4", "engine.n=2", "engine.max_tokens=8", "data.max_prompt_length=200", "val.every=0")
+SMALL = (*SIZES, "trainer.mini_batches=2", "judge.latency=uniform:0.1:0.5", "judge.time_scale=1", "ray.num_cpus=2")
+# What a run prints while all is well, or while it recovers.
+PROGRESS = re.compile(
+    r"(step \d+/|starting workers|evaluating|training|making the tiny model|'?\w.* died .*restart \d)"
+)
+SENTENCE = re.compile(r"(\w+(Error|Failed|Lost)|interrupted)\b")
+
+
+class Run:
+    """A run under observation: all processes that ever descended from it, and the shared memory they used."""
+
+    def __init__(self, runs: Path, name: str, keys: list[str]) -> None:
+        command = [sys.executable, "-m", "dataflow.cli", "run", str(PIPELINE), f"runs={runs}", f"name={name}", *keys]
+        self.begin = time.monotonic()
+        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        # A group of its own, so that Ctrl-C of the benchmark leaves it to be ended here.
+        self.process = subprocess.Popen(command, stdout=self._out, stderr=self._out, cwd=ROOT, process_group=0)
+        self.directory = runs / name
+        self.seen: dict[int, psutil.Process] = {}
+        self.memory: set[str] = set()
+        self.appeared: dict[str, float] = {}
+        self._news = threading.Condition()
+        self._ended = False
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        while not self._ended:
+            self.look()
+            time.sleep(0.1)
+
+    def look(self) -> None:
+        """Takes note of the processes there are; of what was orphaned, as long as it was seen before."""
+        roots = [psutil.Process(self.process.pid)] if self.process.poll() is None else []
+        for root in [*roots, *list(self.seen.values())]:
+            try:
+                found = [root, *root.children(recursive=True)]
+            except psutil.Error:
+                continue
+            for process in found:
+                self._note(process)
+
+    def _note(self, process: psutil.Process) -> None:
+        new = process.pid not in self.seen
+        self.seen.setdefault(process.pid, process)
+        try:
+            self.memory |= {m.path.split(" ")[0] for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
+            what = self._what(process)
+        except psutil.Error:
+            return
+        if what and (new or what not in self.appeared):
+            with self._news:
+                self.appeared.setdefault(what, time.monotonic() - self.begin)
+                self._news.notify_all()
+
+    def _what(self, process: psutil.Process) -> str:
+        if process.pid == self.process.pid:
+            return "command"
+        name, words = process.name(), " ".join(process.cmdline())
+        if process.ppid() == self.process.pid and "dataflow.cli" in words:
+            return "driver"
+        if title := re.match(r"ray::(\w+)", words):
+            return title[1].lower()
+        return {"raylet": "raylet", "gcs_server": "gcs"}.get(name, "judge" if "judge_server" in words else "")
+
+    def victim(self, what: str) -> psutil.Process | None:
+        """Returns a process as soon as there is one, or None if the run ends before."""
+        with self._news:
+            self._news.wait_for(lambda: what in self.appeared or self.process.poll() is not None, DEADLINE_S)
+        return self.alive(what)
+
+    def alive(self, what: str) -> psutil.Process | None:
+        """Returns a process that is there now."""
+        for process in list(self.seen.values()):
+            try:
+                if process.is_running() and self._what(process) == what:
+                    return process
+            except psutil.Error:
+                continue
+        return None
+
+    def end(self) -> dict[str, Any]:
+        """Waits for the end; returns how it ended, what was printed, and what is left."""
+        hung = False
+        try:
+            self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            hung = True
+        took = time.monotonic() - self.begin
+        self.look()
+        end = time.monotonic() + LEFT_S
+        _gone, left = psutil.wait_procs(list(self.seen.values()), timeout=LEFT_S)
+        memory = {path for path in self.memory if os.path.exists(path)}
+        time.sleep(max(0.0, end - time.monotonic()) if memory else 0.0)
+        memory = {path for path in memory if os.path.exists(path)}
+        self._ended = True
+        self._watcher.join()
+        names = sorted({self._title(process) for process in left})
+        for process in left:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+        self._out.seek(0)
+        said = [line for line in self._out.read().splitlines() if line.strip()]
+        return {
+            "code": None if hung else self.process.returncode,
+            "took_s": round(took, 1),
+            "said": [line for line in said if not PROGRESS.match(line)],
+            "restarts": sum("restart" in line and " died " in line for line in said),
+            "status": self._status(),
+            "left": names,
+            "shared_memory": sorted(memory),
+        }
+
+    def _title(self, process: psutil.Process) -> str:
+        try:
+            return " ".join(process.cmdline())[:60] or process.name()
+        except psutil.Error:
+            return "?"
+
+    def _status(self) -> str | None:
+        try:
+            return str(json.loads((self.directory / "summary.json").read_text())["status"])
+        except (OSError, ValueError, KeyError):
+            return None
+
+
+def verdict(found: dict[str, Any], victim: str) -> str:
+    """Says how a run ended: "finished", "one sentence", or what fell short."""
+    if found["left"] or found["shared_memory"]:
+        return "left something behind"
+    code, said = found["code"], found["said"]
+    if code is None:
+        return "hung"
+    if victim == "command":
+        return "ended in silence" if code == -9 else f"exit code {code}"
+    if code == 0:
+        return "finished" if found["status"] == "finished" else f"exit code 0, {found['status']}"
+    # An indented line belongs to the sentence above it: the history of a task.
+    heads = [line for line in said if not line[0].isspace()]
+    if (
+        code in (1, 130)
+        and len(heads) == 1
+        and SENTENCE.match(heads[0])
+        and found["status"] in ("failed", "interrupted")
+    ):
+        return "one sentence"
+    return f"exit code {code}, {found['status']}, {len(heads)} lines"
+
+
+GOOD = ("finished", "one sentence", "ended in silence")
+
+
+def measure(runs: Path, times: int, seed: int, victims: list[str], engines: list[str]) -> Iterator[dict[str, Any]]:
+    """Yields what happened, a kill at a time."""
+    draw = random.Random(seed)
+    for engine in engines:
+        keys = [*SMALL, f"engine.rollout={engine}"]
+        untouched = Run(runs, f"{engine}-untouched", keys)
+        found = untouched.end()
+        if found["code"]:
+            sys.exit(f"a run that nothing was done to ended with exit code {found['code']}: {found['said']}")
+        # The trainer, the judge and Ray are the same processes under each engine.
+        for victim in victims if engine == engines[0] else [v for v in victims if v == "rollout"]:
+            span = found["took_s"] - untouched.appeared[victim]
+            for number in range(times):
+                for attempt in range(5):
+                    run = Run(runs, f"{engine}-{victim}-{number}-{attempt}", keys)
+                    after = draw.uniform(0.0, span)
+                    process = run.victim(victim)
+                    try:
+                        run.process.wait(after)
+                    except subprocess.TimeoutExpired:
+                        process = run.alive(victim) or process
+                    hit = process is not None and process.is_running() and run.process.poll() is None
+                    at = time.monotonic() - run.begin
+                    if hit and process is not None:
+                        process.kill()
+                    result = run.end()
+                    if hit:
+                        break
+                else:
+                    sys.exit(f"'{victim}' had ended before it was killed, five times.")
+                name = f"{victim} ({engine})" if victim == "rollout" else victim
+                row = {"victim": name, "at_s": round(at, 1), "verdict": verdict(result, victim), **result}
+                print(f"{name} at {at:.1f} s: {row['verdict']}", file=sys.stderr, flush=True)
+                yield row
+
+
+def main(arguments: list[str]) -> int:
+    given = dict(text.split("=", 1) for text in arguments)
+    times, seed = int(given.pop("times", 10)), int(given.pop("seed", 0))
+    victims = given.pop("victims", ",".join(VICTIMS)).split(",")
+    engines = given.pop("engines", "hf,vllm").split(",")
+    out = given.pop("out", None)
+    if given or not set(victims) <= set(VICTIMS):
+        sys.exit(f"use times=N seed=N engines=hf,vllm out=FILE victims= of {','.join(VICTIMS)}")
+    with tempfile.TemporaryDirectory() as runs:
+        rows = list(measure(Path(runs), times, seed, victims, engines))
+    lines: list[tuple[str, ...]] = [("killed", "times", "finished", "one sentence", "otherwise", "seconds", "said")]
+    for name in dict.fromkeys(row["victim"] for row in rows):
+        own = [row for row in rows if row["victim"] == name]
+        count = {good: sum(row["verdict"] == good for row in own) for good in GOOD}
+        other = "; ".join(sorted({row["verdict"] for row in own} - set(GOOD))) or "-"
+        heads = [line for row in own for line in row["said"] if SENTENCE.match(line)]
+        sentence = str(count["one sentence"] + count["ended in silence"])
+        slowest = f"{max(row['took_s'] - row['at_s'] for row in own):.1f}"
+        lines.append((name, str(len(own)), str(count["finished"]), sentence, other, slowest, (heads or ["-"])[0][:80]))
+    print(table(lines))
+    print("seconds: from the kill to the end, at most; a killed command says nothing, and counts as one sentence")
+    result = json.dumps(rows, indent=1)
+    print(result)
+    if out:
+        Path(out).write_text(result + "\n")
+    return 0 if all(row["verdict"] in GOOD for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

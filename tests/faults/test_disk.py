@@ -1,0 +1,132 @@
+"""The disk is full: each file of a run says so in one sentence, and the first of them counts."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.errors import RunError
+from dataflow.files import written
+from dataflow.session import Session
+from dataflow.timeline.spans import Span, Trace
+from dataflow.timeline.writer import TraceWriter
+from dataflow.tracking import Tracker, write_summary
+
+FULL = Path("/dev/full")
+pytestmark = pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
+
+
+def metrics(directory: Path) -> None:
+    (directory / "metrics.jsonl").symlink_to(FULL)
+    tracker = Tracker(directory)
+    try:
+        tracker.log(1, {"loss": 0.5})
+    finally:
+        with pytest.raises(RunError):  # what it still holds
+            tracker.close()
+        tracker.close()
+
+
+def trace(directory: Path) -> None:
+    (directory / "trace.json").symlink_to(FULL)
+    TraceWriter(directory / "trace.json", {})
+
+
+def summary(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fails)
+    write_summary(directory / "summary.json", {})
+
+
+def page(directory: Path) -> None:
+    with written("timeline", directory / "timeline.html"), FULL.open("w") as file:
+        file.write("x" * 100_000)
+
+
+@pytest.mark.parametrize("write", [metrics, trace, summary, page], ids=lambda write: write.__name__)
+def test_each_file_says_it_in_one_sentence(
+    tmp_path: Path, write: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = (monkeypatch,) if write is summary else ()
+    with pytest.raises(RunError) as error:
+        write(tmp_path, *more)
+    said = str(error.value)
+    assert str(tmp_path) in said
+    assert "No space left on device; make room there" in said
+    assert len(said.splitlines()) == 1
+    assert not list(tmp_path.glob(".summary*")), "nothing half-written stays"
+
+
+class Fails:
+    """A trace's writer, and its file, on a disk that is full."""
+
+    path, left_out = Path("trace.json"), 0
+
+    def close(self, _trace: Trace) -> None:
+        with written("trace", self.path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+    session = Session.__new__(Session)
+    session.directory, session.summary = tmp_path, {}
+    monkeypatch.setattr(session, "_summarise", lambda *_: {"status": "?"}, raising=False)
+    return session
+
+
+def ended() -> Trace:
+    return Trace([Span("s", 1, 0, 1, "gpu", 0.0, 1.0)], meta={"status": "finished"})
+
+
+def test_a_run_that_went_well_fails_if_its_files_cannot_be_closed(session: Session) -> None:
+    with pytest.raises(RunError, match=r"trace.json cannot be written"):
+        session._leave(ended(), Fails())  # type: ignore[arg-type]
+    assert session.summary["status"] == "failed"
+
+
+@pytest.mark.parametrize("first", [RunError("the trainer died"), KeyError("a bug")], ids=repr)
+def test_the_error_that_ended_the_run_counts(session: Session, first: Exception) -> None:
+    def run() -> None:
+        try:
+            raise first
+        finally:
+            session._leave(ended(), Fails())  # type: ignore[arg-type]
+
+    with pytest.raises(type(first)) as error:
+        run()
+    assert error.value is first
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
+from dataflow.cli import main
+sys.exit(main())
+"""
+REWARD = "async def compute_score(data_source, solution_str, ground_truth, extra_info): return len(solution_str) / 100"
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(120)
+def test_a_run_ends_with_one_sentence(tmp_path: Path, tiny_qwen: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    root = Path(__file__).parents[2]
+    keys = ["engine.rollout=hf", "executor=inline", "steps=500", "data.prompts=8", "engine.n=2", "engine.max_tokens=8"]
+    keys += [f"custom_reward_function.path={tmp_path / 'reward.py'}", f"model.path={tiny_qwen}", "val.every=0"]
+    keys += ["data.max_prompt_length=200", f"runs={tmp_path / 'runs'}", "name=full", "reward.cache=null"]
+    command = [sys.executable, "-c", LIMITED, "150000", "run", str(root / "pipelines" / "gsm8k_grpo.py"), *keys]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=100)
+    said = [line for line in ended.stderr.splitlines() if not line.startswith(("step ", "starting workers"))]
+    assert ended.returncode == 1, ended.stderr
+    assert len(said) == 1, ended.stderr
+    assert "cannot be written: File too large" in said[0]
+    assert '"status": "failed"' in (tmp_path / "runs" / "full" / "summary.json").read_text()
