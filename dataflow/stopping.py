@@ -54,9 +54,12 @@ class Stopping:
         """Installs the handlers; does nothing outside of the main thread."""
         for number in SIGNALS:
             handler = signal.getsignal(number)
-            if handler not in (signal.SIG_IGN, self._handle):
-                with contextlib.suppress(ValueError):  # only the main thread may install handlers
-                    signal.signal(number, self._handle)
+            if handler == signal.SIG_IGN:
+                continue
+            with contextlib.suppress(ValueError):  # only the main thread may install handlers
+                # Also if it is Python's own handler already: a library in C++ replaces it behind Python's back.
+                signal.signal(number, self._handle)
+                if handler != self._handle:
                     self._before.setdefault(number, handler)
 
     def reinstall(self) -> None:

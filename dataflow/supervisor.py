@@ -36,8 +36,8 @@ SECOND_S = 0.3
 """Seconds after which another signal is a second one; before that it is the same one, sent to process and group."""
 LOST_S = 0.5
 """Seconds in which a run ends by itself after it has lost a process that it cannot do without."""
-ENDING_S = (2.0, 1.0)
-"""Seconds in which the processes of a run end by themselves after it has ended well; otherwise."""
+ENDING_S = 0.5
+"""Seconds in which the processes of a run that has ended well end by themselves."""
 VITAL = {"raylet": "raylet", "gcs_server": "GCS"}
 """Ray's processes without which a run cannot go on: what they are called by the system, and in Ray's documentation."""
 
@@ -270,10 +270,10 @@ class Supervisor:
 
     def _end_all(self) -> None:
         """Ends what the run has started and not ended, whatever it is."""
-        well = self._facts.get("done") == 0
-        if not well:
-            self._signal_all(signal.SIGTERM)
-        if self._alone_within(ENDING_S[0 if well else 1]):
+        if self._facts.get("done") == 0 and self._alone_within(ENDING_S):
+            return
+        self._signal_all(signal.SIGTERM)
+        if self._alone_within(1.0):
             return
         # A tracker of shared memory removes what the processes that are killed leave, and then ends by itself.
         self._signal_all(signal.SIGKILL, but="resource_tracker")

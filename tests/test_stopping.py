@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from collections.abc import Iterator
@@ -65,3 +66,12 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
             assert installed.received is None
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_handler_that_was_replaced_in_c_comes_back(stopping: Stopping) -> None:
+    # As Ray's library does, which Python does not see: for it the handler is still its own.
+    default = ctypes.c_void_p(int(signal.SIG_DFL))
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), default)
+    stopping.reinstall()
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGTERM)
