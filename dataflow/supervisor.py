@@ -44,6 +44,8 @@ VITAL = {"raylet": "raylet", "gcs_server": "GCS"}
 Finish: TypeAlias = Callable[[Path, str, int | None], str]
 """Given a run's directory, its status and its steps, writes its summary if it has none; says how far it came."""
 
+SHOW_CURSOR = "\x1b[?25h"
+
 _channel: int | None = None
 
 
@@ -316,13 +318,14 @@ class Supervisor:
         ended = self._finish(directory, status, self._facts.get("steps")) if directory and directory.is_dir() else ""
         if code is not None:
             return int(code)
-        if sys.stderr.isatty():
-            sys.stderr.write("\x1b[?25h")  # a moving picture hides the cursor
         if self._stopped is not None:
-            print(f"\ninterrupted{': ' if ended else ''}{ended}", file=sys.stderr)
-            return 128 + self._stopped
-        print(f"RunError: {self._what_died()}{'; it ' if ended else ''}{ended}; run it again.", file=sys.stderr)
-        return 1
+            code, said = 128 + self._stopped, f"\ninterrupted{': ' if ended else ''}{ended}"
+        else:
+            code, said = 1, f"RunError: {self._what_died()}{'; it ' if ended else ''}{ended}; run it again."
+        with contextlib.suppress(OSError):  # the terminal is closed
+            # A moving picture hides the cursor.
+            print(f"{SHOW_CURSOR if sys.stderr.isatty() else ''}{said}", file=sys.stderr, flush=True)
+        return code
 
     def _what_died(self) -> str:
         logs = f" (Ray's logs are in {self._logs})" if self._logs else ""
