@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -20,9 +18,9 @@ from loguru import logger
 
 from dataflow import clock
 from dataflow.config import RunConfig, dump_yaml
-from dataflow.errors import ConfigError, DataflowError, Interrupted, RunError, UserError
+from dataflow.errors import DataflowError, Interrupted, RunError, UserError
 from dataflow.executors.base import Executor
-from dataflow.files import unmakable, written
+from dataflow.files import written
 from dataflow.graph import TaskGraph
 from dataflow.pipeline_file import inputs_of, pipeline_of
 from dataflow.policy import SchedulingPolicy, expand
@@ -30,6 +28,7 @@ from dataflow.progress import Progress
 from dataflow.redaction import redact, redact_values
 from dataflow.remains import finish, stopped, summarise
 from dataflow.reward_totals import RewardTotals
+from dataflow.run_directory import check_directory, make_directory, remove_directory
 from dataflow.runner import Runner
 from dataflow.stopping import stopping
 from dataflow.supervisor import report
@@ -136,7 +135,7 @@ class Session:
                 write_summary(self.directory / "summary.json", self.summary)
             except UserError:
                 # It could not start (no cluster at that address): nothing half-written stays.
-                _removed(self.directory, made)
+                remove_directory(self.directory, made)
                 raise
             except BaseException as error:
                 if self.summary.get("status") == "finished":  # a tool or a file could not be closed
@@ -367,53 +366,6 @@ class Session:
     def _summarise(self, trace: Trace, digest: str | None, stats: dict[str, Any] | None) -> dict[str, Any]:
         rewards = self._totals.counts((self._before, trace), stats)
         return summarise(trace, self._steps_seen, self._evaluations, rewards, clock.now() - self._began, digest)
-
-
-def _removed(directory: Path, parents: Sequence[Path]) -> None:
-    """Removes a run's directory, and those above it that were made for it."""
-    shutil.rmtree(directory)
-    with contextlib.suppress(OSError):  # another run has begun in one
-        for parent in parents:
-            parent.rmdir()
-
-
-def check_directory(config: RunConfig) -> None:
-    """Checks that the run's directory can be made, without making it.
-
-    Raises:
-        ConfigError: a run of that name exists, or the directory cannot be written.
-    """
-    runs = Path(config.runs)
-    if (why := unmakable(runs)) is not None:
-        raise ConfigError(f"runs={config.runs}: {why}")
-    if config.name and os.path.lexists(runs / config.name):
-        raise ConfigError(f"name={config.name}: {runs / config.name!s} exists; choose another name or remove it.")
-
-
-def make_directory(config: RunConfig, stem: str) -> Path:
-    """Makes the run's directory: the name given, or pipeline, policy and a number that is free.
-
-    Raises:
-        ConfigError: a run of that name exists, or the directory cannot be written.
-    """
-    runs = Path(config.runs)
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        if config.name:
-            (runs / config.name).mkdir()
-            return runs / config.name
-        for number in range(1, 1_000_000):
-            path = runs / f"{stem}-{config.policy.preset}-{number}"
-            with contextlib.suppress(FileExistsError):
-                path.mkdir()
-                return path
-    except FileExistsError as error:
-        raise ConfigError(
-            f"name={config.name}: {runs / config.name!s} exists; choose another name or remove it."
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"runs={config.runs}: cannot write there: {error.strerror}.") from error
-    raise ConfigError(f"runs={config.runs}: no free name for a run; give name=.")
 
 
 def prepare_logging() -> None:
