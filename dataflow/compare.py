@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import table
 
 Load = Callable[[str], Trace]
+_SHOWN = {"total_s", "lower_bound_s", "accuracy_before", "accuracy_after", "accuracy_mean_last_3"}
+"""What tables and pages show of a summary."""
 _HEAD = (
     "policy",
     "steps",
@@ -183,13 +186,26 @@ def summary_of(run: str) -> dict[str, Any]:
     """Returns what a run's summary.json holds; nothing if it has none.
 
     Raises:
-        DataError: it is no JSON.
+        DataError: it is no JSON object, or a figure in it is no number.
     """
     path = Path(run)
     path = (path if path.is_dir() else path.parent) / "summary.json"
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(decoded(path.read_bytes())))
-    except (OSError, TypeError, ValueError, RecursionError) as error:
+        known = json.loads(decoded(path.read_bytes()))
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is no JSON object: {error}; the run may have been cut off.") from error
+    if not isinstance(known, dict):
+        raise DataError(f"{path} is no JSON object; the run may have been cut off.")
+    for name in _SHOWN & known.keys():
+        if known[name] is not None and not _is_finite(known[name]):
+            raise DataError(f"{path}: {name} is no finite number; remove the file, or run the pipeline again.")
+    return known
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False

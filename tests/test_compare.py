@@ -108,3 +108,14 @@ def test_runs_of_different_lengths_are_compared_by_the_step(tmp_path: Path, caps
     assert main(["compare", str(tmp_path / "long"), str(tmp_path / "short"), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["steps"], row["change"], row["total_s"]) for row in rows] == [(6, 0.0, 12.5), (3, 0.0, None)]
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{", '{"total_s": "x"}', '{"total_s": []}', '{"accuracy_after": NaN}',
+                                  '{"accuracy_before": 1e999}', '{"lower_bound_s": 1' + "0" * 400 + "}"])  # fmt: skip
+def test_a_summary_that_is_damaged_is_refused(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (Path(runs[1]) / "summary.json").write_text(text)
+    for arguments in (["compare", *runs], ["timeline", runs[1], "-o", str(tmp_path / "page.html")]):
+        assert f"{Path(runs[1]) / 'summary.json'}" in refused(capsys, *arguments)
+    assert not (tmp_path / "page.html").exists()
