@@ -54,7 +54,8 @@ def report(**facts: Any) -> None:
 
     Args:
         facts: ``directory`` and ``steps`` of the run; ``training``: it has begun; ``ray``: "started" or "closing";
-            ``temporary``: a directory to remove if this process dies; ``done``: the exit code, after the last word.
+            ``temporary``: a file or directory to remove if this process dies, of which there may be several;
+            ``done``: the exit code, after the last word.
     """
     if _channel is not None:
         with contextlib.suppress(BrokenPipeError):  # the supervisor was killed; SIGTERM is on its way
@@ -77,6 +78,7 @@ def supervise(work: Callable[[], int], finish: Finish) -> int:
     Returns:
         The exit code, in both processes.
     """
+    open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     receives, sends = os.pipe()
@@ -90,6 +92,22 @@ def supervise(work: Callable[[], int], finish: Finish) -> int:
         return _supervised(work, parent, sends)
     os.close(sends)
     return Supervisor(child, receives, finish).run()
+
+
+def open_standard_streams() -> None:
+    """Opens the null device in place of a standard stream that this process was started without (``>&-``).
+
+    Otherwise the next file or pipe that is opened takes its number, and gets what is printed.
+    """
+    names = ("stdin", "stdout", "stderr")
+    for number, name in enumerate(names):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
 def _supervised(work: Callable[[], int], parent: int, channel: int) -> int:
@@ -135,6 +153,7 @@ class Supervisor:
         self._channel = channel
         self._finish = finish
         self._facts: dict[str, Any] = {}
+        self._temporary: list[Path] = []
         self._partial = b""
         self._status: int | None = None
         self._stopped: signal.Signals | None = None
@@ -242,6 +261,8 @@ class Supervisor:
                 self._selector.unregister(self._channel)
 
     def _told(self, facts: dict[str, Any]) -> None:
+        if "temporary" in facts:
+            self._temporary.append(Path(facts.pop("temporary")))
         self._facts |= facts
         if facts.get("ray") == "started":
             self._watch_daemons()
@@ -310,8 +331,12 @@ class Supervisor:
 
     def _conclude(self) -> int:
         """Completes what the child has left undone; returns the exit code."""
-        if temporary := self._facts.get("temporary"):
-            shutil.rmtree(temporary, ignore_errors=True)
+        for path in self._temporary:
+            with contextlib.suppress(OSError):  # the run has removed it
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
         code = self._facts.get("done")
         directory = Path(self._facts["directory"]) if "directory" in self._facts else None
         status = "failed" if self._stopped is None else "interrupted"

@@ -39,6 +39,10 @@ def ready():
 def work():
     run.mkdir()
     supervisor.report(directory=str(run), steps=7)
+    for name in ("file", "directory", "gone"):
+        supervisor.report(temporary=str(HERE / name))
+    (HERE / "file").touch()
+    (HERE / "directory").mkdir()
     if WHAT != "alone":
         sleeper(orphan=True)
         sleeper(orphan=False)
@@ -141,6 +145,7 @@ def test_a_run_that_dies_is_reported_in_one_sentence(
     assert "stopped after 0 of 7 steps" in err
     assert len(err.splitlines()) == 1
     assert status(tmp_path) == "failed"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["program.py", "run"], "temporary files are removed"
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["command", "group"])
@@ -189,3 +194,13 @@ def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path, commands:
     os.killpg(command.process.pid, signal.SIGHUP)
     os.killpg(command.process.pid, signal.SIGTERM)
     assert command.ends()[0] == 143
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_standard_stream_that_is_closed_changes_nothing(tmp_path: Path, commands: list[Command], closed: str) -> None:
+    (tmp_path / "sh").write_text(f'#!/bin/sh\nexec "$@" {closed}\n')
+    (tmp_path / "sh").chmod(0o755)
+    command = Command(tmp_path, "returns", before=str(tmp_path / "sh"))
+    commands.append(command)
+    assert command.ends() == (5, "", "")
+    assert status(tmp_path) == "failed"

@@ -12,6 +12,7 @@ from dataflow.executors.ray_answer import first_failure
 from dataflow.executors.ray_host import LAST_WORDS, Host, WaitingHost
 from dataflow.gpus import Gpus
 from dataflow.graph import Hosted
+from dataflow.supervisor import report
 
 
 class Actors:
@@ -29,6 +30,7 @@ class Actors:
         self._gpus: list[Gpus] = []
         self._addresses: list[tuple[str, int]] = []
         self._words = tempfile.TemporaryDirectory(prefix="dataflow-")
+        report(temporary=self._words.name)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._actors)

@@ -19,6 +19,7 @@ from typing import Any
 
 from dataflow.children import safe_path
 from dataflow.errors import RunError
+from dataflow.supervisor import report
 
 LOOPBACK = "127.0.0.1"
 
@@ -53,6 +54,7 @@ class LocalRay:
 
         # Readable by this user alone. The processes get its path; the token itself is in no environment or command.
         self._token = tempfile.NamedTemporaryFile("w", prefix="dataflow-ray-token-")  # noqa: SIM115
+        report(temporary=self._token.name)
         self._token.write(secrets.token_hex(32))
         self._token.flush()
         atexit.register(self.close)
