@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
 from dataflow.files import written
 from dataflow.redaction import redact
 from dataflow.stopping import stopping
-from dataflow.supervisor import report
+from dataflow.supervisor import open_standard_streams, report
 from dataflow.usercode import attribute_of
 
 EXAMPLES = {
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser, own = _parser(), arguments is None
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if own:
+        open_standard_streams()
     # Options may stand between key=value arguments, which argparse alone would not take.
     options, rest = parser.parse_known_args(arguments)
     takes_more = getattr(options, "overrides", getattr(options, "runs", None))
@@ -69,7 +72,9 @@ def _act(options: argparse.Namespace) -> int:
     """Runs one command, and prints how it ended if it did not end well."""
     with stopping:
         try:
-            return int(options.act(options) or 0)
+            code = int(options.act(options) or 0)
+            sys.stdout.flush()
+            return code
         except Interrupted as error:
             print(f"\ninterrupted: {error}", file=sys.stderr)
             return stopping.exit_code
@@ -84,14 +89,35 @@ def _act(options: argparse.Namespace) -> int:
             _notes(error)
             return 1
         except BrokenPipeError:
+            _drop_output()
             sys.stderr.close()
             return 0
         except OSError as error:
+            if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                print(f"RunError: the output cannot be written: {error.strerror}; make room there.", file=sys.stderr)
+                _drop_output()
+                return 1
             # Even to ask whether a file of such a name exists is an error, wherever that is asked.
             if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
-                raise
+                if stopping.received is None:
+                    raise
+                print("\ninterrupted", file=sys.stderr)
+                return stopping.exit_code
             print(f"DataError: {one_line(str(error.filename))}: {error.strerror}; give another name.", file=sys.stderr)
             return 2
+        except BaseException:
+            # An extension module whose import a signal interrupts raises an error of its own in place of it.
+            if stopping.received is None:
+                raise
+            print("\ninterrupted", file=sys.stderr)
+            return stopping.exit_code
+
+
+def _drop_output() -> None:
+    """Sends what stdout still holds to the null device: the interpreter would try to write it again at its exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def one_line(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -121,3 +122,41 @@ def test_help_shows_an_example() -> None:
             [sys.executable, "-m", "dataflow.cli", command, "-h"], capture_output=True, text=True, timeout=30
         )
         assert f"example: dataflow {command}" in shown.stdout
+
+
+class _Panic(BaseException):
+    """What an extension module may raise when its import is interrupted."""
+
+
+@pytest.mark.parametrize("kind", [_Panic, ImportError, OSError, SystemError])
+def test_an_error_that_takes_the_place_of_an_interrupt_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[BaseException]
+) -> None:
+    def act(_options: object) -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise kind("no module") from None
+        return 0
+
+    monkeypatch.setattr("dataflow.cli._show", act)
+    assert main(["show", PIPELINE]) == 143
+    assert capsys.readouterr().err.strip() == "interrupted"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's device that is always full")
+def test_output_to_a_full_disk_is_an_error_in_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "dataflow.cli", "run", "--keys"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "RunError: the output cannot be written: No space left on device; make room there.\n"
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_standard_stream_that_is_closed_changes_nothing(closed: int) -> None:
+    command = [sys.executable, "-m", "dataflow.cli", "run", "--keys"]
+    ended = subprocess.run(["sh", "-c", f'exec "$@" {closed}>&-', "sh", *command], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ("trainer.lr" in ended.stdout) == (closed != 1)
