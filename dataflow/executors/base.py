@@ -23,6 +23,8 @@ class Report:
     Attributes:
         groups: that it chose, if it forms parts.
         written: the groups of each field it wrote, where that is a Batch.
+        logged: level and text of the warnings and errors that its process has logged since its last report, if that
+            process has no terminal of its own.
     """
 
     begin: float
@@ -32,6 +34,7 @@ class Report:
     marks: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     written: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    logged: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass

@@ -20,6 +20,7 @@ from dataflow.executors.ray_answer import cause, fetch
 from dataflow.executors.ray_console import console_kept
 from dataflow.executors.ray_crew import Crew, Running
 from dataflow.executors.ray_local import LocalRay
+from dataflow.executors.ray_log import log_lines
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 from dataflow.supervisor import report
 
@@ -203,7 +204,9 @@ class RayExecutor:
             for crew in self._hosts.values()
             for actor in crew
         ]
-        await asyncio.gather(*closing, return_exceptions=True)
+        for said in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(said, tuple):
+                log_lines(said)
         for crew in self._hosts.values():
             crew.actors.kill()
         self._hosts.clear()

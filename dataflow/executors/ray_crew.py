@@ -21,6 +21,7 @@ from dataflow.executors.base import Call, Done, Part, Report
 from dataflow.executors.ray_actors import Actors
 from dataflow.executors.ray_answer import DIED, cause, died, fetch, first_failure, last_words
 from dataflow.executors.ray_host import pickled
+from dataflow.executors.ray_log import log_lines
 from dataflow.executors.replays import Replays, Submission
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 
@@ -245,6 +246,7 @@ class Crew:
 
     def _ended(self, running: Running, report: Report, held: tuple[int, ...] | None, values: tuple[Any, ...]) -> Done:
         task = running.task
+        log_lines(report.logged)
         if self.spec.restarts:
             submission = None if held is None else Submission(task, running.call, running.values, held)
             self.replays.ended(submission, task, report.groups)

@@ -16,6 +16,7 @@ from dataflow.batch import Batch
 from dataflow.children import restore_path
 from dataflow.executors.base import Call, Part, Report, answer, part, prepare
 from dataflow.executors.ray_answer import answer_to, answering
+from dataflow.executors.ray_log import KEPT, keep_lines
 from dataflow.gpus import see
 from dataflow.graph import Hosted, Stage, TaskInfo
 from dataflow.usercode import Contained
@@ -41,6 +42,7 @@ class Host:
     def build(self, blob: bytes, environment: Mapping[str, str], anchor: clock.Anchor, *gpus: str) -> int:
         """Builds the tool, which sees these GPUs, or those that Ray shows it; returns this process's id."""
         restore_path()
+        keep_lines()
         clock.adopt(anchor)
         os.environ.update(environment)
         see(gpus)
@@ -83,12 +85,13 @@ class Host:
         return getattr(self.tool, method)()
 
     @answering
-    def close(self) -> None:
-        """Lets the tool end well, if it can."""
+    def close(self) -> tuple[tuple[str, str], ...]:
+        """Lets the tool end well, if it can; returns what it has logged since its last report."""
         if hasattr(self.tool, "close"):
             closed = self.tool.close()
             if asyncio.iscoroutine(closed):
                 asyncio.run(closed)
+        return KEPT.take()
 
     def _prepare(
         self, call: Call, values: Sequence[Any], on_emit: Callable[[int, tuple[Any, ...]], None] | None = None
@@ -167,11 +170,12 @@ class WaitingHost(Host):
         return await answer if asyncio.iscoroutine(answer) else answer
 
     @answering
-    async def close(self) -> None:  # type: ignore[override]
+    async def close(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
         if hasattr(self.tool, "close"):
             closed = self.tool.close()
             if asyncio.iscoroutine(closed):
                 await closed
+        return KEPT.take()
 
 
 def _groups_of(stage: Stage, arguments: Sequence[Any]) -> tuple[int, ...] | None:
@@ -188,6 +192,7 @@ def _packed(
     answered: tuple[Report, tuple[Any, ...]], keep: bool, held: tuple[int, ...] | None
 ) -> tuple[Any, ...] | bytes:
     report, values = answered
+    report.logged = KEPT.take()
     small = pickle.dumps((report, held))
     return (small, *values) if values and keep else small
 
