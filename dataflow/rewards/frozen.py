@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
+
 from dataflow.errors import RewardFailed
 from dataflow.rewards.requests import Step
 from dataflow.rewards.sentinel import Kind
@@ -24,7 +26,8 @@ class Frozen:
     """The calls that froze the agents before this one.
 
     Args:
-        path: of the record; None, or no such file, knows none.
+        path: of the record; None, or no such file, knows none. A line that cannot be read, such as one that a full
+            disk cut off, is left out with a warning.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -33,9 +36,19 @@ class Frozen:
         self._groups: dict[tuple[Step, int], str] = {}
         self.log = ""
         """What is to be said of the user's ``log``, if that did it."""
-        if path is not None and path.is_file():
-            for line in path.read_text().splitlines():
+        if path is None or not path.is_file():
+            return
+        unreadable = 0
+        for line in filter(bytes.strip, path.read_bytes().split(b"\n")):
+            try:
                 self._add(json.loads(line))
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                unreadable += 1
+        if unreadable:
+            logger.warning(
+                f"reward agent: lines of {path} that cannot be read, damaged or edited: {unreadable}; a call that they "
+                "named may freeze the agent once more. See that the disk is in order and has space."
+            )
 
     def _add(self, facts: dict[str, Any]) -> None:
         story, at = facts["story"], (facts["step"], facts["group"])

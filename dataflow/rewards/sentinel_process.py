@@ -242,7 +242,8 @@ class Watch:
         facts = {"kind": kind, "step": step, "group": group, "sample": sample, "key": key.rstrip(b"\0").hex()}
         if self.record is not None:
             with contextlib.suppress(OSError), open(self.record, "a") as file:
-                file.write(json.dumps({**facts, "story": story}) + "\n")
+                # On a line of its own, also behind one that was cut off.
+                file.write("\n" + json.dumps({**facts, "story": story}) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
         if self.words is not None:
