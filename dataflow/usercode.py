@@ -27,8 +27,52 @@ _READ = 100_000  # characters of a message that are read at all
 _MOST_BYTES = 1 << 20  # of an exception that is sent whole
 
 
+# What Python itself says of an exception; a class may put properties of its own in their place.
+_DEFINED = {name: BaseException.__dict__[name] for name in ("__cause__", "__context__", "__traceback__", "__dict__")}
+_PARTS = BaseExceptionGroup.__dict__["exceptions"]
+
+
 class UserExit(RunError):
     """User code raised what would have ended the process, such as SystemExit; this says what it was."""
+
+
+class Unreadable(RunError):
+    """User code raised an exception that cannot be read; this says of which class."""
+
+
+def readable(error: BaseException, chained: bool = True) -> BaseException:
+    """Returns an exception whose class, causes and parts can be read: the one given, or a stand-in for it.
+
+    A class may replace what Python defines for every exception by properties that raise or that have no end.
+
+    Args:
+        error: what was raised.
+        chained: whether the exceptions that it was raised from count, too.
+    """
+    ahead, seen = [error], set[int]()
+    try:
+        while ahead:
+            one = ahead.pop()
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            if one.__class__ is not type(one) or not type(one).__name__ or not type(one).__mro__:
+                raise AttributeError("__class__")
+            for name, defined in _DEFINED.items():
+                if getattr(one, name) is not defined.__get__(one):
+                    raise AttributeError(name)
+            if isinstance(one, BaseExceptionGroup):
+                if one.exceptions is not _PARTS.__get__(one):
+                    raise AttributeError("exceptions")
+                ahead += one.exceptions
+            if chained:
+                ahead += [other for other in (one.__cause__, one.__context__) if other is not None]
+    except BaseException as own:
+        if is_interrupt(own):
+            raise
+        name = type.__dict__["__name__"].__get__(type(error))
+        return Unreadable(f"{name}, which cannot be read")
+    return error
 
 
 def message_of(error: BaseException) -> str:
@@ -110,7 +154,8 @@ def is_interrupt(error: BaseException) -> bool:
 
     Python raises the first in the main thread only, and only where asyncio or the run has not taken the signal over.
     """
-    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+    # By its type: isinstance() also asks the exception itself.
+    if not issubclass(type(error), KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         return True
@@ -122,7 +167,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 def is_cancelled(error: BaseException) -> bool:
     """Whether it is the end of a task that we cancelled, and no CancelledError that user code raised by itself."""
-    if not isinstance(error, asyncio.CancelledError):
+    if not issubclass(type(error), asyncio.CancelledError):
         return False
     try:
         task = asyncio.current_task()

@@ -9,7 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dataflow.errors import RunError, ToolLost
-from dataflow.usercode import attribute_of, can_be_traced, is_cancelled, message_of, pickled_error, shortened, trace_of
+from dataflow.usercode import (
+    attribute_of,
+    can_be_traced,
+    is_cancelled,
+    message_of,
+    pickled_error,
+    readable,
+    shortened,
+    trace_of,
+)
 
 DIED = "the process that ran it died (killed, or out of memory)"
 
@@ -45,6 +54,7 @@ def answer_to(error: BaseException) -> BaseException:
     """
     import cloudpickle  # type: ignore[import-untyped]
 
+    error = readable(error)
     sent = None if is_cancelled(error) else pickled_error(error, cloudpickle.dumps)
     if is_cancelled(error) or (sent is not None and can_be_traced(error)):
         return error

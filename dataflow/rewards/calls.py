@@ -22,7 +22,7 @@ from dataflow import clock
 from dataflow.redaction import redact_error
 from dataflow.rewards.custom import is_async
 from dataflow.rewards.watchdog import Watchdog
-from dataflow.usercode import Contained, is_interrupt
+from dataflow.usercode import Contained, is_interrupt, readable
 
 if TYPE_CHECKING:
     from dataflow.rewards.sentinel import Sentinel
@@ -130,6 +130,7 @@ class Call:
         done, self._done = self._done, None
         if done is not None:
             if error is not None:
+                error = readable(error)
                 redact_error(error)  # its text is shown, logged and journaled
             self.result, self.error = result, error
             self._owner.guarded(done, self)

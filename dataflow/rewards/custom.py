@@ -19,7 +19,7 @@ from typing import Any
 from dataflow.copies import own_options
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.results import read_result as read_result  # where docs/rewards.md has managers import it from
-from dataflow.usercode import attribute_of, is_interrupt, message_of, parts_of
+from dataflow.usercode import attribute_of, is_interrupt, message_of, parts_of, readable
 
 FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The keywords that verl calls a reward function with, in its order."""
@@ -324,6 +324,7 @@ def describe(error: BaseException) -> str:
 
     Of a group also the exceptions that it holds.
     """
+    error = readable(error, chained=False)
     text = message_of(error)
     place = place_of(error)
     said = f"{type(error).__name__}{': ' + text if text else ''}{' (' + place + ')' if place else ''}"

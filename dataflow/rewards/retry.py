@@ -12,7 +12,7 @@ from typing import Any
 from tenacity import RetryCallState, Retrying, wait_random_exponential
 
 from dataflow.errors import ConfigError
-from dataflow.usercode import attribute_of, causes_of, parts_of
+from dataflow.usercode import attribute_of, causes_of, is_interrupt, parts_of
 
 THROTTLED = (429, 503, 529)
 """HTTP statuses by which a server says that it is asked too much."""
@@ -139,10 +139,11 @@ def status_of(error: BaseException) -> int | None:
     response = attribute_of(error, "response")
     for place, name in ((error, "status"), (error, "status_code"), (response, "status_code"), (response, "status")):
         value = attribute_of(place, name)
-        if isinstance(value, int) and 100 <= value <= 599:
-            return value
+        if isinstance(value, int) and 100 <= (status := int.__index__(value)) <= 599:  # a subclass compares as it likes
+            return status
     code = attribute_of(error, "code")  # many other things have one
-    return code if isinstance(code, int) and 400 <= code <= 599 and not isinstance(error, SystemExit) else None
+    known = isinstance(code, int) and not isinstance(error, SystemExit)
+    return status if known and 400 <= (status := int.__index__(code)) <= 599 else None
 
 
 def retry_after_s(error: BaseException) -> float:
@@ -153,7 +154,7 @@ def retry_after_s(error: BaseException) -> float:
 def _retry_after_s(error: BaseException) -> float:
     own = attribute_of(error, "retry_after")
     if isinstance(own, int | float):
-        return _seconds(own)
+        return _seconds(int.__index__(own) if isinstance(own, int) else float.__float__(own))
     for place in (error, attribute_of(error, "response")):
         headers = attribute_of(place, "headers")
         if attribute_of(headers, "get") is not None and (wait_s := read_retry_after(headers)):
@@ -176,7 +177,9 @@ def read_retry_after(headers: Mapping[str, Any]) -> float:
     """
     try:
         text = str(headers.get("Retry-After") or headers.get("retry-after") or "").strip()
-    except Exception:  # the headers of an exception of the user's may be anything
+    except BaseException as own:  # the headers of an exception of the user's may be anything
+        if is_interrupt(own):
+            raise
         return 0.0
     try:
         return _seconds(float(text)) if text else 0.0

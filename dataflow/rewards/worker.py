@@ -34,7 +34,7 @@ from dataflow.rewards.custom import (
     place_of,
     scorer_of,
 )
-from dataflow.usercode import attribute_of, pickled_error, trace_of
+from dataflow.usercode import attribute_of, pickled_error, readable, trace_of
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]
 """A result and an exception, of which one is None."""
@@ -190,6 +190,7 @@ def reply_of(result: Any, error: BaseException | None) -> bytes:
             return pickle.dumps((result, b"", "", ""))
         except BaseException as broken:  # pickling runs code of the user's
             error = WorkerError(f"it returned a {type(result).__name__}, which cannot be sent ({describe(broken)})")
+    error = readable(error)
     return pickle.dumps((None, _sendable(error), place_of(error), trace_of(error)))
 
 

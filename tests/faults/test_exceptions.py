@@ -64,6 +64,62 @@ class Stuck(Exception):
         raise Own("not to be sent")
 
 
+class NoDict(Exception):
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise Own("no attributes")
+
+
+class NoCause(Exception):
+    @property
+    def __cause__(self) -> Any:  # type: ignore[override]
+        raise Own("no cause")
+
+
+class Disguised(Exception):
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        return KeyboardInterrupt
+
+
+class NamelessKind(type):
+    def __getattribute__(cls, name: str) -> Any:
+        if name == "__mro__":
+            raise Own(name)
+        return super().__getattribute__(name)
+
+
+class Nameless(Exception, metaclass=NamelessKind):
+    pass
+
+
+class HoldsItself(ExceptionGroup[Exception]):
+    @property
+    def exceptions(self) -> Any:
+        return (self,)
+
+
+class NoHeaders(Exception):
+    status = 429
+
+    class headers:
+        @staticmethod
+        def get(name: str) -> str:
+            raise SystemExit(name)
+
+
+class Incomparable(int):
+    def __le__(self, other: Any) -> bool:
+        raise Own("not to be compared")
+
+    __lt__ = __gt__ = __ge__ = __le__
+
+
+class OddNumbers(Exception):
+    status = Incomparable(429)
+    retry_after = Incomparable(3)
+
+
 class TwoArguments(Exception):
     """One that can be pickled and not be read again."""
 
@@ -83,8 +139,16 @@ RAISED: list[tuple[Callable[[], BaseException], str]] = [
     (lambda: Huge(), r"Huge: x{1900}"),
     (lambda: Stuck("s"), "Stuck: s"),
     (lambda: TwoArguments(1, 2), "TwoArguments: 1 and 2"),
+    (lambda: NoDict(), "Unreadable: NoDict, which cannot be read"),
+    (lambda: NoCause(), "Unreadable: NoCause, which cannot be read"),
+    (lambda: Disguised(), "Unreadable: Disguised, which cannot be read"),
+    (lambda: Nameless(), "Unreadable: Nameless, which cannot be read"),
+    (lambda: HoldsItself("", [ValueError()]), "Unreadable: HoldsItself, which cannot be read"),
+    (lambda: NoHeaders(), "NoHeaders"),
+    (lambda: OddNumbers(), "OddNumbers"),
 ]
-raising = pytest.mark.parametrize(("make", "said"), RAISED, ids=[said.split(":")[0] for _, said in RAISED])
+NAMES = [said.removeprefix("Unreadable: ").split(":")[0] for _, said in RAISED]
+raising = pytest.mark.parametrize(("make", "said"), RAISED, ids=NAMES)
 
 
 def sync_raise(make: Callable[[], BaseException]) -> None:
