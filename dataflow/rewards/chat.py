@@ -300,7 +300,8 @@ async def whole(
     encoding = _encoding(headers)
     if encoding not in (*_LET_THROUGH, *_PACKED):
         fix = "have the server, or the proxy before it, send replies as they are, as they are asked for"
-        raise JudgeError(f"{url} sent its reply in the encoding '{encoding}', which was not asked for", fix=fix)
+        sent = short(str((headers or {}).get("Content-Encoding", "")))  # not in lower case, which hides a secret in it
+        raise JudgeError(f"{url} sent its reply in the encoding '{sent}', which was not asked for", fix=fix)
     text = _unpacked(bytes(got), encoding, max_bytes + 1)
     if len(text) > max_bytes:
         raise overlong(url, max_bytes)

@@ -18,6 +18,7 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
+from dataflow.redaction import keep_secret
 from dataflow.reward_agent import Retry, RewardAgent
 from dataflow.rewards import chat
 from dataflow.rewards.chat import JudgeError
@@ -154,6 +155,13 @@ def test_a_reply_that_is_packed_though_it_was_not_asked_to(client: str) -> None:
     assert "over 4,194,304 bytes" in str(error)
     error = asked([head(200, "Content-Encoding: br"), b"\x0b\x02\x80"], client=client)
     assert "in the encoding 'br', which was not asked for" in str(error)
+
+
+@clients
+def test_a_secret_in_the_name_of_an_encoding_is_masked(client: str) -> None:
+    keep_secret("Zq7Wm3Lk9pTx2vNb8RcYd5Hs4")
+    error = asked([head(200, "Content-Encoding: Zq7Wm3Lk9pTx2vNb8RcYd5Hs4"), b"{}"], client=client)
+    assert "in the encoding '***', which was not asked for" in str(error)
 
 
 # --- TLS -------------------------------------------------------------------------------------------------------
