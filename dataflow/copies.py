@@ -7,7 +7,10 @@ Data of a run is mostly what JSON holds: dicts and lists of texts and numbers. T
 from __future__ import annotations
 
 import copy
+import dataclasses
+import pickle
 import sys
+from types import MappingProxyType
 from typing import Any
 
 _LEAVES = frozenset({str, int, float, bool, bytes, type(None), complex, range})
@@ -18,8 +21,8 @@ def own_copy(value: Any) -> Any:
     """Returns a copy that shares nothing that can change with the original.
 
     Dicts, lists, tuples, sets, arrays and tensors are copied with all that they hold; an object inside that occurs
-    twice becomes two, unless it is part of a cycle. A value that cannot be copied, such as a lock or an open file, is
-    returned as it is.
+    twice becomes two, unless it is part of a cycle. A part that cannot be copied, such as a lock or an open file, is
+    shared, and it alone.
 
     >>> chat = [{"role": "user", "content": "2 + 2?"}]
     >>> own_copy(chat) == chat, own_copy(chat)[0] is chat[0]
@@ -28,7 +31,7 @@ def own_copy(value: Any) -> Any:
     try:
         return _copied(value)
     except RecursionError:  # a value that holds itself, or one that is nested very deeply
-        return _deep(value)
+        return _unrolled(value)
 
 
 def own_options(value: Any) -> Any:
@@ -71,6 +74,8 @@ def _array(value: Any, kind: type) -> Any:
     """Returns the copy of an array or tensor; None for a value of another type."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and kind is numpy.ndarray:
+        if value.dtype.names and value.dtype.hasobject:
+            return _deep(value)
         array = value.copy()
         if array.dtype == object:
             flat = array.reshape(-1)
@@ -83,8 +88,64 @@ def _array(value: Any, kind: type) -> Any:
     return None
 
 
-def _deep(value: Any) -> Any:
+def _unrolled(value: Any) -> Any:
+    """Copies dicts and lists however deep they are nested, and those that hold themselves."""
+    kinds = {dict: dict, list: list}
+    if type(value) not in kinds:
+        return _deep(value)
+    made: dict[int, Any] = {id(value): kinds[type(value)]()}
+    ahead = [value]
+    while ahead:
+        source = ahead.pop()
+        target = made[id(source)]
+        for key, part in source.items() if type(source) is dict else enumerate(source):
+            if type(part) in kinds:
+                if id(part) not in made:
+                    made[id(part)] = kinds[type(part)]()
+                    ahead.append(part)
+                part = made[id(part)]
+            else:
+                part = _part(part)
+            if type(source) is dict:
+                target[key] = part
+            else:
+                target.append(part)
+    return made[id(value)]
+
+
+def _part(value: Any) -> Any:
     try:
+        return _copied(value)
+    except RecursionError:
+        return _deep(value)
+
+
+def _deep(value: Any) -> Any:
+    pandas = sys.modules.get("pandas")
+    try:
+        if pandas is not None and isinstance(value, pandas.DataFrame | pandas.Series | pandas.Index):
+            return pickle.loads(pickle.dumps(value))  # their own copy shares what the cells hold
         return copy.deepcopy(value)
     except Exception:  # copying runs the object's own code, and there is no list of what cannot be copied
+        return _around(value)
+
+
+def _around(value: Any) -> Any:
+    """Copies an object that holds something that cannot be copied, which is shared."""
+    try:
+        if isinstance(value, MappingProxyType):
+            return MappingProxyType(own_copy(dict(value)))
+        if not isinstance(value, dict | list) and (isinstance(value, type) or not dataclasses.is_dataclass(value)):
+            return value
+        made = copy.copy(value)
+        if isinstance(made, dict):
+            for key, part in value.items():
+                made[key] = own_copy(part)
+        elif isinstance(made, list):
+            made[:] = [own_copy(part) for part in value]
+        else:
+            for name, part in vars(value).items():
+                vars(made)[name] = own_copy(part)
+        return made
+    except Exception:
         return value

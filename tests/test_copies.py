@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 import threading
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -63,6 +65,69 @@ def test_what_cannot_be_copied_is_shared_beside_what_can() -> None:
     own["names"].append("b")
     assert own["lock"] is lock
     assert value["names"] == ["a"]
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@dataclass
+class Locked:
+    names: list[str]
+    lock: Any = field(default_factory=threading.Lock)
+
+
+class Row(dict[str, Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda chat: {"raw_prompt": chat, "tree": nested(20_000)},
+        lambda chat: {"raw_prompt": np.array([(chat,)], dtype=[("chat", object)])},
+        lambda chat: {"raw_prompt": pd.Series([chat])},
+        lambda chat: {"raw_prompt": pd.DataFrame({"chat": [chat]})},
+        lambda chat: collections.defaultdict(list, raw_prompt=chat, lock=threading.Lock()),
+        lambda chat: Row(raw_prompt=chat, lock=threading.Lock()),
+        lambda chat: {"facts": Locked(chat)},
+        lambda chat: MappingProxyType({"raw_prompt": chat}),
+        lambda chat: [chat, nested(20_000), threading.Lock()],
+    ],
+    ids=["deep", "structured", "series", "frame", "defaultdict", "dict subclass", "dataclass", "proxy", "deep list"],
+)
+def test_a_part_that_is_hard_to_copy_leaves_the_others_their_own(hold: Any) -> None:
+    chat = [{"role": "user"}]
+    value = hold(chat)
+    own = own_copy(value)
+    assert type(own) is type(value)
+    found = chat_in(own)
+    assert found == chat
+    assert found is not chat
+    assert found[0] is not chat[0]
+
+
+def chat_in(value: Any) -> Any:
+    """Returns the chat that one of these holds."""
+    match value:
+        case list():
+            return value[0]
+        case Locked():
+            return value.names
+        case np.ndarray():
+            return value["chat"][0]
+        case pd.Series():
+            return value[0]
+        case pd.DataFrame():
+            return value["chat"][0]
+    return chat_in(value["facts"]) if "facts" in value else _chat(value["raw_prompt"])
+
+
+def _chat(value: Any) -> Any:
+    return value if isinstance(value, list) else chat_in(value)
 
 
 def test_a_value_that_holds_itself() -> None:
