@@ -155,7 +155,7 @@ class Model:
         """A call has ended."""
         ask = self.asks[key]
         ask.running = False
-        self.counts["throttled"] += how in ("throttled", "timed out")
+        self.counts["throttled"] += how == "throttled"
         self.counts["timed_out"] += how == "timed out"
         if how == "throttled":
             self.paused = max(self.paused, now + wait)

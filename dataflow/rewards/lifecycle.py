@@ -21,7 +21,7 @@ from dataflow.rewards.hedge import Hedge
 from dataflow.rewards.limits import Limiter, Line
 from dataflow.rewards.requests import Ask
 from dataflow.rewards.results import read_result, tokens_used
-from dataflow.rewards.retry import Retry, is_throttle, is_timeout, retry_after_s, status_of
+from dataflow.rewards.retry import Retry, is_rejected, is_throttle, is_timeout, retry_after_s, status_of
 from dataflow.rewards.sentinel import Kind
 from dataflow.usercode import attribute_of, is_ours, message_of, parts_of
 
@@ -170,8 +170,9 @@ class Lifecycle:
         if is_throttle(error):
             # Those behind it learn by their own tries that the server is away for longer than any of them may take.
             pause_s = min(retry_after_s(error), self._retry.deadline_s or math.inf)
-            self.counts["throttled"] += 1
-            ask.throttled += 1
+            if is_rejected(error):
+                self.counts["throttled"] += 1
+                ask.throttled += 1
             if pause_s:
                 line.pause(pause_s)
         if ask.live:

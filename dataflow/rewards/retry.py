@@ -131,7 +131,12 @@ def is_timeout(error: BaseException) -> bool:
 
 def is_throttle(error: BaseException) -> bool:
     """Whether it says that the service is asked more than it can or will answer."""
-    return is_timeout(error) or any(status_of(one) in THROTTLED for one in parts_of(error))
+    return is_timeout(error) or is_rejected(error)
+
+
+def is_rejected(error: BaseException) -> bool:
+    """Whether the service answered that it is asked too much, with a status such as 429."""
+    return any(status_of(one) in THROTTLED for one in parts_of(error))
 
 
 def status_of(error: BaseException) -> int | None:
