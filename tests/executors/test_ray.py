@@ -14,6 +14,7 @@ import time
 from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
+from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, RunError, StageFailed
@@ -72,6 +73,29 @@ def gone(pids, deadline: float = 10.0) -> bool:
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.05)
     return not any(map(alive, pids))
+
+
+def test_what_an_actor_warns_of_is_in_the_log_of_the_run(executor):
+    class Warner:
+        def close(self):
+            from loguru import logger
+
+            logger.warning("the last word")
+
+    @stage(writes="out", on="gpu")
+    def warn(prompts, *, warner):
+        from loguru import logger
+
+        logger.info("all is well")
+        logger.warning("step {} is odd", prompts)
+
+    said = []
+    number = logger.add(said.append, format="{message}", level="INFO")
+    try:
+        run(executor, [warn.bind(warner=Hosted("warner", Warner))], steps=2)
+    finally:
+        logger.remove(number)
+    assert [line.strip() for line in said] == ["step 1 is odd", "step 2 is odd", "the last word"]
 
 
 class Process:
