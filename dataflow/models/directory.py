@@ -151,11 +151,13 @@ class Room:
 
 
 def room_of(path: str | Path) -> Room:
-    """Returns what fits into a model, from its configuration.
+    """Returns what fits into a model, from its configuration; a directory may hold a tokenizer alone, and name nothing.
 
     Raises:
-        ModelError: it has none that can be read.
+        ModelError: the configuration cannot be read.
     """
+    if not (Path(path) / "config.json").exists():
+        return Room(None, None)
     config = _json(Path(path), "config.json")
     inner = config.get("text_config")
     of = inner if isinstance(inner, dict) else config
