@@ -401,9 +401,9 @@ class RewardAgent:
         except RuntimeError as error:
             raise DataflowError("reward agent: submit and collect must be called on a running event loop.") from error
         if self._loop is None:
-            self._loop = loop
             if self._sentinel is not None:
                 self._sentinel.start(loop)
+            self._loop = loop
             self._calls = Calls(self._strayed, self._bug, self._sentinel)
             self._limiter = Limiter(self.limits, self._start, self._shared, self._bug)
             self._life = Lifecycle(self._score, self._calls, self._limiter, self.retry, self._hedge_after, self._asks)

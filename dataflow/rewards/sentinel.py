@@ -29,6 +29,7 @@ from typing import Any
 
 from loguru import logger
 
+from dataflow.errors import RunError
 from dataflow.executors.ray_host import LAST_WORDS
 from dataflow.rewards import sentinel_process
 from dataflow.rewards.custom import MACHINERY
@@ -77,7 +78,21 @@ class Sentinel:
         return None if self._process is None else self._process.pid
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts the process; called in the thread of the loop."""
+        """Starts the process; called in the thread of the loop.
+
+        Raises:
+            RunError: it cannot be started.
+        """
+        try:
+            self._start(loop)
+        except OSError as error:
+            why = error.strerror or error
+            raise RunError(
+                f"reward agent: the process that watches for frozen calls cannot be started ({why}); make room in "
+                f"{tempfile.gettempdir()}, or set reward.frozen_after=0 to run without it."
+            ) from error
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         with tempfile.TemporaryFile() as file:
             file.truncate(_SLOTS * SLOT.size)
             self._page = mmap.mmap(file.fileno(), _SLOTS * SLOT.size)

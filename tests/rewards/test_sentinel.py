@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from dataflow.batch import Batch
+from dataflow.errors import RunError
+from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.frozen import Frozen
+from dataflow.rewards.sentinel import Sentinel
 from tests.rewards import frozen_calls
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(100)]
@@ -90,3 +97,19 @@ def test_a_signal_ends_a_run_that_is_frozen(programs: dict[str, Program], sign: 
     assert code == -signal.SIGKILL
     assert f"\ndataflow: interrupted by {sign.name}: '{function}'" in said
     assert not program.record.exists()
+
+
+def test_an_agent_whose_watcher_cannot_be_started_says_so_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+
+    async def body() -> None:
+        agent = RewardAgent(lambda **_: 1.0, sentinel=Sentinel(5.0, None, inline=False))
+        columns = {"data_source": ["d"], "ground_truth": ["1"], "response_text": ["1"]}
+        with pytest.raises(RunError, match=r"No space left on device.*reward.frozen_after=0"):
+            agent.submit(1, Batch([0], columns))
+        await agent.close()
+
+    asyncio.run(body())
