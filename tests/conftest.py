@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,12 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+# A shell ignores SIGINT in what it starts in the background, and nohup ignores SIGHUP. Processes inherit that, but no
+# handler that does nothing: the tests of signals start theirs with the defaults.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 # `make test` draws the same examples each time, so that it passes or fails for what was changed; `make test-fast`
 # draws fewer. New examples are searched for with pytest --hypothesis-profile=search.
