@@ -1,4 +1,7 @@
-"""A light selection of benchmarks/kills.py: a process of a real run is killed; the run recovers, or says what died."""
+"""A light selection of benchmarks/kills.py: a process of a real run is killed, and the run says what died.
+
+A judge that is killed and started anew is in tests/rewards/test_judge_keeper.py.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,13 @@ def kills() -> Any:
         yield module
 
 
-@pytest.mark.parametrize(("victim", "how"), [("raylet", "one sentence"), ("judge", "finished")])
-def test_a_killed_process(kills: Any, tmp_path: Path, tiny_qwen: Path, victim: str, how: str) -> None:
+def test_a_killed_raylet_is_named(kills: Any, tmp_path: Path, tiny_qwen: Path) -> None:
     run = kills.Run(tmp_path, "run", [*kills.SMALL, "engine.rollout=hf", f"model.path={tiny_qwen}"])
-    # Then all of Ray and the judge are up, and the workers start.
+    # Then all of Ray is up, and the workers start.
     assert run.victim("trainer") is not None
-    process = run.alive(victim)
+    process = run.alive("raylet")
     assert process is not None
     process.kill()
     found = run.end()
-    assert kills.verdict(found, victim) == how, found
-    if victim == "raylet":
-        assert found["said"][0].startswith("RunError: Ray's raylet died (killed, or out of memory)")
-    else:
-        assert found["restarts"] == 1, found
+    assert kills.verdict(found, "raylet") == "one sentence", found
+    assert found["said"][0].startswith("RunError: Ray's raylet died (killed, or out of memory)")
