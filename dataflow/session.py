@@ -265,7 +265,7 @@ class Session:
             logger.debug(str(error))
 
     def _leave(self, trace: Trace, writer: TraceWriter) -> None:
-        """Ends the run's files, each whatever becomes of the other; the error that the run ended with counts.
+        """Ends the run's files, each also if another one fails; the error that the run ended with counts.
 
         Raises:
             RunError: one of them cannot be written, and the run went well so far.

@@ -294,8 +294,8 @@ def part(stage: Stage, info: TaskInfo, number: int, values: tuple[Any, ...], at:
     for name, value in zip(stage.writes[1:], values[1:], strict=True):
         if odd := set(ids).symmetric_difference(value.ids):
             raise DataflowError(
-                f"stage '{stage.name}' emitted set {number} with different groups in '{stage.writes[0]}' and '{name}' "
-                f"({listed(odd)}); emit the same groups in every Batch."
+                f"stage '{stage.name}' emitted chunk {number} with different groups in '{stage.writes[0]}' and "
+                f"'{name}' ({listed(odd)}); emit the same groups in every Batch."
             )
     return Part(TaskId(info.step, info.stage, number, info.emits), at, ids, values)
 

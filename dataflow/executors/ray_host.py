@@ -22,7 +22,7 @@ from dataflow.graph import Hosted, Stage, TaskInfo
 from dataflow.usercode import Contained
 
 LAST_WORDS = "DATAFLOW_LAST_WORDS"
-"""The environment variable that names the file in which whoever ends a tool's process leaves the reason."""
+"""The environment variable that names the file in which a process that ends a tool's process writes why."""
 
 
 class Host:

@@ -62,7 +62,7 @@ class LocalRay:
             with _environment(self._token.name), safe_path():
                 self._node = _start_node(self._num_cpus, self._ended)
                 ray.init(address=self._node.gcs_address, **options)
-                # As after ray.init(address="local"): ray.shutdown() ends the node, whoever calls it.
+                # As after ray.init(address="local"): every ray.shutdown() ends the node, also one in user code.
                 ray._private.worker._global_node = self._node
         except Exception as error:
             self.close()

@@ -200,7 +200,7 @@ class Asks:
     # --- Lifecycle's Outcome ----------------------------------------------------------------------------------
 
     def started(self, ask: Ask) -> None:
-        """Its first call starts."""
+        """Counts an ask whose first call starts as out of the line."""
         self._left(ask.requests[0].step)
 
     def _left(self, state: StepRequests) -> None:

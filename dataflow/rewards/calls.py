@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from dataflow import clock
 from dataflow.redaction import redact_error
 from dataflow.rewards.custom import is_async
+from dataflow.rewards.threads import Tell, Threads
 from dataflow.rewards.watchdog import Watchdog
 from dataflow.usercode import Contained, is_interrupt, readable
 
@@ -31,20 +30,12 @@ GRACE_S = 1.0
 """What a task that was cancelled may take to end before it counts as a stray."""
 
 Told: TypeAlias = Callable[["Call"], None]
-Tell: TypeAlias = Callable[[], None]
 
 
 class TimedOut(TimeoutError):
     """A call took longer than it may."""
 
     fix = "raise reward.timeout, or see what holds the call up"
-
-
-class NoThread(RuntimeError):
-    """The system gives no further thread to call a sync function in."""
-
-    fix = "lower reward.concurrency, make the function async, or raise the limit on threads (ulimit -u)"
-    retry = True
 
 
 class Call:
@@ -380,62 +371,3 @@ class Timeouts:
             timer.cancel()
         self._timers.clear()
         self._lines.clear()
-
-
-class _Started(threading.Event):
-    def wait(self, timeout: float | None = None) -> bool:
-        return True
-
-
-class _Worker(threading.Thread):
-    """A thread whose start does not wait until it runs: with 1,024 calls in flight the loop waited 0.2 s in all.
-
-    Python has no public way to leave the wait out. A Python that names its event otherwise waits again.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._started = _Started()
-
-    def join(self, timeout: float | None = None) -> None:
-        threading.Event.wait(self._started, timeout)
-        super().join(timeout)
-
-
-class Threads:
-    """Daemon threads that are used again. ThreadPoolExecutor's are not: they are joined at exit, stuck or not."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], Tell] | None] = queue.SimpleQueue()
-        self._idle: deque[None] = deque()  # one for each idle thread; cheaper than a semaphore, whose lock is Python's
-        self._count = 0
-
-    def run(self, job: Callable[[], Tell]) -> None:
-        """Runs the job in an idle thread, or in a new one, and then what it returns, which tells of its end.
-
-        Whoever is told finds the thread idle: calls one after the other take one thread.
-
-        Raises:
-            NoThread: there is neither; the job will not run.
-        """
-        try:
-            self._idle.pop()
-        except IndexError:
-            try:
-                _Worker(target=self._work, name=f"reward-{self._count + 1}", daemon=True).start()
-            except RuntimeError as error:
-                raise NoThread(str(error)) from error
-            self._count += 1
-        self._jobs.put(job)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            tell = job()
-            self._idle.append(None)
-            tell()
-            del job, tell  # a waiting thread must not keep the last call's samples
-
-    def close(self) -> None:
-        """Ends the threads as they fall idle."""
-        for _ in range(self._count):
-            self._jobs.put(None)

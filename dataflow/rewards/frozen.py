@@ -57,7 +57,7 @@ class Frozen:
         elif facts["kind"] == Kind.POST_PROCESS:
             self._groups[at] = story
         elif facts["key"]:
-            self._keys[facts["key"]] = story  # whoever asks the same freezes the agent as well
+            self._keys[facts["key"]] = story  # the same text freezes the agent again, in any sample
         else:
             self._samples[*at, facts["sample"]] = story
 

@@ -33,7 +33,7 @@ class BadScore(ValueError):
 
 
 class Outcome(Protocol):
-    """Who is told how an ask began and ended."""
+    """What the lifecycle calls when an ask begins and ends."""
 
     def started(self, ask: Ask) -> None: ...
 

@@ -85,7 +85,7 @@ class RewardHost:
             blob: pickled :class:`~dataflow.graph.Hosted`, whose factory returns the agent.
             name: of the agent, for whoever shares its limits.
             shared: the server of these limits.
-            anchor: of the clock of whoever starts it; None keeps its own.
+            anchor: of the clock of the process that starts it; None keeps its own.
 
         Raises:
             ConfigError: as the factory does.

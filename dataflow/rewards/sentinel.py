@@ -101,7 +101,7 @@ class Sentinel:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             dump, self._dump = os.pipe()
             number = self._dumps()
-            wakes = getattr(loop, "_ssock", None) if self._inline else None  # where asyncio is told of signals
+            wakes = getattr(loop, "_ssock", None) if self._inline else None  # asyncio writes each signal to it
             options = {
                 "pid": os.getpid(),
                 "socket": theirs.fileno(),

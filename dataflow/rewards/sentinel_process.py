@@ -199,7 +199,7 @@ class Watch:
     def place(self, thread: int) -> tuple[str, str]:
         """Returns the function of the user's that a thread is in, and its file and line, if that can be told."""
         frames = _FRAME.findall(dict(_THREAD.findall(self.stacks())).get(f"{thread:016x}", ""))
-        # What our own code has called last: further out is whoever runs the thread.
+        # The frame that our own code called last: those outside of it run the thread.
         inner = list(itertools.takewhile(lambda frame: not frame[0].startswith(self.ours), frames))
         users = [frame for frame in reversed(inner) if not frame[0].startswith(self.machinery)]
         if not users:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from dataflow.rewards.calls import Call, Threads
+from dataflow.rewards.calls import Call
+from dataflow.rewards.threads import Threads
 from tests.rewards.call_bench import Bench, Ends, Slow, coroutine, run, stubborn
 from tests.virtual_time import run_virtual
 
