@@ -20,7 +20,7 @@ from _run import table
 
 from dataflow.testing import chromium
 from dataflow.testing.runs import made_up
-from dataflow.timeline.html import page
+from dataflow.timeline.page.html import page
 
 BOUND_MB = 6.0
 BOUND_S = 2.0

@@ -20,11 +20,11 @@ from typing import Any
 
 from _run import finish, start, table
 
-from dataflow.backtest import backtest
-from dataflow.plan_config import PlanConfig
-from dataflow.planner import predict
+from dataflow.planning.backtest import backtest
+from dataflow.planning.config import PlanConfig
+from dataflow.planning.planner import predict
+from dataflow.planning.sources.trace import workload
 from dataflow.policy import PRESETS, preset
-from dataflow.sources.trace import workload
 from dataflow.timeline import perfetto
 
 BOUND = 0.05

@@ -35,14 +35,14 @@ import uvloop
 from _run import table
 
 from dataflow.batch import Batch
+from dataflow.cluster.host import settle_memory
 from dataflow.executors.base import Call
-from dataflow.executors.ray_host import settle_memory
 from dataflow.graph import Hosted, TaskInfo
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.decode import decoder
-from dataflow.rewards.judge import Judge, messages
-from dataflow.rewards.judge_server import start_judge
-from dataflow.rewards.ledger import Ledger
+from dataflow.rewards.judge.judge import Judge, messages
+from dataflow.rewards.judge.server import start_judge
+from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.stages.reward import reward_collect, reward_request
 
 SAMPLES, GROUP, PROMPT, TOKENS, MINI_BATCHES = 5_120, 5, 200, 1_024, 4
@@ -233,8 +233,8 @@ def agent_there(case: Case, tokenizer: str) -> RewardAgent:
 @asynccontextmanager
 async def hosted(factory: Callable[[], RewardAgent]) -> AsyncIterator[Any]:
     """Starts an actor as the Ray executor does for a run, with the stages that use the agent."""
-    from dataflow.executors.ray_actors import Actors
-    from dataflow.executors.ray_host import pickled
+    from dataflow.cluster.actors import Actors
+    from dataflow.cluster.host import pickled
 
     spec = Hosted("reward", factory, concurrent=True)
     stages = {stage.name: stage for stage in (reward_request.bind(agent=spec), reward_collect.bind(agent=spec))}

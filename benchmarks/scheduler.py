@@ -21,12 +21,12 @@ from typing import Any
 
 from _run import table
 
-from dataflow.law import Law, parse_law
-from dataflow.planner import simulate
+from dataflow.distribution import Law, parse_law
+from dataflow.planning.planner import simulate
+from dataflow.planning.workload import Drawn, Rewards, Validation, Workload, grpo
 from dataflow.policy import expand, preset
 from dataflow.scheduler import Instruction, Scheduler, Start, TaskFinished
 from dataflow.testing import grpo_pipeline
-from dataflow.workload import Drawn, Rewards, Validation, Workload, grpo
 
 BOUND_US = 50.0
 BOUND_S = 5.0

@@ -19,13 +19,13 @@ from typing import Any
 
 from _run import table
 
-from dataflow.law import Law, parse_law
-from dataflow.planner import simulate
+from dataflow.distribution import Law, parse_law
+from dataflow.planning.planner import simulate
+from dataflow.planning.workload import Drawn, Rewards, Workload, grpo
 from dataflow.policy import preset
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Level, Mark, Span, Trace
 from dataflow.timeline.writer import TraceWriter
-from dataflow.workload import Drawn, Rewards, Workload, grpo
 
 BOUND_US = 20.0
 BOUND_SHARE = 0.01

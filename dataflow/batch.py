@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dataflow.copies import own_copy
 from dataflow.errors import DataflowError
+from dataflow.usercode.copies import own_copy
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
 from dataflow.files import written
-from dataflow.redaction import redact
-from dataflow.stopping import stopping
-from dataflow.supervisor import open_standard_streams, report
-from dataflow.usercode import attribute_of
+from dataflow.system.redaction import redact
+from dataflow.system.stopping import stopping
+from dataflow.system.supervisor import open_standard_streams, report
+from dataflow.usercode.failures import attribute_of
 
 EXAMPLES = {
     "run": "dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
@@ -29,7 +29,7 @@ _LONGEST_LINE = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; a run of its own process's command line gets a supervisor (:mod:`dataflow.supervisor`).
+    """Runs one command; a run of its own process's command line gets a supervisor (:mod:`dataflow.system.supervisor`).
 
     Args:
         arguments: of this process if None.
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     if own and _trains(options):
-        from dataflow.remains import finish
-        from dataflow.supervisor import can_supervise, supervise
+        from dataflow.running.remains import finish
+        from dataflow.system.supervisor import can_supervise, supervise
 
         if can_supervise():
             return supervise(lambda: _act(options), finish)
@@ -226,14 +226,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(options: argparse.Namespace) -> tuple[Any, Any]:
-    from dataflow.config import load_pipeline_file, parse_overrides
+    from dataflow.config.run import load_pipeline_file, parse_overrides
 
     module = load_pipeline_file(options.pipeline)
     return module, parse_overrides(module.Config, options.overrides)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from dataflow.config import RunConfig, describe, load_pipeline_file
+    from dataflow.config.run import RunConfig, describe, load_pipeline_file
 
     if options.keys:
         print(describe(load_pipeline_file(options.pipeline).Config if options.pipeline else RunConfig))
@@ -241,8 +241,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.pipeline is None:
         raise ConfigError("run: give a PIPELINE.py, such as pipelines/gsm8k_grpo.py.")
     module, config = _load(options)
-    from dataflow.progress import Progress, end_table
-    from dataflow.session import Session, prepare_logging
+    from dataflow.running.progress import Progress, end_table
+    from dataflow.running.session import Session, prepare_logging
 
     prepare_logging()
     session = Session(config, module, Progress(quiet=options.quiet))
@@ -266,8 +266,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _picture(directory: Path) -> None:
-    from dataflow.compare import summary_of
     from dataflow.timeline import files
+    from dataflow.timeline.compare import summary_of
 
     trace = _trace(str(directory))
     name = str(trace.meta.get("policy", "run"))
@@ -276,11 +276,11 @@ def _picture(directory: Path) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from dataflow.pipeline_file import pipeline_of
+    from dataflow.config.pipeline_file import pipeline_of
     from dataflow.policy import expand
 
     if options.out:
-        from dataflow.graph_picture import check_out
+        from dataflow.drawing.graph_picture import check_out
 
         check_out(Path(options.out))
     unroll = any(text.startswith("steps=") for text in options.overrides)
@@ -291,7 +291,7 @@ def _show(options: argparse.Namespace) -> int:
     graph = expand(pipeline, policy, steps, config.trainer.mini_batches, groups=config.data.prompts)
     seconds = _seconds_of(options.costs) if options.costs else None
     if options.out:
-        from dataflow.graph_picture import draw_graph
+        from dataflow.drawing.graph_picture import draw_graph
 
         draw_graph(pipeline, graph if unroll else None, Path(options.out), seconds)
         print(options.out)
@@ -322,7 +322,7 @@ def _seconds_of(run: str) -> dict[str, float]:
 
 
 def _critical(pipeline: Any, graph: Any, seconds: dict[str, float] | None) -> str:
-    from dataflow.graph_picture import critical_path, stages
+    from dataflow.drawing.graph_picture import critical_path, stages
 
     path = critical_path(pipeline, stages(pipeline) if graph is None else graph.window(), seconds)
     said = "each stage counts the same; --costs RUN takes the times of a run" if seconds is None else "times of the run"
@@ -331,8 +331,8 @@ def _critical(pipeline: Any, graph: Any, seconds: dict[str, float] | None) -> st
 
 def _plan(options: argparse.Namespace) -> int:
     if options.keys:
-        from dataflow.overrides import describe
-        from dataflow.plan_config import PlanConfig
+        from dataflow.config.overrides import describe
+        from dataflow.planning.config import PlanConfig
 
         print(describe(PlanConfig))
         return 0
@@ -340,8 +340,8 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError("plan: give a SOURCE: a run's directory, a verl log or a costs.yaml.")
     from rich.console import Console
 
-    from dataflow.plan import make_plan
-    from dataflow.plan_picture import KINDS, draw_plan
+    from dataflow.planning.picture import KINDS, draw_plan
+    from dataflow.planning.plan import make_plan
     from dataflow.timeline import files
 
     files.check(options.out, kinds=KINDS)
@@ -365,9 +365,9 @@ def _trace(run: str) -> Any:
 
 
 def _timeline(options: argparse.Namespace) -> int:
-    from dataflow.compare import summary_of
     from dataflow.files import replaced
     from dataflow.timeline import attribution, files
+    from dataflow.timeline.compare import summary_of
     from dataflow.timeline.culprits import worst_waits
     from dataflow.timeline.text import gantt, idle_lines
 
@@ -403,7 +403,7 @@ def _timeline(options: argparse.Namespace) -> int:
 
 
 def _follow(options: argparse.Namespace) -> int:
-    from dataflow.timeline.follow import follow
+    from dataflow.timeline.page.follow import follow
 
     if options.out or options.json or options.merge:
         raise ConfigError("timeline --follow serves a page and writes nothing; leave -o, --json and --merge out.")
@@ -412,8 +412,8 @@ def _follow(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from dataflow.compare import compare, predicted, run_all
     from dataflow.timeline import files
+    from dataflow.timeline.compare import compare, predicted, run_all
 
     files.check(options.out)
     runs = options.runs

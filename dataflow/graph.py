@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from dataflow.drawing.mermaid import stages_chart
 from dataflow.errors import PipelineError, nearest
-from dataflow.mermaid import stages_chart
 from dataflow.stage import Carried, Grain, Hosted, Lag, Latest, Read, Stage, TaskInfo, stage
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class Pipeline:
         return "\n".join(lines)
 
     def draw(self, critical: Sequence[str] = ()) -> str:
-        """Returns the stages as a mermaid flowchart; see :func:`dataflow.mermaid.stages_chart`."""
+        """Returns the stages as a mermaid flowchart; see :func:`dataflow.drawing.mermaid.stages_chart`."""
         return stages_chart(self, critical)
 
 

@@ -25,18 +25,14 @@ from loguru import logger
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
 from dataflow.rewards.asks import Asks
-from dataflow.rewards.calls import Calls
-from dataflow.rewards.custom import check_methods, describe, load_reward, name_of, raised
 from dataflow.rewards.decode import Decode
 from dataflow.rewards.failure import FailedShare, parse_rule
-from dataflow.rewards.frozen import Frozen
 from dataflow.rewards.groups import Groups
 from dataflow.rewards.hedge import parse_hedge
-from dataflow.rewards.ledger import Ledger
-from dataflow.rewards.leftovers import end_children
+from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.lifecycle import Lifecycle
-from dataflow.rewards.limits import Limiter, Limits, Line, Permits, check_endpoints
-from dataflow.rewards.ray_metrics import in_ray_worker
+from dataflow.rewards.limits.queues import Limiter, Limits, Line, Permits, check_endpoints
+from dataflow.rewards.remote.metrics import in_ray_worker
 from dataflow.rewards.requests import (
     Arguments,
     Ask,
@@ -51,10 +47,14 @@ from dataflow.rewards.requests import (
     rewards_of,
     step_summary,
 )
-from dataflow.rewards.results import read_usage
 from dataflow.rewards.retry import Retry
-from dataflow.rewards.sentinel import Sentinel
-from dataflow.usercode import Contained, UserExit, is_ours
+from dataflow.rewards.sentinel.frozen import Frozen
+from dataflow.rewards.sentinel.leftovers import end_children
+from dataflow.rewards.sentinel.sentinel import Sentinel
+from dataflow.rewards.user.results import read_usage
+from dataflow.usercode.calls import Calls
+from dataflow.usercode.failures import Contained, UserExit, is_ours
+from dataflow.usercode.load import check_methods, describe, load_reward, name_of, raised
 
 __all__ = ["Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
 

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RunError
 from dataflow.executors.base import Call, Done, Executor, Part, failure
+from dataflow.executors.parts import Parts
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
-from dataflow.parts import Parts
 from dataflow.scheduler import (
     Cancel,
     Finish,
@@ -24,7 +24,7 @@ from dataflow.scheduler import (
     TaskFinished,
 )
 from dataflow.timeline.spans import Level, Mark, Span, Trace
-from dataflow.usercode import is_ours, message_of
+from dataflow.usercode.failures import is_ours, message_of
 
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from dataflow.errors import DataflowError, PipelineError, nearest
-from dataflow.numeric import real_number
+from dataflow.usercode.numeric import real_number
 
 Grain: TypeAlias = Literal["step", "emission", "part", "mini-batch"]
 Lag: TypeAlias = Literal["none", "latest", "carried"]
@@ -89,11 +89,11 @@ class TaskInfo:
         self.facts.update(facts)
 
     def mark(self, name: str, begin: float, end: float, **facts: Any) -> None:
-        """Adds a span inside this task to the trace (a reward request), in seconds of :func:`dataflow.clock.now`."""
+        """Adds a span inside this task (a reward request) to the trace, by :func:`dataflow.system.clock.now`."""
         self.marks.append({"name": name, "begin": begin, "end": end, **facts})
 
     def level(self, name: str, at: float, value: float) -> None:
-        """Adds to the trace what a number is from a time on (a limit), in seconds of :func:`dataflow.clock.now`."""
+        """Adds the value of a number (a limit) from ``at`` on to the trace, in seconds as for :meth:`mark`."""
         self.marks.append({"name": name, "at": at, "value": value})
 
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from dataflow.config import RunConfig
+from dataflow.config.reward import RewardConfig
+from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
 from dataflow.graph import Hosted, Pipeline
-from dataflow.hosting import rollout_host
-from dataflow.reward_config import RewardConfig
-from dataflow.sampling import rollout_stages
+from dataflow.running.hosting import rollout_host
+from dataflow.running.sampling import rollout_stages
 from dataflow.stages.advantage import advantage
 from dataflow.stages.log_prob import old_log_prob, ref_log_prob
 from dataflow.stages.reward import reward_collect, reward_request, val_score
@@ -32,7 +32,7 @@ SHARES = {"colocated": (0.6, 0.3), "disaggregated": (1.0, 1.0)}
 
 
 class Config(RunConfig):
-    """The defaults train a tiny Qwen2 on a laptop; see dataflow/config.py for every key."""
+    """The defaults train a tiny Qwen2 on a laptop; see dataflow/config/run.py for every key."""
 
     # A tiny model says the same again and again, a real one hardly ever: its judge is asked for each response.
     reward: RewardConfig = Field(default_factory=lambda: RewardConfig(share_equal=False))
@@ -54,7 +54,7 @@ def pipeline(config: Config) -> Pipeline:
     trainer_share, rollout_share = SHARES[config.placement]
     trainer = Hosted(
         "trainer",
-        "dataflow.engines.verl_trainer:VerlTrainer",
+        "dataflow.engines.verl.trainer:VerlTrainer",
         {
             "model": config.model.path,
             "trainer": train,
@@ -76,7 +76,7 @@ def pipeline(config: Config) -> Pipeline:
         "dataflow.rewards.build:host_agent",
         {
             "custom": config.custom_reward_function.model_dump(),
-            "default": {"target": "dataflow.rewards.judge:Judge", "kwargs": judge.client_options()},
+            "default": {"target": "dataflow.rewards.judge.judge:Judge", "kwargs": judge.client_options()},
             "options": config.reward,
             "run": config.name or "run",
             "ledger": config.run_file("rewards.sqlite"),

@@ -20,9 +20,9 @@ from safetensors.numpy import save_file
 
 from dataflow import __version__
 from dataflow.cli import main
-from dataflow.config import RunConfig, parse_overrides
+from dataflow.config.overrides import accepts, fields
+from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.errors import ConfigError
-from dataflow.overrides import accepts, fields
 from tests.test_cli import PIPELINE, PROBLEM
 
 TEXT = json.dumps(PROBLEM)
@@ -210,7 +210,7 @@ def test_a_run_of_that_name_is_there(refused: Said, tmp_path: Path) -> None:
 
 
 FILE = """
-from dataflow.config import RunConfig, parse_overrides
+from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.errors import ConfigError
 class Config(RunConfig): ...
 {text}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.cli import main
-from tests.cuda import why_not
+from tests.rigs.cuda import why_not
 
 pytestmark = [
     pytest.mark.heavy,

@@ -32,7 +32,7 @@ def test_import_dataflow_is_quick() -> None:
 
 
 def test_import_config_loads_no_engine() -> None:
-    loaded = python("import sys, dataflow.config; print([m for m in ('torch', 'ray', 'verl') if m in sys.modules])")
+    loaded = python("import sys, dataflow.config.run; print([m for m in ('torch', 'ray', 'verl') if m in sys.modules])")
     assert loaded.strip() == "[]"
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataflow import clock
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent, Ticket
+from dataflow.system import clock
 
 pytestmark = pytest.mark.timeout(60)
 

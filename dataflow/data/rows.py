@@ -15,7 +15,7 @@ from typing import Any
 
 from dataflow.errors import DataError
 from dataflow.files import decoded
-from dataflow.rewards.gsm8k import extract
+from dataflow.rewards.user.gsm8k import extract
 
 GSM8K = "openai/gsm8k"
 GENERATED = "dataflow/problems"

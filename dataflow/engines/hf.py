@@ -33,8 +33,8 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.draw import draw, uniforms
 from dataflow.engines.samples import check_sampling, left_pad, prompt_ids, to_batch
+from dataflow.engines.vocabulary import Words, loading
 from dataflow.engines.weights import WeightNames
-from dataflow.engines.words import Words, loading
 from dataflow.errors import Aborted, ConfigError, nearest
 
 _GROUPED = "sdpa_grouped"

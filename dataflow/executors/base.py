@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, StageFailed
+from dataflow.executors.parts import listed
 from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
-from dataflow.parts import listed
-from dataflow.usercode import message_of
+from dataflow.usercode.failures import message_of
 
 
 @dataclass

@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from dataflow import clock
-from dataflow.copies import own_copy
 from dataflow.errors import DataflowError, PipelineError, RunError
 from dataflow.executors.base import Call, Done, Part, answer, part, prepare
 from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
-from dataflow.usercode import is_ours, message_of
+from dataflow.system import clock
+from dataflow.usercode.copies import own_copy
+from dataflow.usercode.failures import is_ours, message_of
 
 
 class InlineExecutor:

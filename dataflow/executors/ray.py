@@ -12,17 +12,17 @@ import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
-from dataflow import clock
-from dataflow.children import working_directory_imported
+from dataflow.cluster.answer import cause, fetch
+from dataflow.cluster.console import console_kept
+from dataflow.cluster.local import LocalRay
+from dataflow.cluster.log import log_lines
+from dataflow.cluster.worker_group import Crew, Running
 from dataflow.errors import ConfigError
 from dataflow.executors.base import Call, Done, Part
-from dataflow.executors.ray_answer import cause, fetch
-from dataflow.executors.ray_console import console_kept
-from dataflow.executors.ray_crew import Crew, Running
-from dataflow.executors.ray_local import LocalRay
-from dataflow.executors.ray_log import log_lines
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
-from dataflow.supervisor import report
+from dataflow.system import clock
+from dataflow.system.children import working_directory_imported
+from dataflow.system.supervisor import report
 
 # Stages without a tool of their own run here, off the controller; those that are async wait side by side.
 HELPER = Hosted("controller", dict, concurrent=True)

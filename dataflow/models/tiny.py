@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from dataflow.data.problems import ITEMS, LARGEST, NAMES, STORIES, apply, generate, solve
 from dataflow.errors import ModelError
 from dataflow.models.directory import check_files
-from dataflow.supervisor import report
+from dataflow.system.supervisor import report
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer

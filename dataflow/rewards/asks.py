@@ -15,19 +15,19 @@ from typing import Any, Protocol
 
 from loguru import logger
 
-from dataflow import clock
-from dataflow.copies import own_copy
 from dataflow.errors import RewardFailed
-from dataflow.rewards.custom import describe, name_of, raised
-from dataflow.rewards.frozen import Frozen, FrozenCall
 from dataflow.rewards.latencies import Latencies
-from dataflow.rewards.ledger import Answer, Ledger, key_of
+from dataflow.rewards.ledger.ledger import Answer, Ledger, key_of
 from dataflow.rewards.lifecycle import Lifecycle
-from dataflow.rewards.limits import Limits
+from dataflow.rewards.limits.queues import Limits
 from dataflow.rewards.requests import Arguments, Ask, Request, Rows, StepRequests
-from dataflow.rewards.results import read_amount, tokens_used
-from dataflow.rewards.sentinel import Kind, Sentinel
-from dataflow.usercode import is_ours
+from dataflow.rewards.sentinel.frozen import Frozen, FrozenCall
+from dataflow.rewards.sentinel.sentinel import Kind, Sentinel
+from dataflow.rewards.user.results import read_amount, tokens_used
+from dataflow.system import clock
+from dataflow.usercode.copies import own_copy
+from dataflow.usercode.failures import is_ours
+from dataflow.usercode.load import describe, name_of, raised
 
 _ADMITTED = 64  # rows that are made ready before the loop may do something else
 _AHEAD = 4 * _ADMITTED  # asks of a step in line, from which on no further rows are made ready

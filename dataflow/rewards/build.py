@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import ConfigError
-from dataflow.redaction import keep_secrets, redact_logs
 from dataflow.reward_agent import RewardAgent
-from dataflow.rewards.custom import CONTEXT, build_reward, find_reward, load_reward
-from dataflow.rewards.frozen import FILE, Frozen
-from dataflow.rewards.judge import Judge
-from dataflow.rewards.ledger import Ledger
-from dataflow.rewards.limits import Limits, check_endpoints
-from dataflow.rewards.managers import build_manager, find_manager
-from dataflow.rewards.ray_metrics import RayMetrics, in_ray_worker
+from dataflow.rewards.judge.judge import Judge
+from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.limits.queues import Limits, check_endpoints
+from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
-from dataflow.rewards.sentinel import Sentinel
+from dataflow.rewards.sentinel.frozen import FILE, Frozen
+from dataflow.rewards.sentinel.sentinel import Sentinel
+from dataflow.rewards.user.managers import build_manager, find_manager
+from dataflow.system.redaction import keep_secrets, redact_logs
+from dataflow.usercode.load import CONTEXT, build_reward, find_reward, load_reward
 
 if TYPE_CHECKING:
-    from dataflow.reward_config import RewardConfig
+    from dataflow.config.reward import RewardConfig
 
 _ASIDE = ("url", "api_key_env", "timeout", "client", "max_tokens", "max_cost", "price_per_million", "max_reply_bytes")
 """Options of a judge that say how it is asked, not what it is asked."""
@@ -53,7 +53,7 @@ def build_agent(
         ConfigError: the function cannot be loaded or built, or an option does not fit.
     """
     if options is None:
-        from dataflow.reward_config import RewardConfig
+        from dataflow.config.reward import RewardConfig
 
         options = RewardConfig()
     if in_ray_worker():
@@ -114,7 +114,7 @@ def host_agent(options: RewardConfig, **given: Any) -> RewardAgent:
         return build()
     import ray
 
-    from dataflow.rewards.remote import RemoteAgent
+    from dataflow.rewards.remote.agent import RemoteAgent
 
     if not ray.is_initialized():
         raise ConfigError(f"reward.actors={options.actors}: Ray does not run here; use executor=ray, or one.")

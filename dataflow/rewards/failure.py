@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dataflow.errors import ConfigError, nearest
-from dataflow.rewards.results import MOST
+from dataflow.rewards.user.results import MOST
 
 _LATEST = 100  # requests of which a share says something
 

@@ -9,18 +9,18 @@ from typing import Any, Protocol
 
 from loguru import logger
 
-from dataflow import clock
 from dataflow.batch import Batch
-from dataflow.copies import own_copy
-from dataflow.rewards.calls import Call, Calls
-from dataflow.rewards.custom import describe, name_of, raised
 from dataflow.rewards.failure import FailedShare
-from dataflow.rewards.frozen import Frozen, FrozenCall
-from dataflow.rewards.limits import Limiter, Line
+from dataflow.rewards.limits.queues import Limiter, Line
 from dataflow.rewards.requests import Finish, Request, StepRequests
-from dataflow.rewards.results import read_scores
-from dataflow.rewards.sentinel import Kind
-from dataflow.usercode import attribute_of, is_ours, message_of
+from dataflow.rewards.sentinel.frozen import Frozen, FrozenCall
+from dataflow.rewards.sentinel.sentinel import Kind
+from dataflow.rewards.user.results import read_scores
+from dataflow.system import clock
+from dataflow.usercode.calls import Call, Calls
+from dataflow.usercode.copies import own_copy
+from dataflow.usercode.failures import attribute_of, is_ours, message_of
+from dataflow.usercode.load import describe, name_of, raised
 
 _LOGS = 8  # calls of the user's log at a time
 

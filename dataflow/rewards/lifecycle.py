@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from dataflow import clock
-from dataflow.copies import own_copy
-from dataflow.redaction import redact_known
-from dataflow.rewards.calls import Call, Calls
-from dataflow.rewards.custom import describe, fix_of, is_async, name_of
 from dataflow.rewards.hedge import Hedge
-from dataflow.rewards.limits import Limiter, Line
+from dataflow.rewards.limits.queues import Limiter, Line
 from dataflow.rewards.requests import Ask
-from dataflow.rewards.results import read_result, tokens_used
 from dataflow.rewards.retry import Retry, is_rejected, is_throttle, is_timeout, retry_after_s, status_of
-from dataflow.rewards.sentinel import Kind
-from dataflow.usercode import attribute_of, is_ours, message_of, parts_of
+from dataflow.rewards.sentinel.sentinel import Kind
+from dataflow.rewards.user.results import read_result, tokens_used
+from dataflow.system import clock
+from dataflow.system.redaction import redact_known
+from dataflow.usercode.calls import Call, Calls
+from dataflow.usercode.copies import own_copy
+from dataflow.usercode.failures import attribute_of, is_ours, message_of, parts_of
+from dataflow.usercode.load import describe, fix_of, is_async, name_of
 
 
 class BadScore(ValueError):

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 from dataflow.batch import Batch
-from dataflow.rewards.calls import Call
 from dataflow.rewards.decode import Decode
 from dataflow.rewards.failure import FailureRule
+from dataflow.usercode.calls import Call
 
 Step = int | str
 Order = Literal["arrival", "index"]

@@ -12,7 +12,7 @@ from typing import Any
 from tenacity import RetryCallState, Retrying, wait_random_exponential
 
 from dataflow.errors import ConfigError
-from dataflow.usercode import attribute_of, causes_of, is_interrupt, parts_of
+from dataflow.usercode.failures import attribute_of, causes_of, is_interrupt, parts_of
 
 THROTTLED = (429, 503, 529)
 """HTTP statuses by which a server says that it is asked too much."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from dataflow.batch import Batch
-from dataflow.copies import own_copy
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.graph import Carried, TaskInfo, stage
 from dataflow.stages.rollout import VALIDATION_SEED, check_version, handed_on, length_metrics, not_handed
+from dataflow.usercode.copies import own_copy
 
 if TYPE_CHECKING:
     from dataflow.tools.toolbox import Desk, Toolbox

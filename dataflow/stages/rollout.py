@@ -9,12 +9,12 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from dataflow import clock
 from dataflow.batch import Batch
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.errors import RunError
 from dataflow.graph import Carried, TaskInfo, stage
 from dataflow.stage import SAMPLED
+from dataflow.system import clock
 
 # Validation draws from streams of its own, whatever the step.
 VALIDATION_SEED = 1 << 40

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from dataflow.children import command
+from dataflow.system.children import command
 
 PATIENCE_S = 40.0
 

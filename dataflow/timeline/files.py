@@ -68,7 +68,7 @@ def draw(
         facts: of each run, for a page: ``accuracy_before`` and ``accuracy_after``.
     """
     if Path(out).suffix.lower() == ".html":
-        from dataflow.timeline.html import page
+        from dataflow.timeline.page.html import page
 
         page(traces, out, title, facts)
     else:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.custom import describe, pick
+from dataflow.usercode.load import describe, pick
 
 
 @dataclass(frozen=True)

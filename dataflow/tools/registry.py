@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from dataflow.errors import ConfigError, DataError, nearest
-from dataflow.rewards.custom import load_file, pick
+from dataflow.usercode.load import load_file, pick
 
 READY = {"calculator": "dataflow.tools.calculator:calculator"}
 """The tools that come with dataflow."""

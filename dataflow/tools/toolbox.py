@@ -15,14 +15,14 @@ from typing import Any
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.copies import own_copy
 from dataflow.data.prompts import DESCRIBED, prompt_ids
 from dataflow.errors import DataError, ModelError, nearest
-from dataflow.rewards.calls import Call, Calls, TimedOut
-from dataflow.rewards.custom import load_file
 from dataflow.tools.formats import Format, Framing, ToolCall, find_format
 from dataflow.tools.registry import READY, Tool, choose_tools, marked_tools
-from dataflow.usercode import is_ours, message_of
+from dataflow.usercode.calls import Call, Calls, TimedOut
+from dataflow.usercode.copies import own_copy
+from dataflow.usercode.failures import is_ours, message_of
+from dataflow.usercode.load import load_file
 
 # Content that no template changes, to find again in what it renders.
 _SAID, _ANSWER = "dataflow-said", "dataflow-answer"
@@ -231,7 +231,7 @@ def toolbox_of(config: Any) -> Toolbox:
     """Returns the tools that a run offers.
 
     Args:
-        config: a :class:`~dataflow.config.RunConfig`.
+        config: a :class:`~dataflow.config.run.RunConfig`.
     """
     offer = config.tools
     return Toolbox(config.model.path, offer.path, tuple(offer.names), offer.timeout, offer.format)

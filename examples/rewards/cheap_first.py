@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dataflow.rewards.judge import Judge
+from dataflow.rewards.judge.judge import Judge
 
 
 class CheapFirst(Judge):

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from loguru import logger
 
-from dataflow.config import RunConfig
+from dataflow.config.run import RunConfig
+from dataflow.config.tools import ToolsConfig
 from dataflow.data.problems import generate
 from dataflow.data.prompts import (
     PromptSource,
@@ -26,7 +27,6 @@ from dataflow.errors import DataError, ModelError
 from dataflow.models.directory import Room
 from dataflow.models.tiny import build_tokenizer
 from dataflow.tools import toolbox_of
-from dataflow.tools_config import ToolsConfig
 
 pytestmark = pytest.mark.heavy
 

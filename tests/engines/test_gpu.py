@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
-from tests.cuda import why_not
 from tests.engines.tiny_models import load, log_probs, prompts, save_model
+from tests.rigs.cuda import why_not
 
 if TYPE_CHECKING:
-    from dataflow.engines.vllm_async import AsyncVllmRollout
+    from dataflow.engines.vllm.multi_process import AsyncVllmRollout
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -50,7 +50,7 @@ def weights_of(path: str) -> dict[str, torch.Tensor]:
 
 
 def build(path: str, **options: Any) -> AsyncVllmRollout:
-    from dataflow.engines.vllm_async import AsyncVllmRollout
+    from dataflow.engines.vllm.multi_process import AsyncVllmRollout
 
     return AsyncVllmRollout(
         path, 12, LIMIT, dtype="bfloat16", device="cuda", kv_cache_bytes=None, gpu_memory=0.3, **options
@@ -99,7 +99,7 @@ def test_syncs_through_cuda_ipc_in_chunks(
     async def body() -> None:
         engine = build(paths[0], tensor_parallel=gpus)
         # Only now: importing it imports vLLM, which the engine has to prepare.
-        monkeypatch.setattr("dataflow.engines.vllm_transfer._BUFFER_BYTES", 1)  # a weight a chunk, or a few
+        monkeypatch.setattr("dataflow.engines.vllm.transfer._BUFFER_BYTES", 1)  # a weight a chunk, or a few
         for version, path in enumerate(paths):
             if version:
                 await engine.sync(weights_of(path), version)

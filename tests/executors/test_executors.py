@@ -10,12 +10,12 @@ import uuid
 
 import pytest
 
-from dataflow import clock
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, PipelineError, RunError, StageFailed
 from dataflow.graph import Carried, Hosted, Latest, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
+from dataflow.system import clock
 from dataflow.testing import check_trace
 from dataflow.timeline.spans import Trace
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from loguru import logger
 
-from dataflow import clock
 from dataflow.batch import Batch
 from dataflow.errors import RunError, StageFailed
 from dataflow.executors.ray import RayExecutor
 from dataflow.graph import Carried, Hosted, Latest, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
+from dataflow.system import clock
 from dataflow.testing import check_trace
 from dataflow.timeline.spans import Span, Trace
 

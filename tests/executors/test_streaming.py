@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from dataflow.batch import Batch
+from dataflow.config.placement import placed
 from dataflow.engines.base import Sampling
 from dataflow.errors import DataflowError, StageFailed
 from dataflow.executors.inline import InlineExecutor
 from dataflow.graph import Hosted, Latest, Pipeline, stage
-from dataflow.placement import placed
 from dataflow.policy import PRESETS, SchedulingPolicy, expand, preset
 from dataflow.reward_agent import RewardAgent
 from dataflow.runner import Runner
@@ -23,7 +23,7 @@ from dataflow.stages.rollout import rollout
 from dataflow.stages.sync import sync_weights
 from dataflow.testing import check_trace
 from dataflow.timeline.spans import Trace
-from tests.fake_engine import FakeRollout
+from tests.rigs.fake_engine import FakeRollout
 
 GROUPS, N, BATCHES = 8, 2, 4
 

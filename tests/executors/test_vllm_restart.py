@@ -13,8 +13,8 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Sampling
-from dataflow.engines.vllm import VllmRollout
-from dataflow.engines.vllm_async import AsyncVllmRollout
+from dataflow.engines.vllm.in_process import VllmRollout
+from dataflow.engines.vllm.multi_process import AsyncVllmRollout
 from dataflow.executors.ray import RayExecutor
 from dataflow.graph import Hosted, Latest, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.batch import Batch
-from dataflow.reward_config import RewardConfig
+from dataflow.config.reward import RewardConfig
 from dataflow.rewards.build import build_agent
 
 

@@ -2,7 +2,7 @@
 
     python tests/faults/server.py --port 0
 
-prints ``{"port": N, "url": ...}`` when it is ready, grades as :mod:`dataflow.rewards.judge_server` does, and ends with
+prints ``{"port": N, "url": ...}`` when it is ready, grades as :mod:`dataflow.rewards.judge.server` does, and ends with
 its standard input. What it does wrong is switched by ``POST /behave``; ``GET /seen`` says what came.
 """
 
@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from dataflow.rewards.judge_server import JudgeProcess, completion, grade, serve, start_server
+from dataflow.rewards.judge.server import JudgeProcess, completion, grade, serve, start_server
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -20,8 +20,8 @@ from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.executors.ray import RayExecutor
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.custom import build_reward, load_reward
-from dataflow.rewards.managers import build_manager
+from dataflow.rewards.user.managers import build_manager
+from dataflow.usercode.load import build_reward, load_reward
 from tests.faults.samples import check, graded, run, samples
 from tests.faults.server import FaultServer
 
@@ -49,11 +49,11 @@ class Host:
     """An actor with an agent, as the run builds it."""
 
     def __init__(self, url: str, ledger: str, on_failure: str = "fail") -> None:
-        from dataflow.reward_config import RewardConfig
+        from dataflow.config.reward import RewardConfig
         from dataflow.rewards.build import build_agent
 
         options = RewardConfig(concurrency=LIMIT, on_failure=on_failure, backoff=0.05, max_backoff=0.1)
-        judge = {"target": "dataflow.rewards.judge:Judge", "kwargs": {"url": url}}
+        judge = {"target": "dataflow.rewards.judge.judge:Judge", "kwargs": {"url": url}}
         self.agent = build_agent(None, judge, options, run="one", ledger=ledger)
 
     async def pid(self) -> int:

@@ -13,10 +13,10 @@ import pytest
 
 from dataflow.errors import RunError
 from dataflow.files import written
-from dataflow.session import Session
+from dataflow.running.session import Session
+from dataflow.running.tracking import Tracker, write_summary
 from dataflow.timeline.spans import Span, Trace
 from dataflow.timeline.writer import TraceWriter
-from dataflow.tracking import Tracker, write_summary
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")

@@ -11,7 +11,7 @@ import pytest
 
 from dataflow.errors import DataflowError, RewardFailed
 from dataflow.reward_agent import Retry, RewardAgent
-from dataflow.rewards.worker import read_reply, reply_of
+from dataflow.rewards.user.worker import read_reply, reply_of
 from tests.faults.samples import run, samples
 
 pytestmark = pytest.mark.timeout(60)
@@ -229,7 +229,7 @@ def test_whatever_the_other_methods_raise_is_told(
     raises: Callable[..., Any], where: str, make: Callable[[], BaseException], said: str
 ) -> None:
     async def body() -> None:
-        from dataflow.rewards.limits import Limits
+        from dataflow.rewards.limits.queues import Limits
 
         agent = RewardAgent(Methods(where, raises, make), limits=Limits(tpm=1e6))
         agent.submit(1, samples(1, range(2)))

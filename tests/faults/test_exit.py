@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dataflow.rewards.ledger import Ledger
+from dataflow.rewards.ledger.ledger import Ledger
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 
@@ -26,9 +26,9 @@ import asyncio, sys
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.custom import build_reward, load_reward
-from dataflow.rewards.ledger import Ledger
-from dataflow.rewards.managers import build_manager
+from dataflow.usercode.load import build_reward, load_reward
+from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.user.managers import build_manager
 
 HERE, ENDING, *KINDS = sys.argv[1:]
 

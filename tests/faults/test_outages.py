@@ -10,8 +10,8 @@ import pytest
 
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.judge import Judge
-from dataflow.rewards.ledger import Ledger
+from dataflow.rewards.judge.judge import Judge
+from dataflow.rewards.ledger.ledger import Ledger
 from tests.faults.samples import check, graded, left_out, run, samples
 from tests.faults.server import FaultServer
 

@@ -6,7 +6,7 @@ import pytest
 
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.judge import Judge
+from dataflow.rewards.judge.judge import Judge
 from tests.faults.samples import check, graded, left_out, run, samples
 from tests.faults.server import FaultServer
 

@@ -17,8 +17,8 @@ from dataflow.batch import Batch
 from dataflow.cli import main
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Retry, RewardAgent
-from dataflow.rewards.judge import Judge
-from dataflow.rewards.ledger import Ledger
+from dataflow.rewards.judge.judge import Judge
+from dataflow.rewards.ledger.ledger import Ledger
 from tests.faults.server import FaultServer
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(180)]
@@ -170,7 +170,7 @@ def test_a_function_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_log_shows_no_values_of_variables(capsys: pytest.CaptureFixture[str], key: str) -> None:
-    from dataflow.session import prepare_logging
+    from dataflow.running.session import prepare_logging
 
     def fail(secret: str) -> None:
         raise ValueError(len(secret))

@@ -10,7 +10,7 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Retry, RewardAgent
-from tests.virtual_time import run_virtual
+from tests.rigs.virtual_time import run_virtual
 
 BROKEN = ValueError("broken")
 NONE = float("nan")

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from dataflow.rewards.calls import Calls
 from dataflow.rewards.lifecycle import Lifecycle
-from dataflow.rewards.limits import Limiter, Limits
+from dataflow.rewards.limits.queues import Limiter, Limits
 from dataflow.rewards.requests import Ask
 from dataflow.rewards.retry import Retry
-from tests.virtual_time import run_virtual
+from dataflow.usercode.calls import Calls
+from tests.rigs.virtual_time import run_virtual
 
 LOST = ConnectionResetError("reset")
 AT_ONCE: dict[str, Any] = {"backoff_s": 0.0, "max_backoff_s": 0.0}
@@ -176,9 +176,9 @@ def run_life(body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         return asyncio.get_running_loop().time()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dataflow.clock.now", now)
-        for module in ("calls", "limits"):
-            patch.setattr(f"dataflow.rewards.{module}.time", SimpleNamespace(perf_counter=now))
+        patch.setattr("dataflow.system.clock.now", now)
+        for module in ("usercode.calls", "rewards.limits.queues"):
+            patch.setattr(f"dataflow.{module}.time", SimpleNamespace(perf_counter=now))
         return run_virtual(body)
 
 

@@ -15,9 +15,9 @@ import torch
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.judge import Judge
+from dataflow.rewards.judge.judge import Judge
 from tests.rewards.group_rig import BROKEN, Reward, agent_of, samples
-from tests.virtual_time import run_virtual
+from tests.rigs.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dataflow.batch import Batch
+from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import RewardAgent
-from dataflow.reward_config import RewardConfig
 from dataflow.rewards.build import build_agent, host_agent, limits_of, retry_of
 
 pytestmark = pytest.mark.timeout(60)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dataflow.errors import ConfigError
 from dataflow.rewards.failure import KINDS, FailedShare, FailureRule, parse_rule
-from dataflow.rewards.results import MOST
+from dataflow.rewards.user.results import MOST
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -14,7 +14,7 @@ import torch
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry
 from tests.rewards.group_rig import BROKEN, NONE, Reward, agent_of, fails, numbers, samples, scored
-from tests.virtual_time import run_virtual
+from tests.rigs.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)
 

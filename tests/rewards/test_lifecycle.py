@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dataflow.rewards.calls import GRACE_S, TimedOut
 from dataflow.rewards.lifecycle import BadScore
-from dataflow.rewards.limits import Limits
+from dataflow.rewards.limits.queues import Limits
 from dataflow.rewards.retry import Retry
+from dataflow.usercode.calls import GRACE_S, TimedOut
 from tests.rewards.life_rig import AT_ONCE, BUSY, FOR_EVER, LOST, Does, Rig, error, life, lives, run_life
 
 pytestmark = pytest.mark.timeout(60)

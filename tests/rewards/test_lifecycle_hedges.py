@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.calls import TimedOut
-from dataflow.rewards.limits import Limits
+from dataflow.rewards.limits.queues import Limits
 from dataflow.rewards.retry import Retry
+from dataflow.usercode.calls import TimedOut
 from tests.rewards.life_rig import AT_ONCE, BUSY, FOR_EVER, LOST, Does, Rig, error, life, lives, run_life
 
 pytestmark = pytest.mark.timeout(60)

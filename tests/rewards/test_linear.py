@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.rewards import gsm8k, judge
+from dataflow.rewards.judge import judge
+from dataflow.rewards.user import gsm8k
 from dataflow.tools.formats import Hermes
 from dataflow.tools.toolbox import without
 

@@ -24,7 +24,6 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.calls import TimedOut
 from dataflow.rewards.retry import (
     Retry,
     is_throttle,
@@ -34,7 +33,8 @@ from dataflow.rewards.retry import (
     retry_after_s,
     status_of,
 )
-from dataflow.rewards.threads import NoThread
+from dataflow.usercode.calls import TimedOut
+from dataflow.usercode.threads import NoThread
 
 try:
     import openai

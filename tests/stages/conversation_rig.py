@@ -12,7 +12,7 @@ from dataflow.stages.conversation import conversation
 from dataflow.tools import Toolbox
 from dataflow.tools.registry import Tool
 from tests.engines.drawing import run
-from tests.scripted_engine import Script, ScriptedRollout, call
+from tests.rigs.scripted_engine import Script, ScriptedRollout, call
 
 QUESTION = [{"role": "user", "content": "What is 6 * 7?"}]
 FRAME = "\n<|im_start|>tool\n{}<|im_end|>\n<|im_start|>assistant\n"

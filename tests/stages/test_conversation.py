@@ -14,7 +14,7 @@ from dataflow.data.prompts import load_tokenizer, prompt_ids
 from dataflow.errors import DataError, ModelError
 from dataflow.graph import TaskInfo
 from dataflow.tools import Toolbox, tool
-from tests.scripted_engine import ScriptedRollout, call, log_prob
+from tests.rigs.scripted_engine import ScriptedRollout, call, log_prob
 from tests.stages.conversation_rig import (
     ANSWERED,
     CALLED,

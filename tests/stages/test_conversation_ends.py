@@ -16,7 +16,7 @@ from dataflow.errors import RunError
 from dataflow.graph import TaskInfo
 from dataflow.stages.conversation import Limits, conversation, conversations, val_conversation
 from tests.engines.drawing import run
-from tests.scripted_engine import ScriptedRollout, call
+from tests.rigs.scripted_engine import ScriptedRollout, call
 from tests.stages.conversation_rig import (
     ANSWERED,
     CALLED,

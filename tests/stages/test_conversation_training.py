@@ -19,7 +19,7 @@ from dataflow.stages.advantage import advantage
 from dataflow.stages.conversation import conversation
 from dataflow.tools import Toolbox
 from tests.engines.drawing import run
-from tests.scripted_engine import ScriptedRollout, call
+from tests.rigs.scripted_engine import ScriptedRollout, call
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.heavy]
 
@@ -105,7 +105,7 @@ def test_a_score_stands_on_the_last_token_of_the_model(tiny_qwen: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trainer(tiny_qwen: Path) -> Any:
-    from tests.engines.test_verl_trainer import build
+    from tests.engines.verl.test_trainer import build
 
     made = build(tiny_qwen, lr=1e-3)
     yield made
@@ -113,7 +113,7 @@ def trainer(tiny_qwen: Path) -> Any:
 
 
 def test_log_probs_are_those_of_the_whole_context(tiny_qwen: Path, trainer: Any) -> None:
-    from tests.engines.test_verl_trainer import load
+    from tests.engines.verl.test_trainer import load
 
     batch, model = talked(tiny_qwen), load(tiny_qwen)
     mask = batch["response_mask"].bool()
@@ -130,7 +130,7 @@ def test_log_probs_are_those_of_the_whole_context(tiny_qwen: Path, trainer: Any)
 
 
 def test_an_update_does_not_see_advantages_of_what_tools_said(tiny_qwen: Path) -> None:
-    from tests.engines.test_verl_trainer import build
+    from tests.engines.verl.test_trainer import build
 
     digests = []
     for noise in (0.0, 100.0):

@@ -14,7 +14,7 @@ from dataflow.engines.base import Sample, Sampling
 from dataflow.errors import Aborted, RunError
 from dataflow.graph import TaskInfo
 from dataflow.stages.rollout import Sets, rollout, val_rollout
-from tests.fake_engine import FakeRollout
+from tests.rigs.fake_engine import FakeRollout
 
 pytestmark = pytest.mark.timeout(60)
 

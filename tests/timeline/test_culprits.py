@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 
 from dataflow.timeline.culprits import culprits, worst_waits
-from dataflow.timeline.panel import _waits
+from dataflow.timeline.page.panel import _waits
 from dataflow.timeline.spans import Mark, Trace
 from tests.timeline.test_attribution import task, traces
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataflow import clock
 from dataflow.cli import main
 from dataflow.errors import RunError
 from dataflow.executors.inline import InlineExecutor
 from dataflow.graph import Pipeline, TaskInfo, stage
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.runner import Runner
+from dataflow.system import clock
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Level, Mark, Span, Trace
 from dataflow.timeline.writer import TraceWriter
@@ -189,7 +189,7 @@ def test_a_file_that_cannot_be_written_ends_the_run_with_that_sentence() -> None
 
 KILLED = """
 import asyncio, os, sys, time
-from dataflow import clock
+from dataflow.system import clock
 from dataflow.executors.inline import InlineExecutor
 from dataflow.graph import Latest, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand

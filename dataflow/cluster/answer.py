@@ -1,0 +1,112 @@
+"""What comes back of a call to an actor: its answer, what its function raised, or that its process is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dataflow.errors import RunError, ToolLost
+from dataflow.usercode.failures import (
+    attribute_of,
+    can_be_traced,
+    is_cancelled,
+    message_of,
+    pickled_error,
+    readable,
+    shortened,
+    trace_of,
+)
+
+DIED = "the process that ran it died (killed, or out of memory)"
+
+
+def answering(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a method of an actor, sync or async, fail in a way that Ray can answer with; see :func:`answer_to`."""
+
+    @functools.wraps(method)
+    async def later(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return await method(*arguments, **keywords)
+        except BaseException as error:
+            instead = answer_to(error)
+        raise instead  # out here, where it gets no context: Ray would look at that
+
+    @functools.wraps(method)
+    def now(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return method(*arguments, **keywords)
+        except BaseException as error:
+            instead = answer_to(error)
+        raise instead
+
+    return later if asyncio.iscoroutinefunction(method) else now
+
+
+def answer_to(error: BaseException) -> BaseException:
+    """Returns what an actor is to raise for what user code raised.
+
+    SystemExit would end the actor, KeyboardInterrupt its event loop, and an exception that cannot be pickled would
+    arrive as an error of Ray's; in place of such it is a RunError that names it. Ray also formats the traceback, which
+    an exception behind it may not let it: then it is a copy that has none behind it.
+    """
+    import cloudpickle  # type: ignore[import-untyped]
+
+    error = readable(error)
+    sent = None if is_cancelled(error) else pickled_error(error, cloudpickle.dumps)
+    if is_cancelled(error) or (sent is not None and can_be_traced(error)):
+        return error
+    what = f"{type(error).__name__}: {message_of(error)}".rstrip(": ")
+    copy: BaseException | None = None if sent is None else pickle.loads(sent)
+    instead = copy if copy is not None and can_be_traced(copy) else RunError(what)
+    instead.add_note(trace_of(error))
+    return instead
+
+
+async def first_failure(refs: Sequence[Any]) -> list[Any]:
+    """Waits for all refs, but no longer than until the first fails: its fellow ranks may hang in a collective."""
+    return list(await asyncio.gather(*(fetch(ref) for ref in refs)))
+
+
+async def fetch(ref: Any) -> Any:
+    """Waits for one ref."""
+    return await ref
+
+
+def died(error: BaseException | None) -> bool:
+    """Whether a call failed because its tool is gone, with its process or by its own word (:class:`ToolLost`).
+
+    Anything else that its function raised is no death.
+    """
+    from ray import exceptions
+
+    if isinstance(error, exceptions.RayTaskError):
+        return isinstance(error.cause, ToolLost)
+    gone = (
+        exceptions.RayActorError,
+        exceptions.OutOfMemoryError,
+        exceptions.NodeDiedError,
+        exceptions.WorkerCrashedError,
+    )
+    return isinstance(error, gone)
+
+
+def cause(error: BaseException) -> BaseException:
+    """Returns what the worker raised, out of Ray's wrapping; a dead process as one clear sentence."""
+    from ray import exceptions
+
+    wrapped = isinstance(error, exceptions.RayTaskError)
+    if wrapped and isinstance(inner := getattr(error, "cause", None), BaseException):
+        inner.add_note(shortened(str(error)))
+        return inner
+    if died(error):
+        return RunError(f"{DIED}; see Ray's log for its last words: {last_words(error)}")
+    return error
+
+
+def last_words(error: BaseException) -> str:
+    """Returns the first line of what Ray, or the tool itself, says of a death."""
+    said = attribute_of(error, "cause") or error
+    return (str(said).strip().splitlines() or [type(said).__name__])[0]

@@ -1,0 +1,292 @@
+"""Overrides: ``key=value`` arguments with dots, laid over a configuration's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from dataflow.config import yaml_values
+from dataflow.errors import ConfigError, DataflowError, alike, nearest
+
+T = TypeVar("T", bound=BaseModel)
+
+# What a value of that pydantic error should have been.
+WANTED = {
+    "bool": "give true or false",
+    "dict": "give a mapping, {key: value}",
+    "finite": "give a finite number",
+    "float": "give a number",
+    "int": "give a whole number",
+    "list": "give a list, [a,b]",
+    "string": "give a text",
+    "tuple": "give a list, [a,b]",
+}
+_SHOWN = 120
+BOUNDS = {"gt": "greater than", "ge": "of at least", "lt": "less than", "le": "of at most"}
+
+
+def parse_overrides(cls: type[T], args: Sequence[str], base: Mapping[str, Any] | None = None) -> T:
+    """Returns a configuration with ``key=value`` arguments laid over the defaults of ``cls``.
+
+    Args:
+        cls: the pipeline's Config.
+        args: such as ``policy=both``, ``trainer.lr=1e-4``, ``tracking.backends=[tensorboard,wandb]``; values
+            are YAML scalars and lists, except that a key for text takes it as it stands.
+        base: values from a file, which lie over the defaults and below the arguments.
+
+    Raises:
+        ConfigError: one sentence that names key and value, and the nearest valid key.
+        PolicyError: the policy does not exist or does not fit the batch.
+    """
+    given: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for arg in args:
+        key, equals, raw = arg.partition("=")
+        key = key.strip()
+        if not equals:
+            raise ConfigError(f"argument '{arg}' has no '='; write key=value, such as steps=5.")
+        if not key:
+            raise ConfigError(f"argument '{arg}' has no key before '='; write key=value.")
+        for path, value in _settings(cls, key, raw.strip()):
+            dotted = ".".join(path)
+            for other in given:
+                if f"{dotted}.".startswith(f"{other}.") or f"{other}.".startswith(f"{dotted}."):
+                    raise ConfigError(f"key '{dotted}' is given twice ('{given[other]}' and '{arg}'); give it once.")
+            given[dotted] = arg
+            at = values
+            for name in path[:-1]:
+                at = at.setdefault(name, {})
+            at[path[-1]] = value
+    return build(
+        cls, _laid_over(base or {}, values), {key: arg.partition("=")[2].strip() for key, arg in given.items()}
+    )
+
+
+def _laid_over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in values.items():
+        below = base.get(name)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[name] = _laid_over(below, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def build(cls: type[T], values: Mapping[str, Any], typed: Mapping[str, str] | None = None) -> T:
+    """Returns ``cls`` of nested values.
+
+    Args:
+        cls: the pipeline's Config.
+        values: sections as mappings, as a run's ``config.yaml`` holds them.
+        typed: values as the user wrote them, by dotted key, for the message.
+
+    Raises:
+        ConfigError: one sentence about the first value that is wrong.
+    """
+    try:
+        # The defaults of a pipeline's Config may be whole sections; what is given goes over them key by key.
+        return cls.model_validate(_over_defaults(cls, values))
+    except ValidationError as error:
+        raise ConfigError(_sentence(cls, error, typed or {})) from error
+    except (DataflowError, KeyboardInterrupt):
+        raise
+    # A validator of the pipeline's own Config raises whatever it likes.
+    except Exception as error:
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(
+            f"the configuration {cls.__name__} cannot be built: {type(error).__name__}: {said}."
+        ) from error
+
+
+def describe(cls: type[BaseModel]) -> str:
+    """Returns a line for each key of a configuration: its name, default and meaning."""
+    rows: list[tuple[str, str]] = []
+    for path, info in fields(cls):
+        doc = " ".join((info.description or "").split())
+        if (section := _section(info)) is not None:
+            rows.append(("", ""))
+            rows.append((f"# {'.'.join(path)}: {' '.join((section.__doc__ or '').split())}", ""))
+        else:
+            default = yaml.safe_dump(_plain(_default(cls, path)), default_flow_style=True, width=1000)
+            rows.append((f"{'.'.join(path)}={default.removesuffix('...' + chr(10)).strip()}", doc))
+    wide = max(len(left) for left, doc in rows if doc)
+    return "\n".join(f"{left:<{wide}}  {doc}".rstrip() for left, doc in rows).strip("\n")
+
+
+def fields(cls: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Yields (path, field) of every section and key: plain keys first, then the sections with theirs."""
+    for name, info in sorted(cls.model_fields.items(), key=lambda item: _section(item[1]) is not None):
+        yield (*prefix, name), info
+        if (section := _section(info)) is not None:
+            yield from fields(section, (*prefix, name))
+
+
+def accepts(annotation: Any, *types: type) -> bool:
+    """Whether a field of that type takes values of one of ``types`` (a Literal: of its members' type)."""
+    if annotation in types or get_origin(annotation) in types or annotation is Any:
+        return True
+    return any(arg in types or type(arg) in types or accepts(arg, *types) for arg in get_args(annotation))
+
+
+def _section(info: FieldInfo) -> type[BaseModel] | None:
+    if accepts(info.annotation, dict):
+        return None  # sections by a name of the user's: given as one mapping
+    for kind in (info.annotation, *get_args(info.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _keys(cls: type[BaseModel]) -> list[str]:
+    return [".".join(path) for path, info in fields(cls) if _section(info) is None or _shorthand(info)]
+
+
+def _shorthand(info: FieldInfo) -> str | None:
+    return getattr(_section(info), "shorthand", None)
+
+
+def _settings(cls: type[BaseModel], key: str, raw: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields (path, value) of each key that an argument sets; a section may be given as a mapping."""
+    path = tuple(key.split("."))
+    info, rest = _find(cls, path)
+    if info is None:
+        raise ConfigError(_unknown(cls, key))
+    section = _section(info)
+    if section is None:
+        yield path, _value(key, raw, info if not rest else None)
+        return
+    value = _yaml(key, raw) if raw.startswith("{") else raw
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            text = inner if isinstance(inner, str) else yaml.safe_dump(inner, default_flow_style=True)
+            yield from _settings(cls, f"{key}.{name}", text.removesuffix("...\n").strip())
+    elif short := _shorthand(info):
+        yield from _settings(cls, f"{key}.{short}", raw)
+    else:
+        names = ", ".join(f"{key}.{name}" for name in section.model_fields)
+        raise ConfigError(f"{key}={raw}: '{key}' is a section; set one of its keys: {names}.")
+
+
+def _find(cls: type[BaseModel], path: tuple[str, ...]) -> tuple[FieldInfo | None, tuple[str, ...]]:
+    """Returns the field of that path, and what of the path lies inside its mapping (``alpha`` of kwargs)."""
+    info = cls.model_fields.get(path[0])
+    if info is None or len(path) == 1:
+        return info, ()
+    section = _section(info)
+    if section is not None:
+        return _find(section, path[1:])
+    return (info, path[1:]) if accepts(info.annotation, dict) and all(path) else (None, ())
+
+
+def _unknown(cls: type[BaseModel], key: str) -> str:
+    keys = _keys(cls)
+    section, _, leaf = key.rpartition(".")
+    same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
+    same_section = [k for k in keys if section and k.startswith(f"{section}.")]
+    # A name that is right in verl, or nearly so, must not be taken for a misspelt one of another meaning.
+    elsewhere = getattr(cls, "elsewhere", lambda key, exactly=False: None)
+    if (said := elsewhere(key, exactly=True)) is not None:
+        return f"unknown key '{key}'; {said}"
+    guess = f"; did you mean '{section}'?" if section in keys and not same_section else ""
+    guess = guess or _nearest_leaf(leaf, same_section)
+    if not guess and (said := elsewhere(key)) is not None:
+        return f"unknown key '{key}'; {said}"
+    if not guess and same_leaf:
+        names = f"'{same_leaf[0]}'" if len(same_leaf) == 1 else f"one of {', '.join(same_leaf)}"
+        guess = f"; did you mean {names}?"
+    if len(leaf) > 2:
+        guess = guess or _nearest_leaf(leaf, keys)
+    if not guess and same_section:
+        guess = f"; keys of '{section}': {', '.join(k.removeprefix(f'{section}.') for k in same_section)}."
+    return f"unknown key '{key}'" + (guess or f"; keys and sections: {', '.join(cls.model_fields)}.")
+
+
+def _nearest_leaf(leaf: str, keys: Sequence[str]) -> str:
+    """Compares last parts alone: a common section would make any two keys look alike."""
+    by_leaf: dict[str, str] = {}
+    for key in keys:
+        by_leaf.setdefault(key.rpartition(".")[2], key)
+    found = alike(leaf, by_leaf)
+    return f"; did you mean '{by_leaf[found]}'?" if found else ""
+
+
+def shortened(value: object) -> str:
+    """Returns a value to show in a message: whole where it is short, its beginning where it is long."""
+    text = str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _yaml(key: str, raw: str) -> Any:
+    try:
+        return yaml_values.load(raw)
+    except ValueError as error:
+        said = str(error)
+        why = f"{said}; give it once" if "twice" in said else "the value is no YAML; put quotes around a text"
+        raise ConfigError(f"{key}={shortened(raw)}: {why}.") from error
+
+
+def _value(key: str, raw: str, info: FieldInfo | None) -> Any:
+    """Returns what an argument's value means: YAML, but text stays text where the key takes it."""
+    text = info is not None and accepts(info.annotation, str) and not accepts(info.annotation, list, dict)
+    if not text or raw[:1] in ("'", '"'):
+        value = _yaml(key, raw)
+    else:
+        value = None if raw in ("", "~", "null", "Null", "NULL") else raw
+    optional = info is not None and accepts(info.annotation, type(None))
+    return None if value == "None" and optional else value
+
+
+def _over_defaults(cls: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for name, value in values.items():
+        info = cls.model_fields.get(name)
+        section = _section(info) if info is not None else None
+        if info is None or section is None or not isinstance(value, Mapping):
+            continue
+        default = info.get_default(call_default_factory=True)
+        base = default.model_dump(exclude_unset=True) if isinstance(default, BaseModel) else {}
+        merged[name] = {**base, **_over_defaults(section, value)}
+    return merged
+
+
+def _default(cls: type[BaseModel], path: tuple[str, ...]) -> Any:
+    value: Any = cls.model_fields[path[0]].get_default(call_default_factory=True)
+    for name in path[1:]:
+        value = getattr(value, name, None)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _sentence(cls: type[BaseModel], error: ValidationError, typed: Mapping[str, str]) -> str:
+    """Returns one sentence about the first thing that is wrong."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
+    kind, context = first["type"], first.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown(cls, key)
+    shown = shortened(typed.get(key, first["input"]))
+    bound = next((name for name in BOUNDS if name in context), None)
+    if kind == "missing" and key not in typed:
+        return f"key '{key}' has no default; give {key}=..."
+    if kind == "value_error":
+        wanted = str(context["error"])
+    elif kind == "literal_error":
+        expected = context["expected"].replace("'", "")
+        guess = nearest(str(first["input"]), expected.replace(" or ", ", ").split(", "))
+        wanted = f"give {expected}" + (f" ({guess.removeprefix('; ')})" if guess else "")
+    elif bound:
+        limit = context[bound]
+        wanted = f"give a number {BOUNDS[bound]} {limit if isinstance(limit, int) else f'{limit:g}'}"
+    elif kind == "string_too_short":
+        wanted = "give a text that is not empty"
+    elif kind in ("too_long", "too_short", "missing"):
+        wanted = "give a list of the right length"
+    else:
+        wanted = WANTED.get(kind.partition("_")[0], first["msg"][:1].lower() + first["msg"][1:])
+    return f"{key}={shown}: {wanted}."

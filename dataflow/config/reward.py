@@ -1,0 +1,183 @@
+"""The configuration of rewards: the agent, a reward function of the user's own, the judge."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from dataflow.config.section import Section, Text
+
+
+class EndpointConfig(Section):
+    """Limits of one endpoint, within those of section reward."""
+
+    concurrency: PositiveInt | None = None
+    """Requests in flight there; null for reward.concurrency."""
+    rpm: PositiveFloat | None = None
+    """Requests that may begin there in any minute; null for no limit."""
+    tpm: PositiveFloat | None = None
+    """Tokens that may be sent for there in any minute; null for no limit."""
+    adaptive: bool = False
+    """Lower its concurrency on 429 and time-outs, and raise it again while all goes well."""
+    floor: PositiveInt = 1
+    """Where adaptive stops lowering."""
+
+
+class RewardConfig(Section):
+    """The reward agent: how requests are sent, and what becomes of those that fail."""
+
+    concurrency: PositiveInt = 64
+    """Reward requests in flight."""
+    rpm: PositiveFloat | None = None
+    """Requests that may begin in any minute; null for no limit."""
+    tpm: PositiveFloat | None = None
+    """Tokens that may be sent for in any minute; null for no limit."""
+    adaptive: bool = False
+    """Lower the concurrency on 429 and time-outs, and raise it again while all goes well."""
+    floor: PositiveInt = 1
+    """Where adaptive stops lowering."""
+    endpoints: dict[str, EndpointConfig] = Field(default_factory=dict)
+    """Limits of single endpoints, by the name that the reward object's endpoint() returns (a judge's address)."""
+    timeout: PositiveFloat | None = 120.0
+    """Seconds that one try may take; null for no limit."""
+    tries: PositiveInt = 4
+    """Tries of a request whose error may pass: a time-out, a broken connection, 429, 5xx."""
+    deadline: PositiveFloat | None = 600.0
+    """Seconds from the first try's begin in which a request must have ended; null for no limit."""
+    backoff: NonNegativeFloat = 0.5
+    """The wait before a second try is random, up to this many seconds; it doubles with each further try."""
+    max_backoff: NonNegativeFloat = 30.0
+    """Longest such wait; a server's Retry-After may be longer."""
+    hedge_after: Text | PositiveFloat | None = None
+    """Send a second request when the first takes longer than this: a percentile (p95) or seconds; null never does."""
+    on_failure: Text = "fail"
+    """What becomes of a failed sample: fail, score:X, drop_sample, drop_group or replace_group."""
+    max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The run stops when more than this share of its latest reward requests has failed."""
+    spare_groups: NonNegativeInt = 0
+    """Prompt groups a step makes beyond data.prompts, to take the place of failed ones (replace_group)."""
+    max_strays: NonNegativeInt | None = None
+    """Calls that may go on running after their time is over; null for as many as may be in flight."""
+    ledger: bool = True
+    """Journal requests and answers in the run's directory, so that nothing is paid for twice."""
+    share_equal: bool = True
+    """Ask once for requests in flight with the same prompt and response."""
+    cache: Text | None = None
+    """Ledger file shared with other runs: what any of them was answered is not asked again."""
+    manager: Text = "naive"
+    """Reward manager: naive, dapo, rate_limited or remote; with manager_path the class in that file."""
+    manager_path: Text | None = None
+    """Python file that defines the manager."""
+    manager_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options of the manager."""
+    router_address: Text | None = None
+    """Passed to a reward function as reward_router_address where it takes that."""
+    model_tokenizer: Text | None = None
+    """Path of a tokenizer, passed to a reward function as reward_model_tokenizer where it takes that."""
+    actors: PositiveInt = 1
+    """Processes that send the requests, within the same limits; more than one where one is kept busy by them (ray)."""
+    frozen_after: NonNegativeFloat | None = None
+    """Seconds for which a call may keep all else in the agent's process from running; null for timeout, 0 for ever."""
+    restarts: NonNegativeInt = 3
+    """How often the agent's process may be started anew after it died."""
+
+    @field_validator("on_failure")
+    @classmethod
+    def _on_failure_is_a_rule(cls, rule: str) -> str:
+        from dataflow.rewards.failure import parse_rule
+
+        parse_rule(rule)
+        return rule
+
+    @field_validator("hedge_after")
+    @classmethod
+    def _hedge_after_is_a_time(cls, after: str | float | None) -> str | float | None:
+        from dataflow.rewards.hedge import parse_hedge
+
+        parse_hedge(after)
+        return after
+
+    @model_validator(mode="after")
+    def _spares_fit_the_rule(self) -> RewardConfig:
+        if (self.on_failure == "replace_group") != bool(self.spare_groups):
+            raise ValueError(
+                "reward.on_failure=replace_group and reward.spare_groups go together: "
+                "give the groups that a step makes to replace failed ones, 1 or more"
+            )
+        return self
+
+
+class CustomRewardConfig(Section):
+    """A reward function of the user's own, in place of the judge; verl's names."""
+
+    path: Text | None = None
+    """Python file that defines it; null asks the judge."""
+    name: Text = "compute_score"
+    """Function or class in that file."""
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments it is called with besides verl's four."""
+
+
+class JudgeConfig(Section):
+    """The HTTP judge that the default reward asks."""
+
+    url: Text | list[Text] | None = None
+    """Base URL of an OpenAI-style server, or of several equal ones; null starts one on loopback for the run."""
+    model: Text = "judge"
+    """Model name in the requests."""
+    api_key_env: Text | None = None
+    """Environment variable that holds the API key."""
+    method: Literal["strict", "flexible"] = "strict"
+    """How the default prompt tells the judge to find the answer: on a line '#### <number>', or the last number."""
+    template: Text | None = None
+    """User message with {question}, {reference} and {response}, or a .txt or .md file with it; null for ours."""
+    system: Text | None = None
+    """System message, a template too; null for ours, or for none beside a template of your own."""
+    score_pattern: Text | None = None
+    """Regular expression that matches the reply once, its group the score; null for a line 'Score: <number>'."""
+    score_range: tuple[float, float] = (0.0, 1.0)
+    """Lowest and highest score that the judge may give."""
+    normalize: bool = True
+    """Map that range to 0..1."""
+    temperature: NonNegativeFloat | None = 0.0
+    """Temperature of the judge; null sends none."""
+    max_tokens_reply: PositiveInt | None = None
+    """Longest reply; null for the server's own limit."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further keys of the request's body."""
+    client: Literal["aiohttp", "openai"] = "aiohttp"
+    """HTTP client; openai is that package's own, at about eight times the CPU time."""
+    max_tokens: Annotated[int, Field(gt=0, le=2**63 - 1)] | None = None
+    """Budget of the run in tokens, prompts and replies; when it is spent the run stops. Null for none."""
+    max_cost: PositiveFloat | None = None
+    """Budget of the run in the currency of price_per_million; null for none."""
+    price_per_million: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
+    """Price of a million prompt tokens and of a million reply tokens."""
+    timeout: PositiveFloat | None = None
+    """Seconds that one call may take; null leaves it to reward.timeout."""
+    latency: Text = "uniform:1:40"
+    """Distribution of the delay of the run's own judge, in seconds."""
+    time_scale: NonNegativeFloat = 0.02
+    """Factor on those delays; 0 answers at once."""
+
+    def client_options(self) -> dict[str, Any]:
+        """Returns the keyword arguments of :class:`~dataflow.rewards.judge.judge.Judge`."""
+        given = self.model_dump(exclude={"latency", "time_scale"})
+        return {name: value for name, value in given.items() if name != "score_pattern" or value is not None}
+
+    @field_validator("latency")
+    @classmethod
+    def _latency_is_a_law(cls, latency: str) -> str:
+        from dataflow.distribution import parse_law
+
+        parse_law(latency)
+        return latency

@@ -1,0 +1,396 @@
+"""The configuration of a run: a pydantic model per section, ``key=value`` overrides, and pipeline files.
+
+A pipeline file defines a ``Config`` that derives from :class:`RunConfig` and may add keys or other defaults.
+Whatever is wrong with a key or value is a ConfigError of one sentence that names both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from dataflow.config import verl_keys
+from dataflow.config.overrides import describe, parse_overrides
+from dataflow.config.placement import Placement
+from dataflow.config.reward import CustomRewardConfig, JudgeConfig, RewardConfig
+from dataflow.config.section import Section, Text
+from dataflow.config.tools import ToolsConfig
+from dataflow.errors import ConfigError, UserError, nearest
+from dataflow.usercode.failures import is_interrupt, message_of
+
+if TYPE_CHECKING:
+    from dataflow.policy import SchedulingPolicy
+
+__all__ = ["RunConfig", "Section", "describe", "dump_yaml", "load_pipeline_file", "parse_overrides"]
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+Stops = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems take 255 for a directory's, and files in it are named after it."""
+LARGEST_STEP = 2**24
+"""Samples that a step may have, prompts times responses."""
+Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+
+
+class PolicyConfig(Section):
+    """How the steps overlap; a preset's numbers may be overridden one by one."""
+
+    shorthand = "preset"
+
+    preset: Text = "both"
+    """Scheduling policy: baseline, mini-batch, off-policy or both; with +stream behind it the rollout streams."""
+    split: PositiveInt | None = None
+    """Parts in which a step's rewards are collected and used; null takes the preset's."""
+    max_staleness: NonNegativeInt | None = None
+    """Steps that the weights a sample comes from may lag behind its update; null takes the preset's."""
+    order: Literal["arrival", "index"] = "arrival"
+    """Which groups form a part: the first to be scored, or by index (reproducible bit for bit)."""
+    stream_rollout: bool | None = None
+    """Groups go out for their rewards as they finish; null takes the preset's."""
+
+    def resolve(self, mini_batches: int) -> SchedulingPolicy:
+        """Returns the preset for ``mini_batches`` optimizer steps a step, with what is given overridden.
+
+        Raises:
+            PolicyError: no preset of that name, or a number that does not fit.
+        """
+        from dataflow.policy import SchedulingPolicy, preset
+
+        base = preset(self.preset, mini_batches)
+        return SchedulingPolicy(
+            split=base.split if self.split is None else self.split,
+            max_staleness=base.max_staleness if self.max_staleness is None else self.max_staleness,
+            order=self.order,
+            stream_rollout=base.stream_rollout if self.stream_rollout is None else self.stream_rollout,
+        )
+
+
+class DataConfig(Section):
+    """Problems to train and to evaluate on."""
+
+    train: Text | None = None
+    """Training problems, .jsonl or .parquet; null generates word problems."""
+    val: Text | None = None
+    """Held-out problems, .jsonl or .parquet; null generates word problems."""
+    prompts: PositiveInt = 32
+    """Prompt groups a step."""
+    max_prompt_length: PositiveInt = 1024
+    """Longest prompt in tokens, chat template included."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What becomes of a longer prompt: an error, or the side to cut."""
+    filter_overlong_prompts: bool = False
+    """Leave longer prompts out instead."""
+    shuffle: bool = True
+    """Draw the training problems in a seeded random order."""
+    train_size: PositiveInt = 4000
+    """Generated training problems."""
+    val_size: PositiveInt = 512
+    """Held-out problems to evaluate on, at most."""
+
+
+class ModelConfig(Section):
+    """The actor."""
+
+    path: Text | None = None
+    """Directory or hub id of a Hugging Face causal LM; null makes a tiny Qwen2 and caches it."""
+
+
+class EngineConfig(Section):
+    """Rollout: how responses are sampled."""
+
+    rollout: Literal["auto", "hf", "vllm"] = "auto"
+    """Rollout engine: hf (transformers), vllm, or auto: vLLM where it is installed for the CPU or GPU in use."""
+    n: PositiveInt = 8
+    """Responses per prompt."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass kept; 1 keeps all."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Most likely tokens kept; -1 or 0 keeps all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Least probability kept, as a share of the likeliest token's; 0 keeps all."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Above 1 makes tokens less likely that were there before."""
+    max_tokens: PositiveInt = 24
+    """Longest response in tokens, eos included."""
+    stop: Stops = Field(default=[])
+    """Tokens that end a response beside the model's own, as the tokenizer writes them."""
+    stop_token_ids: list[NonNegativeInt] = Field(default=[])
+    """The same by their ids."""
+    replicas: Annotated[int, Field(gt=0, le=65536)] = 1
+    """Engines that share a step's prompts, each in a process of its own."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that one engine's model is spread over (vllm)."""
+    max_num_seqs: PositiveInt = 256
+    """Samples that are decoded at once (vllm)."""
+    kv_cache_gb: PositiveFloat | None = None
+    """Memory for the KV cache (vllm); null: 0.25 on a CPU, on a GPU what engine.gpu_memory leaves."""
+    gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the GPU's memory that weights and KV cache may take (vllm)."""
+    in_flight: Literal["wait", "abort"] = "wait"
+    """What a weight sync does with samples in flight: lets them end, or draws them anew with the new weights (vllm)."""
+    restarts: NonNegativeInt = 2
+    """How often in a run the engine is built anew when its process dies; it then samples what was lost."""
+
+
+class TrainerConfig(Section):
+    """Optimizer steps."""
+
+    world_size: Annotated[int, Field(gt=0, le=65536)] = 1
+    """Trainer processes; they share each mini-batch's rows."""
+    mini_batches: PositiveInt = 4
+    """Optimizer steps a step; must divide data.prompts."""
+    micro_batch_size: PositiveInt = 64
+    """Rows per rank in one forward and backward pass."""
+    lr: PositiveFloat = 2e-4
+    """Learning rate after the warm-up."""
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    """AdamW's two betas."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's weight decay."""
+    warmup_steps: NonNegativeInt = 5
+    """Steps over which the learning rate rises from 0."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest gradient norm."""
+    threads: Annotated[int, Field(gt=0, le=1024)] = 1
+    """CPU threads per rank."""
+
+
+class AlgorithmConfig(Section):
+    """Advantages and losses, by verl's names; verl computes them."""
+
+    adv_estimator: Literal[
+        "grpo",
+        "grpo_vectorized",
+        "grpo_passk",
+        "rloo",
+        "rloo_vectorized",
+        "opo",
+        "gpg",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    ] = "grpo"
+    """Advantage estimator."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide GRPO's advantages by the group's standard deviation."""
+    clip_ratio: PositiveFloat = 0.2
+    """Clip range of the policy loss; also the two below where they are not given."""
+    clip_ratio_low: PositiveFloat = 0.2
+    """Clip range below 1."""
+    clip_ratio_high: PositiveFloat = 0.2
+    """Clip range above 1."""
+    loss_agg_mode: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """How token losses become one number."""
+    use_kl_loss: bool = False
+    """Add a KL term against the initial weights to the loss."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Weight of the KL term."""
+    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "low_var_kl"
+    """Estimator of the KL term."""
+    entropy_coeff: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Importance weights that correct for stale samples, per token or per sequence; null leaves them out."""
+    rollout_is_threshold: PositiveFloat = 2.0
+    """Largest importance weight."""
+
+    @model_validator(mode="after")
+    def _spread_clip_ratio(self) -> AlgorithmConfig:
+        if "clip_ratio" in self.model_fields_set:
+            for name in ("clip_ratio_low", "clip_ratio_high"):
+                if name not in self.model_fields_set:
+                    setattr(self, name, self.clip_ratio)
+                    self.model_fields_set.discard(name)  # so that another clip_ratio over it spreads again
+        return self
+
+
+class ValConfig(Section):
+    """Evaluation on held-out problems."""
+
+    every: NonNegativeInt = 3
+    """Steps between evaluations; 0 never evaluates."""
+    n: PositiveInt = 1
+    """Responses per problem."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy."""
+
+
+class RayConfig(Section):
+    """The Ray cluster."""
+
+    address: Text | None = None
+    """Cluster to join (auto finds one); null starts a local one."""
+    num_cpus: PositiveInt | None = None
+    """CPUs of the local one; null lets Ray count."""
+    gpus_per_worker: NonNegativeFloat = 0.0
+    """GPUs per trainer and rollout process; 0 computes on the CPU."""
+
+
+class TrackingConfig(Section):
+    """Where metrics go, besides the run's metrics.jsonl."""
+
+    backends: Backends = Field(default=["tensorboard"])
+    """Backends of verl's Tracking."""
+    project: Text = "dataflow"
+    """Project name there."""
+
+
+class RunConfig(Section):
+    """Everything a run can be told. Pipelines derive their ``Config`` from it."""
+
+    elsewhere: ClassVar[Callable[..., str | None]] = staticmethod(verl_keys.hint)
+    """Says what a key that is unknown here, and known to verl, is called here."""
+
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    steps: PositiveInt = 30
+    """Training steps."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Seed of data order, sampling and generated problems."""
+    name: Text | None = None
+    """Name of the run and of its directory; null makes one of policy and time."""
+    runs: Text = "runs"
+    """Directory that the runs are written to."""
+    placement: Placement = "colocated"
+    """colocated: engine and trainer take turns on the same GPUs; disaggregated: each has its own, and works at once."""
+    executor: Literal["ray", "inline"] = "ray"
+    """Where tasks run: ray processes, or inline in this one to debug."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    tools: ToolsConfig = Field(default_factory=ToolsConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    custom_reward_function: CustomRewardConfig = Field(default_factory=CustomRewardConfig)
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
+    val: ValConfig = Field(default_factory=ValConfig)
+    ray: RayConfig = Field(default_factory=RayConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+
+    @field_validator("name")
+    @classmethod
+    def _name_a_directory(cls, name: str | None) -> str | None:
+        if name is None:
+            return None
+        if name in (".", "..") or set("/\\\0") & set(name):
+            raise ValueError("give a plain directory name, without slashes")
+        if not name.isprintable() or name != name.strip():
+            raise ValueError("give a plain directory name, without line breaks, control characters or outer spaces")
+        if len(name.encode()) > LONGEST_NAME:
+            raise ValueError(f"give a name of at most {LONGEST_NAME} bytes")
+        return name
+
+    @property
+    def response_length(self) -> int:
+        """Tokens that a response may have, over all its turns."""
+        return self.tools.max_response_tokens if self.tools.offered else self.engine.max_tokens
+
+    def run_file(self, name: str) -> str | None:
+        """Returns where a file of the run's directory lies, on whatever machine; None while the run has no name."""
+        return str(Path(self.runs, self.name, name).absolute()) if self.name else None
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> RunConfig:
+        from dataflow.policy import check_batch
+
+        batches, world = self.trainer.mini_batches, self.trainer.world_size
+        if self.data.prompts * self.engine.n > LARGEST_STEP:
+            raise ConfigError(
+                f"data.prompts={self.data.prompts} x engine.n={self.engine.n} are more than the {LARGEST_STEP} samples "
+                "that a step may have; lower one."
+            )
+        check_batch(self.data.prompts, batches)
+        self.policy.resolve(batches)
+        rows = self.data.prompts // batches * self.engine.n
+        if rows % world:
+            sizes = "data.prompts / trainer.mini_batches x engine.n"
+            raise ConfigError(f"trainer.world_size={world} does not divide a mini-batch's {rows} rows ({sizes}).")
+        estimator = self.algorithm.adv_estimator
+        if self.engine.n < 2 and estimator not in ("gpg", "reinforce_plus_plus"):
+            n = self.engine.n
+            raise ConfigError(f"engine.n={n}: '{estimator}' compares one prompt's responses; give 2 or more.")
+        return self
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """Returns the whole configuration as YAML with the policy's numbers filled in and its secrets masked."""
+    import yaml
+
+    from dataflow.system.redaction import redact_values
+
+    policy = config.policy.resolve(config.trainer.mini_batches)
+    values = redact_values(config.model_dump(mode="json"))
+    values["policy"] |= dataclasses.asdict(policy)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def load_pipeline_file(path: str | Path) -> ModuleType:
+    """Runs a pipeline file and returns it as a module with ``pipeline(config)`` and ``Config``.
+
+    Raises:
+        ConfigError: the file is missing, is no Python file, cannot be imported (its error is chained), or
+            lacks one of the two.
+    """
+    import sys
+    from importlib.machinery import SourceFileLoader
+
+    file = Path(path)
+    if not file.is_file():
+        guess = nearest(str(path), [str(f) for f in sorted(file.parent.glob("*.py"))])
+        raise ConfigError(f"no pipeline file '{path}'{guess or '; give the path of a .py file.'}")
+    if file.suffix != ".py":
+        raise ConfigError(f"pipeline file '{path}' is not a .py file.")
+    loader = SourceFileLoader(f"dataflow_pipeline_{file.stem}", str(file.resolve()))
+    module = ModuleType(loader.name)
+    module.__file__ = loader.path
+    # Classes look their module up while they are made. Afterwards it leaves, so that cloudpickle sends the
+    # file's own functions to Ray workers by value: they could not import it.
+    sys.modules[loader.name] = module
+    try:
+        loader.exec_module(module)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        said = message_of(error).rstrip(".")
+        raise ConfigError(
+            f"pipeline file '{path}' cannot be loaded{line_in(error, file)}: "
+            f"{type(error).__name__}{f': {said}' if said else ''}."
+        ) from error
+    finally:
+        del sys.modules[loader.name]
+    if not callable(getattr(module, "pipeline", None)):
+        raise ConfigError(f"pipeline file '{path}' lacks 'pipeline'; define pipeline(config) -> Pipeline.")
+    config = getattr(module, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, RunConfig)):
+        raise ConfigError(f"pipeline file '{path}' lacks 'Config'; define 'class Config(RunConfig)'.")
+    return module
+
+
+def line_in(error: BaseException, file: str | Path) -> str:
+    """Returns the line of the pipeline file that the error came through last."""
+    import traceback
+
+    file = Path(file)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file.resolve())]
+    return f" (line {lines[-1]})" if lines else ""

@@ -1,0 +1,33 @@
+"""The configuration of tools: which there are, and how long a conversation with them may be."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
+
+from dataflow.config.section import Section, Text
+
+Names = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+
+
+class ToolsConfig(Section):
+    """Tools that the model may call while it answers; with none, each response is one turn."""
+
+    path: Text | None = None
+    """Python file that defines tools with @tool; null for those alone that come with dataflow."""
+    names: Names = Field(default=[])
+    """Tools to offer, of the file or ready ones (calculator); empty offers all that the file marks."""
+    max_turns: PositiveInt = 4
+    """Turns of the model in a conversation; a call in the last one is not answered."""
+    max_response_tokens: PositiveInt = 256
+    """Tokens of all turns together, the tools' answers included; engine.max_tokens bounds each turn."""
+    timeout: PositiveFloat = 10.0
+    """Seconds that a call may take; then the model is told so."""
+    format: Text = "hermes"
+    """How the model writes calls: hermes (Qwen's <tool_call>), or a class of the file with parse(text)."""
+
+    @property
+    def offered(self) -> bool:
+        """Whether there are any."""
+        return bool(self.path or self.names)

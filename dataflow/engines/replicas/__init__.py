@@ -1,0 +1,1 @@
+"""Several rollout engines behind one: requests are balanced over the replicas."""

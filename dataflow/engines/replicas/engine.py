@@ -1,0 +1,245 @@
+"""Several rollout engines as one: each in a Ray actor of its own, the prompts balanced over them.
+
+Whole groups go out, since the samples of a group share their prompt in an engine's cache; to whom, says
+:mod:`dataflow.engines.replicas.balance`.
+
+A queue (:mod:`dataflow.engines.sync_queue`) keeps the order: a sync begins when all earlier requests have ended on all
+replicas, and later requests wait until every replica has the new weights. All samples that are stamped with a version
+were drawn from it, on whichever replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dataflow.batch import Batch
+from dataflow.cluster.gpus import Gpus
+from dataflow.engines.base import RolloutEngine, Sample, Sampling
+from dataflow.engines.replicas.balance import Ask, Balance, Seat, reason
+from dataflow.engines.replicas.host import Replica, pack
+from dataflow.engines.sync_queue import Job, Line
+from dataflow.errors import ConfigError, RunError, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+_BUILD_S = 600.0
+_CLOSE_S = 20.0
+
+
+class Replicas:
+    """A :class:`~dataflow.engines.base.RolloutEngine` over several, each in a process of its own.
+
+    A sample's seed decides it, so the samples are those of one engine, however many there are and whichever draws what.
+    When a replica's process dies, whoever waits gets a :class:`ToolLost`, and so does whoever comes: the whole is to
+    be built anew. It needs an event loop that stays: one for all that is asked for while anything is in flight.
+
+    Args:
+        factory: ``"package.module:name"`` of what builds an engine, or a function that can be pickled.
+        options: its keyword arguments, the same for each; ``model`` and ``max_prompt_length`` are read here, too. With
+            ``in_flight="abort"`` a sync has all samples in flight drawn anew, groups as a whole.
+        replicas: how many.
+        gpus: GPUs of each, or the share of one.
+        devices: GPUs that each has ``gpus`` of.
+        threads: OMP threads of each.
+        seats: samples that a replica decodes at once (vLLM's ``max_num_seqs``): it is given no group while it has as
+            many.
+
+    Raises:
+        ConfigError: a number out of range, Ray does not run, or what the factory raises of it.
+        ModelError: the model cannot be loaded.
+        RunError: a replica does not start.
+    """
+
+    version: int
+
+    def __init__(
+        self,
+        factory: str | Callable[..., RolloutEngine],
+        options: Mapping[str, Any],
+        replicas: int,
+        gpus: float = 0.0,
+        devices: int = 1,
+        threads: int = 1,
+        seats: int = 256,
+    ) -> None:
+        import ray
+
+        if min(replicas, devices, threads, seats) < 1 or gpus < 0:
+            raise ConfigError(
+                f"rollout: replicas={replicas}, devices={devices}, threads={threads}, seats={seats}, gpus={gpus}; "
+                "give 1 or more of each, and 0 or more GPUs."
+            )
+        if not ray.is_initialized():
+            raise ConfigError(f"engine.replicas={replicas}: Ray does not run here; use executor=ray, or one replica.")
+        self.version = 0
+        self._redraw = options.get("in_flight") == "abort"
+        self._longest = int(options["max_prompt_length"])
+        self._to_sleep = self._closed = False
+        self._line = Line(_lost)
+        kind = ray.remote(Replica)
+        self._gpus = [Gpus(gpus, devices) for _ in range(replicas)]
+        self._seats = [
+            Seat(f"replica {at + 1} of {replicas}", kind.options(**taken.options, max_concurrency=1000).remote())
+            for at, taken in enumerate(self._gpus)
+        ]
+        self._balance = self._line.backend = Balance(self._seats, seats, self._line)
+        environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        try:
+            # No ray.get: this may be the thread of an event loop, as in an actor.
+            built = [
+                seat.actor.build.remote(factory, dict(options), environment, *taken.seen).future()
+                for seat, taken in zip(self._seats, self._gpus, strict=True)
+            ]
+            self._read(str(options["model"]))
+            self._wait_for(built)
+        except BaseException:
+            self._kill()
+            raise
+
+    def _read(self, model: str) -> None:
+        """Reads what belongs to the model beside its weights, while the engines start."""
+        from dataflow.engines.vocabulary import read_words
+
+        self.words, _config = read_words(model)
+
+    def _wait_for(self, built: Sequence[concurrent.futures.Future[None]]) -> None:
+        done, late = concurrent.futures.wait(built, _BUILD_S, concurrent.futures.FIRST_EXCEPTION)
+        for seat, future in zip(self._seats, built, strict=True):
+            if future in done and (error := future.exception()) is not None:
+                why = reason(seat.name, error)
+                raise why if isinstance(why, UserError) else RunError(f"rollout: {why}") from error
+        if late:
+            names = ", ".join(seat.name for seat, future in zip(self._seats, built, strict=True) if future in late)
+            raise RunError(f"rollout: not up after {_BUILD_S:g} s: {names}; see 'ray status'.")
+
+    async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
+        """See :meth:`RolloutEngine.generate`. Who stops early frees what is in flight, on all replicas."""
+        ids = self._checked(prompts, sampling)
+        ask, inbox = Ask(sampling, seed), asyncio.Queue[Sample | Exception]()
+        jobs = [
+            Job(group, index, prompt, ask, inbox)
+            for group, prompt in zip(prompts.ids, ids, strict=True)
+            for index in range(sampling.n)
+        ]
+        async with contextlib.aclosing(self._line.draw(jobs)) as samples:
+            async for sample in samples:
+                yield sample
+
+    async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
+        """See :meth:`RolloutEngine.sample`; a group of one to the balance."""
+        (ids,) = self._checked(Batch([0], {"prompt_ids": [prompt]}), sampling)
+        return await self._line.draw_one(Job(0, 0, ids, Ask(sampling, tuple(seed)), asyncio.Queue()))
+
+    def _checked(self, prompts: Batch, sampling: Sampling) -> list[list[int]]:
+        """Returns the token ids of each prompt; fails here, before a sample is drawn, on what every engine refuses."""
+        from dataflow.engines.samples import check_sampling, prompt_ids
+
+        check_sampling(sampling, self.words.size)
+        return prompt_ids(prompts, self._longest)
+
+    def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
+        """See :meth:`RolloutEngine.batch`."""
+        from dataflow.engines.samples import to_batch
+
+        return to_batch(prompts, samples, length, self.words.tokenizer, self.words.pad)
+
+    async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Sends new weights to all replicas, once into Ray's store; ``version`` is the new one when all have them.
+
+        Raises:
+            DataflowError: all refused them, for their names or shapes; all have the old ones still.
+            RunError: one did not take them, or died; which replica has which weights is not known any more, so all
+                are lost.
+        """
+        import ray
+
+        refused: list[Exception] = []
+        # In a thread, beside the samples that have to end first.
+        sent = await asyncio.to_thread(lambda: ray.put(pack(weights)))
+
+        async def work() -> None:
+            await self._balance.settled()
+            errors = await self._tell("sync", sent, version)
+            if len(errors) == len(self._seats) and not any(isinstance(error, RunError) for error in errors.values()):
+                refused.extend(errors.values())
+            elif errors:
+                (name, error), *_others = errors.items()
+                raise RunError(f"weight sync {version}: {name} does not have the new weights: {error}") from error
+            else:
+                self.version = self._line.version = version
+
+        await self._line.pause(work, redraw=self._redraw)
+        if refused:
+            raise refused[0]
+
+    async def sleep(self) -> None:
+        """See :meth:`RolloutEngine.sleep`. Samples that are asked for while it sleeps wait until it wakes."""
+        self._to_sleep = True
+        await self._line.pause(lambda: self._all("sleep"), asleep=True)
+
+    async def wake(self) -> None:
+        """See :meth:`RolloutEngine.wake`."""
+        if self._to_sleep:
+            self._to_sleep = False
+            await self._line.pause(lambda: self._all("wake"), asleep=False)
+
+    async def abort(self) -> int:
+        """See :meth:`RolloutEngine.abort`."""
+        return self._line.abort()
+
+    def stats(self) -> dict[str, float]:
+        """See :meth:`RolloutEngine.stats`; what else an engine counts is added up, as each said it last."""
+        names = dict.fromkeys(name for seat in self._seats for name in seat.stats)
+        added = {name: sum(seat.stats.get(name, 0) for seat in self._seats) for name in names}
+        own = {name: self._line.counts[name] for name in ("samples", "tokens")}
+        return {**added, **own, "running": self._line.unended}
+
+    async def close(self) -> None:
+        """Gives up what is in flight, closes the engines and ends their actors; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._line.close()
+        self._balance.close()
+        closing = [asyncio.ensure_future(_answer(seat.actor.close.remote())) for seat in self._seats]
+        _done, late = await asyncio.wait(closing, timeout=_CLOSE_S)
+        for task in late:
+            task.cancel()
+        self._kill()
+        await asyncio.gather(*closing, return_exceptions=True)
+
+    async def _tell(self, method: str, *arguments: Any) -> dict[str, Exception]:
+        """Calls all replicas, side by side; returns what went wrong, by replica."""
+        calls = [_answer(getattr(seat.actor, method).remote(*arguments)) for seat in self._seats]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return {
+            seat.name: reason(seat.name, answer)
+            for seat, answer in zip(self._seats, answers, strict=True)
+            if isinstance(answer, BaseException)
+        }
+
+    async def _all(self, method: str) -> None:
+        await self._balance.settled()
+        for name, error in (await self._tell(method)).items():
+            raise RunError(f"{method}: {name}: {error}") from error
+
+    def _kill(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            for seat, taken in zip(self._seats, self._gpus, strict=True):
+                ray.kill(seat.actor)
+                taken.release()
+
+
+def _lost(cause: Exception) -> str:
+    return f"rollout: {cause}; the replicas have to be built anew."
+
+
+async def _answer(ref: Any) -> Any:
+    return await ref

@@ -1,0 +1,124 @@
+"""One of several rollout engines, in the Ray actor that it lives in; the other side is in engines/replicas/engine.py.
+
+Nothing here imports torch as it is loaded: the process must first be told its number of threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dataflow.batch import Batch
+from dataflow.cluster.gpus import see
+from dataflow.engines.base import RolloutEngine, Sample, Sampling
+from dataflow.stage import Hosted
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Replica:
+    """The actor: one engine, whose calls run side by side on one event loop."""
+
+    async def build(
+        self,
+        factory: str | Callable[..., RolloutEngine],
+        options: Mapping[str, Any],
+        environment: Mapping[str, str],
+        *gpus: str,
+    ) -> None:
+        """Builds the engine, which sees these GPUs, or those that Ray shows it."""
+        os.environ.update(environment)
+        see(gpus)
+        self.engine: RolloutEngine = Hosted("replica", factory, options).build()
+        # What the first Batch to arrive would import: seconds that belong to start-up, not to a task.
+        import torch  # noqa: F401
+
+        self._drawing: dict[int, asyncio.Task[None]] = {}
+        self._cancelled: set[int] = set()
+
+    async def draw(
+        self, key: int, prompts: Mapping[int, list[int]], sampling: Sampling, seed: int | tuple[int, ...]
+    ) -> AsyncIterator[tuple[list[Sample], dict[str, float]]]:
+        """Draws these groups, or a turn; yields what has ended since the last time, and the engine's stats."""
+        if key in self._cancelled:  # which has overtaken this
+            self._cancelled.discard(key)
+            return
+        ended: asyncio.Queue[Sample | None] = asyncio.Queue()
+
+        async def turn(seed: tuple[int, ...]) -> None:
+            (prompt,) = prompts.values()
+            ended.put_nowait(await self.engine.sample(prompt, sampling, seed))
+
+        async def groups(seed: int) -> None:
+            batch = Batch(list(prompts), {"prompt_ids": list(prompts.values())})
+            samples: Any = self.engine.generate(batch, sampling, seed)
+            async with contextlib.aclosing(samples):
+                async for sample in samples:
+                    ended.put_nowait(sample)
+
+        work: Coroutine[Any, Any, None] = turn(seed) if isinstance(seed, tuple) else groups(seed)
+        task = self._drawing[key] = asyncio.ensure_future(work)
+        task.add_done_callback(lambda _task: ended.put_nowait(None))
+        try:
+            over = False
+            while not over:
+                found = [await ended.get()]
+                while not ended.empty():
+                    found.append(ended.get_nowait())
+                over = found[-1] is None
+                if samples := [sample for sample in found if sample is not None]:
+                    yield samples, self.engine.stats()
+            if not task.cancelled():
+                await task
+        finally:
+            task.cancel()
+            del self._drawing[key]
+
+    async def cancel(self, key: int) -> None:
+        """Gives up what was handed over under that key; the engine is rid of it then."""
+        if (task := self._drawing.get(key)) is None:
+            self._cancelled.add(key)
+            return
+        task.cancel()
+        await asyncio.wait([task])
+
+    async def sync(self, packed: Mapping[str, Any], version: int) -> None:
+        await self.engine.sync(unpack(packed), version)
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    async def close(self) -> None:
+        closed = self.engine.close()
+        if asyncio.iscoroutine(closed):
+            await closed
+
+
+def pack(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns dtype, shape and bytes of each weight: arrays go into Ray's store as they are, and are read in place."""
+    import torch
+
+    return {
+        name: (value.dtype, tuple(value.shape), value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        for name, value in weights.items()
+    }
+
+
+def unpack(packed: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the weights, which are not to be written to."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return {
+            name: torch.from_numpy(data).view(dtype).reshape(shape) if data.size else torch.empty(shape, dtype=dtype)
+            for name, (dtype, shape, data) in packed.items()
+        }

@@ -1,0 +1,106 @@
+"""What a process does before it trains with verl: import it without its noise, join the other ranks."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from dataflow.system.loopback import ADDRESS, is_loopback, stay_on_loopback
+
+if TYPE_CHECKING:
+    from verl.workers.engine_workers import TrainingWorker
+
+
+def import_worker(device: str) -> type[TrainingWorker]:
+    """Imports verl's TrainingWorker, on the CPU behind the platform shim, and vLLM never.
+
+    verl tries an optional weight transport that imports vLLM, which costs seconds and changes the process's
+    threads and garbage collector. An absent vLLM is a case that verl provides for.
+    """
+    absent = "vllm" not in sys.modules
+    if absent:
+        sys.modules["vllm"] = None  # type: ignore[assignment]
+    try:
+        if device == "cpu":
+            from dataflow.engines.verl import cpu as verl_cpu
+
+            verl_cpu.install()
+        from verl.workers.engine_workers import TrainingWorker
+    finally:
+        if absent:
+            del sys.modules["vllm"]
+    return TrainingWorker
+
+
+def join(device: str) -> bool:
+    """Joins the process group that the environment names; returns False where the process is in one."""
+    if dist.is_initialized():
+        return False
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if alone:
+        # verl's worker reads all of them, though one process meets nobody at that address.
+        for name, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": ADDRESS,
+            "MASTER_PORT": "0",
+        }.items():
+            os.environ.setdefault(name, value)
+    here = is_loopback(os.environ["MASTER_ADDR"])
+    if here:
+        stay_on_loopback()
+    backend = "gloo"
+    if device == "cuda":
+        # Ray shows each worker only its own GPU; elsewhere the local rank picks one.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    if alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    elif here and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):  # torchrun brings a store
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=_store(rank, world), rank=rank, world_size=world)
+    else:
+        dist.init_process_group(backend)
+    return True
+
+
+def _store(rank: int, world: int) -> dist.Store:
+    """Returns the store at which the ranks of one machine meet; torch's own would listen on every interface."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank:
+        return dist.TCPStore(address, port, world, timeout=dist.default_pg_timeout)
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+    fd = socket.create_server((address, port), family=family).detach()  # the store's from here on
+    return dist.TCPStore(address, port, world, True, dist.default_pg_timeout, master_listen_fd=fd)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps off the terminal what verl prints while it is imported and built, and drops its log handler."""
+    from transformers.utils import logging as transformers_logging
+
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

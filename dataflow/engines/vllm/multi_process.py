@@ -1,0 +1,240 @@
+"""Rollout with vLLM in processes of its own: several GPUs for one model, and no step shares the interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import stat
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dataflow.engines.sync_queue import Job, Line, VllmBackend
+from dataflow.engines.vllm.in_process import VllmRollout
+from dataflow.engines.vllm.thread import drawn_of
+from dataflow.errors import ConfigError, DataError
+from dataflow.system.children import safe_path
+
+_ERROR = re.compile(r"\b(?:\w+\.)*\w*(?:Error|Exception): .+$", re.MULTILINE)
+_ELSEWHERE = re.compile(r"root cause|initialization failed", re.IGNORECASE)
+
+
+class AsyncVllmRollout(VllmRollout):
+    """A :class:`~dataflow.engines.base.RolloutEngine` over vLLM's ``AsyncLLM``.
+
+    It samples as :class:`VllmRollout` does, which see for the other arguments, and needs an event loop that stays:
+    one for all calls. New weights go to the workers through vLLM's own weight transfer
+    (:mod:`dataflow.engines.vllm.transfer`): CUDA IPC on GPUs, shared memory on CPU.
+
+    Args:
+        tensor_parallel: GPUs (on CPU: processes) that the model is cut over.
+
+    Raises:
+        ConfigError: ``tensor_parallel`` does not divide the model's heads.
+    """
+
+    _children = "1"
+
+    def __init__(self, *args: Any, tensor_parallel: int = 1, **options: Any) -> None:
+        self._tensor_parallel = tensor_parallel
+        self._stderr = Stderr()
+        super().__init__(*args, **options)
+
+    def _open(self, arguments: Mapping[str, Any], threads: int) -> VllmBackend:
+        heads = self._config.get_text_config().num_attention_heads
+        if self._tensor_parallel < 1 or heads % self._tensor_parallel:
+            raise ConfigError(
+                f"engine.tensor_parallel={self._tensor_parallel} does not divide the model's {heads} attention heads."
+            )
+        if not self._cuda:
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the processes may share the cores
+        else:
+            # Handles of GPU memory are torch's objects, which only pickle carries to the engine's process.
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from dataflow.engines.vllm.transfer import backend
+
+        wanted = {
+            **arguments,
+            "tensor_parallel_size": self._tensor_parallel,
+            # In a placement group, where an engine that shares its GPUs lives, vLLM would start Ray actors with a whole
+            # GPU each, for which there is no room.
+            **({"distributed_executor_backend": "mp"} if self._tensor_parallel > 1 else {}),
+            "enable_log_requests": False,
+            "weight_transfer_config": {"backend": backend(self._cuda)},
+        }
+        with safe_path():
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted))
+        return EngineProcess(engine, self._line, self._stderr, sleeps=self._cuda)
+
+    def _why(self, error: Exception) -> str:
+        return self._stderr.root_cause() or super()._why(error)
+
+
+class Stderr:
+    """What this process and its children write to stderr, where that is a file, as in Ray's workers.
+
+    vLLM's processes tell the reason of their end there, and to who asked only that there is one.
+    """
+
+    def __init__(self) -> None:
+        self._since = os.fstat(2).st_size if self._is_file() else 0
+
+    @staticmethod
+    def _is_file() -> bool:
+        try:
+            return stat.S_ISREG(os.fstat(2).st_mode)
+        except OSError:  # closed
+            return False
+
+    def root_cause(self) -> str:
+        """Returns the last error there that is not said to have another cause; nothing if there is none."""
+        if not self._is_file():
+            return ""
+        try:
+            with open("/proc/self/fd/2", encoding="utf-8", errors="replace") as file:
+                file.seek(self._since)
+                found = [match[0].strip() for match in _ERROR.finditer(file.read())]
+        except OSError:  # no such thing on this system
+            return ""
+        return next((text for text in reversed(found) if not _ELSEWHERE.search(text)), "")
+
+    def explained(self, error: Exception) -> Exception:
+        """Returns the error, or one with its root cause where it only refers to that."""
+        reason = self.root_cause() if _ELSEWHERE.search(str(error)) else ""
+        if not reason:
+            return error
+        explained = RuntimeError(f"its process ended: {reason}")
+        explained.__cause__ = error
+        return explained
+
+
+class EngineProcess:
+    """Asks an ``AsyncLLM``; a :class:`~dataflow.engines.sync_queue.VllmBackend` of a line.
+
+    Args:
+        engine: the ``AsyncLLM``.
+        line: told what ends.
+        stderr: of the processes.
+        sleeps: whether the engine has a sleep mode, as on a GPU.
+    """
+
+    def __init__(self, engine: Any, line: Line, stderr: Stderr, sleeps: bool) -> None:
+        self._engine = engine
+        self._line = line
+        self._stderr = stderr
+        self._sleeps = sleeps
+        self._asleep = False
+        self._closed = False
+        self._prepared: asyncio.Future[Any] | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._cancelled: list[asyncio.Task[None]] = []
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """See :meth:`Backend.start`."""
+        for job in jobs:
+            self._tasks[job.id] = asyncio.ensure_future(self._draw(job.id, job))
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        """See :meth:`Backend.cancel`."""
+        for id in ids:
+            task = self._tasks.pop(id)
+            task.cancel()
+            self._cancelled.append(task)
+        self._cancelled = [task for task in self._cancelled if not task.done()]
+
+    async def _draw(self, id: int, job: Job) -> None:
+        prompt = {"type": "token", "prompt_token_ids": job.prompt}
+        try:
+            await self._ready()
+            (output,) = [output async for output in self._engine.generate(prompt, job.params, str(id))]
+            drawn = drawn_of(output)
+        except ValueError as cause:  # all that vLLM finds wrong with one request
+            error = DataError(f"rollout: vLLM does not take the prompt of group {job.group}: {cause}")
+            error.__cause__ = cause
+            self._tasks.pop(id, None)
+            self._line.refused(id, error)
+        except Exception as error:
+            self._line.fail(self._stderr.explained(error))
+        else:
+            self._tasks.pop(id, None)
+            self._line.ended([drawn])
+
+    async def _ready(self) -> None:
+        """Has the sampler prepared, before the first sample: the constructor need not run on a loop."""
+        if self._prepared is None:
+            self._prepared = asyncio.ensure_future(self._engine.collective_rpc("report_uncut_log_probs"))
+        await asyncio.shield(self._prepared)
+
+    async def _let_go(self) -> None:
+        """Waits until the engine is rid of requests that were cancelled."""
+        await asyncio.gather(*self._cancelled, return_exceptions=True)
+        await self._engine.pause_generation(mode="abort", clear_cache=True)
+
+    async def load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """See :meth:`VllmBackend.load`."""
+        from dataflow.engines.vllm.transfer import send
+
+        async def work() -> None:
+            await self._let_go()
+            if self._asleep:
+                await self._engine.wake_up(tags=["weights"])
+            await send(self._engine, weights)
+            if not self._asleep:
+                await self._engine.resume_generation()
+
+        await self._while_alive(work())
+
+    async def sleep(self) -> None:
+        """See :meth:`VllmBackend.sleep`."""
+
+        async def work() -> None:
+            await self._let_go()
+            if self._asleep:
+                await self._engine.wake_up()  # a sync has woken the weights alone
+            await self._engine.sleep(level=1)
+            self._asleep = True
+
+        if self._sleeps:
+            await self._while_alive(work())
+
+    async def wake(self) -> None:
+        """See :meth:`VllmBackend.wake`."""
+
+        async def work() -> None:
+            await self._engine.wake_up()
+            await self._engine.resume_generation()
+            self._asleep = False
+
+        if self._asleep:
+            await self._while_alive(work())
+
+    async def _while_alive(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does work that asks the engine; if its process dies meanwhile, vLLM would leave the question unanswered.
+
+        Raises:
+            EngineDeadError: vLLM's: it died.
+        """
+        self._engine._run_output_handler()  # runs already, unless nothing was drawn yet; ends as the process dies
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._engine.output_handler}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self._engine.dead_error
+            await task
+        finally:
+            task.cancel()
+
+    def close(self) -> bool:
+        """See :meth:`VllmBackend.close`."""
+        first, self._closed = not self._closed, True
+        if first:
+            for task in self._tasks.values():
+                if not task.get_loop().is_closed():
+                    task.cancel()
+            self._engine.shutdown()
+        return first

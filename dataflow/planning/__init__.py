@@ -1,0 +1,1 @@
+"""Predicting a run: workload, costs, reward service, planner, advice, and how well past runs were predicted."""

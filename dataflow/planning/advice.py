@@ -1,0 +1,99 @@
+"""Advice on a plan: what bounds the fastest policy and which knob would move it, each with its predicted gain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from dataflow.planning.planner import BOUNDS, Prediction, simulate, total_s
+from dataflow.planning.workload import Workload
+from dataflow.policy import MAX_STALENESS, STREAM, SchedulingPolicy, preset
+
+LEAST = 0.002
+"""Gains below this share are not worth a sentence."""
+
+
+def advise(workload: Workload, rows: Sequence[Prediction], policies: Mapping[str, SchedulingPolicy]) -> list[str]:
+    """Returns what to do about it: a sentence each, with its predicted gain.
+
+    Args:
+        workload: that was planned.
+        rows: its predictions.
+        policies: of the rows, by name.
+    """
+    whole = [row for row in rows if not policies[row.policy].stream_rollout]
+    if not whole:
+        return []
+    best = min(whole, key=lambda row: row.total_s)
+    base = best.total_s / (1 + best.change)
+    policy = policies[best.policy]
+    if best.change < -0.005:
+        said = [f"{best.policy} is the fastest: {best.step_s:.4g} s a step, {best.change:+.0%} against baseline."]
+    else:
+        said = ["no policy gains: rewards hardly keep the GPUs waiting."]
+    said.append(_about_the_bound(workload, policy, best, base))
+    for what, other, under in _changes(workload, best.policy, policy):
+        gain = 1 - total_s(simulate(other, under)[0]) / best.total_s
+        if gain > LEAST:
+            said.append(f"{what} would take {gain:.1%} off {best.policy}.")
+    if policy.max_staleness and workload.pipeline.streaming:
+        name = f"mini-batch{STREAM}"
+        change = total_s(simulate(workload, preset(name, workload.mini_batches))[0]) / base - 1
+        said.append(f"strictly on-policy, {name} is the way: {change:+.0%} against baseline.")
+    return said
+
+
+def _changes(
+    workload: Workload, name: str, policy: SchedulingPolicy
+) -> Iterator[tuple[str, Workload, SchedulingPolicy]]:
+    """What could be done: in words, and the workload and policy that it leads to."""
+    steady = replace(workload, rewards=replace(workload.rewards, agent="continuous"))
+    stepwise = workload.rewards.agent == "per-step"
+    stops = workload.validation is not None and not workload.validation.overlap
+    if stepwise:
+        yield "a reward agent that keeps all slots busy (reward.agent=continuous)", steady, policy
+    if stops:
+        yield "validation beside training (validation.overlap=true)", workload.overlapping(), policy
+    if stepwise and stops:
+        yield "the two together", steady.overlapping(), policy
+    if workload.pipeline.streaming:
+        streamed = replace(policy, stream_rollout=True)
+        yield f"rewards asked for as groups finish ({name}{STREAM})", workload, streamed
+
+
+def _about_the_bound(workload: Workload, policy: SchedulingPolicy, best: Prediction, base: float) -> str:
+    """What sets the lower bound of the best policy, and what would move it."""
+    rewards, gpu = workload.rewards, workload.mean_s()
+    calls = workload.prompts * workload.responses
+    if best.bound_by == BOUNDS["reward"]:
+        each, load = rewards.latency.mean, calls * rewards.seconds
+        if rewards.rpm and calls * 60 / rewards.rpm >= calls * each / rewards.concurrency:
+            wanted = math.ceil(calls * 60 / gpu)
+            changed = replace(rewards, rpm=float(wanted))
+            why = f"{calls:,} calls at {rewards.rpm:,.0f} a minute"
+            turn = f"{wanted:,} a minute"
+        else:
+            wanted = math.ceil(calls * each / gpu)
+            changed = replace(rewards, concurrency=wanted)
+            why = f"{calls:,} calls x {each:.1f} s / {rewards.concurrency:,} in flight"
+            turn = f"{wanted:,} in flight"
+        change = total_s(simulate(replace(workload, rewards=changed), policy)[0]) / base - 1
+        return (
+            f"the reward service bounds {best.policy}: {why} = {load:.4g} s a step against {gpu:.4g} s of GPU work; "
+            f"{turn} would make the GPUs the limit ({change:+.0%} against baseline)."
+        )
+    if best.bound_by == BOUNDS["gpu"]:
+        shares = workload.work_s()
+        largest = max(shares, key=lambda name: shares[name])
+        return (
+            f"the GPU pool bounds {best.policy}: {gpu:.4g} s of work a step, {best.gpu_idle:.1%} idle; more rewards in "
+            f"flight cannot help; its largest stage is {largest} ({shares[largest] / gpu:.0%})."
+        )
+    said = f"the critical path bounds {best.policy}: a step waits for its slowest rewards, or for its validation"
+    if policy.max_staleness < MAX_STALENESS:
+        more = replace(policy, max_staleness=policy.max_staleness + 1)
+        change = total_s(simulate(workload, more)[0]) / best.total_s - 1
+        if change < -LEAST:
+            return f"{said}; max_staleness={more.max_staleness} would take {-change:.1%} off it."
+    return f"{said}."

@@ -1,0 +1,141 @@
+"""A plan, whole: source, rows, advice and sweeps; as a table and as JSON. What `dataflow plan` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dataflow.errors import ConfigError
+from dataflow.planning.advice import advise
+from dataflow.planning.config import PlanConfig
+from dataflow.planning.planner import ROWS, Prediction, Sweep, parse_sweep, predict, sweep
+from dataflow.planning.sources.read import read_workload
+from dataflow.planning.workload import Workload
+from dataflow.policy import STREAM, SchedulingPolicy, preset
+from dataflow.timeline.text import table
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked and what came out."""
+
+    workload: Workload
+    rows: list[Prediction]
+    advice: list[str]
+    sweeps: list[Sweep]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns it as docs/planning.md describes the JSON."""
+        found: dict[str, Any] = {
+            "source": self.workload.source,
+            "steps": self.workload.steps,
+            "assumptions": list(self.workload.assumptions),
+            "policies": [row.as_dict() for row in self.rows],
+            "advice": self.advice,
+        }
+        if self.workload.logged is not None:
+            policy, seconds, steps = self.workload.logged
+            found["logged"] = {"policy": policy, "total_s": seconds, "steps": steps}
+        if self.sweeps:
+            found["sweeps"] = [s.as_dict() for s in self.sweeps]
+        return found
+
+    def text(self) -> str:
+        """Returns what a terminal shows."""
+        load = self.workload
+        blocks = [
+            f"{load.source}: {load.steps} steps of {load.prompts} x {load.responses} samples, "
+            f"{load.mini_batches} mini-batches, {load.mean_s():.4g} s of GPU work a step",
+            _table(self.rows),
+        ]
+        if load.logged is not None:
+            policy, seconds, steps = load.logged
+            blocks.append(f"logged: {policy}, {seconds:,.0f} s over {steps} steps, {seconds / steps:.4g} s a step")
+        if load.assumptions:
+            blocks.append("assumed:\n" + "\n".join(f"- {sentence}" for sentence in load.assumptions))
+        if self.advice:
+            blocks.append("advice:\n" + "\n".join(f"- {sentence}" for sentence in self.advice))
+        blocks += [_sweep_table(s) for s in self.sweeps]
+        return "\n\n".join(blocks)
+
+
+def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], None] = lambda text: None) -> Plan:
+    """Reads a source and predicts it under every policy.
+
+    Args:
+        source: a run, a verl log or a costs.yaml.
+        arguments: ``key=value``; ``policy=NAME`` adds a row, ``sweep=KNOB:LOW:HIGH`` a sweep, each as often as wanted.
+        on_work: called with what is being done, for a progress display.
+
+    Raises:
+        UserError: one sentence.
+    """
+    named = [a.partition("=")[2] for a in arguments if a.startswith("policy=")]
+    sweeps = [a.partition("=")[2] for a in arguments if a.startswith("sweep=")]
+    rest = [a for a in arguments if not a.startswith(("policy=", "sweep="))]
+    on_work(f"reading {source}")
+    workload, config = read_workload(source, rest)
+    for text in sweeps:
+        parse_sweep(text, workload)
+    policies = _policies(workload, config, named)
+    rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"))
+    on_work("looking for advice")
+    advice = advise(workload, rows, policies)
+    found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work) for text in sweeps]
+    return Plan(workload, rows, advice, found)
+
+
+def _policies(workload: Workload, config: PlanConfig, named: Sequence[str]) -> dict[str, SchedulingPolicy]:
+    if "" in named:
+        raise ConfigError("policy=: the name is missing; give policy=both, or another policy.")
+    names = dict.fromkeys([*(n for n in ROWS if workload.pipeline.streaming or not n.endswith(STREAM)), *named])
+    policies = {name: preset(name, workload.mini_batches) for name in names}
+    if config.policy is not None:
+        own = config.policy.resolve(workload.mini_batches)
+        name = f"split={own.split} staleness={own.max_staleness}" + (STREAM if own.stream_rollout else "")
+        policies[name] = own
+    return policies
+
+
+def _table(rows: Sequence[Prediction]) -> str:
+    lines = [("policy", "s/step", "total", "change", "GPU idle", "exposed wait s/step", "bound s/step", "bound by")]
+    for row in rows:
+        causes = [f"{c} {s:.3g}" for c, s in row.exposed_wait_by_cause.items() if s >= 0.005 * row.step_s]
+        lines.append(
+            (
+                row.policy,
+                f"{row.step_s:.4g}",
+                hours(row.total_s),
+                f"{row.change:+.1%}",
+                f"{row.gpu_idle:.0%}",
+                f"{row.exposed_wait_s:.3g}" + (f" ({', '.join(causes)})" if causes else ""),
+                f"{row.lower_bound_step_s:.4g}",
+                row.bound_by,
+            )
+        )
+    return str(table(lines))
+
+
+def _sweep_table(found: Sweep) -> str:
+    data = found.as_dict()
+    lines = [(found.knob, *(p["policy"] for p in data["policies"]), "lower bound")]
+    for at, value in enumerate(data["values"]):
+        times = [f"{p['step_s'][at]:.4g}" for p in data["policies"]]
+        lines.append((f"{value:g}", *times, f"{min(p['lower_bound_s'][at] for p in data['policies']):.4g}"))
+    return f"seconds a step over {found.knob}:\n" + str(table(lines))
+
+
+def hours(seconds: float) -> str:
+    """Returns a duration to read: ``17h53m``, ``3m20s`` or ``12.3s``.
+
+    >>> hours(64380), hours(200), hours(12.34)
+    ('17h53m', '3m20s', '12.3s')
+    """
+    if seconds >= 3600:
+        minutes = round(seconds / 60)
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    if seconds >= 60:
+        whole = round(seconds)
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{seconds:.1f}s"

@@ -1,0 +1,330 @@
+"""What-if: a workload under any policy, on the virtual clock: how long, what bounds it, which knob to turn."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from dataflow.errors import ConfigError, nearest
+from dataflow.executors.virtual import VirtualExecutor
+from dataflow.graph import Pipeline
+from dataflow.planning.costs import WorkloadCosts
+from dataflow.planning.workload import Workload
+from dataflow.policy import PRESETS, SchedulingPolicy, divisors, expand, preset
+from dataflow.runner import Runner
+from dataflow.timeline.attribution import pool_waits
+from dataflow.timeline.spans import POOLS, Span, Trace, covered
+
+ROWS = (*PRESETS, "both+stream")
+"""Policies of a plan, if none are named."""
+FEW = 12
+"""Steps that tell a critical path that is far from mattering."""
+BOUNDS = {"gpu": "GPU pool", "reward": "reward service", "path": "critical path"}
+
+
+@dataclass
+class Account:
+    """Adds up a run's times as it goes, so that a long run needs no long memory.
+
+    Attributes:
+        trace: of the run; what has been counted is dropped from it, unless it is to be whole.
+        steps: of the run: what is optional (validation) may end after the last one's training.
+        begin, end: of what is counted, in seconds.
+        busy_s: seconds of that in which the GPU pool worked; of several pools the mean.
+        waits_s: cause -> seconds of that in which it did not.
+        stages_s: stage -> (seconds, tasks).
+        work_s: pool -> seconds of GPU work that training cannot do without.
+    """
+
+    trace: Trace
+    steps: int
+    begin: float = 0.0
+    end: float = 0.0
+    busy_s: float = 0.0
+    waits_s: dict[str, float] = field(default_factory=dict)
+    stages_s: dict[str, tuple[float, int]] = field(default_factory=dict)
+    work_s: dict[str, float] = field(default_factory=dict)
+    _to: float | None = None
+
+    @property
+    def pools(self) -> list[str]:
+        """The pools of GPUs that the run has, whether anything of theirs is in the trace or not."""
+        return [name for name in self.trace.meta["resources"] if name in POOLS]
+
+    def add(self, span: Span) -> None:
+        """Counts one task."""
+        took = span.end - span.begin
+        seconds, tasks = self.stages_s.get(span.stage, (0.0, 0))
+        self.stages_s[span.stage] = (seconds + took, tasks + 1)
+        if not span.optional:
+            self.end = max(self.end, span.end)
+        # The next weight sync waits for a validation's rollout, the last one's nobody waits for.
+        if span.resource in POOLS and not (span.optional and span.step == self.steps):
+            self.work_s[span.resource] = self.work_s.get(span.resource, 0.0) + took
+
+    def leave_out(self, span: Span) -> None:
+        """Counts from the end of this task on only."""
+        self.begin = span.end
+        self.work_s.clear()
+
+    def fold(self, until: float, keep: float = -math.inf) -> None:
+        """Counts waits up to a time before which nothing can begin any more; drops tasks that ended before ``keep``."""
+        begin = self.begin if self._to is None else self._to
+        if until <= begin:
+            return
+        pools = self.pools
+        for cause, seconds in pool_waits(self.trace, (begin, until), pools).items():
+            self.waits_s[cause] = self.waits_s.get(cause, 0.0) + seconds
+        for pool in pools:
+            busy = covered(((s.begin, s.end) for s in self.trace.spans if s.resource == pool), begin, until)
+            self.busy_s += busy / len(pools)
+        self._to = until
+        self.trace.spans[:] = [s for s in self.trace.spans if s.end >= keep]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a policy is predicted to cost; times in seconds.
+
+    Attributes:
+        policy: its name.
+        step_s: per step.
+        total_s: of the whole training.
+        change: of the total against baseline's, -0.3 for 30% less.
+        gpu_idle: share of the total in which the GPU pool does nothing.
+        exposed_wait_s: seconds a step in which it waits.
+        exposed_wait_by_cause: the same by cause.
+        lower_bound_s: no schedule of this policy's graph can take less in all.
+        bound_by: what sets it: "GPU pool", "reward service" or "critical path".
+        bounds_s: each of the three; the critical path is estimated where it is far below the others.
+    """
+
+    policy: str
+    step_s: float
+    total_s: float
+    change: float
+    gpu_idle: float
+    exposed_wait_s: float
+    exposed_wait_by_cause: dict[str, float]
+    lower_bound_s: float
+    bound_by: str
+    bounds_s: dict[str, float]
+
+    @property
+    def lower_bound_step_s(self) -> float:
+        """The lower bound per step."""
+        return self.lower_bound_s * self.step_s / self.total_s if self.total_s else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def predict(
+    workload: Workload,
+    policies: Mapping[str, SchedulingPolicy] | None = None,
+    on_policy: Callable[[str], None] = lambda name: None,
+) -> list[Prediction]:
+    """Predicts a workload under several policies.
+
+    Args:
+        workload: what to run.
+        policies: by the name to show; :data:`ROWS` by default.
+        on_policy: called with each one's name before it is simulated, for a progress display.
+
+    Raises:
+        PolicyError, PipelineError: a policy does not fit the workload.
+    """
+    if policies is None:
+        policies = {name: preset(name, workload.mini_batches) for name in ROWS}
+    rows: list[Prediction] = []
+    base: float | None = None
+    for name, policy in policies.items():
+        on_policy(name)
+        account, costs = simulate(workload, policy)
+        if base is None:
+            first = preset("baseline", workload.mini_batches)
+            base = total_s(account) if policy == first else total_s(simulate(workload, first)[0])
+        rows.append(_prediction(name, workload, policy, account, costs, base))
+    return rows
+
+
+def total_s(account: Account) -> float:
+    """Returns the seconds that are counted of a run."""
+    return account.end - account.begin
+
+
+def _prediction(
+    name: str, workload: Workload, policy: SchedulingPolicy, account: Account, costs: WorkloadCosts, base: float
+) -> Prediction:
+    total = total_s(account)
+    steps = workload.steps
+    # Requests of all but the last rollout that is not counted may be answered before the count begins.
+    early = account.begin if policy.max_staleness > 1 or policy.stream_rollout else 0.0
+    bounds = {"gpu": max(account.work_s.values(), default=0.0), "reward": max(0.0, costs.load_s - early)}
+    bounds["path"] = max(0.0, _path_s(workload, policy, below=max(bounds.values())) - account.begin)
+    bound_by = max(bounds, key=lambda key: bounds[key])
+    waits = {cause: s / steps for cause, s in sorted(account.waits_s.items(), key=lambda i: -i[1])}
+    return Prediction(
+        policy=name,
+        step_s=total / steps,
+        total_s=total,
+        change=total / base - 1 if base else 0.0,
+        # Sums of the same spans in another order may pass the total by a rounding.
+        gpu_idle=max(0.0, 1 - account.busy_s / total) if total else 0.0,
+        exposed_wait_s=sum(waits.values()),
+        exposed_wait_by_cause=waits,
+        lower_bound_s=bounds[bound_by],
+        bound_by=BOUNDS[bound_by],
+        bounds_s={BOUNDS[key]: seconds for key, seconds in bounds.items()},
+    )
+
+
+def _path_s(workload: Workload, policy: SchedulingPolicy, below: float) -> float:
+    """The critical path: when the run would end if nothing ever waited for a slot.
+
+    Far below what is a bound anyway it is told from its first steps.
+    """
+    if workload.steps > FEW:
+        few = replace(workload, steps=FEW)
+        path = simulate(few, policy, unlimited=True)[0].end * workload.steps / FEW
+        if path < 0.8 * below:
+            return path
+    return simulate(workload, policy, unlimited=True)[0].end
+
+
+def simulate(
+    workload: Workload, policy: SchedulingPolicy, whole: bool = False, unlimited: bool = False
+) -> tuple[Account, WorkloadCosts]:
+    """Runs a workload under a policy on the virtual clock.
+
+    Args:
+        workload: what to run.
+        policy: how its steps overlap.
+        whole: keep every task in ``Account.trace``, to draw it.
+        unlimited: with a slot and a server for everybody; only when it ends is counted.
+    """
+    pipeline = workload.pipeline
+    if unlimited:
+        pipeline = Pipeline(pipeline.stages, pipeline.inputs, dict.fromkeys(pipeline.resources))
+    graph = expand(pipeline, policy, workload.steps, workload.mini_batches, groups=workload.prompts)
+    costs = WorkloadCosts(workload, graph, unlimited)
+    trace = Trace(meta={"resources": dict(pipeline.resources), "steps": workload.steps, "status": "predicted"})
+    account = Account(trace, workload.steps, begin=min(costs.begin(t) for t in graph.unroll(1) if not t.deps))
+    left_out = policy.max_staleness if workload.uncounted else 0
+    executor = VirtualExecutor(costs)
+    ends: dict[int, float] = {}
+
+    def on_span(span: Span) -> None:
+        account.add(span)
+        ends[span.step] = max(ends.get(span.step, 0.0), span.end)
+        if span.stage == "rollout" and span.step == left_out:
+            account.leave_out(span)
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        # What a later gap is traced back to lies at most a window of steps behind.
+        keep = ends.pop(step - graph.ahead - 2, 0.0)
+        if unlimited:
+            trace.spans.clear()
+        elif not whole:
+            # Before what runs, and up to the last that ran, no task can begin any more. A task that takes no time
+            # ends no wait, so a wait is not cut in two there.
+            account.fold(min((_settled(runner, trace, pool) for pool in account.pools), default=0.0), keep)
+
+    inputs: dict[str, Callable[[int], Any]] = dict.fromkeys(pipeline.inputs, lambda step: None)
+    estimates = {name: time.mean / graph.parts.get(name, 1) for name, time in workload.times.items()}
+    runner = Runner(graph, executor, inputs=inputs, trace=trace, estimates=estimates, on_step=on_step, on_span=on_span)
+    asyncio.run(runner.run())
+    if not unlimited:
+        account.fold(account.end)
+    return account, costs
+
+
+def _settled(runner: Runner, trace: Trace, pool: str) -> float:
+    """Returns the time before which no task can begin on a pool any more."""
+    since = min((s.begin for s in runner.running() if s.resource == pool), default=None)
+    last = max((s.end for s in trace.spans if s.resource == pool and s.end > s.begin), default=0.0)
+    return last if since is None else min(since, last)
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+KNOBS = ("reward.concurrency", "reward.rpm", "mini_batches")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Predictions over the values of one knob: a row of them for each value."""
+
+    knob: str
+    values: tuple[float, ...]
+    rows: tuple[tuple[Prediction, ...], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able: {"knob", "values", "policies": [{"policy", "step_s", "lower_bound_s"}]}, seconds a step."""
+        policies = []
+        for at, first in enumerate(self.rows[0]):
+            times = [row[at].step_s for row in self.rows]
+            bounds = [row[at].lower_bound_step_s for row in self.rows]
+            policies.append({"policy": first.policy, "step_s": times, "lower_bound_s": bounds})
+        return {"knob": self.knob, "values": list(self.values), "policies": policies}
+
+
+def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
+    """Returns knob and values of ``reward.concurrency:64:2048`` (doubling) or ``mini_batches:1:16`` (what divides).
+
+    Raises:
+        ConfigError: an unknown knob, or a range that holds no value.
+    """
+    knob, *ends = text.split(":")
+    if knob not in KNOBS:
+        raise ConfigError(f"sweep={text}: no knob is named '{knob}'{nearest(knob, KNOBS)} (knobs: {', '.join(KNOBS)}).")
+    try:
+        low, high = (float(end) for end in ends)
+    except ValueError as error:
+        raise ConfigError(f"sweep={text} is not of the form {knob}:LOW:HIGH (two numbers).") from error
+    if not 1 <= low <= high < math.inf:
+        raise ConfigError(f"sweep={text}: give 1 <= LOW <= HIGH.")
+    if knob == "mini_batches":
+        values = [float(d) for d in divisors(workload.prompts) if low <= d <= high]
+        if not values:
+            raise ConfigError(f"sweep={text}: no number from {low:g} to {high:g} divides {workload.prompts} prompts.")
+        return knob, tuple(values)
+    values = [low]
+    while values[-1] * 2 < high:
+        values.append(values[-1] * 2)
+    if high > low:
+        values.append(high)
+    return knob, tuple(math.floor(v) if knob == "reward.concurrency" else v for v in values)
+
+
+def turned(workload: Workload, knob: str, value: float) -> Workload:
+    """Returns the workload with a knob at a value."""
+    if knob == "mini_batches":
+        return replace(workload, mini_batches=int(value))
+    if knob == "reward.concurrency":
+        return replace(workload, rewards=replace(workload.rewards, concurrency=int(value)))
+    return replace(workload, rewards=replace(workload.rewards, rpm=value))
+
+
+def sweep(
+    workload: Workload, text: str, names: Sequence[str] = ROWS, on_value: Callable[[str], None] = lambda text: None
+) -> Sweep:
+    """Predicts the presets of some names at each value of a knob.
+
+    Args:
+        workload: what to run.
+        text: the knob and its range, see :func:`parse_sweep`.
+        names: of presets.
+        on_value: called before each prediction, for a progress display.
+    """
+    knob, values = parse_sweep(text, workload)
+    rows = []
+    for value in values:
+        at = turned(workload, knob, value)
+        policies = {name: preset(name, at.mini_batches) for name in names}
+        rows.append(tuple(predict(at, policies, lambda name, v=value: on_value(f"{name}, {knob}={v:g}"))))  # type: ignore[misc]
+    return Sweep(knob, values, tuple(rows))

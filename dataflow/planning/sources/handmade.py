@@ -1,0 +1,98 @@
+"""Costs written by hand, in YAML: the keys of PlanConfig, with the seconds of each stage. See examples/costs.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dataflow.config import yaml_values
+from dataflow.distribution import Law, parse_law
+from dataflow.errors import ConfigError, DataError, nearest
+from dataflow.files import decoded
+from dataflow.planning.config import PlanConfig
+from dataflow.planning.workload import STAGES, Drawn, Rewards, Validation, Workload, grpo
+from dataflow.policy import check_batch
+
+TIMED = [s.name for s in STAGES if s.name not in ("reward_collect", "val_score")]
+NEEDED = ("rollout", "actor_update")
+
+
+def values(path: Path) -> Mapping[str, Any]:
+    """Returns what the file holds.
+
+    Raises:
+        DataError: it is no YAML mapping.
+    """
+    try:
+        loaded = yaml_values.load(decoded(path.read_bytes()))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"costs {path} cannot be read as YAML: {why}; see examples/costs.yaml.") from error
+    if not isinstance(loaded, dict) or not loaded:
+        raise DataError(f"costs {path} holds no 'key: value' lines; see examples/costs.yaml.")
+    return loaded
+
+
+def law_of(text: str, what: str, path: Path) -> Law:
+    """Returns a law; a file that it names lies beside the costs, or where the command is run."""
+    name = text.partition(":")[2]
+    beside = text.startswith("empirical:") and (path.parent / name).exists()
+    return parse_law(text, what, path.parent if beside else None)
+
+
+def workload(path: Path, config: PlanConfig) -> Workload:
+    """Returns what the file and the command line say.
+
+    Raises:
+        ConfigError: something is missing or wrong.
+    """
+    for name in config.stages:
+        if name not in TIMED:
+            raise ConfigError(
+                f"stages.{name}: no stage has that name{nearest(name, TIMED) or '; stages: ' + ', '.join(TIMED) + '.'}"
+            )
+    if missing := [name for name in NEEDED if name not in config.stages]:
+        raise ConfigError(f"{path}: the time of {' and '.join(missing)} is missing; give stages.{missing[0]}=SECONDS.")
+    if config.reward.latency is None:
+        raise ConfigError(f"{path} does not say 'reward.latency'; give reward.latency=SECONDS or a law.")
+    every = config.validation.every
+    validation = None
+    if every:
+        overlap = config.validation.overlap is not False
+        validation = Validation(every, config.validation.samples or 0, config.validation.pool, overlap)
+    checkpoints = config.checkpoint.every or None
+    reference = "ref_log_prob" in config.stages
+    pipeline = grpo(reference, validation, checkpoints)
+    times = {
+        name: Drawn(law_of(text, f"stages.{name}", path))
+        for name, text in config.stages.items()
+        if name in pipeline.by_name
+    }
+    said = [
+        f"stages.{name} is not used: {'validation' if name == 'val_rollout' else 'checkpoint'}.every is not given."
+        for name in config.stages
+        if name not in pipeline.by_name
+    ]
+    prompts, mini_batches = config.need("prompts", path, 1024), config.need("mini_batches", path, 4)
+    check_batch(prompts, mini_batches)
+    return Workload(
+        source=str(path),
+        pipeline=pipeline,
+        steps=config.need("steps", path, 100),
+        prompts=prompts,
+        responses=config.need("responses", path, 5),
+        mini_batches=mini_batches,
+        times=times,
+        rewards=Rewards(
+            law_of(config.reward.latency, "reward.latency", path),
+            config.need("reward.concurrency", path, 256),
+            config.reward.rpm,
+            config.reward.agent,
+            bool(config.balance_batch),
+        ),
+        validation=validation,
+        dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
+        assumptions=tuple(said),
+        seed=config.seed,
+    )

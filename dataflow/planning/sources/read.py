@@ -1,0 +1,45 @@
+"""Reads whatever a plan is given: a run of ours, a verl log, or costs written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dataflow.config.overrides import parse_overrides
+from dataflow.errors import DataError, nearest
+from dataflow.planning.config import PlanConfig
+from dataflow.planning.sources import handmade, scalars, trace, verl
+from dataflow.planning.workload import Workload
+
+KINDS = "a run's directory, a verl log (CSV or TensorBoard directory) or a costs.yaml"
+
+
+def read_workload(source: str, overrides: Sequence[str] = ()) -> tuple[Workload, PlanConfig]:
+    """Reads a workload, and what was said about it.
+
+    Args:
+        source: a run's directory or trace.json, a verl log (CSV, TensorBoard directory) or a .yaml file.
+        overrides: ``key=value``, see :class:`~dataflow.planning.config.PlanConfig`.
+
+    Raises:
+        DataError: there is no such source, or it does not hold what a plan needs.
+        ConfigError: a key or a value is wrong, or missing.
+    """
+    workload, config = _read(source, overrides)
+    return (workload if config.placement is None else workload.placed(config.placement)), config
+
+
+def _read(source: str, overrides: Sequence[str]) -> tuple[Workload, PlanConfig]:
+    path = Path(source)
+    if not path.exists():
+        near = nearest(str(path), [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else ""
+        raise DataError(f"nothing to plan from at '{source}'{near or f'; give {KINDS}.'}")
+    if path.suffix in (".yaml", ".yml"):
+        config = parse_overrides(PlanConfig, overrides, base=handmade.values(path))
+        return handmade.workload(path, config), config
+    config = parse_overrides(PlanConfig, overrides)
+    if path.suffix == ".json" or (path / "trace.json").is_file():
+        return trace.workload(path, config), config
+    if scalars.looks_like(path):
+        return verl.workload(path, config), config
+    raise DataError(f"'{source}' is nothing to plan from; give {KINDS}.")

@@ -1,0 +1,155 @@
+"""A run of ours as a workload: its trace says how long each task and each reward request took."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from dataflow.distribution import Law, parse_law
+from dataflow.errors import ConfigError, DataError
+from dataflow.graph import Pipeline
+from dataflow.planning.config import PlanConfig
+from dataflow.planning.workload import Measured, Rewards, Roles, Validation, Workload
+from dataflow.stage import SAMPLED
+from dataflow.timeline import perfetto
+from dataflow.timeline.spans import Span, Trace
+
+
+def workload(path: Path, config: PlanConfig) -> Workload:
+    """Returns the workload of a run.
+
+    Raises:
+        DataError: its trace cannot be read, or holds no step.
+    """
+    file = path / "trace.json" if path.is_dir() else path
+    return of_trace(perfetto.read(file), str(path), config)
+
+
+def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
+    """Returns the workload that a trace is of."""
+    job = trace.meta.get("job")
+    if not isinstance(job, dict) or "pipeline" not in job:
+        raise DataError(f"trace {source} does not say what its pipeline was; run it again with this dataflow.")
+    if not trace.spans:
+        raise DataError(f"trace {source} holds no task; give a run that trained at least one step.")
+    _refuse(config, source)
+    pipeline = Pipeline.from_facts(job["pipeline"])
+    roles = _roles(pipeline)
+    steps = config.steps or int(trace.meta.get("steps") or max(s.step for s in trace.spans))
+    waits = {roles.collect, roles.score}
+    spans: dict[str, dict[int, list[Span]]] = {}
+    for s in sorted(trace.spans, key=lambda s: s.part):
+        if s.stage not in waits:
+            spans.setdefault(s.stage, {}).setdefault(s.step, []).append(s)
+    times = {name: Measured(whole) for name, of in spans.items() if (whole := _whole(of))}
+    if missing := [s.name for s in pipeline.stages if s.every is None and s.name not in times and s.name not in waits]:
+        raise DataError(f"trace {source} holds no whole step of '{missing[0]}'; give a run that trained a step.")
+    latencies = tuple(m.end - m.begin for m in trace.marks if m.name == "reward")
+    said = [f"stage times and {len(latencies)} reward latencies are those of the run."]
+    if cut := trace.meta.get("cut"):
+        said.append(f"the run is {cut}.")
+    law = Law("empirical", values=latencies) if latencies else Law("constant")
+    if config.reward.latency is not None:
+        law = parse_law(config.reward.latency, "reward.latency")
+    concurrency = config.reward.concurrency or int(job.get("concurrency") or 64)
+    validation = None
+    optional = next((s for s in pipeline.stages if s.name == roles.score), None)
+    if optional is not None and optional.every:
+        scored = sum(bool(m.args.get("validation")) for m in trace.marks)
+        times_scored = len({m.args.get("step") for m in trace.marks if m.args.get("validation")})
+        samples = config.validation.samples
+        if samples is None:
+            samples = scored // times_scored if times_scored else 0
+        validation = Validation(optional.every, samples, config.validation.pool)
+    dispatch = _dispatch(trace)
+    if config.dispatch is not None:
+        dispatch = dict.fromkeys(pipeline.by_name, config.dispatch)
+    elif dispatch:
+        mean = 1000 * statistics.fmean(dispatch.values())
+        said.append(
+            f"a task begins {mean:.1f} ms after it could, as in the run, more or less by stage (dispatch=SECONDS)."
+        )
+    ends = _ends(trace, next((s.name for s in pipeline.stages if s.streams), None))
+    if pipeline.streaming and not ends:
+        said.append("a streaming rollout's groups would end evenly over its time.")
+    return Workload(
+        source=source,
+        pipeline=pipeline,
+        steps=steps,
+        prompts=int(job["prompts"]),
+        responses=int(job["responses"]),
+        mini_batches=config.mini_batches or int(job["mini_batches"]),
+        times=times,
+        rewards=Rewards(law, concurrency, config.reward.rpm, config.reward.agent, bool(config.balance_batch)),
+        validation=validation,
+        roles=roles,
+        dispatch_s=dispatch,
+        ends=ends,
+        assumptions=tuple(said),
+        logged=(str(trace.meta.get("policy")), trace.wall, int(trace.meta.get("steps") or steps)),
+        seed=config.seed,
+    )
+
+
+def _refuse(config: PlanConfig, source: str) -> None:
+    """Refuses keys that would not fit the times that were measured, instead of passing over them.
+
+    Raises:
+        ConfigError: one was given.
+    """
+    held = {
+        "prompts": config.prompts,
+        "responses": config.responses,
+        "stages": config.stages or None,
+        "validation.every": config.validation.every,
+        "validation.overlap": config.validation.overlap,
+        "checkpoint.every": config.checkpoint.every,
+    }
+    if given := [key for key, value in held.items() if value is not None]:
+        raise ConfigError(
+            f"{given[0]}: the trace of {source} says what it was; leave it out, or plan from a costs.yaml."
+        )
+
+
+def _whole(steps: dict[int, list[Span]]) -> dict[int, tuple[float, ...]]:
+    """The seconds of each part, of steps that all parts are there of: a run that was stopped has others."""
+    return {
+        step: tuple(s.end - s.begin for s in parts) for step, parts in steps.items() if len(parts) == parts[0].parts
+    }
+
+
+def _ends(trace: Trace, stage: str | None) -> tuple[float, ...]:
+    """Returns the mean share of a rollout's time after which its first, second, ... group had ended."""
+    sampled = sorted(level.at for level in trace.levels if level.name == SAMPLED)
+    shares = [
+        [(at - s.begin) / (s.end - s.begin) for at in sampled if s.begin <= at <= s.end]
+        for s in trace.spans
+        if s.stage == stage and s.end > s.begin
+    ]
+    if not shares or len(set(map(len, shares))) > 1:
+        return ()  # a rollout that was started anew, or a trace of before
+    return tuple(statistics.fmean(column) for column in zip(*shares, strict=True))
+
+
+def _roles(pipeline: Pipeline) -> Roles:
+    former = pipeline.former
+    if former is None:
+        return Roles(None, None, None)
+    senders = [pipeline.writer[r.field].name for r in former.reads if r.field in pipeline.writer]
+    scoring = [s.name for s in pipeline.stages if s.every and s.on == former.on]
+    return Roles(senders[0] if senders else None, former.name, scoring[0] if scoring else None)
+
+
+def _dispatch(trace: Trace) -> dict[str, float]:
+    """The mean time of each stage's tasks from when they could begin to when they did."""
+    by_task = {s.task: s for s in trace.spans}
+    gaps: dict[str, list[float]] = {}
+    before: dict[str, float] = {}
+    slots = trace.meta.get("resources") or {}
+    for s in sorted(trace.spans, key=lambda s: (s.begin, s.end)):
+        waited = by_task.get(s.waited_for)
+        if waited is not None:
+            busy = before.get(s.resource, 0.0) if slots.get(s.resource) == 1 else 0.0
+            gaps.setdefault(s.stage, []).append(max(0.0, s.begin - max(busy, waited.end)))
+        before[s.resource] = max(before.get(s.resource, 0.0), s.end)
+    return {stage: statistics.fmean(of) for stage, of in gaps.items()}

@@ -1,0 +1,169 @@
+"""A verl run's own log as a workload: what `timing_s/*` says of a baseline, and what must be said beside it.
+
+verl's loop is sequential: generate, send the rewards off, log-probs, wait for the rest (inside `adv`), update, then now
+and then validate (`testing`: generation and scoring) and save. What is fitted and what is assumed is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from dataflow.distribution import Law, parse_law
+from dataflow.errors import ConfigError
+from dataflow.planning.config import PlanConfig
+from dataflow.planning.costs import fit_latency, makespan
+from dataflow.planning.sources.scalars import Scalars, read_scalars
+from dataflow.planning.workload import Measured, Rewards, Validation, Workload, grpo
+from dataflow.policy import check_batch
+
+# A wait this short says nothing about the rewards: they came back behind the log-probs.
+HIDDEN_S = 1.0
+
+
+def workload(path: Path, config: PlanConfig) -> Workload:
+    """Returns the workload of a verl run.
+
+    Raises:
+        DataError: the log cannot be read, or lacks a column.
+        ConfigError: something that a log does not hold is missing.
+    """
+    log = _from_one(read_scalars(path))
+    prompts, mini_batches = config.need("prompts", path, 1024), config.need("mini_batches", path, 4)
+    check_batch(prompts, mini_batches)
+    responses = config.need("responses", path, 5)
+    if config.stages:
+        raise ConfigError(
+            f"stages.{next(iter(config.stages))}: a verl log holds the times of its stages; leave it out."
+        )
+    scattered = config.balance_batch is not False
+    said = ["the log is of the baseline: its loop waits for all rewards of a step before the update."]
+    rewards, request = _rewards(log, path, config, prompts, responses, said)
+    if scattered:
+        said.append("verl deals the batch over its ranks by length before scoring (balance_batch=false if not).")
+    times = {
+        "rollout": _measured(log, "gen"),
+        "reward_request": request,
+        "old_log_prob": _measured(log, "old_log_prob"),
+        "ref_log_prob": _measured(log, "ref"),
+        "actor_update": _measured(log, "update_actor"),
+    }
+    validation = _validation(log, config, rewards, times, said)
+    checkpoints = config.checkpoint.every
+    if checkpoints is None:
+        checkpoints = _every(log, "save_checkpoint")
+    if checkpoints:
+        times["save_checkpoint"] = _measured(log, "save_checkpoint")
+    known = {name: time for name, time in times.items() if time is not None}
+    steps = config.steps or len(log.series("timing_s/gen"))
+    if "ref_log_prob" not in known:
+        said.append("no reference log-probs: the log holds no timing_s/ref.")
+    if config.reward.agent == "per-step":
+        said.append("off-policy rows leave out the first rollout, as timing_s/step does.")
+    logged = log.series("timing_s/step")
+    pipeline = grpo("ref_log_prob" in known, validation, checkpoints or None)
+    return Workload(
+        source=str(path),
+        pipeline=pipeline,
+        steps=steps,
+        prompts=prompts,
+        responses=responses,
+        mini_batches=mini_batches,
+        times=known,
+        rewards=rewards,
+        validation=validation,
+        dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
+        uncounted=config.reward.agent == "per-step",
+        assumptions=tuple(said),
+        logged=("baseline", math.fsum(logged.values()), len(logged)) if logged else None,
+        seed=config.seed,
+    )
+
+
+def _from_one(log: Scalars) -> Scalars:
+    """The log with its first training step as step 1: a resumed run's begins later."""
+    first = min(log.series("timing_s/gen"), default=1)
+    if first == 1:
+        return log
+    columns = {name: {step - first + 1: s for step, s in of.items()} for name, of in log.columns.items()}
+    return Scalars(log.path, columns)
+
+
+def _measured(log: Scalars, name: str, less: float = 0.0) -> Measured | None:
+    series = log.series(f"timing_s/{name}")
+    return Measured({step: (max(0.0, s - less),) for step, s in series.items()}) if series else None
+
+
+def _every(log: Scalars, name: str) -> int:
+    """The steps from one to the next of something that runs now and then, the last of the run perhaps apart."""
+    steps = sorted(s for s in log.series(f"timing_s/{name}") if s > 0)
+    return steps[0] if steps else 0
+
+
+def _mean(series: Mapping[int, float]) -> float:
+    return math.fsum(series.values()) / len(series) if series else 0.0
+
+
+def _rewards(
+    log: Scalars, path: Path, config: PlanConfig, groups: int, responses: int, said: list[str]
+) -> tuple[Rewards, Measured | None]:
+    """The reward service, its latency from the waits that the log holds, and the time to send the requests off."""
+    spec = config.reward
+    concurrency = config.need("reward.concurrency", path, 256)
+    sent, rest = _mean(log.series("timing_s/reward")), _mean(log.series("timing_s/adv"))
+    apart = _mean(log.series("timing_s/old_log_prob")) + _mean(log.series("timing_s/ref"))
+    # A reward function that is not launched asynchronously is waited for in `reward` itself.
+    blocking = sent > rest
+    wait, visible = (sent, sent > HIDDEN_S) if blocking else (apart + rest, rest > HIDDEN_S)
+    request = None if blocking else _measured(log, "reward")
+    if blocking and visible:
+        said.append(
+            "the log waits for its rewards before the log-probs (timing_s/reward); dataflow does so after them."
+        )
+    law = parse_law(spec.latency, "reward.latency") if spec.latency is not None else None
+    if not visible:
+        if law is None:
+            law = Law("constant")
+            said.append("the log shows no wait for rewards: they are taken to come at once (reward.latency=...).")
+    elif law is None or spec.fit:
+        shape = law or parse_law("uniform:0:2")
+        rewards = Rewards(shape, concurrency, spec.rpm)
+        law = fit_latency(rewards, groups, responses, wait, config.seed)
+        what = f"reward.latency={spec.latency} (mean {shape.mean:.2f} s)" if spec.latency else "reward.latency"
+        said.append(
+            f"{what} is fitted to the log: a step's rewards took {wait:.1f} s, which {concurrency} in flight make "
+            f"of a mean of {law.mean:.2f} s ({law})" + (", the law reward.fit=false." if spec.latency else ".")
+        )
+    scattered = config.balance_batch is not False
+    return Rewards(law, concurrency, spec.rpm, spec.agent, scattered), request
+
+
+def _validation(
+    log: Scalars,
+    config: PlanConfig,
+    rewards: Rewards,
+    times: dict[str, Measured | None],
+    said: list[str],
+) -> Validation | None:
+    plan = config.validation
+    every = _every(log, "testing") if plan.every is None else plan.every
+    if not every:
+        return None
+    overlap = plan.overlap if plan.overlap is not None else rewards.agent == "continuous"
+    samples = plan.samples or 0
+    if not log.series("timing_s/testing"):
+        raise ConfigError("validation.every: the log holds no timing_s/testing; leave it out.")
+    scoring = makespan(rewards, samples, 1, config.seed) if samples else 0.0
+    times["val_rollout"] = _measured(log, "testing", scoring)
+    logged = _mean(log.series("timing_s/testing"))
+    if samples:
+        said.append(
+            f"of a validation's {logged:.1f} s (timing_s/testing) {min(scoring, logged):.1f} s are scoring "
+            f"{samples} samples, the rest generation."
+        )
+    else:
+        said.append("a validation's time is all generation (validation.samples=... tells its scoring apart).")
+    if overlap:
+        said.append("validation is scored while training goes on (validation.overlap=false: it stops it).")
+    return Validation(every, samples, plan.pool, overlap)

@@ -1,0 +1,335 @@
+"""A workload: what a training job asks for, whatever the scheduling policy. The planner runs it on the virtual clock.
+
+Pure: times are laws or what was measured, and who draws from them brings the dice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from random import Random
+from typing import Literal
+
+from dataflow.config.placement import TRAINER, Placement, placed
+from dataflow.distribution import Law
+from dataflow.graph import Carried, Latest, Pipeline, Stage, stage
+from dataflow.timeline.spans import POOLS
+
+Agent = Literal["continuous", "per-step"]
+Pool = Literal["shared", "own"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of a stage's tasks in each step that it ran in, as logged.
+
+    Attributes:
+        steps: step -> seconds of each of its parts.
+    """
+
+    steps: Mapping[int, tuple[float, ...]]
+
+    @cached_property
+    def _order(self) -> list[int]:
+        return sorted(self.steps)
+
+    def seconds(self, step: int, part: int, parts: int) -> float:
+        """Returns the seconds of one task; a step that was not logged is taken for one that was.
+
+        The first logged step is warm-up, so later steps that were not logged never stand in for it. A stage that
+        ran in another number of parts then is taken to do the same work in all.
+        """
+        known = self.steps.get(step)
+        if known is None:
+            order = self._order
+            rest = order[1:] or order
+            known = self.steps[order[0] if step < order[0] else rest[(step - 2) % len(rest)]]
+        return known[part] if len(known) == parts else math.fsum(known) / parts
+
+    @property
+    def mean(self) -> float:
+        """Seconds in a step, all parts together."""
+        return math.fsum(map(math.fsum, self.steps.values())) / len(self.steps)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Seconds of a stage in a step, all parts together, by a law."""
+
+    law: Law
+
+    def seconds(self, name: str, step: int, parts: int, seed: int) -> float:
+        """Returns the seconds of one task; the same step's are the same under every policy."""
+        if self.law.kind == "constant":
+            return self.law.mean / parts
+        return self.law.draw(Random(f"{seed}/{name}/{step}")) / parts
+
+    @property
+    def mean(self) -> float:
+        """Seconds in a step, all parts together."""
+        return self.law.mean
+
+
+StageTime = Measured | Drawn
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The reward service.
+
+    Attributes:
+        latency: of one request, in seconds.
+        concurrency: requests in flight at most.
+        rpm: requests a minute at most; None for no limit.
+        agent: ``continuous`` keeps all slots busy; ``per-step`` serves one step's requests after another's.
+        scattered: a group's samples are spread over the queue, not side by side.
+    """
+
+    latency: Law
+    concurrency: int
+    rpm: float | None = None
+    agent: Agent = "continuous"
+    scattered: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole service that one request takes."""
+        each = self.latency.mean / self.concurrency
+        return max(each, 60.0 / self.rpm) if self.rpm else each
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Held-out problems, generated and scored every so many steps and at the end.
+
+    Attributes:
+        every: steps from one to the next.
+        samples: reward requests each time; 0: its scoring is part of the stage's time.
+        pool: ``shared`` with the training requests, behind them, or servers of its ``own``.
+        overlap: training goes on meanwhile.
+    """
+
+    every: int
+    samples: int = 0
+    pool: Pool = "shared"
+    overlap: bool = True
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which stages send the reward requests, collect them, and score a validation. None: there is no such stage."""
+
+    request: str | None = "reward_request"
+    collect: str | None = "reward_collect"
+    score: str | None = "val_score"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training job.
+
+    Attributes:
+        source: where it was read from.
+        pipeline: its stages; their functions are never called.
+        steps: to train.
+        prompts, responses: prompt groups in a step, and samples in a group.
+        mini_batches: optimizer steps in a step.
+        times: of each stage that takes time.
+        rewards: the reward service.
+        validation: None where there is none.
+        roles: what the reward service has to do with which stage.
+        dispatch_s: stage -> seconds from a task's being ready until its worker begins; 0 for those left out.
+        ends: the share of a rollout's time after which each of its groups has ended, in order; () for evenly.
+        uncounted: the rollouts of the first ``max_staleness`` steps come before what is counted, as in verl's logs.
+        assumptions: sentences about what was not in the source.
+        logged: what the source's own policy took: (its name, seconds in all, steps).
+        seed: of all that is drawn.
+    """
+
+    source: str
+    pipeline: Pipeline
+    steps: int
+    prompts: int
+    responses: int
+    mini_batches: int
+    times: Mapping[str, StageTime]
+    rewards: Rewards
+    validation: Validation | None = None
+    roles: Roles = field(default_factory=Roles)
+    dispatch_s: Mapping[str, float] = field(default_factory=dict)
+    ends: tuple[float, ...] = ()
+    uncounted: bool = False
+    assumptions: tuple[str, ...] = ()
+    logged: tuple[str, float, int] | None = None
+    seed: int = 0
+
+    def overlapping(self) -> Workload:
+        """Returns it with validation and checkpoints beside training, where they stopped it."""
+        if self.validation is None or self.validation.overlap:
+            return self
+        of = self.pipeline.by_name
+        saved = of["save_checkpoint"].every if "save_checkpoint" in of else None
+        validation = replace(self.validation, overlap=True)
+        pipeline = grpo("ref_log_prob" in of, validation, saved)
+        if TRAINER in self.pipeline.resources:
+            pipeline = placed(pipeline, "disaggregated")
+        return replace(self, pipeline=pipeline, validation=validation)
+
+    def placed(self, placement: Placement) -> Workload:
+        """Returns it with engine and trainer on the same GPUs, or on GPUs of their own; stage times stay.
+
+        Raises:
+            PipelineError: it has no rollout to place.
+        """
+        said = {
+            "colocated": "engine and trainer take turns on the same GPUs (placement=colocated).",
+            "disaggregated": "the engine has GPUs of its own, which sample as fast, beside the trainer's "
+            "(placement=disaggregated).",
+        }
+        pipeline = placed(self.pipeline, placement)
+        return replace(self, pipeline=pipeline, assumptions=(*self.assumptions, said[placement]), logged=None)
+
+    def work_s(self) -> dict[str, float]:
+        """Seconds that each stage takes of the GPUs for one step; those of a validation are spread over its steps.
+
+        Where engine and trainer have pools of their own, of the one that has more to do.
+        """
+        of = {s.on: [each for each in self.pipeline.stages if each.on == s.on] for s in self.pipeline.stages}
+        shares = [
+            {s.name: self.times[s.name].mean / (s.every or 1) for s in stages if s.name in self.times}
+            for pool, stages in of.items()
+            if pool in POOLS
+        ]
+        return max(shares, key=lambda share: math.fsum(share.values()), default={})
+
+    def mean_s(self) -> float:
+        """Seconds that the GPUs work for one step."""
+        return math.fsum(self.work_s().values())
+
+    def seconds(self, name: str, step: int, part: int, parts: int) -> float:
+        """Returns the seconds of one task of a stage that does not wait for the reward service."""
+        time = self.times.get(name)
+        if time is None:
+            return 0.0
+        if isinstance(time, Measured):
+            return time.seconds(step, part, parts)
+        return time.seconds(name, step, parts, self.seed)
+
+    def latencies(self, step: int) -> list[float]:
+        """Returns the seconds of all reward requests of a step, group by group; the same under every policy."""
+        return self.rewards.latency.draws(Random(f"{self.seed}/reward/{step}"), self.prompts * self.responses)
+
+    def requests(
+        self, step: int, groups: Sequence[int], latencies: Sequence[float] | None = None
+    ) -> list[tuple[int, float]]:
+        """Returns (group, seconds) of the reward requests of some groups of a step, in the order they are sent.
+
+        Args:
+            step: of training.
+            groups: whose requests.
+            latencies: of the whole step, if they are known.
+        """
+        drawn = self.latencies(step) if latencies is None else latencies
+        n = self.responses
+        samples = [(g, s) for g in groups for s in drawn[g * n : (g + 1) * n]]
+        if self.rewards.scattered:
+            place = Random(f"{self.seed}/order/{step}").random
+            samples = [sample for _, sample in sorted((place(), sample) for sample in samples)]
+        return samples
+
+    def val_requests(self, step: int) -> list[tuple[int, float]]:
+        """Returns (group, seconds) of a validation's reward requests."""
+        assert self.validation is not None
+        drawn = self.rewards.latency.draws(Random(f"{self.seed}/validation/{step}"), self.validation.samples)
+        return list(enumerate(drawn))
+
+
+# --- the stages of GRPO, as the planner knows them: pipelines/gsm8k_grpo.py without engines behind it -----------------
+
+
+@stage(writes="responses", on="gpu", streams=True)
+def rollout(prompts: object, weights: Carried) -> None: ...
+
+
+@stage(writes="reward_ticket", on="controller", per_emission=True)
+def reward_request(responses: object) -> None: ...
+
+
+@stage(writes="old_log_probs", on="gpu")
+def old_log_prob(responses: object, actor: Latest) -> None: ...
+
+
+@stage(writes="ref_log_probs", on="gpu")
+def ref_log_prob(responses: object) -> None: ...
+
+
+@stage(writes="rewards", on="reward", forms_parts=True)
+def reward_collect(reward_ticket: object) -> None: ...
+
+
+@stage(writes="advantages", on="controller", splittable=True)
+def advantage(responses: object, rewards: object) -> None: ...
+
+
+@stage(writes="actor", on="gpu", per_mini_batch=True)
+def actor_update(responses: object, old_log_probs: object, advantages: object, actor: Latest) -> None: ...
+
+
+@stage(writes="weights", on="gpu")
+def sync_weights(actor: object) -> None: ...
+
+
+@stage(writes="val_responses", on="gpu")
+def val_rollout(weights: object) -> None: ...
+
+
+@stage(writes="val_scores", on="reward")
+def val_score(val_responses: object) -> None: ...
+
+
+@stage(on="gpu")
+def save_checkpoint(actor: object) -> None: ...
+
+
+@stage(writes="turn", on="controller")
+def end_step(actor: object) -> None:
+    """A loop that validates and saves before it goes on: what comes next reads its turn."""
+
+
+STAGES = (
+    rollout, reward_request, old_log_prob, ref_log_prob, reward_collect, advantage, actor_update, sync_weights,
+    val_rollout, val_score, save_checkpoint,
+)  # fmt: skip
+
+
+def grpo(reference: bool = True, validation: Validation | None = None, checkpoint_every: int | None = None) -> Pipeline:
+    """Returns the stages of a GRPO step.
+
+    Args:
+        reference: whether a reference model's log-probs are taken.
+        validation: where its ``overlap`` is off, validation and checkpoint stop training, as in verl's loop.
+        checkpoint_every: steps from one checkpoint to the next; None saves none.
+    """
+    stages: list[Stage] = [rollout, reward_request, old_log_prob]
+    if reference:
+        stages.append(ref_log_prob)
+    stages += [reward_collect, advantage]
+    stages.append(actor_update.also_reads("ref_log_probs") if reference else actor_update)
+    stages.append(sync_weights)
+    if validation is not None:
+        stages += [val_rollout.bind(every=validation.every), val_score.bind(every=validation.every)]
+    if checkpoint_every is not None:
+        after = ["val_score"] if validation is not None and not validation.overlap else []
+        stages.append(save_checkpoint.bind(every=checkpoint_every, after=after))
+    if validation is not None and not validation.overlap:
+        last = ["val_score", *(["save_checkpoint"] if checkpoint_every is not None else [])]
+        stages.append(end_step.bind(after=["sync_weights", *last]))
+        # The next rollout and the next log-probs wait for the loop to come round.
+        for at, s in enumerate(stages):
+            if s.name == "rollout":
+                stages[at] = s.also_reads("turn", "carried")
+            elif s.name == "old_log_prob":
+                stages[at] = s.also_reads("turn", "latest")
+    return Pipeline(stages, inputs=["prompts"], resources={"gpu": 1, "reward": None, "controller": 1, "io": 1})

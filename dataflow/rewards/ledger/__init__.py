@@ -1,0 +1,1 @@
+"""Paid answers on disk, so that none is paid for twice."""

@@ -1,0 +1,1 @@
+"""The reward agent spread over Ray actors."""

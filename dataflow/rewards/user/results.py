@@ -1,0 +1,141 @@
+"""What a reward function may return: a score that can be trained on, and columns beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from typing import Any
+
+from dataflow.usercode.copies import own_copy
+from dataflow.usercode.numeric import kind_of, real_number
+
+MOST = float.fromhex("0x1.fffffep+127")
+"""The largest score: scores are trained on as float32, in which a larger one would be infinite."""
+
+RESERVED = frozenset({"attention_mask", "input_ids", "kept", "position_ids", "prompts", "response_mask", "responses"})
+"""Columns that a reward's own must not take the place of."""
+
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
+
+
+def read_number(value: Any) -> float:
+    """Returns a number that is finite in float32, as float; an array or tensor of one element counts as that element.
+
+    Raises:
+        ValueError: it is none; the message names what it is.
+    """
+    if type(value) is float and -MOST <= value <= MOST:
+        return value  # by far the most, and the checks below cost more than all else that is done with it
+    number = real_number(value)
+    if not math.isfinite(number):
+        raise ValueError(str(number))
+    if abs(number) > MOST:
+        raise ValueError(f"{number:g}, which float32 cannot hold")
+    return number
+
+
+def read_scores(scores: Any, count: int) -> list[float]:
+    """Returns what ``post_process_scores`` made of a group's scores.
+
+    Args:
+        scores: a list, or an array or tensor of one dimension.
+        count: samples of the group.
+
+    Raises:
+        ValueError: it is something else, has another length, or holds what is no number.
+    """
+    what = kind_of(scores)
+    try:
+        shape = getattr(scores, "shape", None)
+        if shape == ():
+            raise ValueError(f"{what} of one number")
+        # Iterating over these gives keys, names of columns, bytes or values in no order.
+        table = shape is not None and len(shape) > 1 and hasattr(scores, "keys")
+        if table or not hasattr(scores, "__len__") or isinstance(scores, _NO_LISTS):
+            raise ValueError(what)
+        if len(scores) != count:
+            raise ValueError(f"{len(scores)} scores for {count} samples")
+        return [read_number(score) for _, score in zip(range(count), scores, strict=True)]
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{what} that cannot be read ({type(error).__name__})") from error
+
+
+def tokens_used(columns: Mapping[str, Any]) -> int | None:
+    """Returns what a call says that it used, in its column ``tokens``; None if that is no whole number of 0 or more."""
+    tokens = columns.get("tokens")
+    if tokens is None or isinstance(tokens, bool):
+        return None
+    if type(tokens) is int:
+        return tokens if tokens >= 0 else None
+    try:
+        number = read_number(tokens)
+    except ValueError:  # a column of that name may be anything, such as the tokens themselves
+        return None
+    return int(number) if number >= 0 and number.is_integer() else None
+
+
+def read_usage(usage: Any) -> dict[str, float]:
+    """Returns what a reward's method ``usage`` says: finite numbers by name.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    if not isinstance(usage, Mapping):
+        raise ValueError(kind_of(usage))
+    read = {}
+    for name, value in usage.items():
+        try:
+            read[name] = value if type(value) is int else read_number(value)
+        except ValueError as error:
+            raise ValueError(f"a dict whose {name!r} is {error}") from error
+    return read
+
+
+def read_amount(value: Any) -> float:
+    """Returns a number of 0 or more, such as an estimate of tokens.
+
+    Raises:
+        ValueError: it is none; the message names what it is.
+    """
+    number = read_number(value)
+    if number < 0:
+        raise ValueError(f"{number:g}")
+    return number
+
+
+def read_result(result: Any) -> tuple[float, dict[str, Any]]:
+    """Returns the score and the extra columns of what a reward function returned.
+
+    Raises:
+        ValueError: neither a number, (score, query, explanation) nor a dict with ``score``.
+
+    >>> read_result((1, "2 + 2?", "right"))
+    (1.0, {'query': '2 + 2?', 'explanation': 'right'})
+    """
+    if type(result) is float:
+        return read_number(result), {}
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            raise ValueError(f"a dict without 'score' (keys: {', '.join(map(repr, result)) or 'none'})")
+        odd = next((key for key in result if not isinstance(key, str)), None)
+        if odd is not None:
+            raise ValueError(f"a dict with the key {odd!r}, which is no column name")
+        if taken := RESERVED.intersection(result):
+            raise ValueError(f"a dict with the key {min(taken)!r}, which is a column of the rollout's")
+        # Copies: the function may keep what it returned, and change it for the next sample.
+        extras = own_copy({key: value for key, value in result.items() if key != "score"})
+        return _part(result["score"], "a dict whose 'score' is"), extras
+    if isinstance(result, tuple):
+        if len(result) != 3:
+            raise ValueError(f"a tuple of {len(result)}")
+        return _part(result[0], "a tuple whose score is"), own_copy({"query": result[1], "explanation": result[2]})
+    return read_number(result), {}
+
+
+def _part(value: Any, where: str) -> float:
+    try:
+        return read_number(value)
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from error

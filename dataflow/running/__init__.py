@@ -1,0 +1,1 @@
+"""A run from its first moment to its last: session, progress, tracking, summary."""

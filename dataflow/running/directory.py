@@ -1,0 +1,60 @@
+"""The directory of a run: whether it can be made, made, and removed again with a run that could not start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from dataflow.config.run import RunConfig
+from dataflow.errors import ConfigError
+from dataflow.files import unmakable
+
+
+def check_directory(config: RunConfig) -> None:
+    """Checks that the run's directory can be made, without making it.
+
+    Raises:
+        ConfigError: a run of that name exists, or the directory cannot be written.
+    """
+    runs = Path(config.runs)
+    if (why := unmakable(runs)) is not None:
+        raise ConfigError(f"runs={config.runs}: {why}")
+    if config.name and os.path.lexists(runs / config.name):
+        raise ConfigError(f"name={config.name}: {runs / config.name!s} exists; choose another name or remove it.")
+
+
+def make_directory(config: RunConfig, stem: str) -> Path:
+    """Makes the run's directory: the name given, or pipeline, policy and a number that is free.
+
+    Raises:
+        ConfigError: a run of that name exists, or the directory cannot be written.
+    """
+    runs = Path(config.runs)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        if config.name:
+            (runs / config.name).mkdir()
+            return runs / config.name
+        for number in range(1, 1_000_000):
+            path = runs / f"{stem}-{config.policy.preset}-{number}"
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except FileExistsError as error:
+        raise ConfigError(
+            f"name={config.name}: {runs / config.name!s} exists; choose another name or remove it."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"runs={config.runs}: cannot write there: {error.strerror}.") from error
+    raise ConfigError(f"runs={config.runs}: no free name for a run; give name=.")
+
+
+def remove_directory(directory: Path, parents: Sequence[Path]) -> None:
+    """Removes a run's directory, and those above it that were made for it."""
+    shutil.rmtree(directory)
+    with contextlib.suppress(OSError):  # another run has begun in one
+        for parent in parents:
+            parent.rmdir()

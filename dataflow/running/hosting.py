@@ -1,0 +1,116 @@
+"""The process of the rollout engine, from a run's configuration: which engine, with what, on how many GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dataflow.engines.choice import refused_temperature, rollout_engine
+from dataflow.errors import ConfigError
+from dataflow.models.directory import room_of
+from dataflow.stage import Hosted
+
+HF = "dataflow.engines.hf:HfRollout"
+VLLM = "dataflow.engines.vllm.in_process:VllmRollout"
+VLLM_ON_GPU = "dataflow.engines.vllm.multi_process:AsyncVllmRollout"
+REPLICAS = "dataflow.engines.replicas.engine:Replicas"
+_CLOSE_S = 8.0  # for vLLM's processes to end and give back their shared memory
+
+
+def check_room(config: Any) -> None:
+    """Checks that a response fits into the model, whose directory ``config.model.path`` is.
+
+    Raises:
+        ConfigError: it does not, or a stop token is none of the model's.
+    """
+    draw, room = config.engine, room_of(config.model.path)
+    key = "tools.max_response_tokens" if config.tools.offered else "engine.max_tokens"
+    tokens, positions = config.response_length, room.positions
+    if positions is not None and tokens >= positions:
+        raise ConfigError(
+            f"{key}={tokens}: with a prompt that is more than the {positions} tokens that model "
+            f"'{config.model.path}' can read; lower it."
+        )
+    device = "cuda" if config.ray.gpus_per_worker else "cpu"
+    kind = rollout_engine(draw.rollout, own_process=config.executor != "inline", device=device)
+    # vLLM sets its memory up for the longest prompt that may come; transformers takes each as long as it is.
+    longest = config.data.max_prompt_length
+    if kind == "vllm" and positions is not None and longest + tokens > positions:
+        raise ConfigError(
+            f"data.max_prompt_length={longest} and {key}={tokens} are together more than the {positions} tokens that "
+            f"model '{config.model.path}' can read; lower one."
+        )
+    if room.vocabulary is not None and (over := [i for i in draw.stop_token_ids if i >= room.vocabulary]):
+        raise ConfigError(
+            f"engine.stop_token_ids: model '{config.model.path}' has no token {over[0]}; give ids below "
+            f"{room.vocabulary}."
+        )
+
+
+def rollout_host(config: Any, gpus: float) -> Hosted:
+    """Returns the host of the rollout engine, named ``rollout``.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+        gpus: for each of the engine's workers, shares allowed; 0 samples on the CPU.
+
+    Raises:
+        ConfigError: an engine that is not installed, or cannot do what is asked of it.
+    """
+    draw = config.engine
+    device = "cuda" if gpus else "cpu"
+    kind = rollout_engine(draw.rollout, own_process=config.executor != "inline", device=device)
+    # A later turn's prompt holds the turns before it.
+    turns = config.tools.max_response_tokens if config.tools.offered else 0
+    options: dict[str, Any] = {
+        "model": config.model.path,
+        "max_prompt_length": config.data.max_prompt_length + turns,
+        "threads": config.trainer.threads,
+        "device": device,
+    }
+    factory, workers = HF, draw.tensor_parallel
+    if kind == "vllm":
+        for key, value in (("engine", draw.temperature), ("val", config.val.temperature)):
+            if why := refused_temperature(value):
+                raise ConfigError(f"{key}.temperature={value:g}: {why}; or set engine.rollout=hf.")
+        factory = VLLM_ON_GPU if gpus or workers > 1 else VLLM
+        options |= {
+            "max_tokens": draw.max_tokens,
+            "max_num_seqs": draw.max_num_seqs,
+            "gpu_memory": draw.gpu_memory,
+            "in_flight": draw.in_flight,
+        }
+        if turns:
+            options["max_model_len"] = config.data.max_prompt_length + turns
+        if gpus:
+            options |= {"dtype": "bfloat16", "kv_cache_bytes": None}
+        if draw.kv_cache_gb:
+            options["kv_cache_bytes"] = int(draw.kv_cache_gb * 2**30)
+        if factory == VLLM_ON_GPU:
+            options["tensor_parallel"] = workers
+    elif workers > 1:
+        raise ConfigError(f"engine.tensor_parallel={workers}: the transformers engine has one worker; use vllm.")
+    if draw.replicas > 1:
+        if config.executor == "inline":
+            raise ConfigError(f"engine.replicas={draw.replicas} needs processes of their own; use executor=ray.")
+        options = {
+            "factory": factory,
+            "options": options,
+            "replicas": draw.replicas,
+            "seats": draw.max_num_seqs,
+            "gpus": gpus,
+            "devices": workers,
+            "threads": config.trainer.threads,
+        }
+        factory, gpus, workers = REPLICAS, 0.0, 1
+    return Hosted(
+        "rollout",
+        factory,
+        options,
+        gpus=gpus,
+        devices=workers,
+        concurrent=True,
+        restarts=draw.restarts,
+        # vLLM measures what is free on its GPUs; a trainer that loads meanwhile would be taken for its own.
+        alone=device == "cuda" and config.placement == "colocated",
+        close_s=_CLOSE_S if factory == VLLM_ON_GPU else 1.0,
+    )

@@ -1,0 +1,201 @@
+"""Progress on the terminal: a moving picture on a tty, a plain line a step elsewhere; and the table at the end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dataflow.running.live import facts, picture, recent
+from dataflow.timeline.spans import Span, Trace
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# What is said of a step, in this order: beside the moving picture, and where there is none.
+_SHORT = {"critic/score/mean": "reward {:.2f}"}
+_LONG = {
+    "reward/latency_p95": "p95 {:.2f} s",
+    "reward/failed": "{:.0f} failed",
+    "reward/retried": "{:.0f} tried again",
+    "overlap/exposed_wait_s": "exposed wait {:.2f} s",
+    "staleness/max": "staleness {:.0f}",
+}
+_COUNTS = ("reward/failed", "reward/retried")
+
+
+def _worth(name: str, metrics: Mapping[str, float]) -> bool:
+    return name in metrics and (name not in _COUNTS or metrics[name] > 0)
+
+
+class Progress:
+    """Shows what a run does.
+
+    Args:
+        quiet: show nothing.
+        console: rich's, where to; stderr by default.
+    """
+
+    def __init__(self, quiet: bool = False, console: Console | None = None) -> None:
+        from rich.console import Console
+
+        self._console = console or Console(stderr=True, quiet=quiet, highlight=False)
+        self._bar: Any = None
+        self._live: Any = None
+        self._metrics: Mapping[str, float] = {}
+        self._task: Any = None
+        self._warm: Any = None
+        self._steps = 0
+        self._accuracy = ""
+
+    def warm_up(self, done: int, total: int) -> None:
+        """Shows the tiny model's supervised warm-up, which happens once."""
+        if self._warm is None:
+            self._console.print("making the tiny model: a short supervised warm-up, cached for later runs")
+            if self._console.is_terminal:
+                self._warm = self._make_bar("warm-up")
+                self._warm.start()
+                self._task = self._warm.add_task("", total=total, facts="")
+            else:
+                self._warm = False
+        if self._warm:
+            self._warm.update(self._task, completed=done)
+            if done >= total:
+                self._warm.stop()
+
+    def _make_bar(self, what: str) -> Any:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+        from rich.progress import Progress as Bar
+
+        columns = (
+            TextColumn(what),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+        )
+        return Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
+
+    @contextlib.contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """Shows what goes on before and after training."""
+        if self._console.is_terminal:
+            with self._console.status(what):
+                yield
+        else:
+            self._console.print(what)
+            yield
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is a terminal that can show a moving picture."""
+        return bool(self._console.is_terminal and not self._console.quiet)
+
+    def start(self, steps: int) -> None:
+        """Training starts."""
+        self._steps = steps
+        if self.moves:
+            from rich.live import Live
+
+            self._bar = self._make_bar("training")
+            self._task = self._bar.add_task("", total=steps, facts=self._facts())
+            self._live = Live(self._bar, console=self._console)
+            self._live.start()
+
+    def show(self, trace: Trace, running: Sequence[Span], stats: Mapping[str, Any], most: int) -> None:
+        """Moves the picture on.
+
+        Args:
+            trace, running, most: see :func:`dataflow.running.live.recent`.
+            stats: the reward agent's.
+        """
+        if self._live is None:
+            return
+        from rich.console import Group
+        from rich.text import Text
+
+        shown = recent(trace, running, most)
+        if shown.spans:
+            line = Text(facts(stats, self._metrics), no_wrap=True, overflow="ellipsis")
+            self._live.update(Group(self._bar, picture(shown, self._console.width), line))
+
+    def accuracy(self, step: int, value: float) -> None:
+        """The evaluation of a step ended, of 0 before training; by then later steps may have ended, too."""
+        self._accuracy = f"accuracy {value:.3f} ({f'step {step}' if step else 'before'})"
+        if self._bar is not None:
+            self._bar.update(self._task, facts=self._facts())
+        elif not self._console.is_terminal:
+            self._console.print(f"evaluation {f'of step {step}' if step else 'before training'}: accuracy {value:.3f}")
+
+    def _facts(self) -> str:
+        return "  ".join(filter(None, (self._line(self._metrics, _SHORT), self._accuracy)))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step's training ended."""
+        self._metrics = metrics
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, facts=self._facts())
+        else:
+            self._console.print(f"step {step}/{self._steps}  {self._line(metrics, _SHORT | _LONG)}", soft_wrap=True)
+
+    def _line(self, metrics: Mapping[str, float], told: Mapping[str, str]) -> str:
+        # A count of nothing need not be said.
+        return "  ".join(text.format(metrics[name]) for name, text in told.items() if _worth(name, metrics))
+
+    def stop(self) -> None:
+        """Training is over, well or not."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = self._bar = None
+
+
+def end_table(summary: dict[str, Any]) -> str:
+    """Returns what a run came to, as a table of two columns.
+
+    Args:
+        summary: what its summary.json holds.
+    """
+    from dataflow.timeline.text import table
+
+    wall = summary["wall_s"]
+    rows = [("policy", summary["policy"]), ("steps", str(summary["steps"]))]
+    if summary["accuracy_before"] is not None:
+        rows.append(("accuracy before", f"{summary['accuracy_before']:.3f}"))
+    if summary["accuracy_after"] is not None:
+        rows.append(("accuracy after", f"{summary['accuracy_after']:.3f} (evaluation of step {_last_of(summary)})"))
+    if summary["accuracy_mean_last_3"] is not None:
+        rows.append(("", f"{summary['accuracy_mean_last_3']:.3f} (mean of the last 3 evaluations)"))
+    rows += [
+        ("time in all", f"{summary['total_s']:.1f} s (with start, evaluations and end)"),
+        ("training", f"{wall:.1f} s" + (f" ({summary['step_s']:.2f} s a step)" if summary["step_s"] else "")),
+        ("GPU pool busy", f"{summary['gpu_busy_s'] / wall:.0%}" if wall else "-"),
+        ("exposed wait", f"{summary['exposed_wait_s']:.1f} s" + _causes(summary["exposed_wait_by_cause"])),
+    ]
+    if summary["after_training_s"] >= 0.05:
+        idle = f"GPU pool idle {summary['after_training_idle_s']:.1f} s of it"
+        rows.append(("after training", f"{summary['after_training_s']:.1f} s until the last task ended, {idle}"))
+    if summary["rewards"]:
+        rows.append(("rewards", _rewards(summary["rewards"])))
+    return str(table(rows))
+
+
+def _last_of(summary: dict[str, Any]) -> int:
+    """Returns the step of the last evaluation."""
+    return max(map(int, summary["evaluations"]))
+
+
+def _causes(by_cause: dict[str, float]) -> str:
+    worst = [f"{name} {seconds:.1f} s" for name, seconds in list(by_cause.items())[:3] if seconds >= 0.05]
+    return f" ({', '.join(worst)})" if worst else ""
+
+
+def _rewards(counts: dict[str, Any]) -> str:
+    told = [f"{counts['scored']} of {counts['requested']} scored"]
+    names = {"failed": "failed", "cancelled": "cancelled", "retried": "tried again", "cached": "from the ledger"}
+    told += [f"{counts[name]} {text}" for name, text in names.items() if counts.get(name)]
+    return ", ".join(told)

@@ -1,0 +1,131 @@
+"""What a run comes to: its summary, made from its own process or, if that was killed, from the files that it left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dataflow.errors import DataflowError
+
+if TYPE_CHECKING:
+    from dataflow.timeline.spans import Trace
+
+LAST_EVALUATIONS = 3
+"""Evaluations at the end of a run whose mean its summary has: single ones swing by several points."""
+_FACTS = ("policy", "split", "max_staleness", "order")
+_FIGURES = ("wall_s", "step_s", "after_training_s", "after_training_idle_s", "gpu_busy_s", "exposed_wait_s",
+            "exposed_wait_by_cause", "reward_service_s", "lower_bound_s")  # fmt: skip
+
+
+def finish(directory: Path, status: str, steps: int | None) -> str:
+    """Writes the summary of a run that has none, as far as its trace and its metrics go.
+
+    Args:
+        directory: of the run.
+        status: "failed" or "interrupted".
+        steps: that the run was to make.
+
+    Returns:
+        How far the run came, in words that follow "it" or "interrupted: ".
+    """
+    target = directory / "summary.json"
+    if not target.exists():
+        from dataflow.running.tracking import write_summary
+
+        try:
+            write_summary(target, _summary(directory, status))
+        except (OSError, DataflowError) as error:
+            return f"stopped, and its summary cannot be written ({getattr(error, 'strerror', None) or error})"
+    try:
+        done = int(json.loads(target.read_text())["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        done = 0
+    return stopped(directory, done, steps)
+
+
+def stopped(directory: Path, done: int, steps: int | None) -> str:
+    """Returns how far a run came, and how its timeline is drawn."""
+    of = "" if steps is None else f" of {steps}"
+    hint = f"; 'dataflow timeline {directory} -o {directory}.html' draws what it did" if done else ""
+    return f"stopped after {done}{of} steps{hint}"
+
+
+def summarise(
+    trace: Trace,
+    steps: int,
+    evaluations: Mapping[int, float],
+    rewards: Mapping[str, Any],
+    total_s: float | None,
+    digest: str | None = None,
+) -> dict[str, Any]:
+    """Returns what summary.json holds.
+
+    Args:
+        trace: of the run; its meta has the policy, the seed and the status.
+        steps: that were made.
+        evaluations: an accuracy by step; 0 is before training.
+        rewards: counts of the requests.
+        total_s: seconds from the run's start to its end.
+        digest: of the weights.
+    """
+    from dataflow.timeline import attribution
+
+    numbers = attribution.summary(trace)
+    after = [evaluations[step] for step in sorted(evaluations) if step > 0]
+    last = after[-LAST_EVALUATIONS:]
+    return {
+        **{name: trace.meta.get(name) for name in _FACTS},
+        "status": trace.meta.get("status"),
+        "steps": steps,
+        "seed": trace.meta.get("seed"),
+        "total_s": total_s,
+        **{name: numbers.get(name) for name in _FIGURES},
+        "accuracy_before": evaluations.get(0),
+        "accuracy_after": last[-1] if last else None,
+        f"accuracy_mean_last_{LAST_EVALUATIONS}": sum(last) / len(last) if len(last) == LAST_EVALUATIONS else None,
+        "evaluations": {str(step): evaluations[step] for step in sorted(evaluations)},
+        "weights_sha256": digest,
+        "rewards": dict(rewards),
+    }
+
+
+def _summary(directory: Path, status: str) -> dict[str, Any]:
+    from dataflow.running.reward_totals import RewardTotals
+    from dataflow.system import clock
+    from dataflow.timeline import perfetto
+    from dataflow.timeline.spans import Trace
+
+    try:
+        trace = perfetto.load(str(directory))
+    except DataflowError:
+        trace = Trace()  # it ended before its first event
+    trace.meta["status"] = status
+    evaluations: dict[int, float] = {}
+    done, totals = 0, RewardTotals()
+    for row in _metrics(directory / "metrics.jsonl"):
+        scores = [value for name, value in row.items() if name.startswith("val-core/") and value is not None]
+        if scores:
+            evaluations[row["step"]] = sum(scores) / len(scores)
+        totals.step({name: value for name, value in row.items() if value is not None})
+        if "timing_s/step" in row:
+            done = max(done, row["step"])
+    config = directory / "config.yaml"
+    total_s = clock.now() - config.stat().st_mtime if config.exists() else None
+    return summarise(trace, done, evaluations, totals.counts((trace,)), total_s)
+
+
+def _metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields a file's rows, without a last one that was cut off."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield row

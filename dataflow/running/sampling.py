@@ -1,0 +1,84 @@
+"""How a run samples: from its configuration to the stages that do, and what they tell the rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from dataflow.engines.base import Sampling
+from dataflow.errors import ConfigError, nearest
+from dataflow.stage import Stage
+from dataflow.stages.rollout import rollout, val_rollout
+
+
+def rollout_stages(config: Any) -> tuple[Stage, Stage]:
+    """Returns ``rollout`` and ``val_rollout``, to be bound to an engine; conversations where the run offers tools.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+
+    Raises:
+        ConfigError: a stop token or a tool that is not known.
+    """
+    sampling, held_out = sampling_of(config)
+    offer = config.tools
+    # Only a GPU that the trainer needs too is worth the time that going to sleep takes.
+    shared = config.placement == "colocated" and config.ray.gpus_per_worker > 0
+    how = {"seed": config.seed, "sleeps": shared}
+    if not offer.offered:
+        return rollout.bind(sampling=sampling, **how), val_rollout.bind(sampling=held_out, **how)
+    from dataflow.stages.conversation import conversation, val_conversation
+    from dataflow.tools import toolbox_of
+
+    talk = {
+        **how,
+        "tools": toolbox_of(config).check(),
+        "max_turns": offer.max_turns,
+        "max_response_tokens": offer.max_response_tokens,
+        "max_prompt_length": config.data.max_prompt_length,
+    }
+    return (
+        conversation.bind(name="rollout", sampling=sampling, **talk),
+        val_conversation.bind(name="val_rollout", sampling=held_out, **talk),
+    )
+
+
+def sampling_of(config: Any) -> tuple[Sampling, Sampling]:
+    """Returns the sampling of training, and that of the held-out problems.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`; while it has no model yet, stop tokens are left out.
+
+    Raises:
+        ConfigError: a stop token that the model's tokenizer does not know.
+    """
+    draw = config.engine
+    sampling = Sampling(
+        n=draw.n,
+        temperature=draw.temperature,
+        top_p=draw.top_p,
+        top_k=draw.top_k,
+        max_tokens=draw.max_tokens,
+        min_p=draw.min_p,
+        repetition_penalty=draw.repetition_penalty,
+        stop_token_ids=(*_stop_ids(config.model.path, tuple(draw.stop)), *draw.stop_token_ids),
+    )
+    plain = Sampling(max_tokens=draw.max_tokens, stop_token_ids=sampling.stop_token_ids)
+    return sampling, replace(plain, n=config.val.n, temperature=config.val.temperature)
+
+
+def _stop_ids(model: str | None, stop: Sequence[str]) -> tuple[int, ...]:
+    if not stop or model is None:
+        return ()
+    from dataflow.data.prompts import load_tokenizer
+
+    vocabulary = load_tokenizer(model).get_vocab()
+    for token in stop:
+        if token not in vocabulary:
+            special = [name for name in vocabulary if name.startswith("<")]
+            raise ConfigError(
+                f"engine.stop: the tokenizer has no token '{token}'{nearest(token, special) or '.'} "
+                "Give single tokens as it writes them, such as '<|im_end|>'."
+            )
+    return tuple(vocabulary[token] for token in stop)

@@ -1,0 +1,300 @@
+"""Metrics of a run: metrics.jsonl, verl's Tracking behind it (TensorBoard, wandb, ...), and summary.json.
+
+metrics.jsonl is written first and flushed each step, so a run that is killed leaves every finished step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from dataflow.errors import ConfigError, nearest
+from dataflow.files import replaced, written
+from dataflow.system.children import safe_path
+from dataflow.timeline.attribution import pool_waits
+from dataflow.timeline.spans import Span, Trace, covered
+
+if TYPE_CHECKING:
+    from verl.utils.tracking import Tracking
+
+# verl's names of what our stages do; any other stage goes by its own.
+TIMINGS = {
+    "rollout": "gen",
+    "ref_log_prob": "ref",
+    "advantage": "adv",
+    "actor_update": "update_actor",
+    "val_rollout": "testing",
+}
+
+_PACKAGES = {"clearml": "clearml", "mlflow": "mlflow", "swanlab": "swanlab", "tensorboard": "tensorboard"}
+_PACKAGES |= {"trackio": "trackio", "wandb": "wandb"}
+# Of each service: the variable of its key, the one that switches it off, with what; files that may hold a key, and
+# a word that they then hold.
+_KEYS: dict[str, tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...]]] = {
+    "wandb": (
+        "WANDB_API_KEY",
+        "WANDB_MODE",
+        ("offline", "disabled", "dryrun", "shared"),
+        (
+            ("$NETRC", "machine"),
+            ("~/.netrc", "machine"),
+            ("~/_netrc", "machine"),
+            ("~/.config/wandb/settings", "mode"),
+            ("wandb/settings", "mode"),
+        ),
+    ),
+    "swanlab": (
+        "SWANLAB_API_KEY",
+        "SWANLAB_MODE",
+        ("local", "offline", "disabled"),
+        (("~/.swanlab/.netrc", "password"),),
+    ),
+    "clearml": (
+        "CLEARML_API_ACCESS_KEY",
+        "CLEARML_OFFLINE_MODE",
+        ("1", "true"),
+        (("~/clearml.conf", "access_key"),),
+    ),
+}
+
+
+class Tracker:
+    """Writes a run's metrics, step by step.
+
+    Args:
+        directory: of the run; made if missing. Gets ``metrics.jsonl``, and ``tensorboard/`` if asked for.
+        backends: any that verl's Tracking knows ("tensorboard", "console", "wandb", ...); metrics.jsonl comes
+            with all of them, and with none.
+        project, name: under which the backends file the run.
+        config: of the run, for backends that show it.
+
+    Raises:
+        ConfigError: a backend that verl does not know, or whose package is not installed.
+        RunError: the files cannot be written.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        backends: Sequence[str] = (),
+        project: str = "dataflow",
+        name: str = "run",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self._hook = threading.excepthook
+        threading.excepthook = self._thread_failed
+        with self._written():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._backends = _open(self.directory, list(backends), project, name, dict(config or {}))
+            # Appended to, so that a resumed run goes on where it was.
+            self._file: IO[str] | None = (self.directory / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
+        """Leaves out the traceback of TensorBoard's writer: the next call to it raises the same error."""
+        if type(failure.thread).__name__ != "_AsyncWriterThread" or not isinstance(failure.exc_value, OSError):
+            self._hook(failure)
+
+    def _written(self) -> AbstractContextManager[None]:
+        return written("metrics of the run", self.directory)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes a step's metrics.
+
+        Args:
+            step: counts from 1; 0 for what was measured before training.
+            metrics: numbers by name; numpy and torch scalars become numbers, NaN and infinities null.
+
+        Raises:
+            RunError: they cannot be written.
+        """
+        if self._file is None:
+            raise ValueError(f"metrics of step {step}: the tracker is closed.")
+        numbers = _finite(metrics)
+        with self._written():
+            self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
+            self._file.flush()
+            if self._backends is not None:
+                # Backends take numbers alone; TensorBoard raises on anything else.
+                shown = {k: v for k, v in numbers.items() if isinstance(v, int | float)}
+                self._backends.log(shown, step)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Flushes and closes everything; a second call does nothing.
+
+        Args:
+            exit_code: of the run, for backends that record it (wandb).
+
+        Raises:
+            RunError: what they still held cannot be written.
+        """
+        file, self._file = self._file, None
+        backends, self._backends = self._backends, None
+        with self._written():
+            try:
+                if file is not None:
+                    file.close()
+            finally:
+                threading.excepthook = self._hook
+                if backends is not None:
+                    # Closed here, its __del__ has nothing left to do at interpreter exit, where it would fail.
+                    backends.finish(exit_code=exit_code)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(exit_code=0 if kind is None else 1)
+
+
+def _open(directory: Path, backends: list[str], project: str, name: str, config: dict[str, Any]) -> Tracking | None:
+    if not backends:
+        return None
+    from verl.utils.tracking import Tracking
+
+    for backend in backends:
+        if backend not in Tracking.supported_backend:
+            known = Tracking.supported_backend
+            raise ConfigError(
+                f"tracking.backends: no backend '{backend}'{nearest(backend, known)} (there are {', '.join(known)})."
+            )
+    # verl's wandb backend looks up config["trainer"] whatever the config is.
+    config = {**config, "trainer": config.get("trainer") or {}}
+    places = {
+        "TENSORBOARD_DIR": str(directory / "tensorboard"),
+        "VERL_FILE_LOGGER_PATH": str(directory / "verl.jsonl"),
+    }
+    # These print where they write; others hook into sys.stdout, which must be the real one then.
+    local = {"tensorboard", "file", "console"}.issuperset(backends)
+    quiet = contextlib.redirect_stdout(io.StringIO()) if local else contextlib.nullcontext()
+    try:
+        with _environment(places), safe_path(), quiet:
+            return Tracking(project, name, default_backend=backends, config=config)
+    except ImportError as error:
+        raise ConfigError(
+            f"tracking.backends={backends}: {error}; install the package, or take the backend out."
+        ) from error
+    # A service that refuses a key, or is not reached, raises a kind of its own.
+    except Exception as error:
+        said = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+        raise ConfigError(
+            f"tracking.backends={backends}: cannot be opened ({said}); check the key, or take the backend out."
+        ) from error
+
+
+def check_backends(backends: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
+    """Checks that each backend's package is installed and that it has a key where it needs one. Imports none of them.
+
+    Raises:
+        ConfigError: one is not, or has none.
+    """
+    for backend in backends:
+        package = _PACKAGES.get(backend)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"tracking.backends: '{backend}' needs the package {package}, which is not installed; run "
+                f"pip install {package}, or take the backend out."
+            )
+        if backend not in _KEYS:
+            continue
+        variable, switch, off, files = _KEYS[backend]
+        if environment.get(variable) or environment.get(switch, "").lower() in off:
+            continue
+        if not any(_names_key(Path(os.path.expandvars(file)).expanduser(), word) for file, word in files):
+            raise ConfigError(
+                f"tracking.backends: '{backend}' has no API key; set {variable}, or {switch}={off[0]} to track without "
+                "an account, or take the backend out."
+            )
+
+
+def _names_key(file: Path, word: str) -> bool:
+    try:
+        return word in file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False  # it is not there, or not ours to read
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables while verl's constructors read them: a second run must not inherit the first's."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
+    """Writes a summary as JSON; a reader sees the old file or the new one, never half of it.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    with written("summary", path), replaced(path) as temporary:
+        temporary.write_text(json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def step_metrics(trace: Trace, step: int) -> dict[str, float]:
+    """Returns where a step's time went, by verl's names; times in seconds.
+
+    A step's time window runs from the end of the step before (its last training task) to its own end, so that
+    windows tile the run: ``timing_s/step``, and the waits in it, add up over the steps.
+
+    Args:
+        trace: of the run so far; the step's training tasks must be in it.
+        step: which.
+
+    Returns:
+        ``timing_s/<stage>``: time in which the stage's tasks of this step ran, wherever in the run that was;
+        ``timing_s/reward``: how long the GPUs waited for rewards in the window; ``timing_s/step``: its size;
+        ``overlap/exposed_wait_s``, ``overlap/gpu_busy_frac``: all waits and the busy share in the window.
+        Empty if no training task of the step is in the trace.
+    """
+    own = [s for s in trace.spans if s.step == step]
+    training = [s for s in own if not s.optional]
+    if not training:
+        return {}
+    start = trace.window[0]
+    begin = max((s.end for s in trace.spans if s.step < step and not s.optional), default=start)
+    end = max(begin, max(s.end for s in training))
+    by_stage: dict[str, list[Span]] = {}
+    for span in own:
+        by_stage.setdefault(span.stage, []).append(span)
+    metrics = {
+        f"timing_s/{TIMINGS.get(stage, stage)}": covered([(s.begin, s.end) for s in spans], -math.inf, math.inf)
+        for stage, spans in by_stage.items()
+    }
+    waits = pool_waits(trace, (begin, end))
+    waited = sum(waits.values())
+    metrics["timing_s/reward"] = waits.get("rewards", 0.0)
+    metrics["timing_s/step"] = end - begin
+    metrics["overlap/exposed_wait_s"] = waited
+    metrics["overlap/gpu_busy_frac"] = 1 - waited / (end - begin) if end > begin else 0.0
+    return metrics
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a number that is none is null."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

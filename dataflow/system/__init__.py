@@ -1,0 +1,1 @@
+"""What the operating system offers: clock, processes, signals; and masking of secrets."""

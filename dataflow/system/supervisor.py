@@ -1,0 +1,366 @@
+"""The process above a run: it reports an end that the run's own process could not, and leaves nothing behind.
+
+``dataflow run`` forks before anything heavy is imported. The child is the run. Ray's library ends that process from
+C++ at once when it loses the raylet, and the kernel may kill it, so Python in it cannot always report its own end.
+The parent waits: it passes signals on, ends what does not end by itself, completes the run's summary and prints one
+sentence if the child has printed none. Every process of the run descends from the parent, or is handed to it by the
+kernel when its own parent dies (PR_SET_CHILD_SUBREAPER), so it finds them all without knowing their names. If the
+parent itself is killed, the child gets SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from dataflow.system.stopping import SIGNALS, stopping
+
+_PDEATHSIG, _SUBREAPER = 1, 36  # of prctl(2)
+STARTING_S = 4.0
+"""Seconds that a stopped run may take to close before its first task; there is nothing yet to be saved."""
+CLOSING_S = 15.0
+"""Seconds that a stopped run may take to close later on, and that any may take to exit after its last word."""
+SECOND_S = 0.3
+"""Seconds after which another signal is a second one; before that it is the same one, sent to process and group."""
+LOST_S = 0.5
+"""Seconds in which a run ends by itself after it has lost a process that it cannot do without."""
+ENDING_S = 0.5
+"""Seconds in which the processes of a run that has ended well end by themselves."""
+VITAL = {"raylet": "raylet", "gcs_server": "GCS"}
+"""Ray's processes without which a run cannot go on: what they are called by the system, and in Ray's documentation."""
+
+Finish: TypeAlias = Callable[[Path, str, int | None], str]
+"""Given a run's directory, its status and its steps, writes its summary if it has none; says how far it came."""
+
+SHOW_CURSOR = "\x1b[?25h"
+
+_channel: int | None = None
+
+
+def report(**facts: Any) -> None:
+    """Tells the supervisor something about this run; does nothing in a process that has none.
+
+    Args:
+        facts: ``directory`` and ``steps`` of the run; ``training``: it has begun; ``ray``: "started" or "closing";
+            ``temporary``: a file or directory to remove if this process dies, of which there may be several;
+            ``done``: the exit code, after the last word.
+    """
+    if _channel is not None:
+        with contextlib.suppress(BrokenPipeError):  # the supervisor was killed; SIGTERM is on its way
+            os.write(_channel, (json.dumps(facts) + "\n").encode())
+
+
+def can_supervise() -> bool:
+    """Whether this process may fork, on a system that has what the supervisor needs."""
+    alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and alone
+
+
+def supervise(work: Callable[[], int], finish: Finish) -> int:
+    """Runs ``work`` in a child process under a supervisor.
+
+    Args:
+        work: returns an exit code.
+        finish: completes what the child leaves; see :data:`Finish`.
+
+    Returns:
+        The exit code, in both processes.
+    """
+    open_standard_streams()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    receives, sends = os.pipe()
+    parent = os.getpid()
+    _prctl(_SUBREAPER, 1)
+    # A signal that comes before the handlers are installed waits for them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    child = os.fork()
+    if child == 0:
+        os.close(receives)
+        return _supervised(work, parent, sends)
+    os.close(sends)
+    return Supervisor(child, receives, finish).run()
+
+
+def open_standard_streams() -> None:
+    """Opens the null device in place of a standard stream that this process was started without (``>&-``).
+
+    Otherwise the next file or pipe that is opened takes its number, and gets what is printed.
+    """
+    names = ("stdin", "stdout", "stderr")
+    for number, name in enumerate(names):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+
+
+def _supervised(work: Callable[[], int], parent: int, channel: int) -> int:
+    """Runs in the child."""
+    global _channel
+    _channel = channel
+    code = 1
+    with stopping:
+        stopping.supervised_by(parent)
+        _prctl(_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            return code  # it was killed before this process could ask for a signal
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            code = work()
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            code = stopping.exit_code
+        finally:
+            # Also before the traceback of an error that nobody expected.
+            report(done=code)
+    # The last word is said: what the exit still takes is the supervisor's to cut off.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    return code
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+class Supervisor:
+    """Waits for a run's process and for what it has started.
+
+    Args:
+        child: its process id.
+        channel: where it reports; see :func:`report`.
+        finish: see :func:`supervise`.
+    """
+
+    def __init__(self, child: int, channel: int, finish: Finish) -> None:
+        self._child = child
+        self._channel = channel
+        self._finish = finish
+        self._facts: dict[str, Any] = {}
+        self._temporary: list[Path] = []
+        self._partial = b""
+        self._status: int | None = None
+        self._stopped: signal.Signals | None = None
+        self._stopped_at = 0.0
+        self._deadline: float | None = None
+        self._lost = ""
+        self._logs = ""
+        self._cut = False
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        """Returns the exit code, when nothing of the run is left."""
+        os.set_blocking(self._channel, False)
+        with self._selector, self._woken():
+            self._selector.register(self._channel, selectors.EVENT_READ, self._read)
+            self._reap()
+            while self._status is None:
+                timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+                for key, _events in self._selector.select(timeout):
+                    key.data()
+                if self._deadline is not None and time.monotonic() >= self._deadline:
+                    self._deadline = None
+                    self._cut_off()
+            self._read()
+            self._end_all()
+        return self._conclude()
+
+    @contextlib.contextmanager
+    def _woken(self) -> Iterator[None]:
+        """Makes signals readable on the selector."""
+        receives, sends = os.pipe()
+        for end in (receives, sends):
+            os.set_blocking(end, False)
+        wakeup = signal.set_wakeup_fd(sends, warn_on_full_buffer=False)
+        before = {n: signal.getsignal(n) for n in (*SIGNALS, signal.SIGCHLD)}
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN or number == signal.SIGCHLD:
+                signal.signal(number, lambda *_: None)
+        self._selector.register(receives, selectors.EVENT_READ, partial(self._signals, receives))
+        self._wakeup = receives
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number in SIGNALS:
+                # From here to the exit there is nothing left to end, only a sentence to print.
+                signal.signal(number, signal.SIG_IGN)
+            signal.signal(signal.SIGCHLD, before[signal.SIGCHLD])
+            os.close(receives)
+            os.close(sends)
+
+    # --- what happens -------------------------------------------------------------------------------------------
+
+    def _signals(self, wakeup: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(wakeup, 4096):
+                if number == signal.SIGCHLD:
+                    self._reap()
+                else:
+                    self._stop(signal.Signals(number))
+
+    def _stop(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._stopped is None:
+            self._stopped, self._stopped_at = number, now
+            self._read()
+            self._within(CLOSING_S if "training" in self._facts else STARTING_S)
+            self._signal(number)
+        elif now - self._stopped_at >= SECOND_S:
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        self._cut = True
+        self._signal(signal.SIGKILL)
+
+    def _within(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._status is None:  # until it is reaped, the id is the child's
+            os.kill(self._child, number)
+
+    def _reap(self) -> bool:
+        """Takes the status of each child that has ended; returns whether none is left."""
+        try:
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return False
+                if pid == self._child:
+                    self._status = status
+        except ChildProcessError:
+            return True
+
+    def _read(self) -> None:
+        """Reads what the child has reported by now."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._channel, 65536):
+                *lines, self._partial = (self._partial + data).split(b"\n")
+                for line in lines:
+                    self._told(json.loads(line))
+            if self._channel in self._selector.get_map():  # its end, which would be readable for ever
+                self._selector.unregister(self._channel)
+
+    def _told(self, facts: dict[str, Any]) -> None:
+        if "temporary" in facts:
+            self._temporary.append(Path(facts.pop("temporary")))
+        self._facts |= facts
+        if facts.get("ray") == "started":
+            self._watch_daemons()
+        if "done" in facts:
+            self._within(CLOSING_S)
+
+    def _watch_daemons(self) -> None:
+        import psutil
+
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if name := VITAL.get(process.name()):
+                    fd = os.pidfd_open(process.pid)
+                    self._selector.register(fd, selectors.EVENT_READ, partial(self._daemon_died, name, fd))
+                    for text in process.cmdline():
+                        if text.startswith("--log_dir="):
+                            self._logs = text.partition("=")[2]
+
+    def _daemon_died(self, name: str, fd: int) -> None:
+        self._selector.unregister(fd)
+        os.close(fd)
+        self._read()  # a run that has begun to close has reported so before it ended its Ray
+        if self._facts.get("ray") == "started" and not self._lost:
+            self._lost = name
+            self._within(LOST_S)
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def _end_all(self) -> None:
+        """Ends what the run has started and not ended, whatever it is."""
+        if self._facts.get("done") == 0 and self._alone_within(ENDING_S):
+            return
+        self._signal_all(signal.SIGTERM)
+        if self._alone_within(1.0):
+            return
+        # A tracker of shared memory removes what the processes that are killed leave, and then ends by itself.
+        self._signal_all(signal.SIGKILL, but="resource_tracker")
+        if self._alone_within(1.0):
+            return
+        for _round in range(3):  # a process may have forked meanwhile
+            self._signal_all(signal.SIGKILL)
+            if self._alone_within(1.0):
+                return
+
+    def _signal_all(self, number: signal.Signals, but: str | None = None) -> None:
+        import psutil
+
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if but is None or not any(but in text for text in process.cmdline()):
+                    process.send_signal(number)
+
+    def _alone_within(self, seconds: float) -> bool:
+        """Waits until no process of the run is left; returns whether that is so."""
+        end = time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wakeup, selectors.EVENT_READ)
+            while not self._reap():
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                if selector.select(left):
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wakeup, 4096)
+        return True
+
+    def _conclude(self) -> int:
+        """Completes what the child has left undone; returns the exit code."""
+        for path in self._temporary:
+            with contextlib.suppress(OSError):  # the run has removed it
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+        code = self._facts.get("done")
+        directory = Path(self._facts["directory"]) if "directory" in self._facts else None
+        status = "failed" if self._stopped is None else "interrupted"
+        ended = self._finish(directory, status, self._facts.get("steps")) if directory and directory.is_dir() else ""
+        if code is not None:
+            return int(code)
+        if self._stopped is not None:
+            code, said = 128 + self._stopped, f"\ninterrupted{': ' if ended else ''}{ended}"
+        else:
+            code, said = 1, f"RunError: {self._what_died()}{'; it ' if ended else ''}{ended}; run it again."
+        with contextlib.suppress(OSError):  # the terminal is closed
+            # A moving picture hides the cursor.
+            print(f"{SHOW_CURSOR if sys.stderr.isatty() else ''}{said}", file=sys.stderr, flush=True)
+        return code
+
+    def _what_died(self) -> str:
+        logs = f" (Ray's logs are in {self._logs})" if self._logs else ""
+        assert self._status is not None
+        killed = os.WIFSIGNALED(self._status) and os.WTERMSIG(self._status) == signal.SIGKILL and not self._cut
+        # If the child was killed, its Ray has died of that.
+        if self._lost and not killed:
+            return f"Ray's {self._lost} died (killed, or out of memory), without which the run cannot go on{logs}"
+        if os.WIFSIGNALED(self._status):
+            name = signal.Signals(os.WTERMSIG(self._status)).name
+            return f"the run's process was killed by {name} ({'out of memory?' if name == 'SIGKILL' else 'a crash'})"
+        code = os.waitstatus_to_exitcode(self._status)
+        return f"the run's process ended with exit code {code}, as Ray ends it when it loses its cluster{logs}"

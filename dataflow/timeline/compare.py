@@ -1,0 +1,211 @@
+"""`dataflow compare`: several runs as one table, one page or one picture, or one run beside its own prediction."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import ConfigError, DataError, DataflowError, UserError
+from dataflow.files import decoded
+from dataflow.policy import PRESETS
+from dataflow.system.children import command
+from dataflow.system.stopping import stopping
+from dataflow.timeline import attribution, files
+from dataflow.timeline.spans import Trace
+from dataflow.timeline.text import table
+
+Load = Callable[[str], Trace]
+_SHOWN = {"total_s", "lower_bound_s", "accuracy_before", "accuracy_after", "accuracy_mean_last_3"}
+"""What tables and pages show of a summary."""
+_HEAD = (
+    "policy",
+    "steps",
+    "wall s",
+    "in all s",
+    "s/step",
+    "change",
+    "GPU busy",
+    "exposed wait s",
+    "lower bound s",
+    "accuracy",
+)
+
+
+def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> str:
+    """Returns the table of several runs, the first of which the others are compared with.
+
+    Args:
+        runs: their directories.
+        load: reads a run's trace.
+        out: a picture or page to write.
+        as_json: the table as JSON.
+
+    Raises:
+        UserError: a run that is not there or is given twice, or a file that cannot be drawn.
+    """
+    files.check(out)
+    traces: dict[str, Trace] = {}
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        trace = load(run)
+        name = str(trace.meta.get("policy") or Path(run).name)
+        name = name if name not in traces else Path(run).name
+        if name in traces:
+            raise ConfigError(f"run '{run}' is given twice; give different runs.")
+        traces[name] = trace
+        rows.append(_row(run, name, trace, rows[0]["step_s"] if rows else None))
+    if out:
+        files.draw(traces, out, facts={row["policy"]: row for row in rows})
+    if as_json:
+        return json.dumps(rows, indent=1)
+    lines = [_HEAD]
+    for row in rows:
+        bound, before, after = row["lower_bound_s"], row["accuracy_before"], row["accuracy_after"]
+        lines.append(
+            (
+                row["policy"],
+                str(row["steps"]),
+                f"{row['wall_s']:.1f}",
+                "-" if row["total_s"] is None else f"{row['total_s']:.1f}",
+                f"{row['step_s']:.2f}",
+                f"{row['change']:+.1%}",
+                f"{row['gpu_busy']:.0%}",
+                f"{row['exposed_wait_s']:.1f}",
+                "-" if bound is None else f"{bound:.1f}",
+                "-" if after is None else f"{after:.2f}" if before is None else f"{before:.2f} -> {after:.2f}",
+            )
+        )
+    return table(lines) + _written(out)
+
+
+def _row(run: str, name: str, trace: Trace, first_s: float | None) -> dict[str, Any]:
+    numbers, known = attribution.summary(trace), summary_of(run)
+    wall = numbers["wall_s"]
+    return {
+        "run": str(run),
+        "policy": name,
+        "steps": trace.steps,
+        "wall_s": wall,
+        "total_s": known.get("total_s"),
+        "step_s": numbers["step_s"],
+        # By the step: runs may differ in their number of steps, as one that was interrupted does.
+        "change": numbers["step_s"] / first_s - 1 if first_s else 0.0,
+        "gpu_busy": numbers["gpu_busy_s"] / wall if wall else 0.0,
+        "exposed_wait_s": numbers["exposed_wait_s"],
+        "lower_bound_s": known.get("lower_bound_s", numbers.get("lower_bound_s")),
+        "accuracy_before": known.get("accuracy_before"),
+        "accuracy_after": known.get("accuracy_after"),
+        "accuracy_mean_last_3": known.get("accuracy_mean_last_3"),
+    }
+
+
+def predicted(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> str:
+    """Returns the table of one run beside its own prediction, stage by stage; arguments as of :func:`compare`.
+
+    Raises:
+        UserError: several runs, one that is not there, or a file that cannot be drawn.
+    """
+    from dataflow.planning.backtest import backtest
+
+    if len(runs) != 1 or runs[0].endswith(".py"):
+        raise ConfigError("compare --predicted: give one RUN, to lay beside its own prediction.")
+    files.check(out)
+    trace = load(runs[0])
+    lines, foretold = backtest(trace, runs[0])
+    if out:
+        name = str(trace.meta.get("policy", "measured"))
+        files.draw({name: trace, "predicted": foretold}, out, facts={name: summary_of(runs[0])})
+    if as_json:
+        rows = [
+            {"what": at.what, "measured_s": at.measured_s, "predicted_s": at.predicted_s, "error": at.error}
+            for at in lines
+        ]
+        return json.dumps(rows, indent=1)
+    cells = [("seconds in all", "measured", "predicted", "error")]
+    for at in lines:
+        error = "-" if at.error is None else f"{at.error:+.1%}"
+        cells.append((at.what, f"{at.measured_s:.2f}", f"{at.predicted_s:.2f}", error))
+    return table(cells) + _written(out)
+
+
+def _written(out: str | None) -> str:
+    if not out:
+        return ""
+    return f"\n\n{'page' if out.lower().endswith('.html') else 'picture'}: {out}"
+
+
+def run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
+    """Runs the pipeline under each preset, one process after another, and returns the runs' directories.
+
+    Raises:
+        ConfigError: ``policy`` or ``name`` is among the overrides.
+        DataflowError: a run did not end well; it has said why.
+    """
+    from dataflow.config.run import load_pipeline_file, parse_overrides
+
+    given = [text for text in overrides if text.split("=")[0] in ("policy", "name")]
+    if given:
+        raise ConfigError(f"'{given[0]}': compare sets policy and name itself; leave it out.")
+    module = load_pipeline_file(pipeline)
+    config = parse_overrides(module.Config, list(overrides))
+    number = 1
+    while any((Path(config.runs) / f"compare-{number}-{name}").exists() for name in PRESETS):
+        number += 1
+    runs = []
+    for name in PRESETS:
+        directory = Path(config.runs) / f"compare-{number}-{name}"
+        print(f"{name}:", file=sys.stderr)
+        run = command("dataflow.cli", "run", pipeline, *overrides, f"policy={name}", f"name={directory.name}")
+        # The child prints its own error; stdout belongs to the table.
+        code = _ended(subprocess.Popen(run, stdout=sys.stderr))
+        if code:
+            raise (UserError if code == 2 else DataflowError)(
+                f"compare: the run under '{name}' ended with exit code {code}."
+            )
+        runs.append(str(directory))
+    return runs
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """Waits for a run; one that is stopped gets the time to close, as its own command gives it."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(stopping.received or signal.SIGINT)
+        process.wait()
+        raise
+
+
+def summary_of(run: str) -> dict[str, Any]:
+    """Returns what a run's summary.json holds; nothing if it has none.
+
+    Raises:
+        DataError: it is no JSON object, or a figure in it is no number.
+    """
+    path = Path(run)
+    path = (path if path.is_dir() else path.parent) / "summary.json"
+    if not path.is_file():
+        return {}
+    try:
+        known = json.loads(decoded(path.read_bytes()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is no JSON object: {error}; the run may have been cut off.") from error
+    if not isinstance(known, dict):
+        raise DataError(f"{path} is no JSON object; the run may have been cut off.")
+    for name in _SHOWN & known.keys():
+        if known[name] is not None and not _is_finite(known[name]):
+            raise DataError(f"{path}: {name} is no finite number; remove the file, or run the pipeline again.")
+    return known
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False

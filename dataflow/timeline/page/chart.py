@@ -1,0 +1,385 @@
+"""The chart of the page: bokeh's figures and widgets over the columns of a sheet. ``page.js`` makes them move.
+
+Every model that the script needs has a name; what is of another colour in the dark stands in ``THEMED``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dataflow.timeline.page.tracks import Columns, Sheet
+from dataflow.timeline.picture import HATCHED, contrast
+
+if TYPE_CHECKING:
+    from bokeh.models import LayoutDOM
+    from bokeh.plotting import figure
+
+_TYPES = {
+    "float64": ("begin", "end", "at", "from_x", "to_x"),
+    "float32": ("top", "bottom", "y", "from_y", "to_y", "idle", "version", "stale", "samples"),
+    "int32": ("step", "count"),
+    "int16": ("stage", "part", "parts", "small"),
+    "uint16": ("run",),
+}
+_COARSE = 2400  # bars in a row of the overview
+_CROWDED = 1250  # bars, one to a pixel of a screen of usual width
+_LATER = ("span", "request", "lead", "arrow", "step")
+"""What the script lets be drawn once it knows how much of it there is room for: drawing it twice takes its time."""
+_SOURCES = ("spans", "path", "waits", "requests", "steps")
+_TYPE_OF = {name: kind for kind, names in _TYPES.items() for name in names}
+
+PATH = "#E0007A"
+"""The critical path: no stage is of this colour."""
+# model, property: in the light, in the dark
+_INK, _FAINT, _LINE = ("#222222", "#E4E4E4"), ("#666666", "#A2A2A2"), ("#DDDDDD", "#3A3A3A")
+THEMED: dict[tuple[str, str], tuple[str, str]] = {
+    ("seconds", "axis_label_text_color"): _FAINT,
+    ("seconds", "major_label_text_color"): _FAINT,
+    ("seconds", "major_tick_line_color"): _FAINT,
+    ("seconds", "axis_line_color"): _FAINT,
+    ("resources", "major_label_text_color"): _INK,
+    ("grid", "grid_line_color"): _LINE,
+    ("wait-glyph", "fill_color"): ("#F1F1F1", "#2A2A2A"),
+    ("wait-glyph", "hatch_color"): (HATCHED["edgecolor"], "#8F8F8F"),
+    ("request-glyph", "line_color"): ("#5C4300", "#FFE9B0"),
+    ("lead-glyph", "line_color"): ("#5C4300", "#FFE9B0"),
+    ("arrow-glyph", "fill_color"): ("#5C4300", "#FFE9B0"),
+    ("step-glyph", "line_color"): ("#777777", "#9A9A9A"),
+    ("number-glyph", "text_color"): _FAINT,
+    ("window", "fill_color"): ("#0072B2", "#9CCBEA"),
+    ("window", "line_color"): ("#0072B2", "#9CCBEA"),
+}
+_BAND = ("#F3C766", "#A97F1E")
+_GREY = {"#4D4D4D": "#8C8C8C"}
+"""Of the stages' colours the one that is lost on a dark page, and what it is there."""
+
+SHOWN = ("exposed waits", "rewards in flight", "slowest group of a mini-batch", "step ends", "critical path")
+"""What can be switched, the last one off at first."""
+_TIP = """<div style="max-width: 34em; font: 12px/1.45 system-ui, sans-serif">
+<b>@row{head}</b><div style="white-space: pre-wrap; tab-size: 28">@row{said}</div></div>"""
+_BUTTONS = """
+.bk-btn-group { flex-wrap: wrap; gap: 4px; }
+.bk-btn-group .bk-btn {
+  border: 1px solid var(--edge, #c8c8c8) !important; border-radius: 4px !important; padding: 3px 9px 3px 7px;
+  background: transparent !important; color: var(--ink, #222) !important; font: 12.5px system-ui, sans-serif;
+  box-shadow: none !important; margin: 0 !important; flex: none;
+}
+.bk-btn-group .bk-btn:not(.bk-active) { opacity: 0.5; text-decoration: line-through; }
+.bk-btn-group .bk-btn:focus-visible { outline: 2px solid #0072B2; }
+.bk-btn::before {
+  content: ""; display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 6px;
+  vertical-align: -1px;
+}
+"""
+_SLIDER = """
+:host, .bk-slider-title { color: var(--ink, #222); font: 12.5px system-ui, sans-serif; }
+"""
+
+
+def chart(sheet: Sheet, colour: Mapping[str, str]) -> LayoutDOM:
+    """Returns the chart, the overview below it, and what filters them.
+
+    Args:
+        sheet: what is drawn.
+        colour: of each stage.
+    """
+    from bokeh.layouts import column, row
+    from bokeh.models import CDSView, CheckboxButtonGroup, ColumnDataSource, IndexFilter, InlineStyleSheet, RangeSlider
+
+    sources = {name: ColumnDataSource(_arrays(getattr(sheet, name)), name=name) for name in _SOURCES}
+    views = {name: CDSView(filter=IndexFilter(name=f"{name}-shown")) for name in sources}
+    palette = [colour[stage] for stage in sheet.stages]
+    main = _main(sheet, sources, views, palette)
+    overview = _overview(sheet, sources["spans"], main)
+
+    light, dark = (
+        "".join(f".bk-btn:nth-child({i})::before {{ background: {c}; }}\n" for i, c in enumerate(fills, start=1))
+        for fills in _palettes(palette)["fills"]
+    )
+    chips = f"{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
+    stages = CheckboxButtonGroup(
+        name="stages",
+        labels=sheet.stages,
+        active=list(range(len(sheet.stages))),
+        stylesheets=[InlineStyleSheet(css=_BUTTONS + chips)],
+        sizing_mode="stretch_width",
+    )
+    shown = CheckboxButtonGroup(
+        name="shown",
+        labels=list(SHOWN),
+        active=list(range(len(SHOWN) - 1)),
+        stylesheets=[InlineStyleSheet(css=_BUTTONS + _MARKS)],
+        sizing_mode="stretch_width",
+    )
+    switches: list[LayoutDOM] = [shown]
+    first, last = min(sheet.spans["step"]), max(sheet.spans["step"])
+    if first < last:
+        switches.append(
+            RangeSlider(name="steps-range", title="steps", start=first, end=last, value=(first, last), step=1,
+                        format="0", width=320, margin=(0, 30, 0, 20),
+                        stylesheets=[InlineStyleSheet(css=_SLIDER)])
+        )  # fmt: skip
+    whole = column(stages, row(*switches, sizing_mode="stretch_width"), main, overview, sizing_mode="stretch_width")
+    named = {model.name: model for model in whole.references() if model.name}
+    for name in _LATER:
+        named[name].visible = False
+    for name, attribute, in_the_light, _ in themed(sheet, palette):
+        setattr(named[name], attribute, in_the_light)
+    if _crowded(sheet):
+        named["edges"].palette = palette
+    return whole
+
+
+def _crowded(sheet: Sheet) -> bool:
+    """Whether bars are a pixel wide, so that their edges would hide what they are; the script looks again."""
+    return len(sheet.spans["begin"]) > _CROWDED
+
+
+_MARKS = f"""
+.bk-btn:nth-child(1)::before {{
+  background: repeating-linear-gradient(135deg, #f4f4f4 0 2px, #8a8a8a 2px 4px); }}
+.bk-btn:nth-child(2)::before {{ background: {_BAND[0]}; }}
+.bk-btn:nth-child(3)::before {{
+  background: linear-gradient(var(--slow, #5C4300), var(--slow, #5C4300)) center / 100% 3px no-repeat; }}
+.bk-btn:nth-child(4)::before {{ width: 0 !important; border-left: 2px dashed var(--faint, #666); border-radius: 0; }}
+.bk-btn:nth-child(5)::before {{ border: 2px solid {PATH}; box-sizing: border-box; }}
+"""
+
+
+def themed(sheet: Sheet, palette: Sequence[str]) -> list[tuple[str, str, Any, Any]]:
+    """Returns (model, property, in the light, in the dark) for all that changes."""
+    own: dict[tuple[str, str], Any] = {(name, "palette"): both for name, both in _palettes(palette).items()}
+    for i in range(len(sheet.bands)):
+        own |= {(f"band-glyph-{i}", "fill_color"): _BAND, (f"most-{i}", "text_color"): _INK}
+    if len(sheet.names) > 1:
+        own |= {(f"head-{i}", "text_color"): _INK for i in range(len(sheet.names))}
+    return [(*key, *value) for key, value in {**THEMED, **own}.items()]
+
+
+def _arrays(columns: Columns) -> dict[str, Any]:
+    """Columns of numbers as arrays, which bokeh writes compactly; texts are for the script alone, see ``words``."""
+    import numpy as np
+
+    count = len(next(iter(columns.values())))
+    return {"row": np.arange(count, dtype="int32")} | {
+        name: np.asarray(values, dtype=_TYPE_OF[name]) for name, values in columns.items() if name in _TYPE_OF
+    }
+
+
+def _mixed(colour: str, other: int, share: float) -> str:
+    """A colour with a share of another one, which is black (0) or white (255)."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part * (1 - share) + other * share):02x}" for part in parts)
+
+
+def _palettes(palette: Sequence[str]) -> dict[str, tuple[list[str], list[str]]]:
+    """Fill and edge of bars, in the light and in the dark: a bar of one pixel is all edge, which must be seen."""
+    fills = [_GREY.get(colour, colour) for colour in palette]
+    return {
+        "fills": (list(palette), fills),
+        "edges": ([_mixed(c, 0, 0.32) for c in palette], [_mixed(c, 255, 0.3) for c in fills]),
+    }
+
+
+def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], palette: Sequence[str]) -> figure:
+    from bokeh.models import (
+        BoxZoomTool,
+        CustomJSHover,
+        FixedTicker,
+        HoverTool,
+        Label,
+        PanTool,
+        PlainText,
+        Range1d,
+        ResetTool,
+        WheelZoomTool,
+    )
+    from bokeh.plotting import figure
+
+    end = sheet.longest * 1.005 or 1.0
+    zoom, pan = WheelZoomTool(dimensions="width"), PanTool(dimensions="width")
+    box = BoxZoomTool(dimensions="width")
+    made = figure(
+        name="chart",
+        height=round(sheet.height) + 58,
+        sizing_mode="stretch_width",
+        x_range=Range1d(0, end, bounds=(-0.02 * end, 1.02 * end), min_interval=1e-4, name="seconds-range"),
+        y_range=Range1d(sheet.height, 0, name="pixels-range"),
+        tools=[pan, box, zoom, ResetTool()],
+        active_drag=pan,
+        active_scroll=zoom,
+        toolbar_location="right",
+        lod_threshold=None,  # bars that vanish while one drags would mislead
+        background_fill_color=None,
+        border_fill_color=None,
+        outline_line_color=None,
+        min_border_left=80,
+        x_axis_label="seconds from the first task",
+    )
+    made.toolbar.logo = None
+    middles = [(row.top + row.bottom) / 2 for row in sheet.rows]
+    made.yaxis.update(
+        name="resources",
+        ticker=FixedTicker(ticks=middles),
+        # Plain text: a name between dollar signs would be taken for TeX.
+        major_label_overrides={m: PlainText(text=row.name) for m, row in zip(middles, sheet.rows, strict=True)},
+        major_tick_line_color=None,
+        axis_line_color=None,
+        major_label_text_font_size="12.5px",
+    )
+    made.xaxis.update(name="seconds", minor_tick_line_color=None, axis_label_text_font_style="normal",
+                      axis_label_text_font_size="12px")  # fmt: skip
+    made.ygrid.visible = False
+    made.xgrid.name = "grid"
+
+    bars = _bars(made, sheet, sources, views, palette)
+    for i, (name, at) in enumerate(zip(sheet.names, sheet.heads, strict=True)):
+        if len(sheet.names) > 1:
+            label = Label(name=f"head-{i}", x=0, x_units="screen", y=at, text=PlainText(text=name),
+                          text_font_size="14px", text_font_style="bold", text_baseline="middle")  # fmt: skip
+            made.add_layout(label)
+    for i, (columns, most) in enumerate(zip(sheet.bands, sheet.most, strict=True)):
+        text = PlainText(text=f"at most {most} in flight")
+        label = Label(name=f"most-{i}", x=2, x_units="screen", y=columns["bottom"][0] - 2, text=text,
+                      text_baseline="bottom", text_font_size="11px", text_alpha=0.75)  # fmt: skip
+        made.add_layout(label)
+    for renderer in bars:
+        # The script says what there is to say of a row; bokeh puts it down as text, never as markup.
+        source = renderer.data_source
+        tell = CustomJSHover(args={"source": source}, code="return timeline.tell(source, format, value)")
+        tips = HoverTool(renderers=[renderer], tooltips=_TIP, formatters={"@row": tell}, point_policy="follow_mouse",
+                         visible=False)  # fmt: skip
+        # A request lies on its band: what is said of the two stands apart.
+        tips.attachment = {"request": "above", "wait": "horizontal", "span": "horizontal"}.get(renderer.name, "below")
+        made.add_tools(tips)
+    return made
+
+
+def _bars(
+    made: figure, sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], palette: Sequence[str]
+) -> list[Any]:
+    """Draws everything, from back to front; returns what has facts to show."""
+    from bokeh.models import ColumnDataSource, LinearColorMapper
+
+    edges = {"left": "begin", "right": "end", "top": "top", "bottom": "bottom"}
+    fill, line = (
+        {"field": "stage", "transform": LinearColorMapper(name=name, palette=light, low=-0.5, high=len(light) - 0.5)}
+        for name, (light, _) in _palettes(palette).items()
+    )
+
+    # What changes with the zoom lies on a canvas of its own, so that the bars need not be drawn again for it.
+    over = {"level": "overlay"}
+    told = []
+    for i, (columns, most) in enumerate(zip(sheet.bands, sheet.most, strict=True)):
+        source = ColumnDataSource(_arrays(columns), name=f"band-source-{i}", tags=[most])
+        band = made.varea_step("begin", "bottom", "top", source=source, step_mode="after", name=f"band-{i}",
+                               fill_alpha=0.75)  # fmt: skip
+        band.glyph.name = f"band-glyph-{i}"
+        # The area shows them without seams; these are there to be pointed at.
+        told.append(made.quad(source=source, **edges, fill_color=None, line_color=None, name=f"band-spot-{i}"))
+    ends_of = made.segment(x0="at", x1="at", y0="top", y1="bottom", source=sources["steps"], view=views["steps"],
+                           line_dash=[4, 3], line_width=1.2, name="step", **over)  # fmt: skip
+    ends_of.glyph.name = "step-glyph"
+    waits = made.quad(source=sources["waits"], view=views["waits"], **edges, line_color=None, hatch_scale=7,
+                      hatch_pattern="right_diagonal_line", hatch_weight=1, name="wait")  # fmt: skip
+    waits.glyph.name = "wait-glyph"
+    spans = made.quad(source=sources["spans"], view=views["spans"], **edges, fill_color=fill, line_color=line,
+                      line_width=1, name="span")  # fmt: skip
+    spans.glyph.name = "span-glyph"
+    lead = made.segment(x0="end", y0="y", x1="to_x", y1="to_y", source=sources["requests"], view=views["requests"],
+                        line_width=1.2, line_alpha=0.8, line_dash=[5, 3], name="lead", **over)  # fmt: skip
+    lead.glyph.name = "lead-glyph"
+    arrow = made.scatter("to_x", "to_y", source=sources["requests"], view=views["requests"], marker="triangle",
+                         size=7, line_color=None, name="arrow", **over)  # fmt: skip
+    arrow.glyph.name = "arrow-glyph"
+    asked = made.segment(x0="begin", x1="end", y0="y", y1="y", source=sources["requests"], view=views["requests"],
+                         line_width=3, name="request", **over)  # fmt: skip
+    asked.glyph.name = "request-glyph"
+    link = made.segment(x0="from_x", y0="from_y", x1="begin", y1="y", source=sources["path"], view=views["path"],
+                        line_color=PATH, line_width=2, visible=False, name="path-link", **over)  # fmt: skip
+    link.glyph.name = "path-link-glyph"
+    path = made.quad(source=sources["path"], view=views["path"], **edges, fill_color=fill, line_color=PATH,
+                     line_width=2.5, visible=False, name="path-span", **over)  # fmt: skip
+    path.glyph.name = "path-glyph"
+    _texts(made, over)
+    return [*told, waits, spans, asked]
+
+
+def _texts(made: figure, over: Mapping[str, Any]) -> None:
+    """Labels and numbers of steps; the script fills in those for which there is room."""
+    from bokeh.models import ColumnDataSource
+
+    empty = ColumnDataSource({"x": [], "y": [], "text": [], "ink": []}, name="labels")
+    labels = made.text("x", "y", "text", source=empty, text_align="center", text_baseline="middle",
+                       text_font_size="11px", text_color="ink", name="label", **over)  # fmt: skip
+    labels.glyph.name = "label-glyph"
+    numbers = made.text("x", "y", "text", source=ColumnDataSource({"x": [], "y": [], "text": []}, name="numbers"),
+                        text_align="right", text_baseline="middle", text_font_size="11px", name="number",
+                        x_offset=-3, **over)  # fmt: skip
+    numbers.glyph.name = "number-glyph"
+
+
+def _overview(sheet: Sheet, spans: Any, main: figure) -> figure:
+    """The whole of what the GPUs did, small, with the window that the chart shows."""
+    from bokeh.models import CDSView, IndexFilter, Range1d, RangeTool
+    from bokeh.plotting import figure
+    from bokeh.transform import dodge
+
+    made = figure(
+        name="overview",
+        height=24 + 16 * sheet.stripes,
+        sizing_mode="stretch_width",
+        x_range=Range1d(0, main.x_range.end, name="all-seconds"),
+        y_range=Range1d(sheet.stripes, -0.15),
+        tools="",
+        toolbar_location=None,
+        lod_threshold=None,
+        background_fill_color=None,
+        border_fill_color=None,
+        outline_line_color="#888888",
+        min_border_left=80,
+        min_border_right=30,
+    )
+    made.axis.visible = False
+    made.grid.visible = False
+    glyph = next(r for r in main.renderers if r.name == "span").glyph
+    view = CDSView(filter=IndexFilter(_coarse(sheet)))
+    made.quad(source=spans, view=view, left="begin", right="end", top="small", bottom=dodge("small", 0.85),
+              line_color=None, fill_color=glyph.fill_color, name="stripe")  # fmt: skip
+    tool = RangeTool(x_range=main.x_range)
+    tool.overlay.update(name="window", fill_alpha=0.18, line_alpha=0.9, line_width=1.5)
+    made.add_tools(tool)
+    return made
+
+
+def _coarse(sheet: Sheet) -> list[int]:
+    """The bars that the overview can show: of those that share half a pixel the first."""
+    size = sheet.longest / _COARSE
+    spans = sheet.spans
+    reached: dict[int, float] = {}
+    kept = []
+    for i in sorted(range(len(spans["begin"])), key=spans["begin"].__getitem__):
+        row, end = spans["small"][i], spans["end"][i]
+        if row >= 0 and (row not in reached or end > reached[row] + size):
+            kept.append(i)
+            reached[row] = end
+    return kept
+
+
+def script_facts(sheet: Sheet, colour: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what the page's script needs beside the models, JSON-able."""
+    words = {
+        source: {name: values for name, values in getattr(sheet, source).items() if name not in _TYPE_OF}
+        for source in _SOURCES
+    }
+    return {
+        "runs": sheet.names,
+        "stages": sheet.stages,
+        "ink": [contrast(colour[stage]) for stage in sheet.stages],
+        "longest": sheet.longest * 1.005 or 1.0,
+        "bands": len(sheet.bands),
+        "crowded": _crowded(sheet),
+        "words": words,
+        "themed": themed(sheet, [colour[stage] for stage in sheet.stages]),
+    }

@@ -1,0 +1,161 @@
+"""The timeline as a page to look around in: one file that holds all it needs and opens offline."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import DataError
+from dataflow.files import replaced
+from dataflow.timeline.attribution import summary
+from dataflow.timeline.files import named
+from dataflow.timeline.page import panel
+from dataflow.timeline.page.chart import chart, script_facts
+from dataflow.timeline.page.tracks import sheet
+from dataflow.timeline.picture import colours
+from dataflow.timeline.spans import Trace
+
+_HINT = (
+    "Point at anything for its facts. The wheel zooms, dragging moves; the bar below the chart is the whole run, "
+    "and its window can be dragged. A button switches a stage or a layer off."
+)
+Facts = Mapping[str, Mapping[str, Any]]
+
+
+def page(
+    traces: Mapping[str, Trace] | Trace,
+    path: str | os.PathLike[str],
+    title: str | None = None,
+    facts: Facts | None = None,
+) -> None:
+    """Writes one run, or several below each other on one time axis, as a page.
+
+    Args:
+        traces: one run, or several by the names they are to have; others are compared with the first.
+        path: ends in ``.html``; replaced in one go. The same traces give the same file.
+        title: over the whole page.
+        facts: of each run, what its trace does not say: ``accuracy_before`` and ``accuracy_after``.
+
+    Raises:
+        DataError: another kind of file, or a trace without tasks.
+    """
+    target = Path(path)
+    if target.suffix.lower() != ".html":
+        raise DataError(f"page {path}: no such kind, '{target.suffix}'; give a name in .html.")
+    made = text(named(traces, f"page {path}"), title, facts)
+    with replaced(target) as temporary:
+        temporary.write_text(made, encoding="utf-8")
+
+
+def text(
+    traces: Mapping[str, Trace], title: str | None = None, facts: Facts | None = None, version: int | None = None
+) -> str:
+    """Returns the page.
+
+    Args:
+        traces: by their names, each with a task at least.
+        title, facts: see :func:`page`.
+        version: of a page that a server refreshes; None for one that stands for itself.
+    """
+    from bokeh.embed import json_item
+
+    facts, live = facts or {}, version is not None
+    drawn = sheet(traces)
+    colour = colours(drawn.stages)
+    item: Any = renumbered(json_item(chart(drawn, colour)))
+    numbers = {name: summary(trace) for name, trace in traces.items()}
+    several = len(traces) > 1
+    *others, last = traces
+    title = title or (f"{', '.join(others)} and {last}" if others else last)
+    parts = [f"<h1>{escape(title)}</h1>"]
+    for name, trace in traces.items():
+        parts.append(_named(panel.notes(trace, live), name if several else ""))
+    if several:
+        parts.append(panel.compared(traces, numbers, facts))
+    else:
+        parts += [panel.headline(trace, numbers[name]) for name, trace in traces.items()]
+    parts.append(f'<div id="timeline"></div><p class="hint">{_HINT}</p>')
+    for name, trace in traces.items():
+        found = panel.panel(trace, numbers[name], facts.get(name, {}))
+        parts.append(f"<h2>{escape(name)}</h2>{panel.headline(trace, numbers[name])}{found}" if several else found)
+    data = f"{_json('item', item)}\n{_json('facts', script_facts(drawn, colour))}"
+    start = f"timeline.start({_read('item')}, {_read('facts')}, {'true' if live else 'false'})"
+    scripts = f"{_bokeh()}\n<script>\n{_asset('page.js')}{start}\n</script>"
+    return _shell(title, "\n".join(parts) + f"\n{data}\n{scripts}", version)
+
+
+def waiting(name: str, why: str, version: int) -> str:
+    """Returns the page of a run that has nothing to show yet, which gives way to the next one."""
+    body = f'<h1>{escape(name)}</h1>\n<p class="note" role="status">{escape(why)}</p>'
+    return _shell(name, body, version)
+
+
+def _shell(title: str, body: str, version: int | None) -> str:
+    live = "" if version is None else f"\n<script>\n{_asset('follow.js')}</script>"
+    mark = "" if version is None else f' data-version="{version}"'
+    return f"""<!doctype html>
+<html lang="en"{mark}>
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>
+{_asset("page.css")}</style>
+</head>
+<body>
+{body}{live}
+</body>
+</html>
+"""
+
+
+def _named(note: str, name: str) -> str:
+    return note.replace('role="status">', f'role="status"><b>{escape(name)}:</b> ') if name else note
+
+
+def _asset(name: str) -> str:
+    return (files("dataflow.timeline.page") / name).read_text(encoding="utf-8")
+
+
+def _bokeh() -> str:
+    """Bokeh's own scripts, in the page: it loads nothing from anywhere."""
+    from bokeh.resources import Resources
+
+    scripts = Resources(mode="inline", components=["bokeh", "bokeh-widgets"]).js_raw
+    return "\n".join(f"<script>\n{script}\n</script>" for script in scripts)
+
+
+def _json(name: str, value: Any) -> str:
+    """Data in the page: no text in it can end its element."""
+    words = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{words}</script>'
+
+
+def _read(name: str) -> str:
+    return f'JSON.parse(document.getElementById("{name}").textContent)'
+
+
+def renumbered(item: Any) -> Any:
+    """Returns a bokeh item with ids counted from 1: bokeh itself counts on from one page of a process to the next."""
+    numbers = count(1)
+    known: dict[str, str] = {}
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: _number(v) if k in ("id", "root_id") and isinstance(v, str) else walk(v)
+                    for k, v in value.items()}  # fmt: skip
+        return [walk(v) for v in value] if isinstance(value, list | tuple) else value
+
+    def _number(old: str) -> str:
+        if old not in known:
+            known[old] = f"p{next(numbers)}"
+        return known[old]
+
+    return walk(item)

@@ -1,0 +1,245 @@
+"""What the page says in words and numbers: a run's headline, its tables, and the table of several runs. Pure.
+
+Every text that comes from a trace goes through ``html.escape``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from dataflow.timeline.culprits import Culprit, culprits
+from dataflow.timeline.page.tracks import staleness_of, versions_of
+from dataflow.timeline.spans import Trace, called
+from dataflow.timeline.text import extent
+
+LONGEST = 5
+"""Waits that are listed."""
+_MEANING = {
+    "rewards": "reward requests were still out",
+    "weights": "new weights were on their way to the engine",
+    "dispatch": "the next task was known, and was being handed over",
+    "controller": "a task on the controller's CPU was not done",
+    "io": "something was read or written",
+    "start-up": "before the first task on these GPUs",
+}
+_STATUS = {
+    "interrupted": "This run was interrupted; all is shown that had ended by then.",
+    "failed": "This run failed; all is shown that had ended by then.",
+    "running": "This run had not ended when this was written.",
+}
+
+
+def seconds(value: float) -> str:
+    """Returns a duration to read: ``0.25 s``, ``12.3 s``, ``3 min 20 s``, ``17 h 53 min``.
+
+    >>> seconds(0.254), seconds(200), seconds(64380)
+    ('0.25 s', '3 min 20 s', '17 h 53 min')
+    """
+    if value >= 3600:
+        minutes = round(value / 60)
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    if value >= 120:
+        whole = round(value)
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{value:.1f} s" if value >= 9.995 else f"{value:.2f} s"
+
+
+def change(value: float) -> str:
+    """Returns a change as a share, with a sign: ``−12.3%``."""
+    return f"{value:+.1%}".replace("-", "−")
+
+
+Numbers = Mapping[str, Any]
+"""Of a run: what :func:`dataflow.timeline.attribution.summary` returns."""
+
+
+def compared(
+    traces: Mapping[str, Trace], numbers: Mapping[str, Numbers], facts: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Returns the table of several runs; the first is what the others are compared with."""
+    first = next(iter(numbers.values()))
+    head = ["run", "steps", "wall time", "a step", "change", "GPU busy", "exposed wait", "lower bound", "accuracy"]
+    rows = []
+    for name, of in numbers.items():
+        wall, base, bound = of["wall_s"], first["step_s"], of.get("lower_bound_s")
+        busy = of["gpu_busy_s"] / wall if wall else 0.0
+        rows.append([
+            f"<b>{escape(name)}</b>{_status(traces[name])}",
+            str(traces[name].steps),
+            seconds(wall),
+            seconds(of["step_s"]),
+            "–" if of is first or not base else change(of["step_s"] / base - 1),
+            _meter(busy),
+            f"{seconds(of['exposed_wait_s'])} <small>{of['exposed_wait_s'] / wall if wall else 0:.0%}</small>",
+            "–" if bound is None else seconds(bound),
+            _accuracy(facts.get(name, {})),
+        ])  # fmt: skip
+    return f'<section class="compared">{_table(head, rows)}</section>'
+
+
+def _status(trace: Trace) -> str:
+    status = str(trace.meta.get("status", "finished"))
+    return "" if status in ("finished", "predicted") else f' <mark class="{_class(status)}">{escape(status)}</mark>'
+
+
+def _class(status: str) -> str:
+    return status if status in _STATUS else "other"
+
+
+def _accuracy(facts: Mapping[str, Any]) -> str:
+    before, after = facts.get("accuracy_before"), facts.get("accuracy_after")
+    if after is None:
+        return "–"
+    text = f"{after:.3f}" if before is None else f"{before:.3f} → {after:.3f}"
+    mean = facts.get("accuracy_mean_last_3")
+    return text if mean is None else f"{text} <small>mean of the last 3 evaluations {mean:.3f}</small>"
+
+
+def notes(trace: Trace, live: bool = False) -> str:
+    """Returns what has to be known before anything else: that a run did not finish, that its trace is cut off."""
+    status, cut = str(trace.meta.get("status", "finished")), trace.meta.get("cut")
+    said = _STATUS.get(status, "")
+    if live and (cut or status == "running"):
+        # Only its end is missing: what there is of it is whole.
+        said, cut = "This run has not ended; the page follows it.", None
+    text = f'<p class="note {_class(status)}" role="status">{said}</p>' if said else ""
+    if not cut:
+        return text
+    said = str(cut)
+    return f'{text}<p class="note cut" role="status">{escape(said[:1].upper() + said[1:])}.</p>'
+
+
+def headline(trace: Trace, numbers: Numbers) -> str:
+    """Returns a run in a sentence: how long, how busy, what for it waited."""
+    wall, steps = numbers["wall_s"], trace.steps
+    words = [f"<b>{steps} step{'s' * (steps != 1)}</b> in <b>{seconds(wall)}</b>, {seconds(numbers['step_s'])} a step."]
+    pools = trace.pools
+    if pools and wall > 0:
+        busy = " and ".join(f"<b>{escape(p)}</b> busy <b>{numbers['busy'][p]:.0%}</b>" for p in pools)
+        words.append(f"{busy} of the time;")
+        waits = [(c, s) for c, s in numbers["exposed_wait_by_cause"].items() if s >= 0.005 * wall]
+        told = ", ".join(f"{escape(cause)} {seconds(s)}" for cause, s in waits[:3])
+        mean = " on average" if len(pools) > 1 else ""
+        words.append(f"idle <b>{seconds(numbers['exposed_wait_s'])}</b>{mean}{f' ({told})' if told else ''}.")
+    if (bound := numbers.get("lower_bound_s")) and wall > 0:
+        over = wall / bound - 1
+        words.append(f"No order of these tasks takes less than {seconds(bound)}: this one is {over:.0%} above.")
+    return f'<p class="headline">{" ".join(words)}</p>'
+
+
+def panel(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
+    """Returns a run's tables.
+
+    Args:
+        trace: of the run.
+        numbers: of the run.
+        facts: of its summary.json: ``accuracy_before``, ``accuracy_after``, ``accuracy_mean_last_3``, ``total_s``.
+    """
+    parts = [_about(trace, numbers, facts), _waits(trace), _busy(numbers), _causes(numbers), _staleness(trace)]
+    return f'<section class="panel">{"".join(parts)}</section>'
+
+
+def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
+    meta, steps = trace.meta, trace.steps
+    of = meta.get("steps")
+    policy = str(meta.get("policy", "–"))
+    knobs = [f"{name.replace('_', ' ')} {meta[name]}" for name in ("split", "max_staleness", "order") if name in meta]
+    rows = [
+        ["policy", f"{escape(policy)}{_status(trace)}"],
+        ["", f"<small>{escape(', '.join(knobs))}</small>"] if knobs else [],
+        ["steps", f"{steps} of {of}" if isinstance(of, int) and of != steps else str(steps)],
+        ["wall time", f"{seconds(numbers['wall_s'])}, {seconds(numbers['step_s'])} a step"],
+        ["exposed wait", seconds(numbers["exposed_wait_s"])],
+    ]
+    if (total := facts.get("total_s")) is not None:
+        rows.append(["", f"<small>{seconds(total)} in all, with start, evaluations and end</small>"])
+    if (after := numbers.get("after_training_s", 0.0)) >= 0.05:
+        idle = seconds(numbers["after_training_idle_s"])
+        rows.append(["after training", f"{seconds(after)} <small>GPUs idle for {idle} of it</small>"])
+    if (bound := numbers.get("lower_bound_s")) is not None:
+        service = numbers["reward_service_s"]
+        by = "the reward requests at full concurrency" if service >= numbers["gpu_busy_s"] else "the GPUs' own work"
+        rows.append(["lower bound", f"{seconds(bound)} <small>{by}</small>"])
+    if (accuracy := _accuracy(facts)) != "–":
+        rows.append(["accuracy", accuracy])
+    asked = [m for m in trace.marks if not m.args.get("validation")]
+    if asked:
+        # An answer from the ledger takes no time, and what was given up says nothing of the service.
+        times = sorted(m.end - m.begin for m in asked if called(m.args))
+        again = sum(m.args.get("tries", 1) > 1 for m in asked)
+        told = f"{len(asked)}" + (f", {again} tried again" if again else "")
+        rows.append(["reward requests", told])
+        if times:
+            middle, slow = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
+            rows.append(["", f"<small>half within {seconds(middle)}, 99% within {seconds(slow)}, "
+                         f"the slowest {seconds(times[-1])}</small>"])  # fmt: skip
+    return _card("run", _table([], [row for row in rows if row]))
+
+
+def _waits(trace: Trace) -> str:
+    begin, _ = extent(trace)
+    found = culprits(trace)[:LONGEST]
+    if not found:
+        return _card("longest waits", "<p>The GPUs never waited.</p>" if trace.pools else "")
+    several = len(trace.pools) > 1
+    rows = [_wait(c, begin, several) for c in found]
+    return _card("longest waits", _table(["waited", "at", "for", "who came last", "then ran"], rows), "wide")
+
+
+def _wait(found: Culprit, begin: float, several: bool) -> list[str]:
+    wait = found.wait
+    where = f' data-from="{wait.begin - begin:.6f}" data-to="{wait.end - begin:.6f}"'
+    go = f'<button type="button" class="go" title="show it on the chart"{where}>{seconds(wait.seconds)}</button>'
+    cause = f"{escape(wait.cause)} <small>({escape(found.pool)})</small>" if several else escape(wait.cause)
+    return [
+        go,
+        f"{wait.begin - begin:.1f} s",
+        cause,
+        f'<span class="words">{escape(found.words) or "–"}</span>',
+        escape(wait.task) or "–",
+    ]
+
+
+def _causes(numbers: Numbers) -> str:
+    wall = numbers["wall_s"]
+    rows = [
+        [escape(cause), seconds(s), _meter(s / wall if wall else 0.0), f"<small>{_MEANING.get(cause, '')}</small>"]
+        for cause, s in numbers["exposed_wait_by_cause"].items()
+    ]
+    text = _table(["waited for", "time", "share of all", ""], rows) if rows else "<p>The GPUs never waited.</p>"
+    return _card("exposed wait by cause", text, "wide")
+
+
+def _busy(numbers: Numbers) -> str:
+    rows = [[escape(name), _meter(share)] for name, share in numbers["busy"].items()]
+    return _card("busy", _table(["resource", "share of the time"], rows))
+
+
+def _staleness(trace: Trace) -> str:
+    versions = versions_of(trace)
+    counts: dict[int, int] = {}
+    for span in trace.spans:
+        if span.stage == "actor_update" and (stale := staleness_of(span, versions)) is not None:
+            counts[stale] = counts.get(stale, 0) + 1
+    if not counts:
+        return ""
+    total = sum(counts.values())
+    rows = [[f"{n} step{'s' * (n != 1)} old", str(counts[n]), _meter(counts[n] / total)] for n in sorted(counts)]
+    return _card("staleness", _table(["samples were", "updates", "share"], rows))
+
+
+def _meter(share: float) -> str:
+    percent = "&lt;0.1%" if 0 < share < 0.001 else f"{share:.1%}" if 0 < share < 0.01 else f"{share:.0%}"
+    return f'<meter min="0" max="1" value="{min(1.0, max(0.0, share)):.4f}"></meter> {percent}'
+
+
+def _card(title: str, body: str, kind: str = "") -> str:
+    return f'<div class="card {kind}"><h3>{title}</h3>{body}</div>' if body else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"

@@ -1,0 +1,1 @@
+"""Code that users write: loaded, called, copied for, and named when it fails."""

@@ -1,0 +1,231 @@
+"""What user code raises: read without a second failure, told from an interrupt of the run, sent between processes.
+
+An exception may be anything: its ``__str__`` may raise or be endless, its attributes may be properties that raise, and
+it may be no ``Exception`` at all. What looks at one goes through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from typing import Any
+
+from dataflow.errors import RunError
+from dataflow.system.redaction import redact
+
+LONGEST = 2000
+"""Characters of a message that are kept."""
+
+LONGEST_TRACE = 40_000
+"""Characters of a traceback that are kept."""
+
+_READ = 100_000  # characters of a message that are read at all
+_MOST_BYTES = 1 << 20  # of an exception that is sent whole
+
+
+# What Python itself says of an exception; a class may put properties of its own in their place.
+_DEFINED = {name: BaseException.__dict__[name] for name in ("__cause__", "__context__", "__traceback__", "__dict__")}
+_PARTS = BaseExceptionGroup.__dict__["exceptions"]
+
+
+class UserExit(RunError):
+    """User code raised what would have ended the process, such as SystemExit; this says what it was."""
+
+
+class Unreadable(RunError):
+    """User code raised an exception that cannot be read; this says of which class."""
+
+
+def readable(error: BaseException, chained: bool = True) -> BaseException:
+    """Returns an exception whose class, causes and parts can be read: the one given, or a stand-in for it.
+
+    A class may replace what Python defines for every exception by properties that raise or that have no end.
+
+    Args:
+        error: what was raised.
+        chained: whether the exceptions that it was raised from count, too.
+    """
+    ahead, seen = [error], set[int]()
+    try:
+        while ahead:
+            one = ahead.pop()
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            if one.__class__ is not type(one) or not type(one).__name__ or not type(one).__mro__:
+                raise AttributeError("__class__")
+            for name, defined in _DEFINED.items():
+                if getattr(one, name) is not defined.__get__(one):
+                    raise AttributeError(name)
+            if isinstance(one, BaseExceptionGroup):
+                if one.exceptions is not _PARTS.__get__(one):
+                    raise AttributeError("exceptions")
+                ahead += one.exceptions
+            if chained:
+                ahead += [other for other in (one.__cause__, one.__context__) if other is not None]
+    except BaseException as own:
+        if is_interrupt(own):
+            raise
+        name = type.__dict__["__name__"].__get__(type(error))
+        return Unreadable(f"{name}, which cannot be read")
+    return error
+
+
+def message_of(error: BaseException) -> str:
+    """Returns the message of an exception on one line, shortened; what its ``__str__`` raises is named instead."""
+    try:
+        text = str(error)
+        size, head = str.__len__(text), str.__getitem__(text, slice(_READ))  # it may be a str of the user's own kind
+    except BaseException as own:
+        if is_interrupt(own):
+            raise
+        return f"its __str__ raised {type(own).__name__}"
+    line = redact(" ".join(head.split()))
+    size = size if size > _READ else len(line)
+    return line if size <= LONGEST else f"{line[:LONGEST]}... ({size:,} characters)"
+
+
+def trace_of(error: BaseException) -> str:
+    """Returns the traceback of an exception and its causes, shortened; one that cannot be read shows its frames."""
+    try:
+        text = "".join(traceback.format_exception(error))
+    except BaseException as own:  # formatting looks at attributes of it and of its causes
+        if is_interrupt(own):
+            raise
+        text = f"{''.join(traceback.format_tb(error.__traceback__))}{type(error).__name__}: {message_of(error)}\n"
+    return shortened(redact(text))
+
+
+def can_be_traced(error: BaseException) -> bool:
+    """Whether the traceback of an exception, with all that stands behind it, can be formatted."""
+    try:
+        return bool(traceback.format_exception(error))
+    except BaseException as own:
+        if is_interrupt(own):
+            raise
+        return False
+
+
+def shortened(trace: str) -> str:
+    """Returns a traceback without its middle, if it is longer than :data:`LONGEST_TRACE`."""
+    half = LONGEST_TRACE // 2
+    return trace if len(trace) <= LONGEST_TRACE else f"{trace[:half]}\n...\n{trace[-half:]}"
+
+
+def attribute_of(error: object, name: str, default: Any = None) -> Any:
+    """Returns an attribute of an object of the user's; the default if it has none, or if looking at it raises."""
+    try:
+        return getattr(error, name, default)
+    except BaseException as own:
+        if is_interrupt(own):
+            raise
+        return default
+
+
+def parts_of(error: BaseException) -> list[BaseException]:
+    """Returns the exceptions that a group holds, at any depth, in order; an exception that is no group, alone."""
+    found: list[BaseException] = []
+    left = [error]
+    while left:
+        one = left.pop()
+        if isinstance(one, BaseExceptionGroup):
+            left.extend(reversed(one.exceptions))
+        else:
+            found.append(one)
+    return found
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yields an exception, the one it was raised from, and so on; each once, though the chain may be a circle."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it is a Ctrl-C of the user's, and no KeyboardInterrupt that user code raised by itself.
+
+    Python raises the first in the main thread only, and only where asyncio or the run has not taken the signal over.
+    """
+    # By its type: isinstance() also asks the exception itself.
+    if not issubclass(type(error), KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+        return False
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_name == "_on_sigint"  # of asyncio.Runner
+
+
+def is_cancelled(error: BaseException) -> bool:
+    """Whether it is the end of a task that we cancelled, and no CancelledError that user code raised by itself."""
+    if not issubclass(type(error), asyncio.CancelledError):
+        return False
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return False
+    return task is not None and task.cancelling() > 0
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an exception that came out of user code is to pass: the run is interrupted, or the task cancelled."""
+    return is_interrupt(error) or is_cancelled(error)
+
+
+class Contained(Coroutine[Any, Any, Any]):
+    """A coroutine of user code that runs as a task of its own, and so would end the event loop with SystemExit.
+
+    That, and KeyboardInterrupt, become a :class:`UserExit`.
+    """
+
+    def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
+        self._inner = inner
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._inner.send(value)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise self._instead(error) from error
+
+    def throw(self, *raised: Any) -> Any:
+        try:
+            return self._inner.throw(*raised)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise self._instead(error) from error
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._inner.__await__()
+
+    def _instead(self, error: BaseException) -> BaseException:
+        if is_interrupt(error):
+            raise error
+        return UserExit(f"{type(error).__name__}: {message_of(error)}".rstrip(": "))
+
+
+def pickled_error(error: BaseException, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes | None:
+    """Returns an exception in bytes that another process can read; None for one that cannot be sent as it is.
+
+    That is one that does not come back as what it was, that is huge, or that may not pass through a coroutine.
+    """
+    if not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration):
+        return None
+    try:
+        sent = dumps(error)
+        whole = len(sent) <= _MOST_BYTES and type(pickle.loads(sent)) is type(error)
+    except BaseException as own:  # pickling runs code of the user's
+        if is_interrupt(own):
+            raise
+        return None
+    return sent if whole else None

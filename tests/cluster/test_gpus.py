@@ -1,0 +1,255 @@
+"""That hosts ask Ray for the GPUs they need. Ray hands out GPUs by count, so a machine without any can show it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dataflow.cluster.gpus import Gpus
+from dataflow.engines import choice
+from dataflow.engines.base import Sampling
+from dataflow.engines.choice import vllm_device
+from dataflow.engines.replicas.engine import Replicas
+from dataflow.errors import ConfigError, RunError
+from dataflow.executors import ray as ray_executor
+from dataflow.executors.ray import RayExecutor
+from dataflow.graph import Hosted, Pipeline, stage
+from dataflow.models.tiny import tiny_model
+from pipelines import gsm8k_grpo
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus():
+    import ray
+
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+class Process:
+    """Says which GPUs Ray gave it."""
+
+    def gpus(self) -> str:
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@stage(writes="out", on="gpu")
+def work(prompts, *, process):
+    return process.gpus()
+
+
+async def seen_by(pipeline: Pipeline) -> dict[str, list[str]]:
+    executor = RayExecutor(num_cpus=2)
+    try:
+        await executor.open(pipeline)
+        return {
+            name: list(await asyncio.gather(*(actor.ask.remote("gpus") for actor in executor._hosts[name])))
+            for name in pipeline.hosts()
+        }
+    finally:
+        await executor.close()
+
+
+def shares(gpus_per_worker: float, ranks: int, **more: object) -> dict[str, Hosted]:
+    """The hosts of the GSM8K pipeline."""
+    config = gsm8k_grpo.Config.model_validate(
+        {"ray": {"gpus_per_worker": gpus_per_worker}, "trainer": {"world_size": ranks}, "model": {"path": "x"}, **more}
+    )
+    hosts = gsm8k_grpo.pipeline(config).hosts()
+    assert isinstance(gsm8k_grpo.pipeline(config).by_name["rollout"].tools["sampling"], Sampling)
+    return hosts
+
+
+def test_each_rank_has_a_gpu_and_the_rollout_shares_one() -> None:
+    hosts = shares(1.0, ranks=2)
+    assert hosts["trainer"].options["device"] == hosts["rollout"].options["device"] == "cuda"
+    seen = asyncio.run(seen_by(processes(hosts)))
+    assert sorted(seen["trainer"]) == ["0", "1"]
+    assert seen["rollout"][0] in ("0", "1")
+
+
+def processes(hosts: dict[str, Hosted]) -> Pipeline:
+    """A pipeline of these hosts, those on GPUs, with a process in place of each engine."""
+    stages = [
+        work.bind(name=name, renamed={"out": name}, process=replace(spec, factory=Process, options={}))
+        for name, spec in hosts.items()
+        if spec.gpus
+    ]
+    return Pipeline(stages, inputs=["prompts"])
+
+
+needs_vllm = pytest.mark.skipif(vllm_device() is None, reason="tensor parallel is vLLM's, which is not installed")
+
+
+@needs_vllm
+def test_an_engine_over_several_gpus_shares_them_with_the_ranks_and_is_built_anew_on_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choice, "vllm_device", lambda: "cuda")
+    hosts = shares(1.0, ranks=2, engine={"rollout": "vllm", "tensor_parallel": 2})
+    assert hosts["rollout"].options["tensor_parallel"] == 2
+    # The engine is named first, but the ranks, which take more of each GPU, are placed first.
+    pipeline = processes({name: hosts[name] for name in ("rollout", "trainer")})
+
+    async def body() -> None:
+        executor = RayExecutor(num_cpus=2)
+        try:
+            await executor.open(pipeline)
+            ranks = [await actor.ask.remote("gpus") for actor in executor._hosts["trainer"]]
+            assert sorted(ranks) == ["0", "1"]
+            pid = await executor.ask("rollout", "pid")
+            os.kill(pid, signal.SIGKILL)
+            assert sorted((await executor.ask("rollout", "gpus")).split(",")) == ["0", "1"]
+            assert await executor.ask("rollout", "pid") != pid
+        finally:
+            await executor.close()
+
+    asyncio.run(body())
+
+
+def test_replicas_over_several_gpus_see_them(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+
+    def engine(**_options: object) -> SimpleNamespace:
+        seen.write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+        return SimpleNamespace(close=lambda: None)
+
+    async def body() -> None:
+        options = {"model": str(tiny_model()), "max_prompt_length": 8}
+        await Replicas(engine, options, replicas=1, gpus=0.6, devices=2).close()
+
+    asyncio.run(body())
+    assert sorted(seen.read_text().split(",")) == ["0", "1"]
+
+
+def test_shares_that_are_put_on_one_gpu_end_with_the_fix() -> None:
+    engine = Hosted("rollout", Process, gpus=0.3, devices=2)
+    with pytest.raises(ConfigError, match=r"2 shares of GPUs (0, 0|1, 1), .* give ray.gpus_per_worker=1"):
+        asyncio.run(seen_by(processes({"rollout": engine})))
+
+
+def test_a_part_of_a_second_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"1\.5 GPUs for a process: Ray shares one GPU, not several"):
+        Gpus(1.5)
+
+
+def test_without_gpus_the_hosts_ask_for_none() -> None:
+    hosts = shares(0.0, ranks=2)
+    assert all(spec.gpus == 0 for spec in hosts.values())
+    assert hosts["trainer"].options["device"] == hosts["rollout"].options["device"] == "cpu"
+
+
+def test_more_gpus_than_there_are_end_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy = work.bind(process=Hosted("trainer", Process, ranks=3, gpus=1.0))
+
+    async def body() -> None:
+        executor = RayExecutor(num_cpus=2)
+        try:
+            await executor.open(Pipeline([]))  # what every run has is up before the time is measured
+            monkeypatch.setattr(ray_executor, "BUILD_DEADLINE_S", 5.0)
+            await executor.open(Pipeline([greedy], inputs=["prompts"]))
+        finally:
+            await executor.close()
+
+    with pytest.raises(RunError, match="3 x 1 GPUs: does the cluster have them"):
+        asyncio.run(body())
+
+
+class Logged:
+    """Writes when it is built, and for how long."""
+
+    def __init__(self, name: str, log: str, seconds: float) -> None:
+        for word in ("begins", "ends"):
+            with open(log, "a") as file:
+                file.write(f"{name} {word}\n")
+            time.sleep(seconds if word == "begins" else 0)
+
+
+def test_who_measures_what_is_free_is_built_before_the_others_on_gpus(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    shared = [("trainer", 0.6, False), ("rollout", 0.3, True), ("judge", 0.1, False)]
+    stages = [
+        work.bind(
+            name=name,
+            renamed={"out": name},
+            process=Hosted(name, Logged, {"name": name, "log": str(log), "seconds": 0.3}, gpus=gpus, alone=alone),
+        )
+        for name, gpus, alone in shared
+    ]
+
+    async def body() -> None:
+        executor = RayExecutor(num_cpus=2)
+        try:
+            await executor.open(Pipeline(stages, inputs=["prompts"]))
+        finally:
+            await executor.close()
+
+    asyncio.run(body())
+    lines = log.read_text().splitlines()
+    assert lines[:2] == ["rollout begins", "rollout ends"]
+    assert sorted(lines[2:]) == ["judge begins", "judge ends", "trainer begins", "trainer ends"]
+
+
+@needs_vllm
+def test_vllm_over_several_shared_gpus_uses_processes_of_its_own() -> None:
+    """In a placement group it would else start Ray actors of a whole GPU each, for which there is never room."""
+    import ray
+
+    class Asked(Exception):
+        pass
+
+    class Engine:
+        def backend(self, model: str) -> str:
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            from dataflow.engines.vllm.multi_process import AsyncVllmRollout
+
+            def asked(args: Any) -> Any:
+                raise Asked(args.create_engine_config().parallel_config.distributed_executor_backend)
+
+            AsyncLLM.from_engine_args = staticmethod(asked)
+            try:
+                AsyncVllmRollout(model, 8, 8, tensor_parallel=2)
+            except RunError as error:
+                return str(error.__cause__)
+            return "it started"
+
+    gpus = Gpus(0.3, 2)
+    try:
+        engine = ray.remote(Engine).options(**gpus.options).remote()
+        assert ray.get(engine.backend.remote(str(tiny_model())), timeout=100) == "mp"
+    finally:
+        gpus.release()
+
+
+def test_a_machine_without_gpus_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+
+    async def body() -> None:
+        executor = RayExecutor(num_cpus=2)
+        executor._started = True  # a local Ray
+        try:
+            await executor.open(processes({"trainer": Hosted("trainer", Process, gpus=1.0)}))
+        finally:
+            executor._started = False
+            await executor.close()
+
+    with pytest.raises(ConfigError, match=r"ray\.gpus_per_worker: the run wants 1 GPUs, and Ray finds none"):
+        asyncio.run(body())

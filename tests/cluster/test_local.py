@@ -1,0 +1,162 @@
+"""The Ray of one run: on loopback, behind a token, with nothing that the run does not use."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dataflow.cluster import local as ray_local
+from dataflow.cluster.local import LocalRay
+from dataflow.errors import RunError
+from dataflow.executors.ray import RayExecutor
+from dataflow.rewards.limits.queues import Limits
+from dataflow.rewards.limits.shared import start_limits
+from tests.rigs.listening import check, listeners
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
+
+ASK = """
+import sys
+from ray._raylet import GcsClient
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, 5)
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayExecutor]:
+    """One whose Ray is up, started in a directory that is on nobody's path."""
+    here = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("here"))
+    executor = RayExecutor(num_cpus=1)
+    try:
+        executor._init()
+        yield executor
+    finally:
+        if executor._local:
+            executor._local.close()
+        os.chdir(here)
+
+
+def gcs() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def ask(**environment: str) -> subprocess.CompletedProcess[str]:
+    """Asks the run's Ray for something, in a process with these variables."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    return subprocess.run(
+        [sys.executable, "-c", ASK, gcs()], env=given | environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_it_listens_on_loopback_alone_and_so_do_shared_limits(executor: RayExecutor) -> None:
+    actor, address = start_limits(Limits(4))
+    assert address.host == "127.0.0.1"
+    found = listeners(psutil.Process())
+    # This process is pytest: it stands for the command.
+    check([each._replace(process="dataflow run") if "pytest" in each.process else each for each in found], 4)
+    assert any(each.port == address.port for each in found)
+    del actor
+
+
+def test_it_starts_what_a_run_uses_and_no_more(executor: RayExecutor) -> None:
+    commands = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
+    for name in ("gcs_server", "raylet/raylet", "RuntimeEnvAgent"):
+        assert any(name in command for command in commands), name
+    for name in ("monitor.py", "log_monitor.py", "dashboard.py"):
+        assert not any(f"/{name}" in command for command in commands), name
+
+
+def test_it_answers_only_who_has_the_token(executor: RayExecutor, tmp_path: Path) -> None:
+    assert executor._local is not None
+    path = executor._local.token_path
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=path).returncode == 0
+    for without in (ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="1" * 64), ask(RAY_AUTH_MODE="disabled")):
+        assert without.returncode == 1
+        assert "nauthenticated" in without.stderr or "nauthorized" in without.stderr
+
+
+def test_the_token_is_in_no_environment_command_or_log(executor: RayExecutor) -> None:
+    import ray
+
+    assert executor._local is not None
+    token = Path(executor._local.token_path).read_text()
+    assert len(token) == 64
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        assert token not in " ".join([*process.cmdline(), *process.environ().values()])
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    files = [file for file in session.rglob("*") if file.is_file()]
+    assert files
+    assert not [file for file in files if token.encode() in file.read_bytes()]
+
+
+def test_workers_and_their_processes_do_not_import_from_the_working_directory(executor: RayExecutor) -> None:
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def paths() -> list[str]:
+        import subprocess
+
+        # As multiprocessing starts a process, before that takes over this one's path.
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        code = "import sys; print(*sys.path, '', sep='\\n', end='/')"
+        child = subprocess.check_output([sys.executable, *flags, "-c", code], text=True, timeout=60)
+        assert not child.startswith("\n"), "it looks for modules in the working directory first"
+        return [*sys.path, *child.split("\n")[:-1]]
+
+    assert os.getcwd() not in [os.path.realpath(path) for path in ray.get(paths.remote(), timeout=60)]
+
+
+@pytest.mark.parametrize("end", ["close", "shutdown"])
+def test_a_second_one_has_another_token_and_nothing_is_left_of_the_first(
+    executor: RayExecutor, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Last: it ends the module's. ``ray.shutdown`` ends this Ray as one that ``ray.init`` has started."""
+    import ray
+
+    first = Path(executor._local.token_path).read_text() if executor._local else ""
+    executor._leave()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of a cluster that this run does not join")
+    before = dict(os.environ)
+    local = LocalRay(1)
+    local.open(logging_level="ERROR", log_to_driver=False, configure_logging=False)
+    try:
+        assert ray.get(ray.remote(num_cpus=0)(lambda: 1).remote(), timeout=60) == 1
+        path = local.token_path
+        assert Path(path).read_text() != first
+        started = [p for p in psutil.Process().children(recursive=True) if "ray" in " ".join(p.cmdline())]
+        if end == "shutdown":
+            ray.shutdown()
+            assert not Path(path).exists()
+    finally:
+        local.close()
+    local.close()  # no harm
+    assert not Path(path).exists()
+    assert dict(os.environ) == before
+    _gone, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive
+
+
+def test_one_that_does_not_start_says_so_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(ray_local, "_start_node", broken)
+    local = LocalRay(1)
+    with pytest.raises(RunError, match=r"Ray does not start on this machine: no space left on device; see"):
+        local.open()
+    assert local._token is None

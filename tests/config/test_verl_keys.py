@@ -1,0 +1,119 @@
+"""verl's keys: each is named by ours or has a reason, and no hint names a key of another meaning."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dataflow.config.overrides import fields
+from dataflow.config.run import RunConfig, parse_overrides
+from dataflow.config.verl_keys import KEYS, SECTIONS, hint
+from dataflow.errors import ConfigError, alike
+
+OURS = {".".join(path) for path, _ in fields(RunConfig)}
+OLDER = {"reward_model.launch_reward_fn_async", "reward_model.reward_kwargs"}
+"""Keys of verl's earlier versions."""
+
+
+def said(key: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(RunConfig, [f"{key}=1"])
+    return str(caught.value)
+
+
+def test_every_key_names_one_of_ours_or_a_reason() -> None:
+    for key, meaning in KEYS.items():
+        assert key not in OURS, f"{key} is ours already"
+        assert meaning.ours in OURS if meaning.ours else meaning.note
+        assert said(key).startswith(f"unknown key '{key}'; verl's '{key}' "), said(key)
+        assert meaning.ours is None or f"is '{meaning.ours}' here" in said(key)
+
+
+def test_every_key_is_one_of_verls() -> None:
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
+        pytest.skip("verl is not installed")
+    whole = Path(spec.origin).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+    config = yaml.safe_load(whole.read_text())
+
+    def known(key: str) -> bool:
+        at: Any = config
+        for name in key.split("."):
+            if not isinstance(at, dict) or name not in at:
+                return key.startswith("reward.custom_reward_function.reward_kwargs")
+            at = at[name]
+        return True
+
+    assert [key for key in KEYS if not known(key) and key not in OLDER] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("data.train_batch_size", "is 'data.prompts' here"),
+        ("+data.train_batch_size", "is 'data.prompts' here"),
+        ("data.train_batchsize", "verl's 'data.train_batch_size' is 'data.prompts' here"),
+        ("trainer.save_freq", "has no counterpart here: a run saves no checkpoints"),
+        ("trainer.save_frequ", "verl's 'trainer.save_freq' has no counterpart"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", "data.prompts divided by verl's value"),
+        ("actor_rollout_ref.rollout.no_such_key", "section engine holds the options of rollout"),
+        ("actor_rollout_ref.hybrid_engine", "sections model, engine, trainer and algorithm"),
+        ("critic.optim.lr", "need no critic"),
+        ("critic", "need no critic"),
+        ("reward_model.strategy", "sections reward, judge and custom_reward_function"),
+    ],
+)
+def test_what_verl_calls_otherwise_is_named(key: str, message: str) -> None:
+    assert message in said(key)
+
+
+@pytest.mark.parametrize(
+    ("key", "not_named"),
+    [
+        ("data.train_batch_size", "data.train_size"),
+        ("trainer.save_freq", "trainer.lr"),
+        ("trainer.save_every", "trainer.lr"),
+        ("engine.x", "engine.n"),
+        ("trainer.micro_batch", "trainer.mini_batches"),
+        ("data.val_batch", "data.val_size"),
+        ("reward.retry_delay", "reward.tries"),
+        ("policy.name", "'name'"),
+    ],
+)
+def test_no_hint_names_a_key_of_another_meaning(key: str, not_named: str) -> None:
+    assert f"did you mean '{not_named.strip(chr(39))}'" not in said(key)
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("worldsize", "trainer.world_size"),
+        ("trainer.lrr", "trainer.lr"),
+        ("engine.temprature", "engine.temperature"),
+        ("engine.max_token", "engine.max_tokens"),
+        ("engine.top-p", "engine.top_p"),
+        ("reward.concurency", "reward.concurrency"),
+        ("data.max_prompt_len", "data.max_prompt_length"),
+        ("policy.staleness", "policy.max_staleness"),
+        ("stepps", "steps"),
+        ("trainer.lr.x", "trainer.lr"),
+    ],
+)
+def test_a_misspelt_key_is_named(key: str, named: str) -> None:
+    assert f"did you mean '{named}'?" in said(key)
+
+
+def test_each_of_our_own_keys_is_found_with_a_letter_left_out() -> None:
+    for key in sorted(OURS):
+        leaf = key.rpartition(".")[2]
+        if len(leaf) > 4:
+            assert alike(leaf[:2] + leaf[3:], [leaf]) == leaf
+
+
+def test_sections_have_a_sentence_each() -> None:
+    for section in SECTIONS:
+        assert SECTIONS[section] in str(hint(f"{section}.no_such_key_at_all"))

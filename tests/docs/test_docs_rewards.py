@@ -1,0 +1,345 @@
+"""docs/rewards.md says what is so: its code and command lines work, its files, keys and names are there.
+
+``python tests/docs/test_docs_rewards.py`` writes the files it shows and the tables of options into it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import re
+import shlex
+import sqlite3
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from dataflow.batch import Batch
+from dataflow.config.overrides import fields
+from dataflow.config.reward import EndpointConfig
+from dataflow.config.run import load_pipeline_file, parse_overrides
+from dataflow.errors import RewardFailed
+from dataflow.planning.config import PlanConfig
+from dataflow.reward_agent import Limits, RewardAgent
+from dataflow.rewards.build import host_agent
+from dataflow.rewards.failure import KINDS
+from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.remote.metrics import COUNTED, GAUGED
+from dataflow.rewards.retry import _TRANSPORT, is_transient
+from dataflow.rewards.user.results import RESERVED
+
+pytestmark = pytest.mark.timeout(60)
+
+ROOT = Path(__file__).parents[2]
+DOC = ROOT / "docs" / "rewards.md"
+EXAMPLES = ROOT / "examples" / "rewards"
+PIPELINE = ROOT / "pipelines" / "gsm8k_grpo.py"
+TEXT = DOC.read_text(encoding="utf-8") if DOC.exists() else ""
+
+# A link to an example, and the block behind it that shows the file.
+SHOWN = re.compile(r"(\(\.\./examples/rewards/(\S+)\)[^`]*?\n```(?:python|text)\n)(.*?)(\n```)", re.DOTALL)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
+TABLES = re.compile(r"(<!-- options: .*? -->\n)(.*?)(\n<!-- end of options -->)", re.DOTALL)
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """Returns each block of a language that shows no file, with what the block of text right behind it says."""
+    shown = {match[3] for match in SHOWN.finditer(TEXT)}
+    found = [*BLOCK.finditer(TEXT)]
+    said = {match.start(): match[2] for match in found if match[1] == "text"}
+    mine = [match for match in found if match[1] == language and match[2] not in shown]
+    return [(match[2], said.get(match.end() + 2, "")) for match in mine]
+
+
+def commands(program: str) -> list[list[str]]:
+    """Returns the words of each command line that begins so."""
+    text = "\n".join(code for code, _ in blocks("")).replace("\\\n", "")
+    starts = re.split(r"^(?=dataflow )", text, flags=re.MULTILINE)
+    return [shlex.split(start) for start in starts if start.startswith(program)]
+
+
+def table(heading: str) -> list[list[str]]:
+    """Returns the rows of the first table behind a line that holds some text."""
+    lines = TEXT[TEXT.index(heading) :].split("\n|", 1)[1].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def option_tables() -> str:
+    """Returns the tables of all options of rewards, by the docstrings of their sections."""
+    config = parse_overrides(load_pipeline_file(PIPELINE).Config, [])
+    parts = [
+        ("reward", config.reward),
+        ("reward.endpoints.NAME", EndpointConfig()),
+        ("custom_reward_function", config.custom_reward_function),
+        ("judge", config.judge),
+    ]
+    return "\n\n".join(_table(prefix, section) for prefix, section in parts)
+
+
+def _table(prefix: str, section: Any) -> str:
+    rows = [f"| key of `{prefix}` | default | what |", "|---|---|---|"]
+    for name, info in type(section).model_fields.items():
+        default = yaml.safe_dump(_plain(getattr(section, name)), default_flow_style=True, width=1000)
+        text = " ".join((info.description or "").split()).replace("|", "\\|")
+        rows.append(f"| `{prefix}.{name}` | `{default.removesuffix('...' + chr(10)).strip()}` | {text} |")
+    return "\n".join(rows)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> ModuleType:
+    return load_pipeline_file(PIPELINE)
+
+
+def run(body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(20):
+            return await body()
+
+    return asyncio.run(limited())
+
+
+def batch(texts: list[list[str]], truth: str = "7") -> Batch:
+    """One group for each list."""
+    rows = [(group, text) for group, some in enumerate(texts) for text in some]
+    columns: dict[str, Any] = {"response_text": [text for _, text in rows], "data_source": ["d"] * len(rows)}
+    chat = [{"role": "user", "content": "3 + 4?"}]
+    columns |= {"ground_truth": [truth] * len(rows), "raw_prompt": [chat] * len(rows)}
+    return Batch([group for group, _ in rows], columns)
+
+
+async def rewards(agent: RewardAgent, samples: Batch, spare: int = 0) -> Batch:
+    """Returns what the agent makes of one step."""
+    try:
+        agent.submit(1, samples, spare=spare)
+        return await agent.collect(1)
+    finally:
+        await agent.close()
+
+
+# --- the text ---------------------------------------------------------------------------------------------------
+
+
+def test_the_files_it_shows_are_the_files() -> None:
+    shown = {match[2]: match[3] for match in SHOWN.finditer(TEXT)}
+    assert len(shown) >= 4
+    for name, text in shown.items():
+        assert text == (EXAMPLES / name).read_text(encoding="utf-8").strip(), f"run python {Path(__file__).name}"
+
+
+def test_each_example_is_linked_and_each_link_leads_somewhere() -> None:
+    assert set(re.findall(r"\(\.\./examples/rewards/(\S+)\)", TEXT)) == {
+        file.name for file in EXAMPLES.iterdir() if file.is_file()
+    }
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert (DOC.parent / target).exists(), target
+    prose = BLOCK.sub("", TEXT)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= anchors
+
+
+def test_the_tables_of_options_are_those_of_the_configuration() -> None:
+    match = TABLES.search(TEXT)
+    assert match is not None
+    assert match[2] == option_tables(), f"run python {Path(__file__).name}"
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_python_blocks_print_what_is_said(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said = blocks("python")[number]
+    monkeypatch.chdir(tmp_path)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, f"{DOC.name}, block {number}", "exec"), {"__name__": "__main__"})
+    assert printed.getvalue().strip() == said
+
+
+@pytest.mark.parametrize("words", commands("dataflow run"), ids=lambda words: " ".join(words[3:5]))
+def test_runs_have_valid_options_and_agents_that_can_be_built(
+    words: list[str], pipeline: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    monkeypatch.setattr("dataflow.rewards.build.load_tokenizer", lambda path: object())
+    monkeypatch.setattr("dataflow.rewards.user.processes.Pool.start", lambda self: None)
+    assert words[2] == str(PIPELINE.relative_to(ROOT))
+    if words[3:] == ["--keys"]:
+        return
+    config = parse_overrides(pipeline.Config, words[3:])
+    config.judge.url = config.judge.url or "http://127.0.0.1:1"  # a run starts one
+    options = {**pipeline.pipeline(config).hosts()["reward"].options, "ledger": None}
+    options["options"] = config.reward.model_copy(update={"cache": None})
+    run(host_agent(**options).close)
+
+
+def test_plans_have_valid_options() -> None:
+    for words in commands("dataflow plan"):
+        knobs = [word.partition("=")[2].split(":")[0] for word in words[3:] if word.startswith("sweep=")]
+        parse_overrides(PlanConfig, [word for word in words[3:] if not word.startswith("sweep=")])
+        assert set(knobs) <= {".".join(path) for path, _ in fields(PlanConfig)}
+
+
+def test_keys_named_in_the_text_are_keys(pipeline: ModuleType) -> None:
+    keys = {".".join(path) for path, _ in fields(pipeline.Config)}
+    sections = "|".join(sorted({key.partition(".")[0] for key in keys if "." in key}))
+    prose = BLOCK.sub("", TABLES.sub("", TEXT))
+    named = re.findall(rf"`((?:{sections})\.[\w.]+)(=[^`]*)?`", prose)
+    assert len(named) > 30
+    for key, value in named:
+        assert key in keys, key
+        if value:
+            parse_overrides(pipeline.Config, [key + value])
+
+
+# --- what it says of failures --------------------------------------------------------------------------------------
+
+
+def test_names_of_columns_that_are_taken() -> None:
+    said = TEXT[TEXT.index("a name that is taken") :].partition(".")[0]
+    assert set(re.findall(r"`(\w+)`", said)) == RESERVED
+
+
+async def fragile(solution_str: str, **_: Any) -> float:
+    if solution_str == "bad":
+        raise ValueError("no number in 'bad'")
+    return float(solution_str)
+
+
+def test_each_rule_is_in_the_table() -> None:
+    named = [row[0].strip("`").partition(":")[0] for row in table("`reward.on_failure` says")]
+    assert named == list(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("rule", "ids", "scores", "kept"),
+    [
+        ("score:-1", (0, 1, 2), [-1, 1, 2, 3, 4, 5], None),
+        ("drop_sample", (0, 1, 2), [None, 1, 2, 3, 4, 5], [False, True, True, True, True, True]),
+        ("drop_group", (0, 1, 2), [None, None, 2, 3, 4, 5], [False, False, True, True, True, True]),
+        ("replace_group", (1, 2), [2, 3, 4, 5], None),
+    ],
+)
+def test_what_is_trained_on_under_a_rule(rule: str, ids: Any, scores: list[Any], kept: list[bool] | None) -> None:
+    samples = batch([["bad", "1"], ["2", "3"], ["4", "5"]])
+    agent = RewardAgent(fragile, on_failure=rule, max_failed_share=0.5)
+    found = run(lambda: rewards(agent, samples, spare=int(rule == "replace_group")))
+    assert found.ids == ids
+    assert [None if score != score else score for score in found["score"].tolist()] == scores
+    assert (found["kept"].tolist() if "kept" in found else None) == kept
+
+
+def test_statuses_that_are_tried_again() -> None:
+    row = next(row[0] for row in table("A *try* is one call") if "HTTP status" in row[0])
+    said = {int(code) for code in re.findall(r"\b4\d\d\b", row)} | set(range(500, 600))
+
+    def error(status: int) -> Exception:
+        raised = Exception()
+        raised.status = status  # type: ignore[attr-defined]
+        return raised
+
+    assert "5xx" in row
+    assert {status for status in range(400, 600) if is_transient(error(status))} == said
+
+
+def test_clients_whose_connection_errors_are_tried_again() -> None:
+    row = next(row[0] for row in table("A *try* is one call") if "connection errors" in row[0])
+    said = set(re.findall(r"\b[a-z]+\d?\b", row.partition("connection errors of")[2])) - {"and", "client"}
+    assert said == set(_TRANSPORT)
+
+
+def test_the_message_it_shows_is_the_message(pipeline: ModuleType) -> None:
+    code = 'def compute_score(solution_str, **_):\n    return float(solution_str.split("#### ")[1])\n'
+    scope: dict[str, Any] = {}
+    exec(compile(code, "my_reward.py", "exec"), scope)
+    with pytest.raises(RewardFailed) as raised:
+        run(lambda: rewards(RewardAgent(scope["compute_score"]), batch([["7"]])))
+    assert str(raised.value) in TEXT
+
+
+# --- names -----------------------------------------------------------------------------------------------------
+
+
+class Costly:
+    """A reward object with all that makes metrics."""
+
+    async def compute_score(self, solution_str: str, **_: Any) -> dict[str, Any]:
+        return {"score": await fragile(solution_str)}
+
+    def endpoint(self, **_: Any) -> str:
+        return "ENDPOINT"
+
+    def usage(self) -> dict[str, float]:
+        return {"tokens": 3.0, "cost": 0.1}
+
+
+async def metrics() -> dict[str, float]:
+    """Returns the metrics of a step and of a validation, some of it failed."""
+    from dataflow.config.run import AlgorithmConfig
+    from dataflow.graph import TaskInfo
+    from dataflow.stages.advantage import advantage
+    from dataflow.stages.reward import reward_collect, reward_request, val_score
+
+    samples = batch([["bad", "1"], ["2", "3"]])
+    limits = Limits(endpoints={"ENDPOINT": Limits(2)})
+    agent = RewardAgent(Costly(), limits=limits, on_failure="drop_group", max_failed_share=1)
+    task = TaskInfo(step=1)
+    ticket = await reward_request(samples, agent=agent, task=task)
+    found = await reward_collect(ticket, agent=agent, task=task)
+    await val_score(samples, agent=agent, task=task)
+    await agent.close()
+    import torch
+
+    # Groups without a sample that counts: what is logged of them needs no estimator.
+    none = found.select([0])
+    masks = samples.select([0]).like(response_mask=torch.ones(2, 3, dtype=torch.int64))
+    advantage(masks, none, algorithm=AlgorithmConfig(), task=task)
+    return task.metrics
+
+
+def test_metrics_are_named_as_they_are_logged() -> None:
+    logged = {name.replace("/d/", "/SOURCE/").replace("mean@2", "mean@N") for name in run(metrics)}
+    section = TEXT[TEXT.index("\n## Metrics") : TEXT.index("\n## Every option")]
+    named = set(re.findall(r"`((?:reward|val-core|val-aux)/[^`]+)`", section))
+    assert named == logged
+
+
+def test_prometheus_names_are_those_of_ray_metrics() -> None:
+    section = TEXT[TEXT.index("to Prometheus") : TEXT.index("\n## Every option")]
+    named = set(re.findall(r"`ray_dataflow_reward_(\w+)`", section))
+    assert named == {f"{name}_total" for name in COUNTED} | set(GAUGED) | {"limit", "latency_s"}
+
+
+def test_questions_to_the_ledger_have_answers(tmp_path: Path) -> None:
+    async def judged(solution_str: str, **_: Any) -> tuple[float, str, str]:
+        return await fragile(solution_str), "3 + 4?", f"it says {solution_str}"
+
+    path = tmp_path / "rewards.sqlite"
+    agent = RewardAgent(judged, ledger=Ledger(path, "run"), on_failure="drop_sample", max_failed_share=1)
+    run(lambda: rewards(agent, batch([["bad", "0"], ["0.25", "1"]])))
+    questions = "".join(code for code, _ in blocks("sql")).split(";")[:-1]
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        why, low, slow, runs = [db.execute(question).fetchall() for question in questions]
+    assert [(count, "no number in 'bad'" in story) for story, count in why] == [(1, True)]
+    assert low == [(0, 1, 0.0, "it says 0"), (1, 0, 0.25, "it says 0.25")]
+    assert len(slow) == 3
+    assert all(seconds >= 0 for *_, seconds in slow)
+    assert runs == [("run", 4, 3, 1)]
+
+
+def write() -> None:
+    """Writes what the document takes from elsewhere into it."""
+    text = SHOWN.sub(lambda m: m[1] + (EXAMPLES / m[2]).read_text(encoding="utf-8").strip() + m[4], TEXT)
+    DOC.write_text(TABLES.sub(lambda m: m[1] + option_tables() + m[3], text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

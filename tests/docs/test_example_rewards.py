@@ -1,0 +1,162 @@
+"""The reward files of examples/rewards do what they say, through the agent that a run would have."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.batch import Batch
+from dataflow.config.reward import RewardConfig
+from dataflow.errors import RewardFailed
+from dataflow.reward_agent import RewardAgent
+from dataflow.rewards.build import build_agent
+from dataflow.rewards.judge.judge import Judge
+from dataflow.rewards.user.managers import build_manager
+from tests.docs.test_docs_rewards import batch, rewards, run
+
+pytestmark = pytest.mark.timeout(60)
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "rewards"
+
+
+def agent_of(file: str, options: RewardConfig | None = None, **custom: Any) -> RewardAgent:
+    """Returns the agent that a run with this reward file would have."""
+    return build_agent({"path": str(EXAMPLES / file), **custom}, {}, options or RewardConfig(backoff=0.01))
+
+
+@asynccontextmanager
+async def serving(path: str, reply: Callable[[Any], Awaitable[Any]]) -> AsyncIterator[str]:
+    """Answers POST on loopback; gives the address."""
+    from aiohttp import web
+
+    app = web.Application()
+    app.router.add_post(path, reply)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def test_final_number() -> None:
+    agent = agent_of("final_number.py", reward_kwargs={"wrong": 0.1})
+    found = run(lambda: rewards(agent, batch([["so 7", "1,000"], ["none", "6 or 7.0"]])))
+    assert found["score"].tolist() == pytest.approx([1, 0.1, 0, 1])
+    assert found["answer"].tolist() == ["7", "1000", None, "7.0"]
+
+
+def test_service_is_asked_until_it_answers() -> None:
+    from aiohttp import web
+
+    moods = ["429", "503", "{}"]
+    came: list[dict[str, Any]] = []
+
+    async def reply(request: web.Request) -> web.Response:
+        came.append(await request.json())
+        mood = moods.pop() if moods else ""
+        if mood == "{}":
+            return web.json_response({})
+        if mood:
+            return web.Response(status=int(mood), headers={"Retry-After": "0.01"})
+        return web.json_response({"score": len(came[-1]["response"]), "why": "its length", "tokens": 5})
+
+    async def body() -> tuple[Batch, dict[str, Any]]:
+        async with serving("/score", reply) as one, serving("/score", reply) as other:
+            kwargs = {"urls": [one, other], "scale": 0.5}
+            agent = agent_of("service.py", name="Service", reward_kwargs=kwargs)
+            return await rewards(agent, batch([["a", "bb"], ["ccc", "ccc"]])), agent.stats()
+
+    found, stats = run(body)
+    assert found["score"].tolist() == pytest.approx([0.5, 1.1, 1.6, 1.6]), "the best of a group has its bonus"
+    assert set(found["explanation"]) == {"its length"}
+    assert (stats["retried"], stats["throttled"], stats["scored"]) == (3, 2, 4)
+    assert stats["tokens"] == 5 * stats["scored"] - 5 * stats["shared"]
+    assert came[0]["prompt"] == [{"role": "user", "content": "3 + 4?"}]
+
+
+def test_verl_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    from aiohttp import web
+
+    class Tokenizer:
+        def apply_chat_template(self, chat: list[dict[str, str]], **_: Any) -> str:
+            return f"<user>{chat[0]['content']}"
+
+    async def reply(request: web.Request) -> web.Response:
+        prompt = (await request.json())["prompt"]
+        assert prompt.startswith("<user>")
+        said = {"7": " Yes\n", "8": "no"}.get(prompt.removeprefix("<user>")[0], "maybe")
+        return web.json_response({"choices": [{"text": said}]})
+
+    async def body() -> Batch:
+        async with serving("/v1/completions", reply) as url:
+            monkeypatch.setattr("dataflow.rewards.build.load_tokenizer", lambda path: Tokenizer())
+            address = url.removeprefix("http://")
+            options = RewardConfig(router_address=address, model_tokenizer="reward-model", on_failure="drop_sample")
+            options.max_failed_share = 1
+            return await rewards(agent_of("verl_router.py", options), batch([["7", "six"], ["7.0", "8"]]))
+
+    found = run(body)
+    assert found["kept"].tolist() == [True, False, True, True]
+    assert found["acc"].tolist() == [1.0, None, 1.0, 0.0]
+
+
+def _chat(content: str, asked: list[str]) -> Callable[[Any], Awaitable[Any]]:
+    from aiohttp import web
+
+    async def reply(request: web.Request) -> web.Response:
+        asked.append((await request.json())["messages"][-1]["content"])
+        return web.json_response({"choices": [{"message": {"content": content}}]})
+
+    return reply
+
+
+def test_cheap_first_asks_only_where_the_rule_cannot_tell() -> None:
+    asked: list[str] = []
+
+    async def body() -> Batch:
+        async with serving("/v1/chat/completions", _chat("Score: 0.5", asked)) as url:
+            agent = agent_of("cheap_first.py", name="CheapFirst", reward_kwargs={"url": url, "longest": 20})
+            return await rewards(agent, batch([["#### 7", "it is 7"], ["w" * 30, "7\n#### 7 "]]))
+
+    found = run(body)
+    assert found["score"].tolist() == [1, 0.5, 0, 1]
+    assert found["by"].tolist() == ["rule", "judge", "length", "rule"]
+    assert len(asked) == 1
+
+
+def test_rating_is_a_template_for_the_judge() -> None:
+    asked: list[str] = []
+
+    async def body() -> Batch:
+        async with serving("/v1/chat/completions", _chat("The sum is right.\nRating: 7", asked)) as url:
+            template = str(EXAMPLES / "rating.txt")
+            judge = Judge(url, template=template, score_pattern=r"^Rating: *([0-9]+)$", score_range=(1, 10))
+            return await rewards(RewardAgent(judge), batch([["it is {reference}"]]))
+
+    assert run(body)["score"].tolist() == pytest.approx([6 / 9])
+    assert "Problem: 3 + 4?\nReference answer: 7\nResponse: it is {reference}" in asked[0]
+
+
+def test_clipped() -> None:
+    async def number(solution_str: str, **_: Any) -> float:
+        return float(solution_str)
+
+    manager = build_manager("Clipped", number, str(EXAMPLES / "clipped.py"), low=0)
+    found = run(lambda: rewards(RewardAgent(manager), batch([["-2", "0.5"], ["3", "1"]])))
+    assert (found["score"].tolist(), found["raw"].tolist()) == ([0, 0.5, 1, 1], [-2, 0.5, 3, 1])
+
+    async def nothing(**_: Any) -> None:
+        return None
+
+    with pytest.raises(RewardFailed, match="'nothing' returned None; return a finite number"):
+        run(
+            lambda: rewards(
+                RewardAgent(build_manager("Clipped", nothing, str(EXAMPLES / "clipped.py"))), batch([["1"]])
+            )
+        )

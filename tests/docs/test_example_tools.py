@@ -1,0 +1,155 @@
+"""The files of examples/tools do what they say: by a scripted model, by a random one, and by the tiny one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dataflow.batch import Batch
+from dataflow.config.run import load_pipeline_file, parse_overrides
+from dataflow.data.problems import generate
+from dataflow.data.prompts import load_tokenizer, prompt_ids
+from dataflow.graph import TaskInfo
+from dataflow.models.tiny import tiny_model
+from dataflow.stages.conversation import conversation
+from dataflow.tools.calculator import calculator
+from tests.engines.drawing import run
+from tests.rigs.scripted_engine import ScriptedRollout, call
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / "examples" / "tools"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    return load_pipeline_file(TOOLS / "calculator.py")
+
+
+def problems(tokenizer: Any, count: int, kwargs: Any = None) -> tuple[Batch, list[dict[str, Any]]]:
+    """Returns generated problems as a step's prompts."""
+    made = generate(count, 0, 0)[0]
+    chats = [[{"role": "user", "content": one["question"]}] for one in made]
+    columns: dict[str, Any] = {"prompt_ids": [prompt_ids(tokenizer, chat) for chat in chats], "raw_prompt": chats}
+    columns["extra_info"] = [{"tools_kwargs": kwargs} if kwargs else {} for _ in made]
+    columns |= {"data_source": ["test"] * count, "ground_truth": [one["answer"] for one in made]}
+    return Batch(range(count), columns), made
+
+
+def bound(example: ModuleType, model: Path, *words: str) -> tuple[Any, dict[str, Any]]:
+    """Returns the engine of the example's pipeline, not built yet, and what else its rollout is given."""
+    config = parse_overrides(example.Config, [f"model.path={model}", *words])
+    stage = example.pipeline(config).by_name["rollout"]
+    assert stage.fn is conversation.fn
+    tools = dict(stage.tools)
+    return tools.pop("engine"), tools
+
+
+def talk(engine: Any, tools: dict[str, Any], prompts: Batch) -> Batch:
+    return run(conversation(prompts, None, engine=engine, task=TaskInfo(step=1), **tools))
+
+
+def told(batch: Batch, tokenizer: Any, row: int) -> str:
+    """Returns what tools said."""
+    there = batch["attention_mask"][row, batch["prompts"].shape[1] :].bool()
+    return tokenizer.decode(batch["responses"][row][there & ~batch["response_mask"][row].bool()].tolist())
+
+
+def test_the_pipeline_is_that_of_single_responses_with_conversations(example: ModuleType) -> None:
+    config = parse_overrides(example.Config, ["engine.max_tokens=40", "tools.max_response_tokens=96"])
+    made = example.pipeline(config)
+    assert [stage.name for stage in made.stages] == [stage.name for stage in example.BASE.pipeline(config).stages]
+    hosts = made.hosts()
+    assert hosts["trainer"].options["response_length"] == 96
+    assert hosts["rollout"].options["max_prompt_length"] == config.data.max_prompt_length + 96
+    assert made.by_name["rollout"].tools["sampling"].max_tokens == 40
+    assert made.by_name["val_rollout"].tools["sampling"].max_tokens == 40
+    assert config.engine.max_tokens == 40
+
+
+def test_a_conversation_with_the_calculator(example: ModuleType, tiny_qwen: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_qwen))
+    prompts, made = problems(tokenizer, 2)
+    sums = [f"{'(' * (len(one['ops']) - 1)}{one['operands'][0]}" for one in made]
+    for at, one in enumerate(made):
+        for k, (op, operand) in enumerate(zip(one["ops"], one["operands"][1:], strict=True)):
+            sums[at] += f" {op} {operand}" + (")" if k < len(one["ops"]) - 1 else "")
+    results = [one["answer"].rpartition("#### ")[2] for one in made]
+
+    def script(group: int, _index: int, turn: int) -> str:
+        return f"#### {results[group]}" if turn else call("calculator", expression=sums[group])
+
+    _engine, tools = bound(example, tiny_qwen, "engine.n=2", "engine.max_tokens=100", "tools.max_response_tokens=250")
+    batch = talk(ScriptedRollout(tokenizer, script), tools, prompts)
+    for row in range(4):
+        assert (
+            told(batch, tokenizer, row) == f"\n<|im_start|>tool\n{results[row // 2]}<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert batch["response_text"][row].endswith(f"#### {results[row // 2]}")
+
+
+def test_a_random_model_on_the_real_engine(example: ModuleType, tiny_qwen: Path) -> None:
+    host, tools = bound(
+        example, tiny_qwen, "engine.rollout=hf", "engine.n=2", "engine.max_tokens=30", "data.max_prompt_length=200"
+    )
+    engine = host.build()
+    try:
+        batch = talk(engine, tools, problems(engine.words.tokenizer, 3)[0])
+    finally:
+        engine.close()
+    assert len(batch) == 6
+    lengths = batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(dim=1)
+    assert batch["response_mask"].sum(dim=1).tolist() == lengths.tolist(), "it called nothing, so all is its own"
+
+
+def test_the_tiny_model_calls_in_mid_sentence(example: ModuleType) -> None:
+    model = tiny_model()
+    host, tools = bound(
+        example,
+        model,
+        "engine.rollout=hf",
+        "engine.n=2",
+        f"tools.path={TOOLS / 'inline.py'}",
+        "tools.format=Equation",
+        "engine.stop=Ġ=",
+    )
+    engine = host.build()
+    try:
+        batch = talk(engine, tools, problems(engine.words.tokenizer, 8)[0])
+    finally:
+        engine.close()
+    assert sum(batch["tool_calls"]) >= len(batch)
+    assert not any(batch["tool_errors"])
+    right = 0
+    for row, text in enumerate(batch["response_text"]):
+        said = [line.partition(" = ") for line in text.splitlines() if " = " in line]
+        worked = [calculator(left.removeprefix("It is ").removeprefix("Then ")) for left, _, _ in said]
+        assert told(batch, engine.words.tokenizer, row) == "".join(
+            f" {number}" for number in worked[: batch["tool_calls"][row]]
+        )
+        right += batch["ground_truth"][row].rpartition("#### ")[2] == text.rpartition("#### ")[2]
+    assert right, "some answers are right"
+
+
+def test_prices(example: ModuleType, tiny_qwen: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_qwen))
+    turns = [call("price", item="apple"), call("price", item="pear"), call("basket", item="apple", count=3), "#### 6"]
+    _engine, tools = bound(
+        example,
+        tiny_qwen,
+        f"tools.path={TOOLS / 'prices.py'}",
+        "tools.names=[]",
+        "engine.n=2",
+        "engine.max_tokens=100",
+        "tools.max_response_tokens=800",
+    )
+    kwargs = {name: {"prices": {"apple": 2}} for name in ("price", "basket")}
+    batch = talk(ScriptedRollout(tokenizer, lambda _g, _i, turn: turns[turn]), tools, problems(tokenizer, 1, kwargs)[0])
+    answers = ["2", "error: KeyError: 'the shop has no pear, it has apple'", '{"total": 6.0}']
+    assert told(batch, tokenizer, 0) == "".join(
+        f"\n<|im_start|>tool\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in answers
+    )

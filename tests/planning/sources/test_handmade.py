@@ -1,0 +1,97 @@
+"""Costs written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dataflow.errors import ConfigError, DataError, UserError
+from dataflow.planning.sources.read import read_workload
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "costs.yaml"
+GOOD = """
+steps: 3
+prompts: 4
+responses: 2
+mini_batches: 2
+stages: {rollout: 10, old_log_prob: 5, actor_update: "empirical:update.txt"}
+reward: {latency: uniform:1:3, concurrency: 4}
+"""
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> Path:
+    (tmp_path / "update.txt").write_text("8\n")
+    (tmp_path / "costs.yaml").write_text(GOOD)
+    return tmp_path / "costs.yaml"
+
+
+def test_the_example_is_read() -> None:
+    workload, _ = read_workload(str(EXAMPLE))
+    assert (workload.steps, workload.prompts, workload.responses) == (100, 512, 8)
+    assert workload.times["old_log_prob"].mean == 25
+    assert workload.rewards.rpm == 3000
+    assert workload.validation is not None
+    assert workload.validation.overlap
+    assert {"ref_log_prob", "val_rollout", "save_checkpoint"} <= workload.pipeline.by_name.keys()
+    assert not workload.assumptions
+
+
+def test_the_command_line_goes_over_the_file(costs: Path) -> None:
+    workload, _ = read_workload(str(costs), ["reward.concurrency=9", "stages.rollout=uniform:2:4", "steps=7"])
+    assert workload.rewards.concurrency == 9
+    assert workload.times["rollout"].mean == 3
+    assert workload.times["actor_update"].mean == 8
+    assert workload.steps == 7
+    assert "ref_log_prob" not in workload.pipeline.by_name
+
+
+def test_a_stage_that_nothing_runs_is_said(costs: Path) -> None:
+    workload, _ = read_workload(str(costs), ["stages.save_checkpoint=40"])
+    assert workload.assumptions == ("stages.save_checkpoint is not used: checkpoint.every is not given.",)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["stages.rolout=3"], "stages.rolout: no stage has that name; did you mean 'rollout'?"),
+        (["stages.rollout=-3"], "stages.rollout '-3' is negative"),
+        (["stages.rollout=lognromal:1:2"], "stages.rollout 'lognromal:1:2': no law is named 'lognromal'; did you mean"),
+        (["reward.latency=null"], "does not say 'reward.latency'"),
+        (["reward.concurrency=null"], "does not say 'reward.concurrency'"),
+        (["reward.rpm=0"], "reward.rpm=0: give a number greater than 0"),
+        (["mini_batches=3"], "mini_batches=3 does not divide 4 prompt groups"),
+        (["stages.actor_update=empirical:gone.txt"], "cannot read"),
+    ],
+)
+def test_what_is_wrong_is_said(costs: Path, keys: list[str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_workload(str(costs), keys)
+    assert message in str(error.value)
+
+
+def test_a_stage_without_a_time_is_said(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(GOOD.replace("rollout: 10, ", ""))
+    with pytest.raises(ConfigError, match=r"the time of rollout is missing; give stages.rollout=SECONDS"):
+        read_workload(str(tmp_path / "c.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", r"cannot be read as YAML: expected"),
+        ("", "holds no 'key: value' lines"),
+        ("- 1", "holds no 'key: value'"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_said(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_workload(str(tmp_path / "c.yaml"))
+
+
+def test_a_key_that_is_unknown_in_the_file_is_said(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(GOOD + "stpes: 3\n")
+    with pytest.raises(ConfigError, match="unknown key 'stpes'; did you mean 'steps'"):
+        read_workload(str(tmp_path / "c.yaml"))

@@ -1,0 +1,125 @@
+"""A run's trace as a workload: what was simulated from costs is predicted again from its own trace."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dataflow.errors import ConfigError, DataError, PipelineError
+from dataflow.graph import Pipeline
+from dataflow.planning.config import PlanConfig
+from dataflow.planning.planner import simulate
+from dataflow.planning.sources.read import read_workload
+from dataflow.planning.sources.trace import of_trace
+from dataflow.planning.workload import Measured, Validation, grpo
+from dataflow.policy import preset
+from dataflow.stage import SAMPLED
+from dataflow.timeline import perfetto
+from dataflow.timeline.spans import Level
+from tests.rigs.simulated import job, run
+
+
+@pytest.mark.parametrize("policy", ["baseline", "mini-batch", "off-policy", "both"])
+def test_a_baselines_trace_foretells_every_policy(policy: str) -> None:
+    workload = job(steps=40)
+    found = of_trace(run(workload), "a run", PlanConfig())
+    assert found.dispatch_s["old_log_prob"] == pytest.approx(0.01)
+    assert found.dispatch_s["actor_update"] == pytest.approx(0.01)
+    real = simulate(workload, preset(policy, 4))[0]
+    told = simulate(found, preset(policy, 4))[0]
+    assert told.end - told.begin == pytest.approx(real.end - real.begin, rel=0.02)
+
+
+def test_what_a_trace_holds_is_read() -> None:
+    found = of_trace(run(job(), "both"), "a run", PlanConfig())
+    assert (found.steps, found.prompts, found.responses, found.mini_batches) == (8, 8, 4, 4)
+    assert found.roles == job().roles
+    assert found.rewards.concurrency == 8
+    assert len(found.rewards.latency.values) == 8 * 32 + 2 * 6
+    assert found.validation == Validation(4, samples=6)
+    assert found.logged is not None
+    assert found.logged[0] == "both"
+    update = found.times["actor_update"]
+    assert isinstance(update, Measured)
+    assert update.steps[3] == pytest.approx((0.5,) * 4)
+    assert update.seconds(3, 0, 2) == pytest.approx(1.0)
+
+
+def test_when_groups_ended_in_the_run_a_streaming_rollout_would_hand_them_on() -> None:
+    trace = run(job())
+    assert of_trace(trace, "a run", PlanConfig()).ends == ()
+    assert any("evenly" in said for said in of_trace(trace, "a run", PlanConfig()).assumptions)
+    rollouts = [s for s in trace.spans if s.stage == "rollout"]
+    for s in rollouts:
+        long = 0.5 + 0.1 * (s.step % 2)  # steps differ; the mean counts
+        shares = [long * k / 7 for k in range(7)] + [1.0]
+        trace.levels += [Level(SAMPLED, s.begin + share * (s.end - s.begin), k) for k, share in enumerate(shares, 1)]
+    found = of_trace(trace, "a run", PlanConfig())
+    assert found.ends == pytest.approx((*(0.55 * k / 7 for k in range(7)), 1.0))
+    evenly = replace(found, ends=())
+    early, late = (simulate(w, preset("baseline+stream", 4))[0].end for w in (found, evenly))
+    assert early < late
+    # A rollout that began anew has its groups twice: nothing is told from such a run.
+    trace.levels.append(Level(SAMPLED, rollouts[0].begin, 1))
+    assert of_trace(trace, "a run", PlanConfig()).ends == ()
+
+
+def test_a_run_that_was_stopped_counts_its_whole_steps() -> None:
+    trace = run(job())
+    trace.spans[:] = [s for s in trace.spans if s.step < 3 or (s.step == 3 and s.part == 0)]
+    found = of_trace(trace, "a run", PlanConfig())
+    update = found.times["actor_update"]
+    assert isinstance(update, Measured)
+    assert sorted(update.steps) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.meta.pop("job"), "does not say what its pipeline was; run it again"),
+        (lambda t: t.spans.clear(), "holds no task; give a run that trained at least one step"),
+        (lambda t: t.spans.__delitem__(slice(5, None)), "holds no whole step of"),
+    ],
+)
+def test_a_trace_that_cannot_be_planned_from_is_said(change: object, message: str) -> None:
+    trace = run(job())
+    change(trace)  # type: ignore[operator]
+    with pytest.raises(DataError, match=message):
+        of_trace(trace, "a run", PlanConfig())
+
+
+@pytest.mark.parametrize("key", ["prompts=4", "stages.rollout=3", "validation.every=2", "checkpoint.every=0"])
+def test_keys_that_would_not_fit_what_was_measured_are_refused(tmp_path: Path, key: str) -> None:
+    perfetto.write(run(job()), tmp_path / "trace.json")
+    with pytest.raises(ConfigError, match="says what it was; leave it out"):
+        read_workload(str(tmp_path), [key])
+
+
+def test_a_run_is_read_from_its_directory_or_its_file(tmp_path: Path) -> None:
+    perfetto.write(run(job()), tmp_path / "trace.json")
+    from_directory, _ = read_workload(str(tmp_path), ["reward.concurrency=16", "dispatch=0.5"])
+    from_file, _ = read_workload(str(tmp_path / "trace.json"))
+    assert from_directory.rewards.concurrency == 16
+    assert set(from_directory.dispatch_s.values()) == {0.5}
+    assert from_file.rewards.concurrency == 8
+
+
+def test_a_pipeline_read_from_a_trace_is_the_same_graph_and_cannot_run() -> None:
+    pipeline = grpo(True, Validation(3, overlap=False), 7)
+    again = Pipeline.from_facts(json.loads(json.dumps(pipeline.facts())))
+    assert again.explain() == pipeline.explain()
+    with pytest.raises(PipelineError, match="it can be planned, not run"):
+        again.by_name["rollout"]()
+    with pytest.raises(PipelineError, match="description is not whole"):
+        Pipeline.from_facts({"stages": [{"name": "a"}]})
+
+
+def test_what_is_nothing_to_plan_from_is_said(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(DataError, match="is nothing to plan from; give a run's directory"):
+        read_workload(str(tmp_path / "notes.txt"))
+    with pytest.raises(DataError, match=r"nothing to plan from at .*; did you mean"):
+        read_workload(str(tmp_path / "note.txt"))

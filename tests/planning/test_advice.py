@@ -1,0 +1,24 @@
+"""Advice: the bound, the knob and the gain."""
+
+from __future__ import annotations
+
+from dataflow.planning.plan import make_plan
+
+
+def test_advice_names_the_bound_the_knob_and_the_gain(costs: str) -> None:
+    advice = make_plan(costs, []).advice
+    assert advice[0].startswith("both is the fastest: ")
+    assert "the reward service bounds both: 32 calls x 20.0 s / 8 in flight = 80 s a step against" in advice[1]
+    assert "in flight would make the GPUs the limit (-" in advice[1]
+    assert any(s.startswith("strictly on-policy, mini-batch+stream is the way: -") for s in advice)
+    assert any(sentence.startswith("validation beside training (validation.overlap=true)") for sentence in advice)
+    limited = make_plan(costs, ["reward.rpm=12"]).advice
+    assert "32 calls at 12 a minute = 160 s a step" in limited[1]
+    quick = make_plan(costs, ["reward.concurrency=999", "reward.latency=1", "validation.overlap=true"]).advice
+    assert "no policy gains" in quick[0]
+    assert "the GPU pool bounds" in quick[1]
+    lonely = make_plan(costs, ["reward.concurrency=999", "reward.latency=200"]).advice
+    assert "the critical path bounds " in lonely[1]
+    assert "max_staleness=2 would take" in lonely[1]
+    stepwise = make_plan(costs, ["reward.agent=per-step", "reward.concurrency=9", "validation.overlap=true"]).advice
+    assert any("reward.agent=continuous" in sentence for sentence in stepwise)

@@ -1,0 +1,304 @@
+"""The planner against theory: closed forms, bounds, and what must hold for any workload."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dataflow.distribution import Law, parse_law
+from dataflow.errors import ConfigError
+from dataflow.planning.planner import ROWS, parse_sweep, predict, simulate, sweep, turned
+from dataflow.planning.reward_service import POLL_S
+from dataflow.planning.workload import Drawn, Rewards, Validation, Workload, grpo
+from dataflow.policy import SchedulingPolicy, expand, preset
+from dataflow.testing import check_trace
+from dataflow.timeline import attribution
+
+# Seconds a step.
+ROLLOUT, LOG_PROB, UPDATE, SYNC = 10.0, 5.0, 8.0, 1.0
+WORK = ROLLOUT + LOG_PROB + UPDATE + SYNC
+STEPS = 6
+
+
+def load(
+    latency: str | float = 20.0,
+    concurrency: int = 4,
+    steps: int = STEPS,
+    validation: Validation | None = None,
+    checkpoint: int | None = None,
+    **rewards: object,
+) -> Workload:
+    """4 prompts of 4 responses in 4 mini-batches: 16 requests, served 4 at a time, so a group every 20 s."""
+    seconds = {
+        "rollout": ROLLOUT,
+        "old_log_prob": LOG_PROB,
+        "actor_update": UPDATE,
+        "sync_weights": SYNC,
+        "val_rollout": 3.0,
+        "save_checkpoint": 2.0,
+    }
+    return Workload(
+        source="a test",
+        pipeline=grpo(False, validation, checkpoint),
+        steps=steps,
+        prompts=4,
+        responses=4,
+        mini_batches=4,
+        times={name: Drawn(Law("constant", s)) for name, s in seconds.items()},
+        rewards=Rewards(parse_law(latency), concurrency, **rewards),  # type: ignore[arg-type]
+        validation=validation,
+    )
+
+
+def total(workload: Workload, policy: str | SchedulingPolicy) -> float:
+    found = preset(policy, workload.mini_batches) if isinstance(policy, str) else policy
+    account, _costs = simulate(workload, found)
+    return account.end - account.begin
+
+
+def test_baseline_waits_for_every_reward_of_each_step() -> None:
+    assert total(load(), "baseline") == pytest.approx(STEPS * (ROLLOUT + 80 + UPDATE + SYNC))
+
+
+def test_mini_batch_hides_all_updates_but_the_last() -> None:
+    assert total(load(), "mini-batch") == pytest.approx(STEPS * (ROLLOUT + 80 + UPDATE / 4 + SYNC))
+
+
+def test_rewards_that_come_at_once_leave_the_gpu_work_alone() -> None:
+    for policy in ROWS:
+        assert total(load(0.0, 16), policy) == pytest.approx(STEPS * WORK)
+
+
+def test_off_policy_is_bound_by_the_service_that_never_idles() -> None:
+    # The next rollout is done long before the rewards are: after the first one the service has always work.
+    assert total(load(), "off-policy") == pytest.approx(ROLLOUT + STEPS * 80 + UPDATE + SYNC)
+    assert total(load(), "both") == pytest.approx(ROLLOUT + STEPS * 80 + UPDATE / 4 + SYNC)
+
+
+def test_off_policy_is_bound_by_the_gpus_where_rewards_are_quick() -> None:
+    # The next rollout and the log-probs take longer than the rewards, and the last step's came a step before.
+    quick = load(4.0, 16)
+    assert total(quick, "off-policy") == pytest.approx(STEPS * WORK)
+    assert total(quick, "baseline") == pytest.approx(STEPS * WORK)
+    slow = load(12.0, 16)
+    assert total(slow, "baseline") == pytest.approx(STEPS * (ROLLOUT + 12 + UPDATE + SYNC))
+    assert total(slow, "off-policy") == pytest.approx(STEPS * WORK)
+
+
+def test_streaming_asks_for_the_first_group_while_the_rest_is_generated() -> None:
+    # A group is done every 2.5 s and its four requests take all slots for 20 s.
+    assert total(load(), "baseline+stream") == pytest.approx(STEPS * (ROLLOUT / 4 + 80 + UPDATE + SYNC))
+    assert total(load(), "mini-batch+stream") == pytest.approx(STEPS * (ROLLOUT / 4 + 80 + UPDATE / 4 + SYNC))
+
+
+def test_requests_a_minute_bound_the_service_as_slots_do() -> None:
+    # The first of a step's requests starts at once, the others every 5 s.
+    for steps in (1, STEPS):
+        limited = load(1.0, 16, steps=steps, rpm=12.0)
+        assert total(limited, "baseline") == pytest.approx(steps * (ROLLOUT + 15 * 5 + 1 + UPDATE + SYNC))
+
+
+def test_an_agent_that_serves_step_after_step_idles_in_the_tail() -> None:
+    # 16 requests on 5 slots: 4 waves of 20 s, of which the last fills one slot.
+    steady, stepwise = load(concurrency=5), load(concurrency=5, agent="per-step")
+    assert total(stepwise, "both") == pytest.approx(ROLLOUT + POLL_S / 2 + STEPS * 80 + UPDATE / 4 + SYNC)
+    assert total(steady, "both") < total(stepwise, "both") - (STEPS - 2) * 15
+
+
+def test_validation_stops_the_loop_or_not() -> None:
+    plain = total(load(), "baseline")
+    beside = load(validation=Validation(2, samples=4, pool="own"), checkpoint=3)
+    stopping = load(validation=Validation(2, samples=4, pool="own", overlap=False), checkpoint=3)
+    # Beside training both hide in the wait for the next rewards.
+    assert total(beside, "baseline") == pytest.approx(plain)
+    assert total(stopping, "baseline") == pytest.approx(plain + 3 * (3 + 20) + 2 * 2)
+
+
+def test_validation_behind_training_requests_waits_for_them() -> None:
+    stopping = load(validation=Validation(3, samples=4, pool="shared", overlap=False), agent="per-step")
+    own = load(validation=Validation(3, samples=4, pool="own", overlap=False), agent="per-step")
+    # The next step's 80 s of requests stand before the validation's in the off-policy loop; not after the last step.
+    assert total(stopping, "off-policy") > total(own, "off-policy") + 20
+
+
+def test_the_uncounted_first_rollout_is_left_out() -> None:
+    counted = load()
+    assert total(replace(counted, uncounted=True), "both") == pytest.approx(total(counted, "both") - ROLLOUT)
+    assert total(replace(counted, uncounted=True), "baseline") == pytest.approx(total(counted, "baseline"))
+
+
+def test_what_binds_is_named_with_its_seconds() -> None:
+    rows = {row.policy: row for row in predict(load())}
+    assert list(rows) == list(ROWS)
+    assert rows["both"].bound_by == "reward service"
+    assert rows["both"].lower_bound_s == pytest.approx(STEPS * 80)
+    assert rows["both"].bounds_s["GPU pool"] == pytest.approx(STEPS * WORK)
+    assert rows["baseline"].change == 0
+    assert rows["both"].change == pytest.approx(rows["both"].total_s / rows["baseline"].total_s - 1)
+    assert rows["baseline"].gpu_idle == pytest.approx(1 - STEPS * WORK / rows["baseline"].total_s)
+    assert rows["baseline"].exposed_wait_by_cause["rewards"] == pytest.approx(80 - LOG_PROB)
+    quick = predict(load(0.0, 16), {"both": preset("both", 4)})[0]
+    assert quick.bound_by == "GPU pool"
+    assert quick.total_s == pytest.approx(quick.lower_bound_s)
+    lonely = predict(load(60.0, 16), {"baseline": preset("baseline", 4)})[0]
+    assert lonely.bound_by == "critical path"
+    assert lonely.lower_bound_s == pytest.approx(lonely.total_s)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    times = st.sampled_from(["0", "3", "uniform:1:9", "lognormal:4:0.5"])
+    every = draw(st.sampled_from([None, 2, 3]))
+    validation = None
+    if every:
+        validation = Validation(
+            every, draw(st.integers(0, 5)), draw(st.sampled_from(["own", "shared"])), draw(st.booleans())
+        )
+    checkpoint = draw(st.sampled_from([None, 3]))
+    pipeline = grpo(draw(st.booleans()), validation, checkpoint)
+    timed = [s.name for s in pipeline.stages if s.name not in ("reward_collect", "val_score", "end_step")]
+    mini_batches = draw(st.sampled_from([1, 2, 4]))
+    return Workload(
+        source="drawn",
+        pipeline=pipeline,
+        steps=draw(st.integers(1, 7)),
+        prompts=mini_batches * draw(st.integers(1, 3)),
+        responses=draw(st.integers(1, 3)),
+        mini_batches=mini_batches,
+        times={name: Drawn(parse_law(draw(times))) for name in timed},
+        rewards=Rewards(
+            parse_law(draw(times)),
+            draw(st.integers(1, 9)),
+            draw(st.sampled_from([None, 30.0])),
+            draw(st.sampled_from(["continuous", "per-step"])),
+            draw(st.booleans()),
+        ),
+        validation=validation,
+        dispatch_s=dict.fromkeys(pipeline.by_name, draw(st.sampled_from([0.0, 0.25]))),
+        uncounted=draw(st.booleans()),
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+@st.composite
+def policies(draw: st.DrawFn, mini_batches: int) -> SchedulingPolicy:
+    split = draw(st.sampled_from([d for d in (1, 2, 4) if mini_batches % d == 0]))
+    order = draw(st.sampled_from(["arrival", "index"]))
+    return SchedulingPolicy(split, draw(st.integers(0, 3)), order, draw(st.booleans()))
+
+
+QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@QUICK
+@given(st.data())
+def test_any_workload_leaves_a_trace_that_its_graph_may_leave(data: st.DataObject) -> None:
+    workload = data.draw(workloads())
+    policy = data.draw(policies(workload.mini_batches))
+    account, _costs = simulate(workload, policy, whole=True)
+    graph = expand(workload.pipeline, policy, workload.steps, workload.mini_batches, groups=workload.prompts)
+    check_trace(account.trace, graph, tolerance=1e-6, busy=not any(workload.dispatch_s.values()))
+
+
+@QUICK
+@given(st.data())
+def test_adding_up_as_it_goes_gives_what_the_whole_trace_gives(data: st.DataObject) -> None:
+    workload = data.draw(workloads())
+    policy = data.draw(policies(workload.mini_batches))
+    whole, _ = simulate(workload, policy, whole=True)
+    passing, _ = simulate(workload, policy)
+    assert (passing.begin, passing.end) == (whole.begin, whole.end)
+    assert passing.busy_s == pytest.approx(whole.busy_s)
+    assert passing.waits_s == pytest.approx(whole.waits_s)
+    assert passing.busy_s + sum(passing.waits_s.values()) == pytest.approx(whole.end - whole.begin)
+    if not whole.begin:
+        numbers = attribution.summary(whole.trace)
+        assert numbers["wall_s"] == pytest.approx(whole.end)
+        assert numbers["gpu_busy_s"] == pytest.approx(whole.busy_s)
+
+
+@QUICK
+@given(st.data())
+def test_no_schedule_beats_its_lower_bound(data: st.DataObject) -> None:
+    workload = data.draw(workloads())
+    row = predict(workload, {"x": data.draw(policies(workload.mini_batches))})[0]
+    assert row.total_s >= row.lower_bound_s - 1e-6
+    assert 0 <= row.gpu_idle <= 1
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    drawn = load("uniform:1:40", 3)
+    assert predict(drawn) == predict(drawn)
+
+
+@pytest.mark.heavy
+def test_memory_does_not_follow_the_steps() -> None:
+    def peak(steps: int) -> int:
+        workload = load("uniform:1:40", steps=steps)
+        # The more other tests have left in memory, the longer Python puts off looking for garbage among it.
+        gc.collect()
+        gc.freeze()
+        tracemalloc.start()
+        try:
+            simulate(workload, preset("both", 4))
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+            gc.unfreeze()
+
+    peak(20)
+    assert peak(600) < 1.3 * peak(300), "a window of some hundred steps is all it takes"
+
+
+def test_a_sweep_holds_a_row_for_each_value() -> None:
+    found = sweep(load(), "reward.concurrency:2:16", ["baseline", "both"])
+    assert found.values == (2, 4, 8, 16)
+    times = found.as_dict()["policies"][1]["step_s"]
+    assert times == sorted(times, reverse=True)
+    assert parse_sweep("mini_batches:1:4", load()) == ("mini_batches", (1, 2, 4))
+    assert turned(load(), "reward.rpm", 90.0).rewards.rpm == 90.0
+    assert turned(load(), "mini_batches", 2.0).mini_batches == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("reward.concurency:1:4", "no knob is named 'reward.concurency'; did you mean 'reward.concurrency'?"),
+        ("reward.concurrency:1", "not of the form reward.concurrency:LOW:HIGH"),
+        ("reward.concurrency:a:b", "not of the form"),
+        ("reward.concurrency:8:2", "give 1 <= LOW <= HIGH"),
+        ("reward.concurrency:0:2", "give 1 <= LOW <= HIGH"),
+        ("mini_batches:3:3", "no number from 3 to 3 divides 4 prompts"),
+    ],
+)
+def test_a_sweep_that_cannot_be_made_is_said(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_sweep(text, load())
+    assert message in str(error.value)
+
+
+def test_with_gpus_of_its_own_the_engine_samples_while_the_trainer_updates() -> None:
+    apart = load(0.0).placed("disaggregated")
+    alone = LOG_PROB + UPDATE
+    # The engine is a step ahead: from the first log-probs on the trainer has always something to do.
+    assert total(apart, "off-policy") == pytest.approx(ROLLOUT + STEPS * alone + SYNC)
+    # On-policy each waits for the other.
+    assert total(apart, "baseline") == total(load(0.0), "baseline") == pytest.approx(STEPS * WORK)
+    (row,) = predict(apart, {"off-policy": preset("off-policy", 4)})
+    assert row.bounds_s["GPU pool"] == pytest.approx(STEPS * alone), "the busier of the two"
+    busy = STEPS * (alone + ROLLOUT + SYNC) / 2
+    assert row.gpu_idle == pytest.approx(1 - busy / row.total_s)
+    assert row.exposed_wait_s * STEPS == pytest.approx(row.total_s - busy)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_another_placement_and_back_is_the_same(name: str) -> None:
+    workload = load(validation=Validation(2, 4, "shared", overlap=True))
+    there = workload.placed("disaggregated")
+    assert total(there, name) <= total(workload, name)
+    assert total(there.placed("colocated"), name) == total(workload, name)

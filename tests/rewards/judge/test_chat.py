@@ -1,0 +1,283 @@
+"""The transports against a server that misbehaves on command: each fault ends in the right error."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import ssl
+import sys
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
+from email.utils import formatdate
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from dataflow.errors import ConfigError
+from dataflow.rewards.judge import chat
+from dataflow.rewards.judge.chat import JudgeError, JudgeTimeout, make_chat
+from dataflow.rewards.judge.judge import Judge
+from tests.faults.server import FaultServer
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
+
+RIGHT = "It is 3 + 4 = 7.\n#### 7"
+needs_openai = pytest.mark.skipif(find_spec("openai") is None, reason="openai is an extra")
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[FaultServer]:
+    with FaultServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: FaultServer) -> Iterator[FaultServer]:
+    yield running
+    running.behave("ok")
+
+
+@pytest.fixture(params=["aiohttp", pytest.param("openai", marks=[needs_openai, pytest.mark.heavy])])
+def client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def ask(server: FaultServer, calls: int = 1, **options: Any) -> list[Any]:
+    """Returns the scores, and the errors where there is none."""
+
+    async def body() -> list[Any]:
+        judge = Judge(server.url, **options)
+        try:
+            async with asyncio.timeout(30):
+                asked = (judge.compute_score("d", f"{i} {RIGHT}", "7") for i in range(calls))
+                results = await asyncio.gather(*asked, return_exceptions=True)
+        finally:
+            await judge.close()
+        return [one["score"] if isinstance(one, dict) else one for one in results]
+
+    return asyncio.run(body())
+
+
+def fault(server: FaultServer, mode: str, **options: Any) -> JudgeError:
+    server.behave(mode)
+    (error,) = ask(server, **options)
+    assert isinstance(error, JudgeError), error
+    assert not error.fatal
+    return error
+
+
+def test_it_is_answered(server: FaultServer, client: str) -> None:
+    assert ask(server, 20, client=client) == [1] * 20
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("none", "has 0 lines 'Score: <number>', not one: ''"),
+        ("nan", "has 0 lines"),
+        ("prose", "not one: 'I like this response a lot.'"),
+        ("half_json", "sent broken JSON, JSONDecodeError: "),
+        ("reset", "/v1/chat/completions: the connection broke in the middle of the reply"),
+    ],
+)
+def test_answers_that_another_try_may_mend(server: FaultServer, client: str, mode: str, message: str) -> None:
+    error = fault(server, mode, client=client)
+    assert message in str(error)
+    assert (error.retry, error.status, error.retry_after) == (True, None, None)
+    assert error.fix
+
+
+@pytest.mark.parametrize(
+    ("status", "retry", "fix"),
+    [
+        (400, False, "judge.model"),
+        (401, False, "judge.api_key_env"),
+        (402, False, "what the server says"),
+        (403, False, "judge.api_key_env"),
+        (404, False, "judge.url or judge.model"),
+        (408, True, "log of the server"),
+        (422, False, "judge.options"),
+        (425, True, "log of the server"),
+        (429, True, "lower reward.rpm or reward.concurrency"),
+        (500, True, "log of the server"),
+        (503, True, "log of the server"),
+    ],
+)
+def test_statuses(server: FaultServer, status: int, retry: bool, fix: str) -> None:
+    error = fault(server, f"status:{status}")
+    assert str(error) == f"{server.url}/v1/chat/completions answered {status}: misbehaves on command"
+    assert (error.status, error.retry, error.retry_after) == (status, retry, None)
+    assert fix in error.fix
+
+
+@pytest.mark.parametrize("status", [400, 429, 503])
+def test_statuses_are_the_same_through_either_client(server: FaultServer, client: str, status: int) -> None:
+    error = fault(server, f"status:{status}:3", client=client)
+    assert str(error) == f"{server.url}/v1/chat/completions answered {status}: misbehaves on command"
+    assert (error.status, error.retry, error.retry_after) == (status, status > 400, 3)
+
+
+def test_neither_client_tries_again_by_itself(server: FaultServer, client: str) -> None:
+    server.behave("status:503", count=1)
+    results = [ask(server, client=client), ask(server, client=client)]
+    assert isinstance(results[0][0], JudgeError)
+    assert results[1] == [1]
+
+
+def test_retry_after_as_a_date(server: FaultServer) -> None:
+    error = fault(server, f"status:503:{formatdate(time.time() + 3600, usegmt=True)}")
+    assert error.retry_after is not None
+    assert 3000 < error.retry_after <= 3600
+    assert fault(server, "status:503:Mon, 01 Jan 2001 00:00:00 GMT").retry_after is None
+    assert fault(server, "status:503:soon").retry_after is None
+
+
+def test_a_redirect_is_no_answer(server: FaultServer, client: str) -> None:
+    error = fault(server, "status:307", client=client)
+    assert (error.status, error.retry) == (307, False)
+    assert "give judge.url the address it sends to" in error.fix
+
+
+@pytest.mark.parametrize("mode", ["huge", "huge:sized"])
+def test_a_huge_body_is_not_read(server: FaultServer, client: str, mode: str) -> None:
+    ask(server, client=client)  # what is imported with the first call is not to be measured
+    tracemalloc.start()
+    try:
+        error = fault(server, mode, client=client)
+        _now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "over 4,194,304 bytes" in str(error)
+    assert not error.retry
+    assert "judge.max_reply_bytes" in error.fix
+    assert peak < 16 << 20
+
+
+def test_a_reply_may_be_as_long_as_is_allowed(server: FaultServer, client: str) -> None:
+    assert "over 100 bytes" in str(fault(server, "ok", client=client, max_reply_bytes=100))
+    assert ask(server, client=client, max_reply_bytes=1000) == [1]
+
+
+def test_no_answer_in_time(server: FaultServer, client: str) -> None:
+    error = fault(server, "hang", client=client, timeout=0.2)
+    assert isinstance(error, JudgeTimeout)
+    assert isinstance(error, TimeoutError)
+    assert str(error) == f"{server.url}/v1/chat/completions did not answer within 0.2 s (judge.timeout)"
+    assert error.retry
+    assert "judge.timeout" in error.fix
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.retry, copy.fix) == (str(error), True, error.fix)
+
+
+def test_without_a_time_out_it_waits(server: FaultServer, client: str) -> None:
+    server.behave("late:0.3")
+    assert ask(server, client=client, timeout=None) == [1]
+
+
+def test_who_gives_up_hangs_up(server: FaultServer, client: str) -> None:
+    async def body() -> None:
+        judge = Judge(server.url, client=client, timeout=None)
+        before = server.seen()
+        waiting = asyncio.create_task(judge.compute_score("d", RIGHT, "7"))
+        async with asyncio.timeout(30):
+            assert (await asyncio.to_thread(server.seen, before["requests"] + 1))["in_flight"] == 1
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            server.behave("ok")
+            await judge.compute_score("d", RIGHT, "7")
+        await judge.close()
+        assert server.seen()["in_flight"] == 0
+
+    server.behave("hang")
+    asyncio.run(body())
+
+
+def test_a_server_that_is_not_there(client: str) -> None:
+    async def body() -> None:
+        judge = Judge("http://127.0.0.1:9", client=client)
+        with pytest.raises(JudgeError, match=r"127\.0\.0\.1:9.*ConnectionRefusedError") as error:
+            await judge.compute_score("d", RIGHT, "7")
+        assert error.value.retry
+        assert "judge.url" in error.value.fix
+        await judge.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.heavy
+def test_a_server_that_is_killed_and_comes_back(client: str) -> None:
+    async def body(server: FaultServer) -> None:
+        judge = Judge(server.url, client=client)
+        calls = [asyncio.create_task(judge.compute_score("d", RIGHT, "7")) for _ in range(8)]
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(server.seen, 8)
+            await asyncio.to_thread(server.kill)
+            for error in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(error, JudgeError)
+                assert error.retry
+                assert not isinstance(error, JudgeTimeout)
+            await asyncio.to_thread(server.restart)
+            assert (await judge.compute_score("d", RIGHT, "7"))["score"] == 1
+        await judge.close()
+
+    with FaultServer() as server:
+        server.behave("hang")
+        asyncio.run(body(server))
+
+
+def test_many_at_once(server: FaultServer, client: str) -> None:
+    server.behave("late:0.5")
+    assert ask(server, 64, client=client) == [1] * 64
+    assert server.seen()["peak"] == 64
+
+
+@needs_openai
+@pytest.mark.heavy
+def test_openai_without_its_part_for_aiohttp(server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    import openai
+
+    monkeypatch.delattr(openai, "DefaultAioHttpClient")
+    assert ask(server, 2, client="openai") == [1, 1]
+    for mode in ("status:503", "reset", "huge", "hang"):
+        assert fault(server, mode, client="openai", timeout=1.0).retry == (mode != "huge")
+
+
+@needs_openai
+@pytest.mark.heavy
+def test_openai_gets_no_key_of_the_environment(server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    client = make_chat("openai", None, 1.0, 1000)
+    assert isinstance(client, chat.OpenAIChat)
+    assert client._client("http://h/v1/chat/completions").api_key != "secret"
+    asyncio.run(client.close())
+
+
+def test_openai_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ConfigError, match=r"the package is missing; run pip install 'dataflow-rl\[openai\]'"):
+        Judge("http://h", client="openai")
+
+
+def test_an_endless_error_is_cut() -> None:
+    async def body() -> None:
+        async def pieces() -> AsyncIterator[bytes]:
+            while True:
+                yield b"x" * 1000
+
+        text = await chat.beginning_of_error(pieces())
+        assert len(text) == chat.ERROR_BYTES
+        assert len(str(chat.refused("http://h", 500, {}, text))) < 300
+
+    asyncio.run(body())
+
+
+def test_a_certificate_that_does_not_fit_is_not_tried_again() -> None:
+    wrapped = OSError("cannot connect")
+    wrapped.__cause__ = ssl.SSLCertVerificationError("Hostname mismatch")
+    error = chat.broken("https://h", wrapped, 1.0)
+    assert "Hostname mismatch" in str(error)
+    assert not error.retry
+    assert "certificate" in error.fix

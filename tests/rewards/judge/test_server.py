@@ -1,0 +1,144 @@
+"""The judge on loopback: its delays, its answers, its beginning and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from dataflow.errors import ConfigError, RunError
+from dataflow.rewards.judge import server as judge_server
+from dataflow.rewards.judge.judge import Judge, JudgeError, messages
+from dataflow.rewards.judge.server import JudgeProcess, start_judge
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
+
+RIGHT = "It is 3 + 4 = 7.\n#### 7"
+COMMAND = [sys.executable, "-m", "dataflow.rewards.judge.server", "--latency", "60"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[JudgeProcess]:
+    with start_judge("0") as running:
+        yield running
+
+
+def test_delays_follow_the_law_and_differ_between_equal_requests() -> None:
+    async def body(url: str) -> list[float]:
+        judge = Judge(url)
+        spent = []
+        for _ in range(12):
+            start = time.perf_counter()
+            await judge.compute_score("d", RIGHT, "7")
+            spent.append(time.perf_counter() - start)
+        await judge.close()
+        return spent
+
+    with start_judge("uniform:1:10", time_scale=0.01, seed=3) as running:
+        spent = asyncio.run(body(running.url))
+    rng = random.Random(3)
+    drawn = []
+    for _ in range(12):
+        drawn.append(rng.uniform(1, 10) * 0.01)
+        rng.getrandbits(48)
+    assert all(took >= delay - 0.002 for took, delay in zip(spent, drawn, strict=True))
+    assert max(spent) - min(spent) > 0.03
+
+
+def test_a_chat_that_is_no_problem(server: JudgeProcess) -> None:
+    async def body() -> None:
+        async with aiohttp.ClientSession() as session:
+            payloads: list[Any] = [{"messages": [{"role": "user", "content": "hi"}]}, {}, [], {"messages": 3}]
+            for payload in payloads:
+                async with session.post(f"{server.url}/v1/chat/completions", json=payload) as reply:
+                    assert reply.status == 400
+                    assert (await reply.json())["error"]["message"]
+            async with session.get(f"{server.url}/health") as reply:
+                assert reply.status == 200
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("how", ["stdin", "SIGTERM"])
+def test_it_ends_with_its_parent_even_while_it_delays(how: str) -> None:
+    with subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        url = json.loads(process.stdout.readline())["url"]
+
+        async def body() -> None:
+            judge = Judge(url)
+            waiting = asyncio.ensure_future(judge.compute_score("d", RIGHT, "7"))
+            done, _ = await asyncio.wait([waiting], timeout=0.3)
+            assert not done
+            if how == "stdin":
+                process.stdin.close()  # type: ignore[union-attr]
+            else:
+                os.kill(process.pid, signal.SIGTERM)
+            with pytest.raises(JudgeError):
+                await asyncio.wait_for(waiting, 10)
+            await judge.close()
+
+        asyncio.run(body())
+        assert process.wait(timeout=10) == 0
+
+
+def test_close_leaves_no_process() -> None:
+    running = start_judge("0")
+    os.kill(running.pid, 0)
+    running.close()
+    running.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(running.pid, 0)
+
+
+def test_a_server_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RunError, match="did not start"):
+        start_judge("0", deadline_s=5)
+
+
+def test_command_line_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert judge_server.main(["--latency", "unifrom:1:2"]) == 2
+    assert "did you mean 'uniform'" in capsys.readouterr().err
+
+
+def test_it_says_what_a_request_used(server: JudgeProcess) -> None:
+    async def body() -> None:
+        judge = Judge(server.url)
+        result = await judge.compute_score("d", RIGHT, "7", {"question": "3 + 4?"})
+        await judge.close()
+        asked = sum(len(turn["content"]) for turn in messages("3 + 4?", "7", RIGHT))
+        assert result["tokens"] == -(-asked // 4) + -(-len("Score: 1") // 4)
+        assert judge.usage()["tokens_estimated"] == 0
+
+    asyncio.run(body())
+
+
+@pytest.mark.heavy
+def test_it_takes_a_thousand_connections_at_once() -> None:
+    async def body(url: str) -> None:
+        judge = Judge(url)
+        results = await asyncio.gather(*(judge.compute_score("d", RIGHT, "7") for _ in range(1000)))
+        assert [result["score"] for result in results] == [1] * 1000
+        await judge.close()
+
+    with start_judge("0.5") as running:
+        asyncio.run(body(running.url))
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'uniform'"):
+        start_judge("unifrom:1:2")
+    with pytest.raises(ConfigError, match="time_scale=-1"):
+        start_judge("1", time_scale=-1)

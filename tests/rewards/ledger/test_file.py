@@ -1,0 +1,229 @@
+"""The ledger's file: paths that cannot be one, disks that fail, processes that die or share it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.errors import ConfigError, RunError
+from dataflow.rewards.ledger.ledger import Answer, Ledger
+from tests.rewards.ledger.ledger_rig import ANSWER, A, B, key
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.db"
+
+
+def resumed(path: Path, *rows: tuple[int, int, bytes], run: str = "run", cache: bool = False) -> Any:
+    """What another process would get of step 1."""
+    with closing(Ledger(path, run, cache=cache)) as ledger:
+        return ledger.submitted(1, rows)
+
+
+def one(path: Path) -> None:
+    with closing(Ledger(path, "run")) as ledger:
+        ledger.answered(1, 0, 0, A, ANSWER)
+
+
+def refused(path: Path, run: str = "run") -> str:
+    with pytest.raises(ConfigError) as error:
+        Ledger(path, run)
+    return str(error.value)
+
+
+def test_it_makes_its_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with closing(Ledger("a/b/ledger.db", "run")) as ledger:
+        monkeypatch.chdir("/")
+        ledger.flush()
+    assert (tmp_path / "a/b/ledger.db").is_file()
+
+
+def test_files_that_are_no_ledger(path: Path) -> None:
+    assert "the run has no name; give it one" in refused(path, "")
+    assert "it is a directory; name a file" in refused(path.parent)
+    path.write_text("step,score\n" * 1000)
+    assert "it is no sqlite file; name another" in refused(path)
+    assert path.read_text() == "step,score\n" * 1000
+    assert "name another" in refused(path / "below.db")
+    assert "make the file and its directory writable" in refused(Path("/proc/ledger.db"))
+
+
+def test_databases_of_others(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE mine (x)")
+        db.commit()
+    assert "it is another program's database; name another file" in refused(path)
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT name FROM sqlite_schema").fetchall() == [("mine",)]
+        assert db.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+def test_a_newer_layout(path: Path) -> None:
+    one(path)
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version = 99")
+    assert "a newer dataflow made it (layout 99, this one knows 1); update dataflow" in refused(path)
+
+
+def test_an_empty_file_becomes_a_ledger(path: Path) -> None:
+    path.touch()
+    one(path)
+    assert resumed(path, (0, 0, A)) == {(0, 0): ANSWER}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_is_removed(path: Path, replaced: bool) -> None:
+    ledger = Ledger(path, "run")
+    for file in path.parent.iterdir():
+        file.unlink()
+    if replaced:
+        path.touch()
+    ledger.answered(1, 0, 0, A, ANSWER)
+    with pytest.raises(RunError, match="it was removed during the run; leave it there"):
+        ledger.flush()
+    for call in (
+        lambda: ledger.submitted(1, [(0, 0, A)]),
+        lambda: ledger.answered(1, 0, 1, B, ANSWER),
+        lambda: ledger.failed(1, 0, 1, B, "reset"),
+        lambda: ledger.collected(1, [0]),
+        lambda: ledger.flush(),
+        lambda: ledger.close(),
+    ):
+        with pytest.raises(RunError, match="it was removed during the run"):
+            call()
+    assert ledger.counts()["unsaved"] == 1
+    ledger.close()
+
+
+def test_a_damaged_file_is_said(path: Path) -> None:
+    with closing(Ledger(path, "run")) as ledger:
+        for group in range(2000):
+            ledger.answered(1, group, 0, A, ANSWER)
+    content = bytearray(path.read_bytes())
+    content[4096 * 3 :] = b"\xff" * (len(content) - 4096 * 3)
+    path.write_bytes(content)
+    ledger = Ledger(path, "run")
+    with pytest.raises(RunError, match=r"it cannot be read \(.*\); the file is damaged; move it away"):
+        ledger.submitted(1, [(group, 0, A) for group in range(2000)])
+    with suppress(RunError):  # the writer may have met the damage too
+        ledger.close()
+
+
+# Other processes.
+
+
+def program(code: str, *arguments: object) -> list[str]:
+    head = (
+        "import os, sys, time\nfrom dataflow.rewards.ledger.ledger import Answer, Ledger, key_of\npath = sys.argv[1]\n"
+    )
+    return [sys.executable, "-c", head + textwrap.dedent(code), *map(str, arguments)]
+
+
+def test_a_killed_process_leaves_what_was_committed(path: Path) -> None:
+    code = """
+        ledger = Ledger(path, "run")
+        for group in range(20_000):
+            key = key_of({"solution_str": str(group)})
+            ledger.submitted(1, [(group, 0, key)])
+            ledger.answered(1, group, 0, key, Answer(group, {"group": group}, 0.1, 1))
+            if group == 50:
+                ledger.flush()
+                print("flushed", flush=True)
+    """
+    with subprocess.Popen(program(code, path), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"flushed\n"
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait(timeout=20) == -signal.SIGKILL
+    rows = [(group, 0, key(str(group))) for group in range(20_000)]
+    found = resumed(path, *rows)
+    assert len(found) >= 51
+    # Nothing in between is missing, and nothing is mixed up.
+    assert list(found) == [(group, 0) for group in range(len(found))]
+    assert all(answer == Answer(group, {"group": group}, 0.1, 1) for (group, _), answer in found.items())
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_process_that_ends_without_close_loses_nothing(path: Path) -> None:
+    code = """
+        ledger = Ledger(path, "run")
+        for group in range(500):
+            ledger.answered(1, group, 0, bytes(16), Answer(group, {}, 0.1, 1))
+        raise SystemExit(3)
+    """
+    assert subprocess.run(program(code, path), timeout=50).returncode == 3
+    assert len(resumed(path, *[(group, 0, bytes(16)) for group in range(500)])) == 500
+
+
+@pytest.mark.heavy
+def test_processes_that_share_a_file(path: Path) -> None:
+    code = """
+        number, agents = int(sys.argv[2]), 4
+        sys.stdin.readline()
+        ledger = Ledger(path, f"run {number // 2}", cache=True)
+        for group in range(number, 400, agents):
+            key = key_of({"solution_str": f"{number // 2} {group}"})
+            ledger.submitted(1, [(group, 0, key)])
+            ledger.answered(1, group, 0, key, Answer(group, {}, 0.1, 1))
+            if group % 5 == 0:
+                ledger.flush()
+        ledger.close()
+    """
+    started = [subprocess.Popen(program(code, path, number), stdin=subprocess.PIPE) for number in range(4)]
+    for process in started:  # all at once into a file that is not there yet
+        assert process.stdin is not None
+        process.stdin.close()
+    assert [process.wait(timeout=50) for process in started] == [0, 0, 0, 0]
+    for run in range(2):
+        rows = [(group, 0, key(f"{run} {group}")) for group in range(400)]
+        mine = {(group, 0) for number in (2 * run, 2 * run + 1) for group in range(number, 400, 4)}
+        assert resumed(path, *rows, run=f"run {run}").keys() == mine
+        assert resumed(path, *rows, run="third", cache=True).keys() == mine
+
+
+def test_a_full_disk_is_said(path: Path) -> None:
+    code = """
+        import resource
+        from dataflow.errors import RunError
+        ledger = Ledger(path, "run")
+        ledger.answered(1, 0, 0, bytes(16), Answer(7, {}, 0.1, 1))
+        ledger.flush()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+        told = 1
+        try:
+            while told < 100_000:
+                ledger.answered(1, told, 0, bytes(16), Answer(7, {"text": "x" * 1000}, 0.1, 1))
+                told += 1
+                if told % 100 == 0:
+                    ledger.flush()
+        except RunError as error:
+            print(told, error)
+        try:
+            ledger.close()
+        except RunError as error:
+            print(ledger.counts()["unsaved"], error)
+    """
+    done = subprocess.run(program(code, path), stdout=subprocess.PIPE, text=True, timeout=50)
+    assert done.returncode == 0
+    first, last = done.stdout.splitlines()
+    assert "it cannot be written" in first
+    assert "see that its disk has space" in first or "free some disk space" in first
+    assert first.split(" ", 1)[1] == last.split(" ", 1)[1]
+    # What was told and is not unsaved is there.
+    told, unsaved = int(first.split()[0]), int(last.split()[0])
+    found = resumed(path, *[(group, 0, bytes(16)) for group in range(told)])
+    assert len(found) == told - unsaved >= 100

@@ -1,0 +1,332 @@
+"""The ledger: what it keeps, what it gives back, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loguru import logger
+
+from dataflow.errors import DataflowError, RunError
+from dataflow.rewards.ledger.ledger import Answer, Ledger
+from tests.rewards.ledger.ledger_rig import ANSWER, A, B, key
+
+pytestmark = pytest.mark.timeout(60)
+
+OTHER = Answer(-1.0, {}, 1.0, 1)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.db"
+
+
+def resumed(path: Path, step: Any, *rows: tuple[int, int, bytes], run: str = "run", cache: bool = False) -> Any:
+    """What another process would get."""
+    with closing(Ledger(path, run, cache=cache)) as ledger:
+        return ledger.submitted(step, rows)
+
+
+def one(path: Path, answer: Answer = ANSWER, step: int | str = 1, found: bytes = A, run: str = "run") -> None:
+    with closing(Ledger(path, run)) as ledger:
+        assert ledger.submitted(step, [(0, 0, found)]) == {}
+        ledger.answered(step, 0, 0, found, answer)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps every writer waiting."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        yield
+        db.execute("ROLLBACK")
+
+
+def test_a_resumed_run_gets_what_was_answered(path: Path) -> None:
+    rows = [(group, sample, key(f"{group} {sample}")) for group in range(3) for sample in range(2)]
+    with closing(Ledger(path, "run")) as ledger:
+        assert ledger.submitted(1, rows) == {}
+        ledger.answered(1, *rows[4], ANSWER)
+        ledger.answered(1, *rows[1], OTHER)
+    assert resumed(path, 1, *rows) == {(2, 0): ANSWER, (0, 1): OTHER}
+    assert resumed(path, 1, *rows[1:4]) == {(0, 1): OTHER}
+    assert resumed(path, 1) == {}
+
+
+def test_another_request_has_no_answer(path: Path) -> None:
+    one(path)
+    assert resumed(path, 1, (0, 0, A)) == {(0, 0): ANSWER}
+    for step, row in (
+        (1, (0, 0, B)),
+        (1, (0, 1, A)),
+        (1, (1, 0, A)),
+        (2, (0, 0, A)),
+        ("1", (0, 0, A)),
+        ("val:1", (0, 0, A)),
+    ):
+        assert resumed(path, step, row) == {}
+    assert resumed(path, 1, (0, 0, A), run="other") == {}
+
+
+def test_a_step_again_with_other_responses_keeps_both(path: Path) -> None:
+    one(path)
+    with closing(Ledger(path, "run")) as ledger:
+        assert ledger.submitted(1, [(0, 0, B)]) == {}
+        ledger.answered(1, 0, 0, B, OTHER)
+    assert resumed(path, 1, (0, 0, A)) == {(0, 0): ANSWER}
+    assert resumed(path, 1, (0, 0, B)) == {(0, 0): OTHER}
+
+
+def test_steps_with_names_and_numbers_of_numpy(path: Path) -> None:
+    one(path, step="val:3")
+    assert resumed(path, "val:3", (0, 0, A)) == {(0, 0): ANSWER}
+    with closing(Ledger(path, "run")) as ledger:
+        group, sample = np.int64(4), np.int32(1)
+        ledger.submitted(np.int64(9), [(group, sample, A)])  # type: ignore[arg-type, list-item]
+        ledger.answered(np.int64(9), group, sample, A, Answer(np.float32(0.5), {}, 0.1, 1))  # type: ignore[arg-type]
+        ledger.collected(np.int64(9), np.array([4]))  # type: ignore[arg-type]
+        assert ledger.submitted(9, [(4, 1, A)])[4, 1].score == 0.5
+    assert resumed(path, 9, (4, 1, A))[4, 1].score == 0.5
+
+
+def test_what_is_not_written_yet_is_found(path: Path) -> None:
+    with closing(Ledger(path, "run")) as ledger, closing(Ledger(path, "other", cache=True)) as cached:
+        with locked(path):
+            ledger.answered(1, 0, 0, A, ANSWER)
+            cached.answered(1, 0, 0, B, OTHER)
+            assert ledger.counts()["unsaved"] == 1
+            assert ledger.submitted(1, [(0, 0, A), (0, 1, A)]) == {(0, 0): ANSWER}
+            assert ledger.submitted(1, [(0, 0, B)]) == {}
+            assert cached.submitted(2, [(5, 5, B), (5, 6, A)]) == {(5, 5): OTHER}
+            with pytest.raises(RunError, match=r"not written within 0\.1 s"):
+                ledger.flush(deadline_s=0.1)
+        ledger.flush()
+        assert ledger.counts()["unsaved"] == 0
+        assert ledger.submitted(1, [(0, 0, A), (0, 1, A)]) == {(0, 0): ANSWER}
+
+
+def test_a_failure_is_no_answer(path: Path) -> None:
+    story = "TimeoutError on each of 4 tries: half a reply \ud83d and \x00"
+    with closing(Ledger(path, "run")) as ledger:
+        ledger.submitted(1, [(0, 0, A), (0, 1, B)])
+        ledger.failed(1, 0, 0, A, story)
+        ledger.failed(1, 0, 1, B, "reset")
+        ledger.flush()
+        assert ledger.submitted(1, [(0, 0, A)]) == {}
+        assert ledger.totals() == {"submitted": 2, "answered": 0, "failed": 2, "collected": 0}
+        ledger.answered(1, 0, 0, A, ANSWER)
+        ledger.flush()
+        ledger.failed(1, 0, 0, A, "a later one")
+        ledger.flush()
+        assert ledger.totals() == {"submitted": 2, "answered": 1, "failed": 1, "collected": 0}
+    assert resumed(path, 1, (0, 0, A), (0, 1, B)) == {(0, 0): ANSWER}
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT story FROM request ORDER BY sample").fetchall() == [(None,), ("reset",)]
+
+
+def test_the_story_is_kept(path: Path) -> None:
+    with closing(Ledger(path, "run")) as ledger:
+        ledger.failed("val:1", 7, 2, A, "é \ud83d \x00 end")
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT step, grp, sample, key, story FROM request").fetchall() == [
+            ("val:1", 7, 2, A, "é \\ud83d \x00 end")
+        ]
+
+
+def test_the_first_answer_stays(path: Path) -> None:
+    one(path)
+    with closing(Ledger(path, "run")) as ledger:
+        ledger.answered(1, 0, 0, A, OTHER)
+        ledger.flush()
+        assert ledger.submitted(1, [(0, 0, A)]) == {(0, 0): ANSWER}
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, np.float32("nan")])
+def test_a_score_that_is_not_finite_is_no_answer(path: Path, score: float) -> None:
+    with closing(Ledger(path, "run")) as ledger:
+        with pytest.raises(DataflowError, match="sample 2 of group 0 of step 1 is no answer"):
+            ledger.answered(1, 0, 2, A, Answer(score, {}, 0.1, 1))
+        assert ledger.submitted(1, [(0, 2, A)]) == {}
+
+
+def test_the_cache_takes_the_answers_of_any_run(path: Path) -> None:
+    one(path)
+    one(path, OTHER, run="later")
+    rows = [(0, 0, B), (0, 1, A), (3, 0, A)]
+    found = resumed(path, 8, *rows, run="new", cache=True)
+    assert found == {(0, 1): ANSWER, (3, 0): ANSWER}
+    found[0, 1].extras["tokens"] = 0
+    assert found[3, 0].extras["tokens"] == 312
+    # Its own answer comes before the cache's.
+    assert resumed(path, 1, (0, 0, A), run="later", cache=True) == {(0, 0): OTHER}
+    assert resumed(path, 8, *rows, run="new") == {}
+
+
+@pytest.mark.heavy
+def test_more_rows_than_one_statement_takes(path: Path) -> None:
+    rows = [(index // 5, index % 5, index.to_bytes(16, "big")) for index in range(31_000)]
+    with closing(Ledger(path, "run")) as ledger:
+        assert ledger.submitted(1, rows) == {}
+        for row in rows[::5]:
+            ledger.answered(1, *row, OTHER)
+        ledger.flush()
+        assert ledger.submitted(1, rows).keys() == {row[:2] for row in rows[::5]}
+        assert ledger.totals()["submitted"] == 31_000
+    assert resumed(path, 1, *rows, run="new", cache=True).keys() == {row[:2] for row in rows[::5]}
+
+
+def test_extras_come_back_as_they_were(path: Path) -> None:
+    extras = {
+        "text": "quotes \" and ' and \\ é 漢 \ud83d \x00",
+        "numbers": [1, 2.5, True, None, 10**30, 1e-300],
+        "nested": {"a": {"b": [{}]}},
+        "infinite": math.inf,
+    }
+    one(path, Answer(1 / 3, extras, 1e-9, 1))
+    assert resumed(path, 1, (0, 0, A)) == {(0, 0): Answer(1 / 3, extras, 1e-9, 1)}
+    odd = {"numpy": np.float32(0.5), "count": np.int64(3), "ok": np.bool_(True), "pair": (1, 2), "nan": math.nan}
+    one(path, Answer(1.0, odd, 0.1, 1), step=2)
+    back = resumed(path, 2, (0, 0, A))[0, 0].extras
+    assert math.isnan(back.pop("nan"))
+    assert back == {"numpy": 0.5, "count": 3, "ok": True, "pair": [1, 2]}
+    assert [type(value) for value in back.values()] == [float, int, bool, list]
+
+
+def test_extras_are_as_they_were_when_it_was_told(path: Path) -> None:
+    extras = {"steps": ["add"]}
+    with closing(Ledger(path, "run")) as ledger:
+        ledger.answered(1, 0, 0, A, Answer(1.0, extras, 0.1, 1))
+        extras["steps"].append("carry")
+        assert ledger.submitted(1, [(0, 0, A)])[0, 0].extras == {"steps": ["add"]}
+    assert resumed(path, 1, (0, 0, A))[0, 0].extras == {"steps": ["add"]}
+
+
+def test_extras_that_json_cannot_hold_are_counted_and_said_once(path: Path) -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    odd: list[Any] = [object(), np.zeros(2), {1: 2}, [{"a": {None: 0}}], circle, b"x", {1, 2}, 1j, np.complex64(1)]
+    said: list[str] = []
+    sink = logger.add(said.append, format="{message}", level="WARNING")
+    try:
+        with closing(Ledger(path, "run")) as ledger:
+            for sample, value in enumerate(odd):
+                ledger.answered(1, 0, sample, A, Answer(1.0, {"picture": value}, 0.1, 1))
+            ledger.answered(1, 1, 0, A, ANSWER)
+            rows = [(0, sample, A) for sample in range(len(odd))]
+            assert ledger.submitted(1, [*rows, (1, 0, A)]) == {(1, 0): ANSWER}
+            assert ledger.counts()["unstored"] == len(odd)
+            assert ledger.counts()["answered"] == 1
+    finally:
+        logger.remove(sink)
+    assert len(said) == 1
+    assert "the columns picture is not kept (JSON cannot hold a object)" in said[0]
+
+
+def test_counts_and_totals(path: Path) -> None:
+    one(path)
+    with closing(Ledger(path, "run")) as ledger:
+        ledger.submitted(1, [(0, 0, A), (0, 1, A), (1, 0, B)])
+        ledger.answered(1, 0, 1, A, ANSWER)
+        ledger.failed(1, 1, 0, B, "reset")
+        ledger.collected(1, [0])
+        ledger.flush()
+        assert ledger.counts() == {
+            "submitted": 3,
+            "answered": 1,
+            "failed": 1,
+            "collected": 1,
+            "reused": 1,
+            "unstored": 0,
+            "unreadable": 0,
+            "unsaved": 0,
+        }
+        ledger.collected(1, [0, 1])
+        ledger.flush()
+        assert ledger.totals() == {"submitted": 3, "answered": 2, "failed": 1, "collected": 2}
+
+
+def test_close(path: Path) -> None:
+    before = threading.active_count()
+    ledger = Ledger(path, "run")
+    assert threading.active_count() == before + 1
+    ledger.submitted(1, [(0, 0, A)])
+    ledger.close()
+    ledger.close()
+    assert threading.active_count() == before
+    assert [file.name for file in path.parent.iterdir()] == ["ledger.db"]
+    for call in (
+        lambda: ledger.submitted(1, [(0, 0, A)]),
+        lambda: ledger.answered(1, 0, 0, A, ANSWER),
+        lambda: ledger.failed(1, 0, 0, A, "reset"),
+        lambda: ledger.collected(1, [0]),
+        lambda: ledger.flush(),
+    ):
+        with pytest.raises(DataflowError, match="it was closed"):
+            call()
+
+
+def test_many_threads(path: Path) -> None:
+    with closing(Ledger(path, "run")) as ledger:
+
+        def work(step: int) -> None:
+            for group in range(100):
+                ledger.submitted(step, [(group, 0, A)])
+                ledger.answered(step, group, 0, A, Answer(step + group / 1000, {}, 0.1, 1))
+                assert ledger.submitted(step, [(group, 0, A)])[group, 0].score == step + group / 1000
+
+        threads = [threading.Thread(target=work, args=(step,)) for step in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        ledger.flush()
+        assert ledger.totals()["answered"] == 400
+        assert ledger.counts()["reused"] == 400
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["submit", "answer", "fail", "flush", "resume"]),
+        st.integers(0, 1),
+        st.integers(0, 1),
+        st.sampled_from([A, B]),
+        st.floats(allow_nan=False, allow_infinity=False, width=32),
+    ),
+    max_size=25,
+)
+
+
+@pytest.mark.heavy
+@settings(max_examples=40, deadline=None)
+@given(OPERATIONS)
+def test_any_order_of_events(tmp_path_factory: pytest.TempPathFactory, operations: list[Any]) -> None:
+    path = tmp_path_factory.mktemp("ledger") / "l.db"
+    answers: dict[Any, Answer] = {}
+    ledger = Ledger(path, "run")
+    for number, (what, step, group, found, score) in enumerate(operations):
+        if what == "submit":
+            rows = [(group, 0, found), (group, 1, found)]
+            expected = {row[:2]: answers[step, *row] for row in rows if (step, *row) in answers}
+            assert ledger.submitted(step, rows) == expected
+        elif what == "answer" and (step, group, 0, found) not in answers:  # who has an answer does not ask
+            answers[step, group, 0, found] = Answer(score, {"number": number}, 0.1, 1)
+            ledger.answered(step, group, 0, found, answers[step, group, 0, found])
+        elif what == "fail":
+            ledger.failed(step, group, 0, found, "reset")
+        elif what == "flush":
+            ledger.flush()
+        elif what == "resume":
+            ledger.close()
+            ledger = Ledger(path, "run")
+    ledger.close()
+    for (step, group, sample, found), answer in answers.items():
+        assert resumed(path, step, (group, sample, found)) == {(group, sample): answer}

@@ -1,0 +1,84 @@
+"""A program of which a call freezes the process: run as ``python frozen_calls.py FUNCTION RECORD AFTER_S``.
+
+It prints ``frozen`` when that call has begun. The other calls are in user code, too, and wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from dataflow.rewards.sentinel.sentinel import Kind, Sentinel
+from dataflow.usercode.calls import Calls
+
+in_time = threading.Barrier(3)
+
+
+def spin() -> None:
+    print("frozen", flush=True)
+    re.match("(a+)+$", "a" * 60 + "b")
+
+
+def backtracks(bad: bool) -> None:
+    in_time.wait()
+    if bad:
+        spin()
+    time.sleep(0.01)
+
+
+def sleeps_in_c(bad: bool) -> None:
+    in_time.wait()
+    if bad:
+        print("frozen", flush=True)
+        ctypes.PyDLL(None).sleep(1000)
+    time.sleep(0.01)
+
+
+async def backtracks_on_the_loop(bad: bool) -> None:
+    await asyncio.sleep(0.01)
+    if bad:
+        spin()
+    await asyncio.sleep(1000)
+
+
+async def backtracks_in_a_task(bad: bool) -> None:
+    await asyncio.create_task(backtracks_on_the_loop(bad))
+
+
+async def blocks_the_loop(bad: bool) -> None:
+    await asyncio.sleep(0.01)
+    if bad:
+        print("frozen", flush=True)
+        time.sleep(1000)
+    await asyncio.sleep(1000)
+
+
+def starts_a_program(bad: bool) -> None:
+    if bad:
+        child = subprocess.Popen(["sleep", "1000"])
+        print(child.pid, flush=True)
+        spin()
+
+
+async def main(function: str, record: str, after_s: float | None) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):  # as a run does
+        loop.add_signal_handler(number, lambda: None)
+    sentinel = Sentinel(after_s, record, inline=True)
+    sentinel.start(loop)
+    calls = Calls(lambda _strays: None, lambda error: print(error), sentinel)
+    for sample in range(3):
+        mark = sentinel.mark(Kind.SCORE, "val:3", 7, sample, b"12345678rest" if function == "backtracks" else None)
+        ignore = {"done": lambda call: None, "freed": lambda call: None}
+        calls.start(globals()[function], {"bad": sample == 1}, mark=mark, **ignore)  # type: ignore[arg-type]
+    await asyncio.sleep(1000)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3]) if sys.argv[3] else None))

@@ -1,0 +1,210 @@
+"""A step that is submitted in sets, as a streaming rollout hands them on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dataflow.errors import DataflowError, RewardFailed
+from dataflow.reward_agent import RewardAgent
+from dataflow.rewards.remote.agent import RemoteAgent
+from dataflow.rewards.requests import Ticket
+from tests.rewards import group_rig
+from tests.rewards.group_rig import BROKEN, Reward, samples
+from tests.rewards.remote.actor_rig import remote_agents
+from tests.rigs.virtual_time import run_virtual
+
+pytestmark = pytest.mark.timeout(60)
+Make = Callable[..., RewardAgent]
+
+
+@pytest.fixture(params=["here", pytest.param("in actors", marks=pytest.mark.heavy)])
+def agent_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
+    return group_rig.agent_of if request.param == "here" else remote_agents(monkeypatch, group_rig.agent_of)
+
+
+def test_a_collect_waits_for_groups_that_are_yet_to_be_submitted(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward())
+        tickets = [agent.submit(1, samples(2), more=True)]
+        first = await agent.collect(1, 1)
+        waiting = asyncio.ensure_future(agent.collect(1, 3))
+        await asyncio.sleep(1)
+        assert not waiting.done(), "of three groups one is there"
+        tickets.append(agent.submit(1, samples(2, first=2), more=True))
+        second = await waiting
+        tickets.append(agent.submit(1, samples(1, first=4), more=True))
+        last = await agent.collect(1, 1, last=True)
+        assert [part.ids for part in (first, second, last)] == [(0,), (1, 2, 3), (4,)]
+        assert Ticket.concat(tickets) == Ticket(1, (0, 1, 2, 3, 4), 10)
+        assert "step" not in second.meta
+        assert last.meta["step"]["scored"] == 10, "all of the step"
+        with pytest.raises(DataflowError, match="step 1 has been collected in full"):
+            await agent.collect(1, 1)
+        with pytest.raises(DataflowError, match="step 1 has been collected in full"):
+            agent.submit(1, samples(1, first=9), more=True)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_by_index_the_next_groups_are_waited_for(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(_0_0=("after", 5)))
+        agent.submit(1, samples(1), more=True)
+        waiting = asyncio.ensure_future(agent.collect(1, 2, order="index"))
+        await asyncio.sleep(1)
+        agent.submit(1, samples(2, first=1), more=True)
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        assert (await waiting).ids == (0, 1)
+        assert (await agent.collect(1, 1, order="index", last=True)).ids == (2,)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_what_is_left_at_the_last_collect_is_cancelled(agent_of: Make) -> None:
+    async def body() -> None:
+        reward = Reward(_3_1="never")
+        agent = agent_of(reward, "replace_group")
+        for first in (0, 2):
+            agent.submit(1, samples(2, first=first), spare=2, more=True)
+        await asyncio.sleep(1)
+        assert (await agent.collect(1, 2, order="index", last=True)).ids == (0, 1)
+        await asyncio.sleep(1)
+        assert reward.cancelled == ["3.1"]
+        stats = await agent.refresh() if isinstance(agent, RemoteAgent) else agent.stats()
+        assert stats["steps"] == stats["running"] == 0
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_a_lost_group_is_replaced_by_one_of_a_later_set(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(_0_1=BROKEN), "replace_group")
+        agent.submit(1, samples(2), spare=1, more=True)
+        waiting = asyncio.ensure_future(agent.collect(1, 2, last=True))
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        agent.submit(1, samples(1, first=2), spare=1, more=True)
+        assert (await waiting).ids == (1, 2)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_a_step_that_has_failed_takes_no_further_set(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(_0_0=BROKEN))
+        agent.submit(1, samples(1), more=True)
+        await asyncio.sleep(1)
+        with pytest.raises(RewardFailed, match="sample 0 of group 0 of step 1"):
+            agent.submit(1, samples(1, first=1), more=True)
+        with pytest.raises(RewardFailed, match="sample 0 of group 0 of step 1"):
+            await agent.collect(1, 1)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_an_empty_set_is_refused_and_the_step_goes_on(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward())
+        agent.submit(1, samples(2), more=True)
+        with pytest.raises(DataflowError, match="step 1 has no samples to score"):
+            agent.submit(1, samples(0), more=True)
+        agent.submit(1, samples(1, first=2), more=True)
+        assert (await agent.collect(1, 3, last=True)).ids == (0, 1, 2)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_parts_cross_the_borders_of_sets(agent_of: Make) -> None:
+    async def body() -> None:
+        late = {f"_{group}_1": ("after", s) for group, s in ((4, 1), (5, 2), (6, 3), (7, 4), (2, 40), (0, 50))}
+        agent = agent_of(Reward(**late))
+        agent.submit(1, samples(3), more=True)
+        parts = [asyncio.ensure_future(agent.collect(1, k, last=k == 1)) for k in (2, 3, 2, 1)]
+        await asyncio.sleep(1)
+        for first, groups in ((3, 1), (4, 4)):
+            agent.submit(1, samples(groups, first=first), more=True)
+            await asyncio.sleep(1)
+        got = [await part for part in parts]
+        assert [part.ids for part in got] == [(1, 3), (4, 5, 6), (2, 7), (0,)]
+        assert ["step" in part.meta for part in got] == [False, False, False, True]
+        await agent.close()
+
+    run_virtual(body)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({}, {}, "step 1 was submitted before; submit each step once"),
+        ({}, {"more": True}, "step 1 was submitted before"),
+        ({"more": True}, {}, "step 1 was submitted before"),
+        ({"more": True}, {"more": True}, "step 1 holds group 1 twice"),
+        ({"more": True}, {"more": True, "spare": -1}, "-1 of which cannot be spare"),
+    ],
+)
+def test_bad_input(agent_of: Make, first: dict[str, Any], second: dict[str, Any], message: str) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward())
+        agent.submit(1, samples(2), **first)
+        with pytest.raises(DataflowError, match=message):
+            agent.submit(1, samples(1, first=1 if "twice" in message else 2), **second)
+        await agent.close()
+
+    run_virtual(body)
+
+
+# --- what too many failures are ----------------------------------------------------------------------------------
+
+
+def test_one_failure_in_a_first_small_set_does_not_stop_a_large_step(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(_0_0=BROKEN), "drop_sample", max_failed_share=0.1)
+        for first in range(0, 20, 4):
+            agent.submit(1, samples(4, first=first), more=True)
+            await agent.collect(1, 4, last=first == 16)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_with_its_last_set_a_step_is_known_to_have_failed_too_often(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(_0_0=BROKEN, _1_0=BROKEN, _2_0=BROKEN), "score:0", max_failed_share=0.25)
+        agent.submit(1, samples(2), more=True)
+        assert len(await agent.collect(1, 2)) == 4, "of four requests two, but there may be many to come"
+        agent.submit(1, samples(2, first=2), more=True)
+        with pytest.raises(RewardFailed, match=r"3 of 8 reward requests have failed.*sample 0 of group"):
+            await agent.collect(1, 2, last=True)
+        with pytest.raises(RewardFailed, match="3 of 8"):
+            agent.submit(2, samples(1))
+        await agent.close()
+
+    run_virtual(body)
+
+
+@pytest.mark.heavy
+def test_the_share_is_of_the_requests_of_all_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = remote_agents(monkeypatch, group_rig.agent_of)
+
+    async def body() -> None:
+        broken = dict.fromkeys(("_0_0", "_2_0", "_4_0", "_5_0", "_6_0"), BROKEN)
+        agent = make(Reward(**broken), "drop_sample", max_failed_share=0.25)
+        agent.submit(1, samples(4))
+        assert len(await agent.collect(1)) == 8, "of one actor's four requests two failed, of the other's none"
+        agent.submit(2, samples(4, first=4))
+        with pytest.raises(RewardFailed, match=r"5 of 16 reward requests have failed, .*; the last one: sample 0 of"):
+            await agent.collect(2)
+        await agent.close()
+
+    run_virtual(body)

@@ -1,0 +1,367 @@
+"""Loading the user's reward code, calling it, reading what it returned, and the sentences about what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dataflow.errors import ConfigError
+from dataflow.rewards.user.results import read_number, read_result
+from dataflow.usercode.load import (
+    build_reward,
+    describe,
+    find_reward,
+    is_async,
+    load_reward,
+    name_of,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+FOUR = {"data_source": "d", "solution_str": "s", "ground_truth": "3", "extra_info": None}
+ROUTER = {"reward_router_address": "h:1"}
+BOTH = {**ROUTER, "reward_model_tokenizer": "tokenizer"}
+
+FORMS = """
+import functools
+
+def plain(data_source, solution_str, ground_truth, extra_info=None):
+    return data_source, solution_str, ground_truth
+
+def by_order(a, b, c, d, /):
+    return a, b, c
+
+def part_by_order(a, b, /, *rest, factor=1):
+    return a, b, rest[0]
+
+def keywords(**kwargs):
+    return kwargs["data_source"], kwargs["solution_str"], kwargs["ground_truth"]
+
+def anything(*args, **kwargs):
+    assert not args
+    return keywords(**kwargs)
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    return plain(data_source, solution_str, ground_truth)
+
+async def later_by_order(a, b, c, d, /):
+    return a, b, c
+
+def more(data_source, solution_str, ground_truth, extra_info, suffix):
+    return data_source, solution_str, ground_truth
+
+filled = functools.partial(more, suffix="")
+late_filled = functools.partial(later, extra_info={})
+
+class Sync:
+    def compute_score(self, data_source, solution_str, ground_truth, extra_info):
+        return plain(data_source, solution_str, ground_truth)
+
+class Late:
+    async def compute_score(self, data_source, solution_str, ground_truth, extra_info):
+        return plain(data_source, solution_str, ground_truth)
+
+class Static:
+    @staticmethod
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return plain(data_source, solution_str, ground_truth)
+
+class OfClass:
+    @classmethod
+    def compute_score(cls, data_source, solution_str, ground_truth, extra_info):
+        return plain(data_source, solution_str, ground_truth)
+
+class Ordered:
+    def compute_score(self, a, b, c, d, /):
+        return a, b, c
+    def close(self): return "closed"
+
+class Called:
+    def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return plain(data_source, solution_str, ground_truth)
+
+class CalledLate:
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return plain(data_source, solution_str, ground_truth)
+
+called, called_late, ready, ready_late = Called(), CalledLate(), Sync(), Late()
+"""
+SYNC = ["plain", "by_order", "part_by_order", "keywords", "anything", "filled", "called", "ready"]
+SYNC += ["Sync", "Static", "OfClass", "Ordered"]
+ASYNC = ["later", "later_by_order", "late_filled", "Late", "called_late", "ready_late"]
+
+CONTEXT_FORMS = """
+from functools import partial
+
+def named(data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_model_tokenizer=None):
+    return reward_router_address, reward_model_tokenizer
+
+def router(data_source, solution_str, ground_truth, extra_info, reward_router_address="own"):
+    return reward_router_address
+
+def all_of_them(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    return sorted(kwargs.items())
+
+def none(data_source, solution_str, ground_truth, extra_info):
+    return "none"
+
+def by_order(a, b, c, d, /, *, reward_router_address):
+    return reward_router_address
+
+class Method:
+    def compute_score(self, data_source, solution_str, ground_truth, extra_info, reward_router_address):
+        return reward_router_address
+    def post_process_scores(self, scores): return scores
+
+class Made:
+    def __init__(self, scale, reward_router_address, **rest): self.seen = scale, reward_router_address, rest
+    def compute_score(self, data_source, solution_str, ground_truth, extra_info): return self.seen
+"""
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def scored(reward: Any) -> Any:
+    score = getattr(reward, "compute_score", reward)
+    result = score(**FOUR)
+    assert inspect.isawaitable(result) == is_async(score)
+    if not inspect.isawaitable(result):
+        return result
+
+    async def body() -> Any:
+        return await result
+
+    return asyncio.run(body())
+
+
+@pytest.mark.parametrize("name", SYNC + ASYNC)
+def test_each_form_of_reward_is_called_alike(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "forms.py", FORMS)
+    reward = build_reward(load_reward(path, name, context={}))
+    assert scored(reward) == ("d", "s", "3")
+    assert is_async(getattr(reward, "compute_score", reward)) == (name in ASYNC)
+
+
+def test_names_stay_the_users(tmp_path: Path) -> None:
+    path = write(tmp_path / "forms.py", FORMS)
+    names = {name: name_of(build_reward(load_reward(path, name))) for name in ("plain", "by_order", "later_by_order")}
+    assert all(name == shown for name, shown in names.items())
+    assert name_of(build_reward(load_reward(path, "filled"))) == "more"
+    ordered = build_reward(load_reward(path, "Ordered"))
+    assert name_of(ordered.compute_score) == "compute_score"
+    assert ordered.close() == "closed"
+
+
+def test_what_the_context_holds_goes_to_those_who_take_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "context.py", CONTEXT_FORMS)
+
+    def call(name: str, context: dict[str, Any], **kwargs: Any) -> Any:
+        return scored(build_reward(load_reward(path, name, kwargs, context), kwargs, context))
+
+    assert call("named", BOTH) == ("h:1", "tokenizer")
+    assert call("named", ROUTER) == ("h:1", None)
+    assert call("router", {}) == call("router", {"reward_router_address": None}) == "own"
+    assert call("router", BOTH) == "h:1"
+    assert call("all_of_them", BOTH) == [("reward_model_tokenizer", "tokenizer"), ("reward_router_address", "h:1")]
+    assert call("all_of_them", {}) == []
+    assert call("none", BOTH) == "none"
+    assert call("by_order", BOTH) == "h:1"
+    assert call("Method", BOTH) == "h:1"
+    assert call("Made", BOTH, scale=2) == (2, "h:1", {})
+    assert call("Made", {}, scale=2, reward_router_address="mine") == (2, "mine", {})
+    # What the user writes himself wins.
+    assert call("named", BOTH, reward_router_address="mine") == ("mine", "tokenizer")
+    kept = build_reward(load_reward(path, "Method"), None, ROUTER)
+    assert kept.post_process_scores([1]) == [1]
+    assert not hasattr(kept, "log")
+
+
+@pytest.mark.parametrize("name", ["named", "by_order", "Method", "Made"])
+def test_a_context_that_lacks_what_is_needed(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "context.py", CONTEXT_FORMS)
+    kwargs = {"scale": 2} if name == "Made" else {}
+    found = load_reward(path, name, kwargs)  # before a run is configured, that is left open
+    message = r"needs reward_router_address, which is not configured; set reward\.router_address\."
+    with pytest.raises(ConfigError, match=message):
+        build_reward(found, kwargs, {"reward_model_tokenizer": "tokenizer"})
+    with pytest.raises(ConfigError, match=message):
+        load_reward(path, name, kwargs, {})
+
+
+def test_keywords_of_the_users_own(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.py",
+        "class Mine:\n"
+        "    def __init__(self, add=0): self.add = add\n"
+        "    async def compute_score(self, data_source, solution_str, ground_truth, extra_info=None):\n"
+        "        return float(ground_truth) + self.add\n"
+        "def scored(data_source, solution_str, ground_truth, extra_info, factor=1):\n"
+        "    return float(ground_truth) * factor\n"
+        "class Ready:\n"
+        "    def compute_score(self, data_source, solution_str, ground_truth, extra_info, factor):\n"
+        "        return scored(data_source, solution_str, ground_truth, extra_info, factor)\n"
+        "ready = Ready()\n",
+    )
+    for name, kwargs, score in (("Mine", {"add": 5}, 8), ("scored", {"factor": 2}, 6), ("ready", {"factor": 3}, 9)):
+        assert scored(build_reward(load_reward(path, name, kwargs), kwargs)) == score
+    assert scored(build_reward(find_reward("dataflow.rewards.user.gsm8k:compute_score"))) == 0
+    with pytest.raises(ConfigError, match=r"judge:Jury' cannot be found"):
+        find_reward("dataflow.rewards.judge.judge:Jury")
+
+
+def test_files_of_one_name_stay_apart(tmp_path: Path) -> None:
+    text = "class Own(Exception): pass\ndef compute_score(data_source, solution_str, ground_truth, extra_info): pass\n"
+    modules = set()
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        modules.add(load_reward(write(tmp_path / folder / "reward.py", text)).__module__)
+    assert len(modules) == 2
+
+
+def test_a_users_file_that_cannot_be(tmp_path: Path) -> None:
+    good = write(
+        tmp_path / "good.py",
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+        "class Empty: pass\n"
+        "class Sized:\n    def __init__(self, size): pass\n    def compute_score(self): pass\n"
+        "class Short:\n    def compute_score(self, solution_str, ground_truth): pass\n"
+        "def other(text, truth): pass\n"
+        "def other_four(source, text, truth, info): pass\n"
+        "number = 3\n",
+    )
+    assert load_reward(good).__name__ == "compute_score"
+    wrong = [
+        ((str(tmp_path / "none.py"),), "there is no such file"),
+        ((good, "compute_scor"), "has no 'compute_scor'; did you mean 'compute_score'?"),
+        ((good, "zzz"), "has no 'zzz'; it defines Empty, Short, Sized, compute_score, other, other_four"),
+        ((good, "number"), "'number' is a int; give a function or a class"),
+        ((good, "Empty"), "class 'Empty' has no method compute_score"),
+        ((good, "Sized"), "'Sized' cannot be called with nothing (missing a required argument: 'size')"),
+        ((good, "Short"), "'Short.compute_score' cannot be called with data_source, solution_str, ground_truth, extra"),
+        ((good, "other"), "'other' cannot be called with data_source, solution_str, ground_truth, extra_info"),
+        # By position it would fit, but nothing says that its text is the solution.
+        ((good, "other_four"), "'other_four' cannot be called with data_source"),
+        ((good, "compute_score", {"factor": 2}), "unexpected keyword argument 'factor'"),
+        ((write(tmp_path / "a.py", "import no_such_module\n"),), "No module named 'no_such_module' (a.py:1)"),
+        ((write(tmp_path / "b.py", "def f(:\n"),), "SyntaxError"),
+        ((write(tmp_path / "c.py", "import sys\nsys.exit(1)\n"),), "SystemExit: 1 (c.py:2)"),
+        ((write(tmp_path / "d.txt", ""),), "it is no Python file"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ConfigError) as error:
+            load_reward(*arguments)  # type: ignore[arg-type]
+        assert message in str(error.value)
+        assert str(error.value).startswith(f"custom_reward_function.path={arguments[0]}: ")
+        assert "\n" not in str(error.value)
+
+
+def test_a_class_that_cannot_be_built(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "bad.py",
+        "class Bad:\n    def __init__(self): raise OSError('no disk')\n"
+        "    def compute_score(self, data_source, solution_str, ground_truth, extra_info): pass\n",
+    )
+    with pytest.raises(ConfigError, match=r"reward class 'Bad' cannot be built: OSError: no disk \(bad.py:2\)"):
+        build_reward(load_reward(path, "Bad"))
+
+
+def test_where_user_code_failed() -> None:
+    def users() -> None:
+        raise KeyError("x")
+
+    def told(function: Callable[[], Any]) -> BaseException:
+        with pytest.raises(Exception) as caught:
+            function()
+        return caught.value.with_traceback(caught.tb.tb_next and caught.tb.tb_next.tb_next)  # without our own frames
+
+    line = users.__code__.co_firstlineno + 1
+    assert describe(told(users)) == "KeyError: 'x'"
+    assert describe(told(lambda: users())) == f"KeyError: 'x' (test_custom.py:{line})"
+    assert describe(told(lambda: read_number(None))) == "ValueError: None"
+    assert describe(told(lambda: asyncio.run(asyncio.wait_for(asyncio.sleep(60), 0.001)))) == "TimeoutError"
+    far = KeyError("x")
+    far._place = "far.py:3"  # type: ignore[attr-defined]
+    assert describe(far) == "KeyError: 'x' (far.py:3)"
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (Fraction(1, 4), 0.25),
+        (np.float32(0.5), 0.5),
+        (np.float16(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.5), 0.5),
+        (np.array([0.5]), 0.5),
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor([[2]]), 2.0),
+        (torch.tensor(True), 1.0),
+        (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), 0.5),
+    ],
+)
+def test_what_counts_as_a_number(value: Any, number: float) -> None:
+    assert read_number(value) == number
+    assert type(read_number(value)) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "None"),
+        ("1", "a str"),
+        ([1.0], "a list"),
+        (1j, "a complex"),
+        (object(), "a object"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (np.float32("nan"), "nan"),
+        (torch.tensor(math.inf), "inf"),
+        (np.zeros(2), "a ndarray of shape (2,)"),
+        (torch.zeros(0), "a Tensor of shape (0,)"),
+        (torch.zeros(2, 3), "a Tensor of shape (2, 3)"),
+        (np.array("1"), "a ndarray"),
+        (np.array(None), "a ndarray"),
+        (torch.tensor(1j), "a Tensor"),
+        (10**400, "a number too large for a float"),
+    ],
+)
+def test_what_does_not(value: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        read_number(value)
+    assert str(error.value) == message
+
+
+def test_results() -> None:
+    assert read_result({"score": torch.tensor(1.0), "tokens": 7, "acc": True}) == (1.0, {"tokens": 7, "acc": True})
+    assert read_result((np.float32(0.5), "q", "e")) == (0.5, {"query": "q", "explanation": "e"})
+    assert read_result(2) == (2.0, {})
+    for result, message in (
+        ({"scor": 1}, r"a dict without 'score' \(keys: 'scor'\)"),
+        ({"score": None}, "a dict whose 'score' is None"),
+        ({"score": 1, 2: 3}, "the key 2"),
+        ((1, 2), "a tuple of 2"),
+        ((math.nan, "q", "e"), "a tuple whose score is nan"),
+        (np.zeros(3), "of shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_result(result)
+
+
+def test_a_column_of_the_rollout_is_no_column_of_a_reward() -> None:
+    with pytest.raises(ValueError, match="a dict with the key 'response_mask', which is a column of the rollout's"):
+        read_result({"score": 1.0, "response_mask": [1]})

@@ -1,0 +1,153 @@
+"""Managers written for verl's reward loop, verl's own among them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.errors import ConfigError
+from dataflow.rewards.user.managers import LengthUnknown, build_manager
+from dataflow.rewards.user.verl_manager import InexactResponse, row_of
+from dataflow.usercode.load import is_async, name_of
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def plain(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+    return float(ground_truth)
+
+
+async def late(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+    return {"score": float(ground_truth), "why": solution_str}
+
+
+def ask(truth: Any = "1", text: str = "text", **extra: Any) -> dict[str, Any]:
+    return {"data_source": "d", "solution_str": text, "ground_truth": truth, "extra_info": extra}
+
+
+def score(manager: Any, **arguments: Any) -> Any:
+    return asyncio.run(manager.compute_score(**arguments))
+
+
+VERL = """
+class Mine:
+    def __init__(self, config, tokenizer, compute_score, reward_router_address=None):
+        self.config, self.tokenizer, self.score, self.router = config, tokenizer, compute_score, reward_router_address
+    async def run_single(self, data):
+        item = data[0]
+        ids = item.batch["responses"]
+        valid = int(item.batch["attention_mask"][-ids.shape[-1]:].sum())
+        text = self.tokenizer.decode(ids[:valid], skip_special_tokens=True)
+        rows = item.non_tensor_batch
+        score = self.score(rows["data_source"], text, rows["reward_model"]["ground_truth"], rows["extra_info"])
+        return {"reward_score": score * self.config.reward.get("scale", 1), "reward_extra_info": {"length": valid}}
+
+class Silent(Mine):
+    async def run_single(self, data): return None
+"""
+
+
+class Letters:
+    """A tokenizer of one letter a token; 0 is eos and pad."""
+
+    eos_token_id = pad_token_id = 0
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, ids: Any, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(chr(int(i)) for i in ids if int(i)).replace("~", "")  # ~ is special
+
+
+@pytest.fixture
+def verl_path(tmp_path: Path) -> str:
+    file = tmp_path / "verls.py"
+    file.write_text(VERL)
+    return str(file)
+
+
+def equal(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+    assert "response_ids" not in extra_info
+    return float(solution_str == ground_truth)
+
+
+@pytest.mark.heavy
+def test_a_manager_written_for_verl(verl_path: str) -> None:
+    manager = build_manager("Mine", equal, verl_path, tokenizer=Letters(), config={"reward": {"scale": 3}})
+    assert is_async(manager.compute_score)
+    assert name_of(manager.compute_score) == "Mine"
+    assert score(manager, **ask("yes", "yes", response_length=3)) == {"score": 3, "acc": 3, "length": 3}
+    # It ended with eos: the text is a token shorter than the response.
+    assert score(manager, **ask("no", "yes", response_length=4)) == {"score": 0, "acc": 0, "length": 4}
+    # The response's own tokens are taken as they are.
+    own = ask("ye", "yes", response_ids=[ord("y"), ord("e"), 0], response_length=3)
+    assert score(manager, **own) == {"score": 3, "acc": 3, "length": 3}
+
+
+@pytest.mark.heavy
+def test_a_response_whose_tokens_are_not_known_is_refused(verl_path: str) -> None:
+    manager = build_manager("Mine", equal, verl_path, tokenizer=Letters())
+    with pytest.raises(LengthUnknown) as unknown:
+        score(manager, **ask())
+    assert unknown.value.fatal
+    for text, length in (("four", 3), ("a~", 2)):
+        with pytest.raises(InexactResponse, match=f"a response of {length} tokens") as caught:
+            score(manager, **ask(text=text, response_length=length))
+        assert "response_ids" in caught.value.fix
+    with pytest.raises(ValueError, match="run_single returned a NoneType without 'reward_score'"):
+        score(build_manager("Silent", equal, verl_path, tokenizer=Letters()), **ask(response_length=4))
+
+
+@pytest.mark.heavy
+def test_a_tokenizer_by_its_path(verl_path: str, tiny_qwen: Path) -> None:
+    from transformers import AutoTokenizer
+
+    manager = build_manager("Mine", equal, verl_path, tokenizer=str(tiny_qwen))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen)
+    text = "It is 3 + 4 = 7.\n#### 7, \u00fc\u4e2d"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert score(manager, **ask(text, text, response_length=len(ids) + 1))["acc"] == 1
+    assert score(manager, **ask(text, text, response_ids=[*ids, tokenizer.eos_token_id]))["length"] == len(ids) + 1
+    with pytest.raises(ConfigError, match="no tokenizer can be loaded from /none"):
+        build_manager("Mine", equal, verl_path, tokenizer="/none")
+
+
+def test_what_verls_managers_need(verl_path: str) -> None:
+    with pytest.raises(ConfigError, match="'Mine' is one of verl's, which decode the response: give the option 'token"):
+        build_manager("Mine", equal, verl_path)
+    with pytest.raises(ConfigError, match=r"'Mine' cannot be built with .*unexpected keyword argument 'worker'"):
+        build_manager("Mine", equal, verl_path, tokenizer=Letters(), worker=3)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("length", [1, 6, 7, 10])
+@pytest.mark.parametrize("reward", [plain, late])
+def test_verls_own_dapo_gives_the_same(tmp_path: Path, reward: Any, length: int) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager\n")
+    buffer = {"enable": True, "len": 4, "penalty_factor": 0.5, "log": True}
+    config = {"reward": {"reward_kwargs": {"max_resp_len": 10, "overlong_buffer_cfg": buffer}}}
+    theirs = build_manager("DAPORewardManager", reward, str(file), tokenizer=Letters(), config=config)
+    options = {"overlong_buffer_len": 4, "max_response_length": 10, "overlong_penalty_factor": 0.5, "log": True}
+    ours = build_manager("dapo", reward, **options).compute_score
+    arguments = ask(text="x" * length, response_length=length)
+    result = score(theirs, **arguments)
+    same = asyncio.run(ours(**arguments)) if is_async(ours) else ours(**arguments)
+    assert {name: value if name == "why" else float(value) for name, value in result.items()} == same
+
+
+@pytest.mark.heavy
+def test_the_row_is_what_verl_reads() -> None:
+    chat = [{"role": "user", "content": "?"}]
+    row = row_of(Letters(), **ask("7", "seven", response_length=6, raw_prompt=chat, index=3))
+    assert len(row) == 1
+    assert row.batch["responses"].tolist() == [[*map(ord, "seven"), 0]]
+    assert row.batch["attention_mask"].tolist() == [[1] * 6]
+    item = row[0].non_tensor_batch
+    assert (item["data_source"], item["reward_model"]["ground_truth"], item["raw_prompt"]) == ("d", "7", chat)
+    assert item["extra_info"] == {"response_length": 6, "raw_prompt": chat, "index": 3}

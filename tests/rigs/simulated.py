@@ -1,0 +1,45 @@
+"""A run that never was: a simulated one, with the trace that a real one would have left."""
+
+from __future__ import annotations
+
+import json
+
+from dataflow.distribution import Law, parse_law
+from dataflow.planning.planner import simulate
+from dataflow.planning.workload import Drawn, Rewards, Validation, Workload, grpo
+from dataflow.policy import preset
+from dataflow.timeline.spans import Mark, Trace
+
+SECONDS = {"rollout": 3.0, "old_log_prob": 1.0, "actor_update": 2.0, "sync_weights": 0.25, "val_rollout": 1.0}
+
+
+def job(steps: int = 8, dispatch_s: float = 0.01) -> Workload:
+    validation = Validation(4, samples=6)
+    return Workload(
+        source="costs",
+        pipeline=grpo(False, validation),
+        steps=steps,
+        prompts=8,
+        responses=4,
+        mini_batches=4,
+        times={name: Drawn(Law("constant", s)) for name, s in SECONDS.items()},
+        rewards=Rewards(parse_law("uniform:1:3"), 8),
+        validation=validation,
+        dispatch_s=dict.fromkeys([*SECONDS, "reward_request", "reward_collect", "advantage", "val_score"], dispatch_s),
+    )
+
+
+def run(workload: Workload, policy: str = "baseline") -> Trace:
+    """A trace as a real run would leave it: with a mark for each reward request."""
+    account, _ = simulate(workload, preset(policy, workload.mini_batches), whole=True)
+    trace = account.trace
+    facts = {"pipeline": json.loads(json.dumps(workload.pipeline.facts())), "concurrency": workload.rewards.concurrency}
+    facts |= {key: getattr(workload, key) for key in ("prompts", "responses", "mini_batches")}
+    trace.meta |= {"policy": policy, "job": facts}
+    for step in range(1, workload.steps + 1):
+        for _group, seconds in workload.requests(step, range(workload.prompts)):
+            trace.marks.append(Mark("reward", "reward", 0.0, seconds, {"step": step}))
+        if step % 4 == 0:
+            for _group, seconds in workload.val_requests(step):
+                trace.marks.append(Mark("reward", "reward", 0.0, seconds, {"step": step, "validation": True}))
+    return trace

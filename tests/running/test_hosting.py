@@ -1,0 +1,86 @@
+"""The rollout engine's process, from a run's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dataflow.config.run import RunConfig
+from dataflow.engines import choice
+from dataflow.errors import ConfigError
+from dataflow.running.hosting import HF, REPLICAS, VLLM, VLLM_ON_GPU, rollout_host
+from dataflow.stage import Hosted
+from pipelines import gsm8k_grpo
+
+
+def host(gpus: float = 0.0, **sections: Any) -> Hosted:
+    return rollout_host(RunConfig.model_validate({"model": {"path": "x"}, **sections}), gpus)
+
+
+@pytest.fixture
+def vllm_for(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return lambda device: monkeypatch.setattr(choice, "vllm_device", lambda: device)
+
+
+def test_the_engine_follows_what_is_installed_and_where_it_samples(vllm_for: Any) -> None:
+    vllm_for("cpu")
+    assert (host().factory, host(0.3).factory) == (VLLM, HF)
+    vllm_for("cuda")
+    assert (host().factory, host(0.3).factory) == (HF, VLLM_ON_GPU)
+    assert host(0.3).options["device"] == "cuda"
+
+
+def test_on_gpus_that_it_shares_it_is_built_alone(vllm_for: Any) -> None:
+    vllm_for("cuda")
+    assert host(0.3).alone
+    assert host(0.3, engine={"replicas": 2}).alone
+    assert not host(1.0, placement="disaggregated").alone
+    assert not host().alone
+
+
+def test_processes_of_its_own_have_time_to_end(vllm_for: Any) -> None:
+    vllm_for("cpu")
+    assert host().close_s == 1.0, "Ctrl-C ends a run within 5 s"
+    assert host(engine={"tensor_parallel": 2}).close_s > 5
+
+
+def test_a_conversation_is_no_longer_than_a_prompt_and_its_turns(vllm_for: Any) -> None:
+    vllm_for("cpu")
+    talk = {"names": ["calculator"], "max_response_tokens": 2048}
+    options = host(tools=talk, data={"max_prompt_length": 2048}, engine={"max_tokens": 512}).options
+    assert (options["max_prompt_length"], options["max_tokens"], options["max_model_len"]) == (4096, 512, 4096)
+    assert "max_model_len" not in host().options
+
+
+@pytest.mark.parametrize("key", ["engine", "val"])
+@pytest.mark.parametrize("value", [3, 0.001])
+def test_a_temperature_that_vllm_refuses_is_said_before_anything_starts(vllm_for: Any, key: str, value: float) -> None:
+    vllm_for("cpu")
+    with pytest.raises(ConfigError, match=rf"{key}\.temperature={value}: vLLM takes 0 \(greedy\) or 0\.01 to 2"):
+        host(**{key: {"temperature": value}})
+    assert host(engine={"rollout": "hf", "temperature": 3}).factory == HF
+
+
+def test_replicas_are_given_what_one_is(vllm_for: Any) -> None:
+    vllm_for("cpu")
+    several = host(engine={"replicas": 2})
+    assert several.factory == REPLICAS
+    assert several.options["options"] == host().options
+
+
+@pytest.mark.parametrize("gpus", [0.5, 2])
+def test_parts_of_gpus_are_refused_where_engine_and_trainer_share_them(vllm_for: Any, gpus: float) -> None:
+    vllm_for("cuda")
+    sections: dict[str, Any] = {"model": {"path": "x"}, "ray": {"gpus_per_worker": gpus}}
+    with pytest.raises(ConfigError, match=rf"ray\.gpus_per_worker={gpus:g}: colocated, .* give 1, a rank for each"):
+        gsm8k_grpo.pipeline(gsm8k_grpo.Config.model_validate(sections))
+    apart = gsm8k_grpo.Config.model_validate({**sections, "placement": "disaggregated"})
+    assert gsm8k_grpo.pipeline(apart).hosts()["trainer"].gpus == gpus
+
+
+def test_the_rule_for_samples_in_flight_reaches_each_engine(vllm_for: Any) -> None:
+    vllm_for("cpu")
+    assert host().options["in_flight"] == "wait"
+    several = host(engine={"replicas": 2, "in_flight": "abort"})
+    assert several.options["options"]["in_flight"] == "abort"

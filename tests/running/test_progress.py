@@ -1,0 +1,83 @@
+"""What a terminal shows of a run, and what a file does."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from dataflow.running.progress import Progress
+from dataflow.timeline.spans import Trace
+from tests.running.test_live import steps
+
+METRICS = {
+    "critic/score/mean": 0.5,
+    "overlap/exposed_wait_s": 1.25,
+    "staleness/max": 1.0,
+    "reward/latency_p95": 0.75,
+    "reward/failed": 0.0,
+    "reward/retried": 2.0,
+}
+
+
+def screen(terminal: bool) -> tuple[Progress, io.StringIO]:
+    file = io.StringIO()
+    # Off a terminal rich takes a line to be 80 wide.
+    return Progress(console=Console(file=file, force_terminal=terminal, width=100 if terminal else 80)), file
+
+
+def test_off_a_terminal_a_step_is_a_plain_line() -> None:
+    progress, file = screen(terminal=False)
+    progress.start(20)
+    progress.accuracy(0, 0.25)
+    progress.show(steps(3), [], {"running": 3}, 100)
+    progress.step(7, METRICS)
+    progress.accuracy(6, 0.875)
+    progress.stop()
+    assert file.getvalue() == (
+        "evaluation before training: accuracy 0.250\n"
+        "step 7/20  reward 0.50  p95 0.75 s  2 tried again  exposed wait 1.25 s  staleness 1\n"
+        "evaluation of step 6: accuracy 0.875\n"
+    )
+
+
+def test_on_a_terminal_a_late_evaluation_is_shown_when_it_ends() -> None:
+    progress, file = screen(terminal=True)
+    progress.accuracy(0, 0.25)
+    progress.start(20)
+    progress.step(20, METRICS)
+    before = len(file.getvalue())
+    progress.accuracy(20, 0.875)
+    progress.stop()
+    assert "accuracy 0.875 (step 20)" in file.getvalue()[before:]
+
+
+def test_on_a_terminal_a_picture_moves() -> None:
+    progress, file = screen(terminal=True)
+    progress.start(20)
+    progress.show(Trace(), [], {}, 100)
+    progress.step(3, METRICS)
+    progress.show(steps(3), [], {"running": 5, "waiting": 2, "limit": {"": 8}}, 100)
+    progress.stop()
+    progress.stop()
+    said = file.getvalue()
+    assert "training" in said
+    assert "3/20" in said
+    assert "reward 0.50" in said
+    assert "in flight" in said
+    assert "rewards in flight 5 of 8  queued 2" in said
+    assert "\x1b[?25h" in said, "the cursor is back"
+    progress.show(steps(3), [], {}, 100)  # late news
+    assert file.getvalue() == said
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_quiet_says_nothing(terminal: bool) -> None:
+    file = io.StringIO()
+    progress = Progress(console=Console(file=file, force_terminal=terminal, quiet=True))
+    progress.start(2)
+    progress.step(1, METRICS)
+    progress.show(steps(1), [], {}, 10)
+    progress.stop()
+    assert file.getvalue() == ""

@@ -1,0 +1,47 @@
+"""How a run samples, from its configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dataflow.config.run import RunConfig
+from dataflow.engines.base import Sampling
+from dataflow.errors import ConfigError
+from dataflow.running.sampling import rollout_stages, sampling_of
+
+
+def test_training_and_validation_sample_by_their_own_keys() -> None:
+    config = RunConfig.model_validate(
+        {
+            "engine": {"n": 4, "temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "max_tokens": 9},
+            "val": {"n": 2, "temperature": 0.3},
+        }
+    )
+    training, held_out = sampling_of(config)
+    assert training == Sampling(4, 0.8, 0.9, 20, 9, min_p=0.1)
+    assert held_out == Sampling(2, 0.3, max_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "placement", "sleeps"), [(0, "colocated", 0), (1, "colocated", 1), (1, "disaggregated", 0)]
+)
+def test_the_engine_sleeps_where_the_trainer_needs_its_gpu(gpus: float, placement: str, sleeps: int) -> None:
+    config = RunConfig.model_validate({"ray": {"gpus_per_worker": gpus}, "placement": placement})
+    for offered in ([], ["calculator"]):
+        config.tools.names = offered
+        assert [each.tools["sleeps"] for each in rollout_stages(config)] == [bool(sleeps)] * 2
+
+
+@pytest.mark.heavy
+def test_stop_tokens_are_looked_up(tiny_qwen: Path) -> None:
+    config = RunConfig.model_validate({"engine": {"stop": "<|im_start|>"}})
+    assert sampling_of(config)[0].stop_token_ids == (), "there is no model yet"
+    config.model.path = str(tiny_qwen)
+    assert sampling_of(config)[0].stop_token_ids == sampling_of(config)[1].stop_token_ids == (1,)
+    config.engine.stop_token_ids = [7]
+    assert sampling_of(config)[1].stop_token_ids == (1, 7)
+    config.engine.stop = ["<|im_stop|>"]
+    with pytest.raises(ConfigError, match=r"engine.stop: the tokenizer has no token '<\|im_stop\|>'; did you mean"):
+        sampling_of(config)

@@ -1,0 +1,253 @@
+"""Whole runs on Ray with a random tiny model: what the policies promise about weights, samples and endings."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dataflow.cli import main
+from dataflow.timeline import perfetto
+from tests.timeline.trace_format import check
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).parents[2]
+PIPELINE = str(ROOT / "pipelines" / "gsm8k_grpo.py")
+SMALL = (
+    "engine.rollout=hf",
+    "steps=3",
+    "data.prompts=8",
+    "engine.n=2",
+    "engine.max_tokens=8",
+    "data.max_prompt_length=200",
+)
+# A random model is never right: what makes groups differ is the length of what it says.
+REWARD = """
+import asyncio, random
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info, slowest=0.05):
+    await asyncio.sleep(random.uniform(0, slowest))
+    return len(solution_str) / 100
+"""
+
+
+@pytest.fixture
+def keys(tmp_path: Path, tiny_qwen: Path) -> tuple[str, ...]:
+    (tmp_path / "reward.py").write_text(REWARD)
+    reward = f"custom_reward_function.path={tmp_path / 'reward.py'}"
+    return (*SMALL, f"model.path={tiny_qwen}", reward, f"runs={tmp_path / 'runs'}", "data.val_size=8")
+
+
+def run(keys: tuple[str, ...], *more: str, code: int = 0) -> dict[str, Any]:
+    """Runs in this process; returns the run's summary."""
+    name = f"r{time.monotonic_ns()}"
+    assert main(["run", PIPELINE, *keys, *more, f"name={name}", "--quiet"]) == code
+    runs = next(Path(k.partition("=")[2]) for k in keys if k.startswith("runs="))
+    summary = json.loads((runs / name / "summary.json").read_text())
+    return {**summary, "directory": runs / name}
+
+
+@pytest.mark.parametrize(("ranks", "executor"), [(1, "inline"), (2, "ray")])
+def test_mini_batch_by_index_gives_the_weights_of_baseline_bit_for_bit(
+    keys: tuple[str, ...], ranks: int, executor: str
+) -> None:
+    keys = (*keys, f"trainer.world_size={ranks}", f"executor={executor}", "val.every=0", "policy.order=index")
+    first = run(keys, "policy=baseline")
+    second = run(keys, "policy=mini-batch")
+    assert first["weights_sha256"] == second["weights_sha256"]
+    if executor == "inline":
+        streamed = run(keys, "policy=mini-batch+stream")
+        assert streamed["weights_sha256"] == first["weights_sha256"]
+        assert streamed["max_staleness"] == 0
+        assert first["weights_sha256"] != run(keys, "policy=mini-batch", "seed=1")["weights_sha256"]
+
+
+def test_a_seed_decides_the_weights_whatever_the_order_of_rewards(keys: tuple[str, ...]) -> None:
+    keys = (*keys, "policy=both", "policy.order=index", "val.every=0", "executor=inline")
+    fast = run(keys, "custom_reward_function.reward_kwargs={slowest: 0.0}")
+    slow = run(keys, "custom_reward_function.reward_kwargs={slowest: 0.5}")
+    assert fast["weights_sha256"] == slow["weights_sha256"]
+
+
+def test_staleness_never_exceeds_the_policy_and_files_are_whole(keys: tuple[str, ...]) -> None:
+    summary = run(keys, "policy=both", "val.every=2", "algorithm.use_kl_loss=true")
+    directory = summary["directory"]
+    assert {f.name for f in directory.iterdir()} >= {
+        "config.yaml", "trace.json", "metrics.jsonl", "tensorboard", "summary.json", "timeline.png", "timeline.html",
+    }  # fmt: skip
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    stale = [m["staleness/max"] for m in metrics if "staleness/max" in m]
+    assert len(stale) == 3
+    assert max(stale) == 1
+    named = set().union(*metrics)
+    assert {"actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/score/mean", "timing_s/gen"} <= named
+    assert {
+        "timing_s/step",
+        "response_length/mean",
+        "overlap/exposed_wait_s",
+        "overlap/gpu_busy_frac",
+    } <= named
+    assert {"reward/latency_p95", "val-core/dataflow/problems/reward/mean@1"} <= named
+    trace = perfetto.read(directory / "trace.json")
+    updates = [s for s in trace.spans if s.stage == "actor_update"]
+    assert len(updates) == 3 * 4
+    rollouts = {s.step: s.args["weights_version"] for s in trace.spans if s.stage == "rollout"}
+    assert rollouts == {1: 0, 2: 0, 3: 1}
+    # 3 steps of 16 samples, and validations before, at step 2 and at the end.
+    assert summary["rewards"]["requested"] == summary["rewards"]["scored"] == 3 * 16 + 3 * 8
+    assert list(summary["evaluations"]) == ["0", "2", "3"]
+    assert summary["accuracy_after"] == summary["evaluations"]["3"]
+    assert summary["accuracy_mean_last_3"] is None, "there were but two"
+    assert summary["total_s"] > summary["wall_s"] + summary["after_training_s"]
+    assert sum(m.get("reward/requested", 0) for m in metrics) == 3 * 16
+
+
+def test_any_policy_of_two_integers(keys: tuple[str, ...]) -> None:
+    summary = run(keys, "policy.split=2", "policy.max_staleness=2", "val.every=0", "executor=inline")
+    assert (summary["split"], summary["max_staleness"], summary["status"]) == (2, 2, "finished")
+
+
+def test_real_gsm8k_in_verls_schema(keys: tuple[str, ...], tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"What is {i} + 1?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+            "extra_info": {"index": i, "split": "train"},
+        }
+        for i in range(12)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    problem = {"question": "What is 3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"}
+    (tmp_path / "val.jsonl").write_text("\n".join(json.dumps(problem) for _ in range(3)))
+    files = (f"data.train={tmp_path / 'train.parquet'}", f"data.val={tmp_path / 'val.jsonl'}")
+    summary = run(keys, *files, "executor=inline", "val.every=2")
+    metrics = (summary["directory"] / "metrics.jsonl").read_text()
+    assert "val-core/openai/gsm8k/reward/mean@1" in metrics
+
+
+def test_a_reward_function_that_raises_ends_the_run_and_names_the_sample(
+    keys: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "reward.py").write_text(
+        "calls = 0\n"
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls == 20: raise ValueError('the judge is on holiday')\n"
+        "    return 0.5\n"
+    )
+    summary = run(keys, "val.every=0", code=1)
+    assert summary["status"] == "failed"
+    assert summary["step_s"] * summary["steps"] <= summary["wall_s"]
+    counts = summary["rewards"]
+    assert counts["requested"] == counts["scored"] + counts["failed"] + counts["cancelled"] >= 2 * 16
+    err = capsys.readouterr().err
+    assert "StageFailed: reward_collect[step 2" in err
+    assert "group" in err
+    assert "sample" in err
+    assert "the judge is on holiday" in err
+    assert perfetto.read(summary["directory"] / "trace.json").spans
+    check(json.loads((summary["directory"] / "trace.json").read_text()))
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_within_five_seconds_and_leaves_no_process(
+    keys: tuple[str, ...], tmp_path: Path, sign: signal.Signals
+) -> None:
+    without = [k for k in keys if not k.startswith(("custom_reward", "steps"))]
+    slow = ["steps=500", "name=cut", "val.every=0", "judge.latency=uniform:0.1:1", "judge.time_scale=1"]
+    command = [sys.executable, "-m", "dataflow.cli", "run", PIPELINE, *without, *slow]
+    # A group of its own, as a terminal gives it: Ctrl-C goes to all of it.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    try:
+        directory = tmp_path / "runs" / "cut"
+        deadline = time.monotonic() + 150
+        assert process.stderr is not None
+        for line in process.stderr:
+            assert time.monotonic() < deadline
+            if line.startswith("step 2/"):
+                break
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) > 4
+        begin = time.monotonic()
+        # Ctrl-C reaches the whole group, a scheduler's SIGTERM the command alone.
+        (os.killpg if sign == signal.SIGINT else os.kill)(process.pid, sign)
+        _out, err = process.communicate(timeout=30)
+        took = time.monotonic() - begin
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode == 128 + sign, err
+    assert "interrupted: stopped after" in err
+    assert f"'dataflow timeline {directory} -o {directory}.html' draws what it did" in err
+    _gone, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive, f"still there: {[p.cmdline() for p in alive]}"
+    # On a machine that has more to do than it has cores, as much longer.
+    assert took < 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), f"took {took:.1f} s"
+    assert perfetto.read(directory / "trace.json").meta["status"] == "interrupted"
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["steps"] >= 2
+    assert 0 < summary["step_s"] * summary["steps"] <= summary["wall_s"]
+    counts = summary["rewards"]
+    assert counts["requested"] == counts["scored"] + counts["failed"] + counts["cancelled"]
+    assert counts["scored"] >= 2 * 16
+    assert counts["latency_s"]["p50"] > 0
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+
+
+def test_a_run_that_is_killed_leaves_a_trace_up_to_its_end(
+    keys: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = ["executor=inline", "steps=500", "name=killed", "val.every=0"]
+    command = [sys.executable, "-m", "dataflow.cli", "run", PIPELINE, *[k for k in keys if k[:5] != "steps"], *long]
+    begin = time.time()
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 2/"):
+                break
+        at = time.time()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+    directory = tmp_path / "runs" / "killed"
+    trace = perfetto.read(directory / "trace.json")
+    assert {s.step for s in trace.spans} >= {1, 2}
+    assert [m for m in trace.marks if m.args["step"] == 2]
+    assert trace.meta["status"] == "cut off"
+    # Second 0 is unix time: what was recorded last ended just before the kill.
+    assert begin < trace.meta["started"] < at
+    assert abs(trace.meta["started"] + max(s.end for s in trace.spans) - at) < 5
+    assert main(["timeline", str(directory)]) == 0
+    shown = capsys.readouterr()
+    assert "(cut off)" in shown.out
+    assert f"note: {directory} is cut off after" in shown.err
+
+
+def test_a_name_that_is_taken_is_refused_and_the_run_kept(
+    keys: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "runs" / "mine"
+    taken.mkdir(parents=True)
+    (taken / "summary.json").write_text("{}")
+    assert main(["run", PIPELINE, *keys, "name=mine"]) == 2
+    assert "choose another name" in capsys.readouterr().err
+    assert (taken / "summary.json").read_text() == "{}"

@@ -1,0 +1,77 @@
+"""Signals that end a command: the first one counts, in whatever phase it comes, and the handlers are given back."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from dataflow.system.stopping import SIGNALS, Stopping
+
+
+@pytest.fixture
+def stopping() -> Iterator[Stopping]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    with Stopping() as installed:
+        yield installed
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_the_first_signal_interrupts_and_further_ones_do_not(stopping: Stopping, number: signal.Signals) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        send(number)
+    for further in SIGNALS:
+        send(further)
+    assert stopping.received == number
+    assert stopping.exit_code == 128 + number
+
+
+def test_deferred_a_signal_calls_what_is_set_once(stopping: Stopping) -> None:
+    called: list[str] = []
+    with stopping.deferred():
+        stopping.calls(lambda: called.append("stop"))
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+    assert called == ["stop"]
+
+
+def test_a_signal_that_came_before_is_not_forgotten(stopping: Stopping) -> None:
+    called: list[str] = []
+    with stopping.deferred():
+        send(signal.SIGINT)  # while nothing can be cancelled
+        stopping.calls(lambda: called.append("stop"))
+    assert called == ["stop"]
+
+
+def test_handlers_that_a_library_replaced_come_back(stopping: Stopping) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    stopping.reinstall()
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGTERM)
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stopping() as installed:
+            send(signal.SIGHUP)
+            assert installed.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_handler_that_was_replaced_in_c_comes_back(stopping: Stopping) -> None:
+    # As Ray's library does, which Python does not see: for it the handler is still its own.
+    default = ctypes.c_void_p(int(signal.SIG_DFL))
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), default)
+    stopping.reinstall()
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGTERM)

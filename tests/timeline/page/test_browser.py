@@ -1,0 +1,258 @@
+"""The page in a browser: what one sees, points at and switches. Offline, and without a word on the console."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.testing import chromium
+from dataflow.testing.following import followed
+from dataflow.testing.runs import made_up
+from dataflow.timeline import perfetto
+from dataflow.timeline.page.html import page
+from dataflow.timeline.spans import Span, Trace
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
+
+if chromium.path() is None:
+    pytest.skip("no Chromium: install one, or name it in DATAFLOW_CHROMIUM", allow_module_level=True)
+if importlib.util.find_spec("playwright") is None:
+    pytest.skip("no playwright: install the extra 'dev'", allow_module_level=True)
+
+EVIL = "<img src=x onerror=alert(1)>"
+WAIT_MS = 20_000
+
+Open = Callable[..., Any]
+
+
+def run() -> Trace:
+    """Three steps, with a stage of a user's own."""
+    trace = made_up(3, requests=2, seed=2)
+    trace.add(Span(EVIL, 2, 0, 1, "io", 2.0, 3.0, {"files": 7, EVIL: "<b>bold</b>"}))
+    return trace
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium.browser() as found:
+        yield found
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Opens pages; fails if one says anything on the console or asks for anything outside itself."""
+    said: list[str] = []
+    asked: list[str] = []
+    contexts = []
+
+    def show(traces: Any, scheme: str = "light", **more: Any) -> Any:
+        path = tmp_path / "page.html"
+        page(traces, path, **more)
+        context = browser.new_context(color_scheme=scheme, viewport={"width": 1400, "height": 900})
+        contexts.append(context)
+        tab = context.new_page()
+        tab.set_default_timeout(WAIT_MS)
+        tab.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+        tab.on("pageerror", lambda error: said.append(f"error: {error}"))
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(path.as_uri())
+        tab.wait_for_selector("html[data-ready=yes]")
+        return tab
+
+    yield show
+    for context in contexts:
+        context.close()
+    assert [s for s in said if s.startswith(("error", "warning"))] == []
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def data(tab: Any, name: str, column: str) -> list[Any]:
+    """A column of a source, as the browser has it."""
+    return list(tab.evaluate("([n, c]) => Array.from(timeline.columns(n)[c])", [name, column]))
+
+
+def shown(tab: Any, name: str) -> int:
+    """How many of a source's rows the filters let through."""
+    count: int = tab.evaluate(
+        "n => (timeline.model(n + '-shown').indices ?? timeline.model(n).data.begin ?? []).length", name
+    )
+    return count
+
+
+def spot(tab: Any, x: float, y: float) -> tuple[float, float]:
+    """Where on the screen a second and a pixel of the chart are."""
+    at = tab.evaluate(
+        """([x, y]) => {
+          const view = Bokeh.index.find_one_by_id(timeline.model("chart").id)
+          const box = view.el.getBoundingClientRect()
+          return [box.x + view.frame.x_scale.compute(x), box.y + view.frame.y_scale.compute(y)]
+        }""",
+        [x, y],
+    )
+    return at[0], at[1]
+
+
+def point_at(tab: Any, name: str, row: int, column: str = "begin") -> str:
+    """Points at the middle of a bar; returns what is said of it."""
+    begin, end = data(tab, name, "begin")[row], data(tab, name, "end")[row]
+    if name == "requests":
+        y = data(tab, name, "y")[row]
+    else:
+        y = (data(tab, name, "top")[row] + data(tab, name, "bottom")[row]) / 2
+    x, y = spot(tab, (begin + end) / 2, y)
+    tab.mouse.move(x - 2, y)
+    tab.mouse.move(x, y)
+    tips = tab.locator(".bk-tooltip-content:visible")
+    tips.first.locator("b").wait_for()
+    return "\n\n".join(tips.all_inner_texts())
+
+
+def until(tab: Any, condition: str) -> None:
+    tab.wait_for_function(condition, timeout=WAIT_MS)
+
+
+def test_pointing_at_a_task_a_wait_or_a_request_says_what_is_known(opened: Open) -> None:
+    trace = run()
+    tab = opened(trace)
+    update = next(i for i, s in enumerate(trace.spans) if s.task == "actor_update[2.1]")
+    told = point_at(tab, "spans", data(tab, "spans", "begin").index(trace.spans[update].begin))
+    for word in ("actor_update[2.1]", "took", "began", "weights version", "staleness", "advantage[2.1]"):
+        assert word in told
+    rewards = data(tab, "waits", "cause").index("rewards")
+    told = point_at(tab, "waits", rewards)
+    assert "gpu waits for rewards" in told
+    assert "step" in told
+    assert "group" in told
+    told = point_at(tab, "requests", 0)
+    assert "slowest request: step 1, group" in told
+    assert "led to" in told
+
+
+def test_names_from_a_trace_are_text(opened: Open) -> None:
+    tab = opened({EVIL: run(), "$$x^2$$": run()}, title=EVIL)
+    own = data(tab, "spans", "stage").index(run().stages.index(EVIL))
+    told = point_at(tab, "spans", own)
+    assert f"{EVIL}[2]" in told
+    assert "<b>bold</b>" in told
+    assert tab.locator("img").count() == 0
+    assert tab.locator("h1").inner_text() == EVIL
+
+
+def test_steps_and_stages_are_filtered(opened: Open) -> None:
+    trace = run()
+    tab = opened(trace)
+    tab.evaluate("timeline.model('steps-range').value = [2, 2]")
+    assert shown(tab, "spans") == sum(s.step == 2 for s in trace.spans)
+    begin, end = tab.evaluate("[timeline.model('seconds-range').start, timeline.model('seconds-range').end]")
+    of = [s for s in trace.spans if s.step == 2]
+    assert begin <= min(s.begin for s in of)
+    assert end >= max(s.end for s in of)
+    assert end - begin < trace.wall * 0.9
+    tab.evaluate("timeline.model('steps-range').value = [1, 3]")
+    tab.get_by_text("actor_update", exact=True).first.click()
+    until(
+        tab, f"timeline.model('spans-shown').indices.length === {sum(s.stage != 'actor_update' for s in trace.spans)}"
+    )
+    tab.get_by_text("actor_update", exact=True).first.click()
+    until(tab, f"timeline.model('spans-shown').indices.length === {len(trace.spans)}")
+
+
+def test_the_critical_path_can_be_switched_on(opened: Open) -> None:
+    tab = opened(run())
+    assert tab.evaluate("timeline.model('path-span').visible") is False
+    tab.get_by_text("critical path", exact=True).first.click()
+    until(tab, "timeline.model('path-span').visible")
+    assert tab.evaluate("timeline.model('span-glyph').fill_alpha") != 1
+    names = data(tab, "path", "task")
+    assert names[0] == "rollout[1]"
+    assert names[-1] == "sync_weights[3]"
+    tab.get_by_text("exposed waits", exact=True).first.click()
+    until(tab, "!timeline.model('wait').visible")
+
+
+def test_labels_come_as_one_zooms_in_and_the_range_is_kept_in_bounds(opened: Open) -> None:
+    tab = opened(made_up(60))
+    before = data(tab, "labels", "text")
+    x, y = spot(tab, 40.0, 60.0)
+    tab.mouse.move(x, y)
+    for _ in range(12):
+        tab.mouse.wheel(0, -300)
+    until(tab, "timeline.model('seconds-range').end - timeline.model('seconds-range').start < 40")
+    until(tab, "timeline.model('labels').data.text.some((t) => t.includes('.'))")
+    after = data(tab, "labels", "text")
+    assert set(after) - set(before)
+    wide = "timeline.model('seconds-range').end - timeline.model('seconds-range').start"
+    narrow = tab.evaluate(wide)
+    tab.locator("button.go").first.click()
+    until(tab, f"{wide} !== {narrow}")
+
+
+def test_light_and_dark_look_different(opened: Open) -> None:
+    looks = {}
+    for scheme in ("light", "dark"):
+        tab = opened(run(), scheme)
+        shot = tab.screenshot()
+        looks[scheme] = (
+            hashlib.sha256(shot).hexdigest(),
+            tab.evaluate("getComputedStyle(document.body).backgroundColor"),
+        )
+    assert looks["light"][0] != looks["dark"][0]
+    assert looks["light"][1] == "rgb(255, 255, 255)"
+    assert looks["dark"][1] != "rgb(255, 255, 255)"
+
+
+def test_a_long_run_opens_and_answers(opened: Open) -> None:
+    trace = made_up(589)
+    tab = opened(trace)
+    assert shown(tab, "spans") == len(trace.spans)
+    assert len(data(tab, "labels", "text")) < 2000
+    tab.evaluate("timeline.model('steps-range').value = [100, 102]")
+    until(tab, "timeline.model('labels').data.text.includes('101.1')")
+
+
+def test_several_runs_stand_below_each_other(opened: Open) -> None:
+    runs = {"baseline": made_up(4), "both": made_up(4, seed=5), "predicted": made_up(4, seed=6)}
+    tab = opened(runs, facts={"both": {"accuracy_before": 0.1, "accuracy_after": 0.9}})
+    table = tab.locator(".compared table").inner_text()
+    for word in ("baseline", "both", "predicted", "0.100 → 0.900", "%"):
+        assert word in table
+    assert tab.locator("section.panel").count() == 3
+    told = point_at(tab, "spans", next(i for i, r in enumerate(data(tab, "spans", "run")) if r == 1))
+    assert "both: rollout[1]" in told
+
+
+def test_a_followed_page_comes_anew_by_itself_and_shows_what_it_showed(browser: Any, tmp_path: Path) -> None:
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    said: list[str] = []
+    asked: list[str] = []
+    try:
+        with followed(tmp_path) as server:
+            tab = context.new_page()
+            tab.set_default_timeout(2 * WAIT_MS)
+            tab.on("pageerror", lambda error: said.append(str(error)))
+            tab.on("request", lambda request: asked.append(request.url))
+            tab.goto(server.url)
+            tab.get_by_text("This run has not begun.").wait_for()
+            perfetto.write(made_up(5), tmp_path / "trace.json")
+            tab.wait_for_selector("html[data-ready=yes]")
+            tab.evaluate("timeline.model('seconds-range').setv({start: 3, end: 6})")
+            tab.get_by_text("critical path", exact=True).first.click()
+            until(tab, "timeline.model('path-span').visible")
+            perfetto.write(made_up(9), tmp_path / "trace.json")
+            tab.get_by_text("9 steps").wait_for()
+            tab.wait_for_selector("html[data-ready=yes]")
+            assert tab.evaluate("[timeline.model('seconds-range').start, timeline.model('seconds-range').end]") == [
+                3,
+                6,
+            ]
+            until(tab, "timeline.model('path-span').visible")
+            assert not tab.evaluate("timeline.model('steps-range').value[1] < 9")
+    finally:
+        context.close()
+    assert said == []
+    assert [url for url in asked if not url.startswith((server.url, "data:"))] == []

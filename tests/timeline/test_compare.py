@@ -1,0 +1,121 @@
+"""`dataflow compare` and `dataflow timeline`: what is written, what is printed, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dataflow.cli import main
+from dataflow.testing.runs import made_up
+from dataflow.timeline import perfetto
+from dataflow.timeline.spans import Span, Trace
+from tests.rigs import simulated
+
+PIPELINE = str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[str]:
+    """Two runs' directories, the second with an accuracy."""
+    for name, seed in (("baseline", 0), ("both", 1)):
+        (tmp_path / name).mkdir()
+        perfetto.write(made_up(3, seed=seed, policy=name), tmp_path / name / "trace.json")
+    (tmp_path / "both" / "summary.json").write_text(json.dumps({"accuracy_before": 0.25, "accuracy_after": 0.5}))
+    return [str(tmp_path / name) for name in ("baseline", "both")]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err.strip()
+    assert len(said.splitlines()) == 1, said
+    return said
+
+
+def test_several_runs_make_a_table_and_a_page(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "both.html"
+    assert main(["compare", *runs, "-o", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert f"page: {page}" in out
+    assert "0.25 -> 0.50" in out
+    assert "0.250 → 0.500" in page.read_text()
+    assert main(["compare", *runs, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["policy"] for row in rows] == ["baseline", "both"]
+    assert rows[0]["change"] == 0.0
+    assert rows[1]["change"] == pytest.approx(rows[1]["wall_s"] / rows[0]["wall_s"] - 1)
+
+
+def test_two_runs_of_one_policy_go_by_their_directories(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "again").mkdir()
+    perfetto.write(made_up(2, policy="both"), tmp_path / "again" / "trace.json")
+    assert main(["compare", *runs, str(tmp_path / "again"), "--json"]) == 0
+    assert [row["policy"] for row in json.loads(capsys.readouterr().out)] == ["baseline", "both", "again"]
+    assert "given twice" in refused(capsys, "compare", runs[1], runs[1], runs[1])
+
+
+def test_a_run_beside_its_prediction_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    perfetto.write(simulated.run(simulated.job(4)), tmp_path / "trace.json")
+    page = tmp_path / "predicted.html"
+    assert main(["compare", str(tmp_path), "--predicted", "-o", str(page)]) == 0
+    assert "wall time" in capsys.readouterr().out
+    assert '"runs":["baseline","predicted"]' in page.read_text()
+
+
+def test_one_run_as_each_kind_of_file(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("run.html", "run.png", "run.svg", "run.txt"):
+        assert main(["timeline", runs[1], "-o", str(tmp_path / name)]) == 0
+        assert capsys.readouterr().out.strip() == str(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 300
+    assert "0.250 → 0.500" in (tmp_path / "run.html").read_text()
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_run(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    pdf, nowhere = str(tmp_path / "run.pdf"), str(tmp_path / "nowhere" / "run.html")
+    assert "give a name in .html, .png, .svg, .txt." in refused(capsys, "timeline", runs[0], "-o", pdf)
+    assert "there is no directory" in refused(capsys, "timeline", runs[0], "-o", nowhere)
+    assert "give a name in .html, .png, .svg." in refused(capsys, "compare", *runs, "-o", pdf)
+    assert "no such kind" in refused(capsys, "compare", runs[0], "--predicted", "-o", pdf)
+    assert "no such kind" in refused(capsys, "compare", PIPELINE, f"runs={tmp_path / 'new'}", "-o", pdf)
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "both" / "summary.json").write_text("{")
+    assert "is no JSON" in refused(capsys, "compare", *runs)
+
+
+def test_an_empty_run_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = made_up(1)
+    trace.spans.clear()
+    trace.marks.clear()
+    perfetto.write(trace, tmp_path / "trace.json")
+    assert "no task of run 'both' ran" in refused(capsys, "timeline", str(tmp_path), "-o", str(tmp_path / "run.html"))
+    assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_runs_of_different_lengths_are_compared_by_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, steps in (("long", 6), ("short", 3)):
+        (tmp_path / name).mkdir()
+        trace = Trace([Span("actor_update", n, 0, 1, "gpu", n, n + 1.0) for n in range(steps)], meta={"policy": name})
+        perfetto.write(trace, tmp_path / name / "trace.json")
+    (tmp_path / "long" / "summary.json").write_text(json.dumps({"total_s": 12.5}))
+    assert main(["compare", str(tmp_path / "long"), str(tmp_path / "short"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["steps"], row["change"], row["total_s"]) for row in rows] == [(6, 0.0, 12.5), (3, 0.0, None)]
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{", '{"total_s": "x"}', '{"total_s": []}', '{"accuracy_after": NaN}',
+                                  '{"accuracy_before": 1e999}', '{"lower_bound_s": 1' + "0" * 400 + "}"])  # fmt: skip
+def test_a_summary_that_is_damaged_is_refused(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (Path(runs[1]) / "summary.json").write_text(text)
+    for arguments in (["compare", *runs], ["timeline", runs[1], "-o", str(tmp_path / "page.html")]):
+        assert f"{Path(runs[1]) / 'summary.json'}" in refused(capsys, *arguments)
+    assert not (tmp_path / "page.html").exists()

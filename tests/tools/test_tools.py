@@ -1,0 +1,389 @@
+"""Tools: how they are described, loaded and refused; the calculator; formats; the configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field, ValidationError
+
+from dataflow.config.tools import ToolsConfig
+from dataflow.errors import ConfigError
+from dataflow.tools import Tool, Toolbox, ToolCall, load_tools, tool
+from dataflow.tools.calculator import calculator
+from dataflow.tools.formats import Hermes, find_format
+from dataflow.tools.toolbox import Own
+from tests.engines.drawing import run
+
+pytestmark = pytest.mark.timeout(60)
+
+FILE = '''
+from dataflow.tools import tool
+
+
+@tool("lookup")
+async def look_up(key: str, limit: int = 3, *, table: dict[str, str]) -> str:
+    """Looks a word up.
+
+    More that the model is not told.
+    """
+    return table[key][:limit]
+
+
+@tool(description="Rolls a die.")
+class Die:
+    def __init__(self, sides: int = 6):
+        self.sides = sides
+
+    def __call__(self) -> int:
+        return self.sides
+
+
+def plain(x: float):
+    """Doubles."""
+    return 2 * x
+
+
+NUMBER = 7
+
+
+class Shout:
+    def parse(self, text):
+        from dataflow.tools import ToolCall
+
+        return [ToolCall("plain", {"x": 1})] if text.isupper() else []
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "my_tools.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+# --- registration --------------------------------------------------------------------------------------------------
+
+
+def test_the_file_s_marked_tools(file: str) -> None:
+    found = load_tools(file)
+    assert list(found) == ["lookup", "Die"]
+    assert found["lookup"].schema == {
+        "type": "function",
+        "function": {
+            "name": "lookup",
+            "description": "Looks a word up.",
+            "parameters": {
+                "type": "object",
+                "properties": {"key": {"type": "string"}, "limit": {"type": "integer", "default": 3}},
+                "required": ["key"],
+            },
+        },
+    }
+    about = found["Die"].schema["function"]
+    assert (about["description"], about["parameters"]["properties"]) == ("Rolls a die.", {})
+
+
+def test_chosen_by_name(file: str) -> None:
+    assert list(load_tools(file, ["plain", "calculator", "Die"])) == ["plain", "calculator", "Die"]
+    assert list(load_tools(names=["calculator"])) == ["calculator"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["lokup"], "my_tools.py: there is no tool 'lokup'; did you mean 'lookup'"),
+        (["zzz"], "my_tools.py: there is no tool 'zzz'; there is lookup, Die, calculator"),
+        (["NUMBER"], "my_tools.py: '7' is no function; a tool is a function, or a class"),
+        (["Shout"], "my_tools.py: class 'Shout' has no method __call__"),
+    ],
+)
+def test_names_that_are_no_tools(file: str, names: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_tools(file, names)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("@tool('a')\ndef b(): ...\n@tool('a')\ndef c(): ...", "two tools are called 'a'; give one another name"),
+        ("@tool()\ndef b(*parts): ...", "tool 'b': a model gives arguments by name, so 'parts' must have one"),
+        ("@tool()\ndef b(x: 'Nothing'): ...", "the parameters of tool 'b' cannot be described"),
+        ("@tool\ndef b(): ...", r"importing it raised ConfigError: @tool takes the tool's name: write @tool\(\)"),
+        ("def b(): ...", "it marks nothing with @tool; mark a function, or name one in tools.names"),
+        ("import nowhere_at_all", "importing it raised ModuleNotFoundError"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, code: str, message: str) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text("from dataflow.tools import tool\n" + code)
+    with pytest.raises(ConfigError, match=rf"tools.path=.*odd.py: .*{message}") as raised:
+        Toolbox(path=str(path)).check()
+    assert "\n" not in str(raised.value)
+
+
+def test_no_file_and_no_tool() -> None:
+    with pytest.raises(ConfigError, match=r"^tools.path=nowhere.py: there is no such file"):
+        load_tools("nowhere.py")
+    with pytest.raises(ConfigError, match=r"^tools.names: no tool is named; give one, or tools.path"):
+        load_tools()
+
+
+def test_a_box_travels_as_its_settings(file: str) -> None:
+    box = Toolbox(path=file, names=("lookup",), timeout=3).check()
+    sent = pickle.dumps(box)
+    assert b"Die" not in sent
+    again = pickle.loads(sent)
+    assert again == box
+    assert "tools" not in vars(again)
+    assert list(again.tools) == ["lookup"]
+
+
+def test_a_box_finds_its_file_from_another_directory(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sent = pickle.dumps(Toolbox(path="my_tools.py"))
+    monkeypatch.chdir("/")
+    assert list(pickle.loads(sent).tools) == ["lookup", "Die"]
+
+
+def test_names_that_pydantic_keeps_for_itself() -> None:
+    @tool()
+    def odd(copy: int, model_fields: str = "", title: Annotated[str, Field(description="Its title.")] = "") -> None: ...
+
+    one = Tool.of(odd)
+    assert one.schema["function"]["parameters"]["properties"]["title"]["description"] == "Its title."
+    assert one.arguments({"copy": 1, "title": "t"}) == {"copy": 1, "title": "t"}
+    with pytest.raises(ValueError, match="wrong arguments for odd: copy: Input should be a valid integer"):
+        one.arguments({"copy": "x"})
+
+
+def test_types_of_arguments() -> None:
+    def shaped(where: list[tuple[int, int]], how: Literal["fast", "slow"] = "fast", **more: Any) -> None: ...
+
+    one = Tool.of(shaped)
+    assert one.arguments({"where": [[1, 2]]}) == {"where": [(1, 2)]}
+    with pytest.raises(ValueError, match="how: Input should be 'fast' or 'slow'"):
+        one.arguments({"where": [], "how": "so"})
+    one.check_own({"anything": 1}, "here")
+
+
+# --- calls ---------------------------------------------------------------------------------------------------------
+
+
+def answers(box: Toolbox, *calls: ToolCall, kwargs: Any = None) -> list[tuple[str, bool]]:
+    async def body() -> list[tuple[str, bool]]:
+        async with box.open() as desk:
+            own = Own(kwargs or {})
+            try:
+                found = await asyncio.gather(*(desk.answer(call, own) for call in calls))
+            finally:
+                await own.close(desk.run)
+            return [(answer.text, answer.failed) for answer in found]
+
+    return run(body())
+
+
+def test_answers(file: str) -> None:
+    kwargs = {"lookup": {"table": {"ape": "monkey"}}, "Die": {"sides": 20}}
+    calls = [ToolCall("lookup", {"key": "ape"}), ToolCall("Die"), ToolCall("lookup", {"key": "bee"}), ToolCall("plain")]
+    assert answers(Toolbox(path=file), *calls, kwargs=kwargs) == [
+        ("mon", False),
+        ("20", False),
+        ("error: KeyError: 'bee'", True),
+        ("error: there is no tool 'plain'; there is lookup, Die", True),
+    ]
+
+
+def test_what_a_tool_gets_is_its_own() -> None:
+    def pops(words: list[Any], facts: Any, *, stock: list[int]) -> str:
+        """Spoils all it gets."""
+        sizes = [len(words), len(facts["seen"]), len(stock)]
+        words.append("spoilt")
+        facts["seen"].append("spoilt")
+        stock.pop()
+        return str(sizes)
+
+    box = Toolbox(names=("calculator",))
+    box.tools["pops"] = Tool.of(pops)
+    # A format may return one object for turns that are the same.
+    call = ToolCall("pops", {"words": [1], "facts": {"seen": [2]}})
+    kwargs = {"pops": {"stock": [1, 2, 3]}}
+    assert answers(box, call, call, kwargs=kwargs) == [("[1, 1, 3]", False)] * 2
+    assert (call.arguments, kwargs) == ({"words": [1], "facts": {"seen": [2]}}, {"pops": {"stock": [1, 2, 3]}})
+
+
+def test_a_class_that_cannot_be_built_is_tried_again() -> None:
+    tries: list[int] = []
+
+    class Shaky:
+        def __init__(self) -> None:
+            tries.append(1)
+            if len(tries) == 1:
+                raise OSError("not yet")
+
+        def __call__(self) -> str:
+            return "well"
+
+    box = Toolbox(names=("calculator",))
+    box.tools["Shaky"] = Tool.of(Shaky)
+
+    async def body() -> list[str]:
+        async with box.open() as desk:
+            own = Own({})
+            return [(await desk.answer(ToolCall("Shaky"), own)).text for _ in range(3)]
+
+    assert run(body()) == ["error: OSError: not yet", "well", "well"]
+    assert len(tries) == 2
+
+
+def test_what_tools_return_becomes_text() -> None:
+    box = Toolbox(names=("calculator",))
+    values = ["as it is", 3, 2.5, None, {"a": ["ü"]}, {1, 2}]
+
+    def gives(at: int) -> Any:
+        return values[at]
+
+    box.tools["gives"] = Tool.of(gives)
+    texts = [text for text, _ in answers(box, *(ToolCall("gives", {"at": at}) for at in range(len(values))))]
+    assert texts == ["as it is", "3", "2.5", "", '{"a": ["ü"]}', '"{1, 2}"']
+
+
+def test_system_exit_in_a_tool_is_an_error_like_others() -> None:
+    def leaves() -> None:
+        raise SystemExit(3)
+
+    async def leaves_later() -> None:
+        raise SystemExit(4)
+
+    box = Toolbox(names=("calculator",))
+    box.tools.update({"a": Tool.of(leaves), "b": Tool.of(leaves_later)})
+    assert answers(box, ToolCall("a"), ToolCall("b")) == [
+        ("error: SystemExit: 3", True),
+        ("error: SystemExit: 4", True),
+    ]
+
+
+# --- the calculator ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("6*7", "42"),
+        (" (1 + 2) * -3 ", "-9"),
+        ("7 / 2", "3.5"),
+        ("6 / 2", "3"),
+        ("7 // 2 + 7 % 4", "6"),
+        ("2 ** 10", "1024"),
+        ("2 ** -1", "0.5"),
+        ("10 / 3", "3.333333333"),
+        ("1e3 + .5", "1000.5"),
+        ("+1_000", "1000"),
+        ("2 ** 0.5", "1.414213562"),
+    ],
+)
+def test_calculator(expression: str, result: str) -> None:
+    assert calculator(expression) == result
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("__import__('os')", "only numbers"),
+        ("x + 1", "only numbers"),
+        ("1 < 2", "only numbers"),
+        ("True + 1", "only numbers"),
+        ("2j", "only numbers"),
+        ("'a' * 9", "only numbers"),
+        ("[1][0]", "only numbers"),
+        ("1 if 1 else 2", "only numbers"),
+        ("1,000", "only numbers"),
+        ("1 +", "not arithmetic"),
+        ("", "not arithmetic"),
+        ("1\0", "not arithmetic"),
+        ("1; 2", "not arithmetic"),
+        ("(" * 100 + "1" + ")" * 100, "longer than 200"),
+        ("(" * 99 + "1", "not arithmetic"),
+        ("1 / 0", "division by zero"),
+        ("5 % 0", "division by zero"),
+        ("0 ** -1", "division by zero"),
+        ("9 ** 9 ** 9", "too large"),
+        ("2 ** 99999999", "too large"),
+        ("(2 ** 4000) * (2 ** 4000)", "too large"),
+        ("10.0 ** 400", "too large"),
+        ("1e999", "too large"),
+        ("1e999 - 1e999", "too large"),
+        ("(-8) ** 0.5", "root of a negative"),
+        ("(-8) ** 1e999", "too large|root of a negative"),
+        ("2 ** 4000 / 3", "too large"),
+    ],
+)
+def test_calculator_refuses(expression: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        calculator(expression)
+
+
+def test_digits_are_the_sample_s_own() -> None:
+    box = Toolbox(names=("calculator",))
+    call = ToolCall("calculator", {"expression": "10 / 3"})
+    assert answers(box, call, kwargs={"calculator": {"digits": 3}}) == [("3.33", False)]
+    wrong = answers(box, ToolCall("calculator", {"expression": "1", "digits": 3}))
+    assert wrong == [("error: wrong arguments for calculator: digits: Extra inputs are not permitted", True)]
+
+
+# --- formats -------------------------------------------------------------------------------------------------------
+
+CALL = '<tool_call>\n{"name": "a", "arguments": {"x": "</b> {1}"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("nothing<|im_end|>", []),
+        (f"so {CALL}<|im_end|>", ["a"]),
+        (f"{CALL}\n{CALL}<|im_end|>", ["a", "a"]),
+        ('<tool_call>{"name": "a"}<|im_end|>', ["a"]),
+        (f"<think>{CALL}</think>done", []),
+        (f"<think>{CALL}", []),
+        (f"<think>hm</think>{CALL}", ["a"]),
+    ],
+)
+def test_hermes(text: str, names: list[str]) -> None:
+    calls = Hermes().parse(text)
+    assert [call.name for call in calls] == names
+    assert all(call.error is None for call in calls)
+
+
+@pytest.mark.parametrize("body", ["", "{", '{"name": "a"} {"name": "b"}', "[" * 100_000, '{"name": 1}', '"a"'])
+def test_hermes_says_what_is_wrong(body: str) -> None:
+    (call,) = Hermes().parse(f"<tool_call>{body}</tool_call>")
+    assert call.error
+
+
+def test_a_format_of_the_users_own(file: str) -> None:
+    box = Toolbox(path=file, format="Shout").check()
+    assert box.reader.parse("HEY") == [ToolCall("plain", {"x": 1})]
+    with pytest.raises(ConfigError, match=r"tools.format=Shuot: it has no 'Shuot'; did you mean 'Shout'"):
+        Toolbox(path=file, format="Shuot").check()
+    with pytest.raises(ConfigError, match=r"'plain' has no method parse\(text\)"):
+        Toolbox(path=file, format="plain").check()
+    with pytest.raises(ConfigError, match=r"there is no format 'json'; give one of hermes, or tools.path too"):
+        find_format("json")
+
+
+# --- configuration -------------------------------------------------------------------------------------------------
+
+
+def test_configuration() -> None:
+    assert not ToolsConfig().offered
+    assert ToolsConfig(names="calculator").names == ["calculator"]  # type: ignore[arg-type]
+    assert ToolsConfig(path="x.py").offered
+    for wrong in ({"max_turns": 0}, {"timeout": 0}, {"max_response_tokens": 0}, {"name": "x"}, {"names": [""]}):
+        with pytest.raises(ValidationError):
+            ToolsConfig(**wrong)  # type: ignore[arg-type]
+    assert all(field.description for field in ToolsConfig.model_fields.values())
