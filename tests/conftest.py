@@ -56,16 +56,16 @@ checkpoint: {every: 3}
 
 # Files that take a minute or more; begun first, so that at the end no worker is left alone with one.
 LONGEST = (
-    "test_session",
-    "test_ray_restart",
-    "test_executors",
-    "test_ray",
-    "test_remote",
-    "test_streaming",
-    "test_replicas",
-    "test_vllm",
-    "test_vllm_async",
-    "test_vllm_restart",
+    "running/test_session.py",
+    "executors/test_ray_restart.py",
+    "executors/test_executors.py",
+    "executors/test_ray.py",
+    "remote/test_agent.py",
+    "executors/test_streaming.py",
+    "replicas/test_engine.py",
+    "vllm/test_in_process.py",
+    "vllm/test_multi_process.py",
+    "executors/test_vllm_restart.py",
 )
 
 
@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("vllm") and item.path.stem != "test_gpu":
                 item.add_marker(pytest.mark.skip(reason=reason))
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -319,7 +319,7 @@ def test_building_is_quiet_and_keeps_vllm_out(tiny_qwen: Path) -> None:
     script = (
         "import logging, sys\n"
         f"sys.argv = ['x']; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import test_verl_trainer as t\n"
+        "import test_trainer as t\n"
         f"trainer = t.build({str(tiny_qwen)!r})\n"
         "batch = t.responses(4)\n"
         "data = t.training_batch(trainer.old_log_probs(batch)['old_log_probs'], batch)\n"
