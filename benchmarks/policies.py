@@ -25,7 +25,7 @@ BOUND = 1.10
 
 
 def measure(runs: Path, steps: int) -> list[dict[str, Any]]:
-    """Runs all four policies one after another; the same seed, the same delays' law."""
+    """Runs all four policies one after another; the same seed, the same delays' distribution."""
     base = {"engine__rollout": "hf", "val__every": 0}  # everywhere there, so that figures can be compared
     probe = finish(start(runs, "probe", policy="baseline", steps=4, judge__time_scale=0.002, **base))
     work = probe["gpu_busy_s"] / probe["steps"]

@@ -4,7 +4,7 @@
 
 Models of random weights say any token as likely as another, and so many tokens end a response that the longest is
 several times as long as the mean. Both engines have one thread, fp32, and all samples of a round at once. They draw the
-same lengths by law, not the same tokens: so tokens/s count. Each engine has a process of its own, since vLLM changes
+lengths from one distribution, not the same tokens: tokens/s count. Each engine has its own process, since vLLM changes
 what others in its process compute with; the processes take turns, another engine first each time, and a pair of runs
 beside each other makes one ratio. A sync is of all weights from this process's memory into the running engine; the
 copy beside it, in the same process, is of the same bytes into tensors that are there. Medians. Prints tables and writes

@@ -21,7 +21,7 @@ from typing import Any
 
 from _run import table
 
-from dataflow.distribution import Law, parse_law
+from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.planner import simulate
 from dataflow.planning.workload import Drawn, Rewards, Validation, Workload, grpo
 from dataflow.policy import expand, preset
@@ -86,8 +86,8 @@ def published(steps: int = 105) -> dict[str, float]:
         prompts=1024,
         responses=5,
         mini_batches=4,
-        times={name: Drawn(Law("constant", seconds)) for name, seconds in times.items()},
-        rewards=Rewards(parse_law("uniform:1:40"), 256, agent="per-step", scattered=True),
+        times={name: Drawn(Distribution("constant", seconds)) for name, seconds in times.items()},
+        rewards=Rewards(parse_distribution("uniform:1:40"), 256, agent="per-step", scattered=True),
         validation=validation,
     )
     begin = time.perf_counter()

@@ -19,7 +19,7 @@ from typing import Any
 
 from _run import table
 
-from dataflow.distribution import Law, parse_law
+from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.planner import simulate
 from dataflow.planning.workload import Drawn, Rewards, Workload, grpo
 from dataflow.policy import preset
@@ -79,8 +79,8 @@ def run() -> Trace:
         prompts=GROUPS,
         responses=SAMPLES,
         mini_batches=MINI_BATCHES,
-        times={name: Drawn(Law("constant", seconds)) for name, seconds in SECONDS.items()},
-        rewards=Rewards(parse_law("uniform:1:4"), 256),
+        times={name: Drawn(Distribution("constant", seconds)) for name, seconds in SECONDS.items()},
+        rewards=Rewards(parse_distribution("uniform:1:4"), 256),
         validation=None,
     )
     trace = simulate(workload, preset("both", MINI_BATCHES), whole=True)[0].trace

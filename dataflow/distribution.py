@@ -1,4 +1,4 @@
-"""Laws of durations: how long a reward call or a stage takes, in seconds.
+"""Distributions of durations: how long a reward call or a stage takes, in seconds.
 
 Written as ``2.5``, ``uniform:1:40``, ``lognormal:8:0.6`` or ``empirical:FILE``, a file with a number on each line.
 Pure: who draws brings the dice.
@@ -21,7 +21,7 @@ _FORMS = {"uniform": "uniform:LOW:HIGH", "lognormal": "lognormal:MEDIAN:SIGMA", 
 
 
 @dataclass(frozen=True)
-class Law:
+class Distribution:
     """A distribution of durations, in seconds.
 
     Attributes:
@@ -67,8 +67,8 @@ class Law:
             return self.factor * math.fsum(self.values) / len(self.values)
         return self.factor * self.a
 
-    def scaled(self, factor: float) -> Law:
-        """Returns the law of durations ``factor`` times as long."""
+    def scaled(self, factor: float) -> Distribution:
+        """Returns the distribution of durations ``factor`` times as long."""
         return replace(self, factor=self.factor * factor)
 
     def __str__(self) -> str:
@@ -80,31 +80,31 @@ class Law:
         return f"{self.kind}:{self.a:g}:{self.b:g}{times}"
 
 
-def parse_law(text: str | float, what: str = "latency", folder: Path | None = None) -> Law:
-    """Returns the law that a text names.
+def parse_distribution(text: str | float, what: str = "latency", folder: Path | None = None) -> Distribution:
+    """Returns the distribution that a text names.
 
     Args:
-        text: a number of seconds, or a law by name.
+        text: a number of seconds, or a distribution by name.
         what: what is timed, for the message.
         folder: that the file of ``empirical:FILE`` is looked up in; by default the current one.
 
     Raises:
-        ConfigError: an unknown law, a number that is none, or one out of range; a file that cannot be used.
+        ConfigError: an unknown distribution, a number that is none, or one out of range; a file that cannot be used.
 
-    >>> parse_law("uniform:1:40").mean
+    >>> parse_distribution("uniform:1:40").mean
     20.5
-    >>> parse_law("2.5").mean
+    >>> parse_distribution("2.5").mean
     2.5
     """
     word, *rest = str(text).strip().split(":")
     if not rest and (value := _number(word)) is not None:
         if value < 0:
             raise ConfigError(f"{what} '{text}' is negative; give seconds of 0 or more.")
-        return Law("constant", value)
+        return Distribution("constant", value)
     if word not in _FORMS:
         *forms, last = _FORMS.values()
         hint = nearest(word, _FORMS) or f"; give a number of seconds, {', '.join(forms)} or {last}."
-        raise ConfigError(f"{what} '{text}': no law is named '{word}'{hint}")
+        raise ConfigError(f"{what} '{text}': no distribution is named '{word}'{hint}")
     if word == "empirical":
         return _measured(str(text), what, (folder or Path()) / ":".join(rest))
     numbers = [_number(part) for part in rest]
@@ -114,13 +114,13 @@ def parse_law(text: str | float, what: str = "latency", folder: Path | None = No
     if word == "uniform":
         if not 0 <= a <= b:
             raise ConfigError(f"{what} '{text}': give 0 <= LOW <= HIGH.")
-        return Law("uniform", a, b)
+        return Distribution("uniform", a, b)
     if a <= 0 or b < 0:
         raise ConfigError(f"{what} '{text}': give MEDIAN > 0 and SIGMA >= 0.")
-    return Law("lognormal", a, b)
+    return Distribution("lognormal", a, b)
 
 
-def _measured(text: str, what: str, path: Path) -> Law:
+def _measured(text: str, what: str, path: Path) -> Distribution:
     try:
         words = decoded(path.read_bytes()).split()
     except (OSError, ValueError) as error:
@@ -134,7 +134,7 @@ def _measured(text: str, what: str, path: Path) -> Law:
         values.append(value)
     if not values:
         raise ConfigError(f"{what} '{text}': {path} holds no numbers; give seconds, one a line.")
-    return Law("empirical", values=tuple(values))
+    return Distribution("empirical", values=tuple(values))
 
 
 def _number(text: str) -> float | None:

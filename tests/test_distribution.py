@@ -6,36 +6,36 @@ from statistics import fmean, median
 
 import pytest
 
-from dataflow.distribution import Law, parse_law
+from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError
 
 
 @pytest.mark.parametrize("text", ["2.5", "uniform:1:40", "lognormal:8:0.6", "0"])
 def test_draws_agree_with_the_mean(text: str) -> None:
-    law, rng = parse_law(text), Random(0)
-    draws = [law.draw(rng) for _ in range(20_000)]
+    distribution, rng = parse_distribution(text), Random(0)
+    draws = [distribution.draw(rng) for _ in range(20_000)]
     assert min(draws) >= 0
-    assert fmean(draws) == pytest.approx(law.mean, rel=0.03)
+    assert fmean(draws) == pytest.approx(distribution.mean, rel=0.03)
     again = Random(0)
-    assert [law.draw(again) for _ in range(5)] == draws[:5]
+    assert [distribution.draw(again) for _ in range(5)] == draws[:5]
 
 
 def test_bounds_and_median() -> None:
     rng = Random(1)
-    uniform = [parse_law("uniform:1:40").draw(rng) for _ in range(2000)]
+    uniform = [parse_distribution("uniform:1:40").draw(rng) for _ in range(2000)]
     assert 1 <= min(uniform) < 1.5
     assert 39.5 < max(uniform) <= 40
-    assert median(parse_law("lognormal:8:0.6").draw(rng) for _ in range(5000)) == pytest.approx(8, rel=0.05)
+    assert median(parse_distribution("lognormal:8:0.6").draw(rng) for _ in range(5000)) == pytest.approx(8, rel=0.05)
 
 
 def test_numbers_are_constants() -> None:
-    assert parse_law(3) == parse_law("3") == Law("constant", 3.0)
+    assert parse_distribution(3) == parse_distribution("3") == Distribution("constant", 3.0)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("unifrom:1:40", "no law is named 'unifrom'; did you mean 'uniform'?"),
+        ("unifrom:1:40", "no distribution is named 'unifrom'; did you mean 'uniform'?"),
         ("gamma:1:2", "give a number of seconds, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA or empirical:FILE"),
         ("uniform:1", "not of the form uniform:LOW:HIGH"),
         ("uniform:a:b", "not of the form uniform:LOW:HIGH"),
@@ -44,21 +44,21 @@ def test_numbers_are_constants() -> None:
         ("uniform:-1:1", "0 <= LOW <= HIGH"),
         ("lognormal:0:1", "MEDIAN > 0"),
         ("-1", "negative"),
-        ("nan", "no law"),
-        ("", "no law"),
+        ("nan", "no distribution"),
+        ("", "no distribution"),
     ],
 )
 def test_what_is_wrong_is_said(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        parse_law(text)
+        parse_distribution(text)
     assert message in str(error.value)
 
 
 def test_measured_values_are_drawn_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "waits.txt").write_text("1\n2\n\n6\n")
-    law = parse_law("empirical:waits.txt", folder=tmp_path)
-    assert set(law.draws(Random(0), 100)) == {1.0, 2.0, 6.0}
-    assert law.mean == 3.0
+    distribution = parse_distribution("empirical:waits.txt", folder=tmp_path)
+    assert set(distribution.draws(Random(0), 100)) == {1.0, 2.0, 6.0}
+    assert distribution.mean == 3.0
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def test_a_file_that_cannot_be_used_is_said(tmp_path: Path, text: str | None, me
     if text is not None:
         (tmp_path / "f").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        parse_law("empirical:f", "rollout", tmp_path)
+        parse_distribution("empirical:f", "rollout", tmp_path)
 
 
 @pytest.mark.parametrize("text", ["2.5", "uniform:1:40", "lognormal:8:0.6"])
 def test_a_scaled_law_has_longer_draws(text: str) -> None:
-    law = parse_law(text)
-    twice = law.scaled(2)
-    assert twice.mean == pytest.approx(2 * law.mean)
-    assert twice.draws(Random(0), 9) == pytest.approx([2 * d for d in law.draws(Random(0), 9)])
+    distribution = parse_distribution(text)
+    twice = distribution.scaled(2)
+    assert twice.mean == pytest.approx(2 * distribution.mean)
+    assert twice.draws(Random(0), 9) == pytest.approx([2 * d for d in distribution.draws(Random(0), 9)])

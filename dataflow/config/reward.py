@@ -176,8 +176,8 @@ class JudgeConfig(Section):
 
     @field_validator("latency")
     @classmethod
-    def _latency_is_a_law(cls, latency: str) -> str:
-        from dataflow.distribution import parse_law
+    def _latency_is_a_distribution(cls, latency: str) -> str:
+        from dataflow.distribution import parse_distribution
 
-        parse_law(latency)
+        parse_distribution(latency)
         return latency

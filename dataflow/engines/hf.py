@@ -33,7 +33,7 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.draw import draw, uniforms
 from dataflow.engines.samples import check_sampling, left_pad, prompt_ids, to_batch
-from dataflow.engines.vocabulary import Words, loading
+from dataflow.engines.vocabulary import Vocabulary, loading
 from dataflow.engines.weights import WeightNames
 from dataflow.errors import Aborted, ConfigError, nearest
 
@@ -105,7 +105,7 @@ class HfRollout:
         self.max_batch = max_batch
         self.device = torch.device(device)
         self.version = 0
-        self.words = Words.of(model, tokenizer, self.model.generation_config, self.model.config)
+        self.words = Vocabulary.of(model, tokenizer, self.model.generation_config, self.model.config)
         self._weights = WeightNames(self.model)
         self._thread = ThreadPoolExecutor(1, "rollout")
         self._turns: list[tuple[tuple[Sampling, int], _Row, asyncio.Future[Sample]]] = []

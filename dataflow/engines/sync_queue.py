@@ -1,6 +1,6 @@
-"""The line: samples in the order in which they were asked for, and the pauses between them.
+"""The sample queue: samples in the order of their requests, and the pauses between them.
 
-A weight sync, falling asleep and waking need moments at which nothing is in flight. Each waits in the line for those
+A weight sync, falling asleep and waking need moments at which nothing is in flight. Each waits in the queue for those
 before it to end, and those behind it wait for it: nobody starves, and each sample is drawn by one version of the
 weights. All of it runs on one event loop; the engine behind it may be a thread or another process.
 """
@@ -47,7 +47,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class FinishedSample:
     """What came of a job.
 
     Attributes:
@@ -64,7 +64,7 @@ class Drawn:
 
 
 class Backend(Protocol):
-    """What draws: says of each job once how it ended, through the line's ``ended`` or ``refused``."""
+    """Draws samples, and calls ``ended`` or ``refused`` of the queue once for each job."""
 
     def start(self, jobs: Sequence[Job]) -> None: ...
 
@@ -103,7 +103,7 @@ def _engine_lost(cause: Exception) -> str:
     return f"rollout: vLLM failed ({reason}); the engine has to be built anew."
 
 
-class Line:
+class SampleQueue:
     """Who waits, who runs, and what happens in between; ``backend`` must be set before its first use.
 
     Args:
@@ -206,7 +206,7 @@ class Line:
                 self._advance()
             raise
 
-    def ended(self, drawn: Sequence[Drawn]) -> None:
+    def ended(self, drawn: Sequence[FinishedSample]) -> None:
         """Hands over what has been drawn; of jobs that are not in flight any more nobody wants it."""
         for one in drawn:
             if (job := self._running.pop(one.id, None)) is None:

@@ -1,4 +1,4 @@
-"""Words: what belongs to a model beside its weights: its tokenizer, and the tokens that end and pad."""
+"""Vocabulary: what belongs to a model beside its weights: its tokenizer, and the tokens that end and pad."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataflow.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Words:
+class Vocabulary:
     """A model's vocabulary.
 
     Attributes:
@@ -28,7 +28,7 @@ class Words:
     size: int
 
     @classmethod
-    def of(cls, model: str, tokenizer: Any, generation: Any, config: Any) -> Words:
+    def of(cls, model: str, tokenizer: Any, generation: Any, config: Any) -> Vocabulary:
         """Returns the vocabulary of a model that has been read.
 
         Args:
@@ -68,7 +68,7 @@ def loading(model: str) -> Iterator[None]:
         raise ModelError(f"model '{model}' cannot be loaded: {reason}") from error
 
 
-def read_words(model: str) -> tuple[Words, Any]:
+def read_words(model: str) -> tuple[Vocabulary, Any]:
     """Returns a model's vocabulary and its configuration, without its weights.
 
     Raises:
@@ -82,4 +82,4 @@ def read_words(model: str) -> tuple[Words, Any]:
     generation: Any = None
     with contextlib.suppress(OSError):  # a model need not have one
         generation = GenerationConfig.from_pretrained(model)
-    return Words.of(model, tokenizer, generation, config.get_text_config()), config
+    return Vocabulary.of(model, tokenizer, generation, config.get_text_config()), config

@@ -66,7 +66,7 @@ class PlanConfig(Section):
     balance_batch: bool | None = None
     """verl deals a batch over its ranks by length before it is scored, so that a group's requests are spread."""
     stages: dict[str, LawText] = Field(default_factory=dict)
-    """Seconds of each stage in a step: a number or a law, as for reward.latency."""
+    """Seconds of each stage in a step: a number or a distribution, as for reward.latency."""
     placement: Placement | None = None
     """Engine and trainer on the same GPUs (colocated), or on GPUs of their own (disaggregated); null as the source."""
     policy: PolicyConfig | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from dataflow.distribution import Law
+from dataflow.distribution import Distribution
 from dataflow.errors import ConfigError
 from dataflow.executors.virtual import Costs, End, parts_of
 from dataflow.graph import Task, TaskGraph, TaskId
@@ -115,23 +115,23 @@ def makespan(rewards: Rewards, groups: int, responses: int, seed: int = 0, runs:
     return total / runs
 
 
-def fit_latency(rewards: Rewards, groups: int, responses: int, seconds: float, seed: int = 0) -> Law:
-    """Returns the latency law, stretched so that a step's rewards take ``seconds`` from request to last reward.
+def fit_latency(rewards: Rewards, groups: int, responses: int, seconds: float, seed: int = 0) -> Distribution:
+    """Returns the latencies, stretched so that a step's rewards take ``seconds`` from request to last reward.
 
     Raises:
         ConfigError: the service cannot be that fast, whatever the latency (its limit of requests a minute).
     """
-    law = rewards.latency
+    distribution = rewards.latency
     for _ in range(8):
         # Without a limit of requests a minute the makespan is proportional to the latency: one round does.
-        took = makespan(replace(rewards, latency=law), groups, responses, seed)
+        took = makespan(replace(rewards, latency=distribution), groups, responses, seed)
         if abs(took / seconds - 1) < 1e-4:
-            return law
-        law = law.scaled(seconds / took)
-    if makespan(replace(rewards, latency=law), groups, responses, seed) > seconds * 1.02:
+            return distribution
+        distribution = distribution.scaled(seconds / took)
+    if makespan(replace(rewards, latency=distribution), groups, responses, seed) > seconds * 1.02:
         count = groups * responses
         raise ConfigError(
             f"reward.rpm={rewards.rpm:g}: {count} requests a step cannot be answered in the {seconds:.0f} s that the "
             "log waited; give a higher limit or leave it out."
         )
-    return law
+    return distribution

@@ -1,6 +1,6 @@
 """A workload: what a training job asks for, whatever the scheduling policy. The planner runs it on the virtual clock.
 
-Pure: times are laws or what was measured, and who draws from them brings the dice.
+Pure: times are distributions or what was measured, and who draws from them brings the dice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from random import Random
 from typing import Literal
 
 from dataflow.config.placement import TRAINER, Placement, placed
-from dataflow.distribution import Law
+from dataflow.distribution import Distribution
 from dataflow.graph import Carried, Latest, Pipeline, Stage, stage
 from dataflow.timeline.spans import POOLS
 
@@ -56,20 +56,20 @@ class Measured:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Seconds of a stage in a step, all parts together, by a law."""
+    """Seconds of a stage in a step, all parts together, by a distribution."""
 
-    law: Law
+    distribution: Distribution
 
     def seconds(self, name: str, step: int, parts: int, seed: int) -> float:
         """Returns the seconds of one task; the same step's are the same under every policy."""
-        if self.law.kind == "constant":
-            return self.law.mean / parts
-        return self.law.draw(Random(f"{seed}/{name}/{step}")) / parts
+        if self.distribution.kind == "constant":
+            return self.distribution.mean / parts
+        return self.distribution.draw(Random(f"{seed}/{name}/{step}")) / parts
 
     @property
     def mean(self) -> float:
         """Seconds in a step, all parts together."""
-        return self.law.mean
+        return self.distribution.mean
 
 
 StageTime = Measured | Drawn
@@ -87,7 +87,7 @@ class Rewards:
         scattered: a group's samples are spread over the queue, not side by side.
     """
 
-    latency: Law
+    latency: Distribution
     concurrency: int
     rpm: float | None = None
     agent: Agent = "continuous"

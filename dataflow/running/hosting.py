@@ -96,7 +96,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             "factory": factory,
             "options": options,
             "replicas": draw.replicas,
-            "seats": draw.max_num_seqs,
+            "slots": draw.max_num_seqs,
             "gpus": gpus,
             "devices": workers,
             "threads": config.trainer.threads,

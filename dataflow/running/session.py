@@ -80,9 +80,9 @@ class Session:
         custom, judge = self.config.custom_reward_function, self.config.judge
         check_reward(custom.model_dump(), judge.client_options(), self.config.reward)
         if not custom.path and not judge.url:
-            from dataflow.distribution import parse_law
+            from dataflow.distribution import parse_distribution
 
-            parse_law(judge.latency)
+            parse_distribution(judge.latency)
 
     def _inputs(self) -> dict[str, Callable[[int], Any]]:
         """Loads model path, tokenizer and data; returns the pipeline's input fields, a function of the step each.

@@ -1,4 +1,4 @@
-"""The line of samples and pauses over a backend that ends what it is told to, when it is told to."""
+"""The queue of samples and pauses over a backend that ends what it is told to, when it is told to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.engines.base import Sample
-from dataflow.engines.sync_queue import Drawn, Job, Line
+from dataflow.engines.sync_queue import FinishedSample, Job, SampleQueue
 from dataflow.errors import Aborted, DataError, ToolLost
 from tests.engines.drawing import run
 
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.timeout(60)
 class Desk:
     """A backend: jobs run until ``end`` is called."""
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, queue: SampleQueue) -> None:
+        self.queue = queue
         self.running: list[int] = []
         self.cancelled: list[int] = []
-        line.backend = self
+        queue.backend = self
 
     def start(self, jobs: Sequence[Job]) -> None:
         self.running += [job.id for job in jobs]
@@ -36,7 +36,7 @@ class Desk:
 
     def end(self, count: int = 1) -> None:
         ids, self.running = self.running[:count], self.running[count:]
-        self.line.ended([Drawn(id, [7] * (id + 1), [0.0] * (id + 1), "stop", 0) for id in ids])
+        self.queue.ended([FinishedSample(id, [7] * (id + 1), [0.0] * (id + 1), "stop", 0) for id in ids])
 
 
 def jobs(count: int, first: int = 0) -> list[Job]:
@@ -58,24 +58,24 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-def sync(line: Line, version: int, log: list[Any], **how: Any) -> asyncio.Task[None]:
+def sync(queue: SampleQueue, version: int, log: list[Any], **how: Any) -> asyncio.Task[None]:
     async def work() -> None:
         await asyncio.sleep(0)
-        line.version = version
+        queue.version = version
         log.append(version)
 
-    return asyncio.ensure_future(line.pause(work, **how))
+    return asyncio.ensure_future(queue.pause(work, **how))
 
 
 def test_a_pause_waits_for_those_before_it_and_those_behind_wait_for_it() -> None:
     async def body() -> None:
-        line, log = Line(), []
-        desk = Desk(line)
-        line.put(before := jobs(2))
-        pausing = sync(line, 1, log)
+        queue, log = SampleQueue(), []
+        desk = Desk(queue)
+        queue.put(before := jobs(2))
+        pausing = sync(queue, 1, log)
         await turn()
-        line.put(behind := jobs(2, first=2))
-        assert (desk.running, line.unended) == ([0, 1], 4)
+        queue.put(behind := jobs(2, first=2))
+        assert (desk.running, queue.unended) == ([0, 1], 4)
         desk.end()
         await turn()
         assert (log, desk.running) == ([], [1])
@@ -86,22 +86,22 @@ def test_a_pause_waits_for_those_before_it_and_those_behind_wait_for_it() -> Non
         desk.end(2)
         assert got(before) == [(0, 0), (1, 0)]
         assert got(behind) == [(2, 1), (3, 1)]
-        assert line.counts["tokens"] == 1 + 2 + 3 + 4
+        assert queue.counts["tokens"] == 1 + 2 + 3 + 4
 
     run(body())
 
 
 def test_redraw_does_not_wait() -> None:
     async def body() -> None:
-        line, log = Line(), []
-        desk = Desk(line)
-        line.put(asked := jobs(3))
+        queue, log = SampleQueue(), []
+        desk = Desk(queue)
+        queue.put(asked := jobs(3))
         desk.end()
-        pausing = sync(line, 1, log, redraw=True)
+        pausing = sync(queue, 1, log, redraw=True)
         await turn()
         assert pausing.done()
         assert (desk.cancelled, desk.running) == ([1, 2], [3, 4])
-        line.ended([Drawn(1, [5], [0.0], "stop", 0)])  # it was on its way
+        queue.ended([FinishedSample(1, [5], [0.0], "stop", 0)])  # it was on its way
         desk.end(2)
         assert got(asked) == [(0, 0), (1, 1), (2, 1)]
 
@@ -110,13 +110,13 @@ def test_redraw_does_not_wait() -> None:
 
 def test_jobs_between_two_pauses_have_the_version_between() -> None:
     async def body() -> None:
-        line, log = Line(), []
-        desk = Desk(line)
-        line.put(first := jobs(1))
-        tasks = [sync(line, 1, log)]
+        queue, log = SampleQueue(), []
+        desk = Desk(queue)
+        queue.put(first := jobs(1))
+        tasks = [sync(queue, 1, log)]
         await turn()
-        line.put(second := jobs(1))
-        tasks.append(sync(line, 2, log))
+        queue.put(second := jobs(1))
+        tasks.append(sync(queue, 2, log))
         await turn()
         for _ in range(2):
             desk.end()
@@ -130,15 +130,15 @@ def test_jobs_between_two_pauses_have_the_version_between() -> None:
 
 def test_jobs_wait_while_asleep_but_a_sync_and_waking_do_not() -> None:
     async def body() -> None:
-        line, log = Line(), []
-        desk = Desk(line)
-        await sync(line, 0, log, asleep=True)
-        line.put(asked := jobs(1))
+        queue, log = SampleQueue(), []
+        desk = Desk(queue)
+        await sync(queue, 0, log, asleep=True)
+        queue.put(asked := jobs(1))
         await turn()
         assert desk.running == []
-        await sync(line, 1, log)
+        await sync(queue, 1, log)
         assert desk.running == []
-        await sync(line, 2, log, asleep=False)
+        await sync(queue, 2, log, asleep=False)
         desk.end()
         assert got(asked) == [(0, 2)]
 
@@ -147,19 +147,19 @@ def test_jobs_wait_while_asleep_but_a_sync_and_waking_do_not() -> None:
 
 def test_dropped_jobs_are_freed_and_let_a_pause_in() -> None:
     async def body() -> None:
-        line, log = Line(), []
-        desk = Desk(line)
-        line.put(asked := jobs(3))
+        queue, log = SampleQueue(), []
+        desk = Desk(queue)
+        queue.put(asked := jobs(3))
         desk.end()
-        pausing = sync(line, 1, log)
+        pausing = sync(queue, 1, log)
         await turn()
-        line.put(waiting := jobs(2))
-        line.drop(waiting)
-        line.drop(asked)
-        line.drop(asked)
+        queue.put(waiting := jobs(2))
+        queue.drop(waiting)
+        queue.drop(asked)
+        queue.drop(asked)
         await turn()
         assert pausing.done()
-        assert (desk.cancelled, desk.running, line.unended) == ([1, 2], [], 0)
+        assert (desk.cancelled, desk.running, queue.unended) == ([1, 2], [], 0)
         assert got(asked) == [(0, 0)]
 
     run(body())
@@ -167,12 +167,12 @@ def test_dropped_jobs_are_freed_and_let_a_pause_in() -> None:
 
 def test_a_pause_that_nobody_waits_for_is_left_out() -> None:
     async def body() -> None:
-        line, log = Line(), []
-        desk = Desk(line)
-        line.put(jobs(1))
-        pausing = sync(line, 1, log)
+        queue, log = SampleQueue(), []
+        desk = Desk(queue)
+        queue.put(jobs(1))
+        pausing = sync(queue, 1, log)
         await turn()
-        line.put(behind := jobs(1))
+        queue.put(behind := jobs(1))
         pausing.cancel()
         await turn()
         assert len(desk.running) == 2
@@ -184,28 +184,28 @@ def test_a_pause_that_nobody_waits_for_is_left_out() -> None:
 
 def test_abort_reaches_those_in_flight_and_those_in_line() -> None:
     async def body() -> None:
-        line, log = Line(), []
-        desk = Desk(line)
-        line.put(running := jobs(2))
-        pausing = sync(line, 1, log)
+        queue, log = SampleQueue(), []
+        desk = Desk(queue)
+        queue.put(running := jobs(2))
+        pausing = sync(queue, 1, log)
         await turn()
-        line.put(waiting := jobs(3))
-        assert line.abort() == 5
+        queue.put(waiting := jobs(3))
+        assert queue.abort() == 5
         assert got(running) + got(waiting) == [Aborted] * 5
         assert desk.cancelled == [0, 1]
         await turn()
         assert pausing.done()
-        assert line.abort() == 0
+        assert queue.abort() == 0
 
     run(body())
 
 
 def test_one_refusal_is_one_jobs() -> None:
     async def body() -> None:
-        line = Line()
-        desk = Desk(line)
-        line.put(asked := jobs(2))
-        line.refused(0, DataError("no"))
+        queue = SampleQueue()
+        desk = Desk(queue)
+        queue.put(asked := jobs(2))
+        queue.refused(0, DataError("no"))
         desk.running.remove(0)
         desk.end()
         assert got(asked) == [DataError, (1, 0)]
@@ -216,8 +216,8 @@ def test_one_refusal_is_one_jobs() -> None:
 @pytest.mark.parametrize("where", ["running", "pause", "start"])
 def test_a_failure_reaches_everybody(where: str) -> None:
     async def body() -> None:
-        line, log, cause = Line(), [], ValueError("broken")
-        desk = Desk(line)
+        queue, log, cause = SampleQueue(), [], ValueError("broken")
+        desk = Desk(queue)
 
         async def broken() -> None:
             raise cause
@@ -225,12 +225,12 @@ def test_a_failure_reaches_everybody(where: str) -> None:
         def refuse(jobs: Sequence[Job]) -> None:
             raise cause
 
-        line.put(running := jobs(1))
-        pausing = asyncio.ensure_future(line.pause(broken))
-        later = sync(line, 1, log)
+        queue.put(running := jobs(1))
+        pausing = asyncio.ensure_future(queue.pause(broken))
+        later = sync(queue, 1, log)
         await turn()
         if where == "running":
-            line.fail(cause)
+            queue.fail(cause)
         elif where == "pause":
             desk.end()
         else:
@@ -238,7 +238,7 @@ def test_a_failure_reaches_everybody(where: str) -> None:
             pausing.cancel()
             later.cancel()
             await turn()
-            line.put(jobs(1))
+            queue.put(jobs(1))
         await turn()
         assert got(running) == ([(0, 0)] if where == "pause" else [ToolLost])
         for task in (pausing, later) if where != "start" else ():
@@ -246,27 +246,27 @@ def test_a_failure_reaches_everybody(where: str) -> None:
             assert isinstance(error, ToolLost)
             assert error.__cause__ is cause
         with pytest.raises(ToolLost, match=r"vLLM failed .ValueError: broken"):
-            line.put(jobs(1))
+            queue.put(jobs(1))
         with pytest.raises(ToolLost, match="built anew"):
-            await line.pause(broken)
-        assert line.unended == 0
+            await queue.pause(broken)
+        assert queue.unended == 0
 
     run(body())
 
 
 def test_closing_ends_all() -> None:
     async def body() -> None:
-        line, log = Line(), []
-        Desk(line)
-        line.put(asked := jobs(2))
-        pausing = sync(line, 1, log)
+        queue, log = SampleQueue(), []
+        Desk(queue)
+        queue.put(asked := jobs(2))
+        pausing = sync(queue, 1, log)
         await turn()
-        line.close()
+        queue.close()
         await turn()
         assert got(asked) == [Aborted] * 2
         assert isinstance(pausing.exception(), Aborted)
         with pytest.raises(Aborted, match="closed"):
-            line.put(jobs(1))
+            queue.put(jobs(1))
 
     run(body())
 
@@ -274,32 +274,32 @@ def test_closing_ends_all() -> None:
 @given(st.lists(st.sampled_from(["put", "sync", "redraw", "sleep", "wake", "end", "drop", "abort"]), max_size=30))
 def test_each_job_ends_once_whatever_happens(steps: list[str]) -> None:
     async def body() -> None:
-        line, log = Line(), []
-        desk = Desk(line)
+        queue, log = SampleQueue(), []
+        desk = Desk(queue)
         asked: list[list[Job]] = []
         dropped: list[Job] = []
         pauses: list[asyncio.Task[None]] = []
         for at, step in enumerate(steps, 1):
             if step == "put":
                 asked.append(jobs(2))
-                line.put(asked[-1])
+                queue.put(asked[-1])
             elif step in ("sync", "redraw", "sleep", "wake"):
                 asleep = {"sleep": True, "wake": False}.get(step)
-                pauses.append(sync(line, at, log, redraw=step == "redraw", asleep=asleep))
+                pauses.append(sync(queue, at, log, redraw=step == "redraw", asleep=asleep))
             elif step == "end":
                 desk.end()
             elif step == "drop" and asked:
                 dropped += [job for job in asked[0] if not job.ended]
-                line.drop(asked.pop(0))
+                queue.drop(asked.pop(0))
             elif step == "abort":
-                line.abort()
+                queue.abort()
             await turn()
-        pauses.append(sync(line, 99, log, asleep=False))
+        pauses.append(sync(queue, 99, log, asleep=False))
         for _ in range(100):
             desk.end(99)
             await turn()
         assert all(pause.done() and pause.exception() is None for pause in pauses)
-        assert line.unended == 0
+        assert queue.unended == 0
         for group in asked:
             found = got(group)
             assert len(found) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataflow.distribution import Law, parse_law
+from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError
 from dataflow.executors.virtual import End
 from dataflow.planning.costs import WorkloadCosts, fit_latency, makespan
@@ -18,20 +18,22 @@ from dataflow.policy import expand, preset
 def test_the_makespan_of_constant_latencies_is_that_of_whole_waves(
     groups: int, responses: int, servers: int, waves: int
 ) -> None:
-    assert makespan(Rewards(Law("constant", 7.0), servers), groups, responses, runs=2) == pytest.approx(7.0 * waves)
+    assert makespan(Rewards(Distribution("constant", 7.0), servers), groups, responses, runs=2) == pytest.approx(
+        7.0 * waves
+    )
 
 
 def test_a_fitted_latency_takes_as_long_as_was_measured() -> None:
-    rewards = Rewards(parse_law("uniform:1:40"), 16)
-    law = fit_latency(rewards, 64, 5, 500.0)
-    assert makespan(Rewards(law, 16), 64, 5) == pytest.approx(500.0, rel=1e-3)
-    limited = Rewards(parse_law("lognormal:8:0.6"), 16, rpm=120.0)
+    rewards = Rewards(parse_distribution("uniform:1:40"), 16)
+    distribution = fit_latency(rewards, 64, 5, 500.0)
+    assert makespan(Rewards(distribution, 16), 64, 5) == pytest.approx(500.0, rel=1e-3)
+    limited = Rewards(parse_distribution("lognormal:8:0.6"), 16, rpm=120.0)
     assert makespan(Rewards(fit_latency(limited, 20, 5, 100.0), 16, 120.0), 20, 5) == pytest.approx(100.0, rel=0.02)
 
 
 def test_a_limit_that_is_too_low_for_what_was_measured_is_said() -> None:
     with pytest.raises(ConfigError, match=r"reward.rpm=10: 100 requests a step cannot be answered in the 60 s"):
-        fit_latency(Rewards(Law("constant", 1.0), 16, rpm=10.0), 20, 5, 60.0)
+        fit_latency(Rewards(Distribution("constant", 1.0), 16, rpm=10.0), 20, 5, 60.0)
 
 
 def test_a_collect_ends_when_its_groups_are_there_and_a_validation_has_its_own_pool() -> None:
@@ -43,8 +45,8 @@ def test_a_collect_ends_when_its_groups_are_there_and_a_validation_has_its_own_p
         prompts=2,
         responses=2,
         mini_batches=2,
-        times={"rollout": Drawn(Law("constant", 4.0))},
-        rewards=Rewards(Law("constant", 10.0), 2),
+        times={"rollout": Drawn(Distribution("constant", 4.0))},
+        rewards=Rewards(Distribution("constant", 10.0), 2),
         validation=validation,
         dispatch_s={"reward_collect": 0.5, "rollout": 0.25},
     )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataflow.distribution import Law, parse_law
+from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError
 from dataflow.planning.planner import ROWS, parse_sweep, predict, simulate, sweep, turned
 from dataflow.planning.reward_service import POLL_S
@@ -49,8 +49,8 @@ def load(
         prompts=4,
         responses=4,
         mini_batches=4,
-        times={name: Drawn(Law("constant", s)) for name, s in seconds.items()},
-        rewards=Rewards(parse_law(latency), concurrency, **rewards),  # type: ignore[arg-type]
+        times={name: Drawn(Distribution("constant", s)) for name, s in seconds.items()},
+        rewards=Rewards(parse_distribution(latency), concurrency, **rewards),  # type: ignore[arg-type]
         validation=validation,
     )
 
@@ -170,9 +170,9 @@ def workloads(draw: st.DrawFn) -> Workload:
         prompts=mini_batches * draw(st.integers(1, 3)),
         responses=draw(st.integers(1, 3)),
         mini_batches=mini_batches,
-        times={name: Drawn(parse_law(draw(times))) for name in timed},
+        times={name: Drawn(parse_distribution(draw(times))) for name in timed},
         rewards=Rewards(
-            parse_law(draw(times)),
+            parse_distribution(draw(times)),
             draw(st.integers(1, 9)),
             draw(st.sampled_from([None, 30.0])),
             draw(st.sampled_from(["continuous", "per-step"])),

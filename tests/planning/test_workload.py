@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dataflow.distribution import Law, parse_law
+from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.workload import Drawn, Measured, Rewards, Validation, Workload, grpo
 
 
@@ -18,8 +18,11 @@ def job(**changes: object) -> Workload:
         prompts=6,
         responses=2,
         mini_batches=2,
-        times={"rollout": Drawn(Law("constant", 10.0)), "actor_update": Drawn(parse_law("uniform:2:6"))},
-        rewards=Rewards(parse_law("uniform:1:3"), 4),
+        times={
+            "rollout": Drawn(Distribution("constant", 10.0)),
+            "actor_update": Drawn(parse_distribution("uniform:2:6")),
+        },
+        rewards=Rewards(parse_distribution("uniform:1:3"), 4),
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -71,5 +74,5 @@ def test_validation_that_stops_training_holds_back_the_next_step() -> None:
 
 
 def test_requests_take_their_share_of_the_slots_or_of_the_minute() -> None:
-    assert Rewards(Law("constant", 20.0), 5).seconds == 4.0
-    assert Rewards(Law("constant", 20.0), 5, rpm=10.0).seconds == 6.0
+    assert Rewards(Distribution("constant", 20.0), 5).seconds == 4.0
+    assert Rewards(Distribution("constant", 20.0), 5, rpm=10.0).seconds == 6.0

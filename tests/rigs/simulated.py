@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dataflow.distribution import Law, parse_law
+from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.planner import simulate
 from dataflow.planning.workload import Drawn, Rewards, Validation, Workload, grpo
 from dataflow.policy import preset
@@ -22,8 +22,8 @@ def job(steps: int = 8, dispatch_s: float = 0.01) -> Workload:
         prompts=8,
         responses=4,
         mini_batches=4,
-        times={name: Drawn(Law("constant", s)) for name, s in SECONDS.items()},
-        rewards=Rewards(parse_law("uniform:1:3"), 8),
+        times={name: Drawn(Distribution("constant", s)) for name, s in SECONDS.items()},
+        rewards=Rewards(parse_distribution("uniform:1:3"), 8),
         validation=validation,
         dispatch_s=dict.fromkeys([*SECONDS, "reward_request", "reward_collect", "advantage", "val_score"], dispatch_s),
     )

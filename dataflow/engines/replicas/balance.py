@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.engines.base import Sample, Sampling
-from dataflow.engines.sync_queue import Drawn, Job, Line
+from dataflow.engines.sync_queue import FinishedSample, Job, SampleQueue
 from dataflow.errors import DataflowError, RunError, UserError
 
 
 @dataclass(frozen=True, eq=False)
-class Ask:
+class SamplingCall:
     """How the jobs of one call are drawn; a turn's seed is several numbers."""
 
     sampling: Sampling
@@ -30,7 +30,7 @@ class Ask:
 
 
 @dataclass(eq=False)
-class Seat:
+class ReplicaHandle:
     """A replica, seen from here: its actor, its samples outstanding, and what it last said of itself."""
 
     name: str
@@ -44,7 +44,7 @@ class Hand:
     """Groups that were handed to a replica in one call: what it still owes, by group and index."""
 
     key: int
-    seat: Seat
+    replica: ReplicaHandle
     jobs: dict[tuple[int, int], Job]
     reading: asyncio.Task[None] | None = None
 
@@ -52,10 +52,10 @@ class Hand:
 class Balance:
     """Hands groups to replicas and takes their samples: a :class:`~dataflow.engines.sync_queue.Backend`."""
 
-    def __init__(self, replicas: Sequence[Seat], most: int, line: Line) -> None:
+    def __init__(self, replicas: Sequence[ReplicaHandle], most: int, queue: SampleQueue) -> None:
         self._replicas = replicas
         self._most = most
-        self._line = line
+        self._queue = queue
         self._waiting: deque[list[Job]] = deque()
         self._out: dict[int, tuple[Hand, Job]] = {}  # by the job's id
         self._keys = itertools.count()
@@ -63,7 +63,7 @@ class Balance:
 
     def start(self, jobs: Sequence[Job]) -> None:
         """See :meth:`Backend.start`."""
-        groups: dict[tuple[Ask, int], list[Job]] = {}
+        groups: dict[tuple[SamplingCall, int], list[Job]] = {}
         for job in jobs:
             groups.setdefault((job.params, job.group), []).append(job)
         self._waiting.extend(groups.values())
@@ -100,28 +100,28 @@ class Balance:
         self._out.clear()
 
     def _hand_out(self) -> None:
-        calls: dict[tuple[Seat, Ask], list[Job]] = {}
+        calls: dict[tuple[ReplicaHandle, SamplingCall], list[Job]] = {}
         while self._waiting:
-            seat = min(self._replicas, key=lambda seat: seat.outstanding)
-            if seat.outstanding >= self._most:
+            replica = min(self._replicas, key=lambda replica: replica.outstanding)
+            if replica.outstanding >= self._most:
                 break
             group = self._waiting.popleft()
-            seat.outstanding += len(group)
-            calls.setdefault((seat, group[0].params), []).extend(group)
-        for (seat, ask), jobs in calls.items():
-            hand = Hand(next(self._keys), seat, {(job.group, job.index): job for job in jobs})
+            replica.outstanding += len(group)
+            calls.setdefault((replica, group[0].params), []).extend(group)
+        for (replica, ask), jobs in calls.items():
+            hand = Hand(next(self._keys), replica, {(job.group, job.index): job for job in jobs})
             self._out |= {job.id: (hand, job) for job in jobs}
             prompts = {job.group: job.prompt for job in jobs}
-            draw = seat.actor.draw.options(num_returns="streaming")
+            draw = replica.actor.draw.options(num_returns="streaming")
             hand.reading = asyncio.ensure_future(
                 self._read(hand, draw.remote(hand.key, prompts, ask.sampling, ask.seed))
             )
 
     async def _read(self, hand: Hand, answers: Any) -> None:
-        name = hand.seat.name
+        name = hand.replica.name
         try:
             async for answer in answers:
-                samples, hand.seat.stats = await answer
+                samples, hand.replica.stats = await answer
                 self._take(hand, samples)
             if hand.jobs:
                 raise RunError(f"{name} ended without {len(hand.jobs)} of the samples that it was to draw")
@@ -132,7 +132,7 @@ class Balance:
                 return
             for job in list(hand.jobs.values()):
                 self._over(hand, job)
-                self._line.refused(job.id, why)
+                self._queue.refused(job.id, why)
             self._hand_out()
 
     def _take(self, hand: Hand, samples: Sequence[Sample]) -> None:
@@ -143,25 +143,25 @@ class Balance:
                 continue
             if sample.version != job.version:
                 versions = f"version {sample.version} of the weights, not {job.version}"
-                raise RunError(f"{hand.seat.name} drew a sample of group {job.group} with {versions}")
+                raise RunError(f"{hand.replica.name} drew a sample of group {job.group} with {versions}")
             self._over(hand, job)
-            drawn.append(Drawn(job.id, list(sample.tokens), list(sample.log_probs), sample.finish, cached=0))
+            drawn.append(FinishedSample(job.id, list(sample.tokens), list(sample.log_probs), sample.finish, cached=0))
         self._hand_out()
-        self._line.ended(drawn)
+        self._queue.ended(drawn)
 
     def _over(self, hand: Hand, job: Job) -> None:
         del hand.jobs[job.group, job.index], self._out[job.id]
-        hand.seat.outstanding -= 1
+        hand.replica.outstanding -= 1
 
     async def _let_go(self, hand: Hand) -> None:
         try:
-            await hand.seat.actor.cancel.remote(hand.key)
+            await hand.replica.actor.cancel.remote(hand.key)
         except Exception as error:
-            self._fail(reason(hand.seat.name, error))
+            self._fail(reason(hand.replica.name, error))
 
     def _fail(self, why: Exception) -> None:
         self._waiting.clear()
-        self._line.fail(why)
+        self._queue.fail(why)
 
 
 def reason(name: str, error: BaseException) -> Exception:

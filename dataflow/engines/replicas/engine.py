@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from dataflow.batch import Batch
 from dataflow.cluster.gpus import Gpus
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
-from dataflow.engines.replicas.balance import Ask, Balance, Seat, reason
+from dataflow.engines.replicas.balance import Balance, ReplicaHandle, SamplingCall, reason
 from dataflow.engines.replicas.host import Replica, pack
-from dataflow.engines.sync_queue import Job, Line
+from dataflow.engines.sync_queue import Job, SampleQueue
 from dataflow.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Replicas:
         gpus: GPUs of each, or the share of one.
         devices: GPUs that each has ``gpus`` of.
         threads: OMP threads of each.
-        seats: samples that a replica decodes at once (vLLM's ``max_num_seqs``): it is given no group while it has as
+        slots: samples that a replica decodes at once (vLLM's ``max_num_seqs``): it is given no group while it has as
             many.
 
     Raises:
@@ -65,13 +65,13 @@ class Replicas:
         gpus: float = 0.0,
         devices: int = 1,
         threads: int = 1,
-        seats: int = 256,
+        slots: int = 256,
     ) -> None:
         import ray
 
-        if min(replicas, devices, threads, seats) < 1 or gpus < 0:
+        if min(replicas, devices, threads, slots) < 1 or gpus < 0:
             raise ConfigError(
-                f"rollout: replicas={replicas}, devices={devices}, threads={threads}, seats={seats}, gpus={gpus}; "
+                f"rollout: replicas={replicas}, devices={devices}, threads={threads}, slots={slots}, gpus={gpus}; "
                 "give 1 or more of each, and 0 or more GPUs."
             )
         if not ray.is_initialized():
@@ -80,20 +80,22 @@ class Replicas:
         self._redraw = options.get("in_flight") == "abort"
         self._longest = int(options["max_prompt_length"])
         self._to_sleep = self._closed = False
-        self._line = Line(_lost)
+        self._queue = SampleQueue(_lost)
         kind = ray.remote(Replica)
         self._gpus = [Gpus(gpus, devices) for _ in range(replicas)]
-        self._seats = [
-            Seat(f"replica {at + 1} of {replicas}", kind.options(**taken.options, max_concurrency=1000).remote())
+        self._handles = [
+            ReplicaHandle(
+                f"replica {at + 1} of {replicas}", kind.options(**taken.options, max_concurrency=1000).remote()
+            )
             for at, taken in enumerate(self._gpus)
         ]
-        self._balance = self._line.backend = Balance(self._seats, seats, self._line)
+        self._balance = self._queue.backend = Balance(self._handles, slots, self._queue)
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         try:
             # No ray.get: this may be the thread of an event loop, as in an actor.
             built = [
-                seat.actor.build.remote(factory, dict(options), environment, *taken.seen).future()
-                for seat, taken in zip(self._seats, self._gpus, strict=True)
+                replica.actor.build.remote(factory, dict(options), environment, *taken.seen).future()
+                for replica, taken in zip(self._handles, self._gpus, strict=True)
             ]
             self._read(str(options["model"]))
             self._wait_for(built)
@@ -109,31 +111,33 @@ class Replicas:
 
     def _wait_for(self, built: Sequence[concurrent.futures.Future[None]]) -> None:
         done, late = concurrent.futures.wait(built, _BUILD_S, concurrent.futures.FIRST_EXCEPTION)
-        for seat, future in zip(self._seats, built, strict=True):
+        for replica, future in zip(self._handles, built, strict=True):
             if future in done and (error := future.exception()) is not None:
-                why = reason(seat.name, error)
+                why = reason(replica.name, error)
                 raise why if isinstance(why, UserError) else RunError(f"rollout: {why}") from error
         if late:
-            names = ", ".join(seat.name for seat, future in zip(self._seats, built, strict=True) if future in late)
+            names = ", ".join(
+                replica.name for replica, future in zip(self._handles, built, strict=True) if future in late
+            )
             raise RunError(f"rollout: not up after {_BUILD_S:g} s: {names}; see 'ray status'.")
 
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
         """See :meth:`RolloutEngine.generate`. Who stops early frees what is in flight, on all replicas."""
         ids = self._checked(prompts, sampling)
-        ask, inbox = Ask(sampling, seed), asyncio.Queue[Sample | Exception]()
+        call, inbox = SamplingCall(sampling, seed), asyncio.Queue[Sample | Exception]()
         jobs = [
-            Job(group, index, prompt, ask, inbox)
+            Job(group, index, prompt, call, inbox)
             for group, prompt in zip(prompts.ids, ids, strict=True)
             for index in range(sampling.n)
         ]
-        async with contextlib.aclosing(self._line.draw(jobs)) as samples:
+        async with contextlib.aclosing(self._queue.draw(jobs)) as samples:
             async for sample in samples:
                 yield sample
 
     async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
         """See :meth:`RolloutEngine.sample`; a group of one to the balance."""
         (ids,) = self._checked(Batch([0], {"prompt_ids": [prompt]}), sampling)
-        return await self._line.draw_one(Job(0, 0, ids, Ask(sampling, tuple(seed)), asyncio.Queue()))
+        return await self._queue.draw_one(Job(0, 0, ids, SamplingCall(sampling, tuple(seed)), asyncio.Queue()))
 
     def _checked(self, prompts: Batch, sampling: Sampling) -> list[list[int]]:
         """Returns the token ids of each prompt; fails here, before a sample is drawn, on what every engine refuses."""
@@ -165,48 +169,48 @@ class Replicas:
         async def work() -> None:
             await self._balance.settled()
             errors = await self._tell("sync", sent, version)
-            if len(errors) == len(self._seats) and not any(isinstance(error, RunError) for error in errors.values()):
+            if len(errors) == len(self._handles) and not any(isinstance(error, RunError) for error in errors.values()):
                 refused.extend(errors.values())
             elif errors:
                 (name, error), *_others = errors.items()
                 raise RunError(f"weight sync {version}: {name} does not have the new weights: {error}") from error
             else:
-                self.version = self._line.version = version
+                self.version = self._queue.version = version
 
-        await self._line.pause(work, redraw=self._redraw)
+        await self._queue.pause(work, redraw=self._redraw)
         if refused:
             raise refused[0]
 
     async def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`. Samples that are asked for while it sleeps wait until it wakes."""
         self._to_sleep = True
-        await self._line.pause(lambda: self._all("sleep"), asleep=True)
+        await self._queue.pause(lambda: self._all("sleep"), asleep=True)
 
     async def wake(self) -> None:
         """See :meth:`RolloutEngine.wake`."""
         if self._to_sleep:
             self._to_sleep = False
-            await self._line.pause(lambda: self._all("wake"), asleep=False)
+            await self._queue.pause(lambda: self._all("wake"), asleep=False)
 
     async def abort(self) -> int:
         """See :meth:`RolloutEngine.abort`."""
-        return self._line.abort()
+        return self._queue.abort()
 
     def stats(self) -> dict[str, float]:
         """See :meth:`RolloutEngine.stats`; what else an engine counts is added up, as each said it last."""
-        names = dict.fromkeys(name for seat in self._seats for name in seat.stats)
-        added = {name: sum(seat.stats.get(name, 0) for seat in self._seats) for name in names}
-        own = {name: self._line.counts[name] for name in ("samples", "tokens")}
-        return {**added, **own, "running": self._line.unended}
+        names = dict.fromkeys(name for replica in self._handles for name in replica.stats)
+        added = {name: sum(replica.stats.get(name, 0) for replica in self._handles) for name in names}
+        own = {name: self._queue.counts[name] for name in ("samples", "tokens")}
+        return {**added, **own, "running": self._queue.unended}
 
     async def close(self) -> None:
         """Gives up what is in flight, closes the engines and ends their actors; may be called twice."""
         if self._closed:
             return
         self._closed = True
-        self._line.close()
+        self._queue.close()
         self._balance.close()
-        closing = [asyncio.ensure_future(_answer(seat.actor.close.remote())) for seat in self._seats]
+        closing = [asyncio.ensure_future(_answer(replica.actor.close.remote())) for replica in self._handles]
         _done, late = await asyncio.wait(closing, timeout=_CLOSE_S)
         for task in late:
             task.cancel()
@@ -215,11 +219,11 @@ class Replicas:
 
     async def _tell(self, method: str, *arguments: Any) -> dict[str, Exception]:
         """Calls all replicas, side by side; returns what went wrong, by replica."""
-        calls = [_answer(getattr(seat.actor, method).remote(*arguments)) for seat in self._seats]
+        calls = [_answer(getattr(replica.actor, method).remote(*arguments)) for replica in self._handles]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return {
-            seat.name: reason(seat.name, answer)
-            for seat, answer in zip(self._seats, answers, strict=True)
+            replica.name: reason(replica.name, answer)
+            for replica, answer in zip(self._handles, answers, strict=True)
             if isinstance(answer, BaseException)
         }
 
@@ -232,8 +236,8 @@ class Replicas:
         import ray
 
         if ray.is_initialized():
-            for seat, taken in zip(self._seats, self._gpus, strict=True):
-                ray.kill(seat.actor)
+            for replica, taken in zip(self._handles, self._gpus, strict=True):
+                ray.kill(replica.actor)
                 taken.release()
 
 

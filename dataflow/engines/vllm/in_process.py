@@ -19,7 +19,7 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.choice import refused_temperature
 from dataflow.engines.samples import check_sampling, prompt_ids, seed_of, to_batch
-from dataflow.engines.sync_queue import Job, Line, VllmBackend
+from dataflow.engines.sync_queue import Job, SampleQueue, VllmBackend
 from dataflow.engines.vllm.thread import EngineThread
 from dataflow.engines.vocabulary import loading, read_words
 from dataflow.engines.weights import WeightNames
@@ -147,13 +147,13 @@ class VllmRollout:
         arguments |= options or {}
         if not _engine.acquire(blocking=False):
             raise ConfigError("rollout: this process has a vLLM engine; close it, or give the other its own process.")
-        self._line = Line()
+        self._queue = SampleQueue()
         before = dict(os.environ)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = self._children
         _prepare(self._cuda, threads, offline=Path(model).is_dir())
         try:
             _check_platform(device)
-            self._backend = self._line.backend = self._open(arguments, threads)
+            self._backend = self._queue.backend = self._open(arguments, threads)
         except Exception as error:
             self._changed = _changes(before)
             self._leave()
@@ -187,7 +187,7 @@ class VllmRollout:
             engine.collective_rpc("report_uncut_log_probs")
             return engine
 
-        return EngineThread(build, self._line, sleeps=self._cuda)
+        return EngineThread(build, self._queue, sleeps=self._cuda)
 
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
         """See :meth:`RolloutEngine.generate`. A batch of another size may round a logit otherwise, by about 1e-6.
@@ -202,7 +202,7 @@ class VllmRollout:
             for group, prompt in zip(prompts.ids, ids, strict=True)
             for index in range(sampling.n)
         ]
-        async with aclosing(self._line.draw(jobs)) as samples:
+        async with aclosing(self._queue.draw(jobs)) as samples:
             async for sample in samples:
                 yield sample
 
@@ -210,7 +210,7 @@ class VllmRollout:
         """See :meth:`RolloutEngine.sample`."""
         self._check(sampling)
         (ids,) = self._ids(Batch([0], {"prompt_ids": [prompt]}))
-        return await self._line.draw_one(Job(0, 0, ids, self._params(sampling, seed_of(*seed)), asyncio.Queue()))
+        return await self._queue.draw_one(Job(0, 0, ids, self._params(sampling, seed_of(*seed)), asyncio.Queue()))
 
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
         """See :meth:`RolloutEngine.batch`."""
@@ -230,9 +230,9 @@ class VllmRollout:
 
         async def work() -> None:
             await self._backend.load(picked)
-            self.version = self._line.version = version
+            self.version = self._queue.version = version
 
-        await self._line.pause(work, redraw=self.in_flight == "abort")
+        await self._queue.pause(work, redraw=self.in_flight == "abort")
 
     async def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`: on a GPU the weights wait in the host's memory, and the cache is dropped.
@@ -240,25 +240,25 @@ class VllmRollout:
         Samples that are asked for while it sleeps wait until it wakes.
         """
         self._to_sleep = True
-        await self._line.pause(self._backend.sleep, asleep=self._cuda or None)
+        await self._queue.pause(self._backend.sleep, asleep=self._cuda or None)
 
     async def wake(self) -> None:
         """See :meth:`RolloutEngine.wake`."""
         if self._to_sleep:
             self._to_sleep = False
-            await self._line.pause(self._backend.wake, asleep=False)
+            await self._queue.pause(self._backend.wake, asleep=False)
 
     async def abort(self) -> int:
         """See :meth:`RolloutEngine.abort`; vLLM is rid of them before its next step."""
-        return self._line.abort()
+        return self._queue.abort()
 
     def stats(self) -> dict[str, float]:
         """See :meth:`RolloutEngine.stats`; of ``prompt_tokens`` so far the prefix cache had ``cached_tokens``."""
-        return {**self._line.counts, "running": self._line.unended}
+        return {**self._queue.counts, "running": self._queue.unended}
 
     def close(self) -> None:
         """Gives up what is in flight, ends the thread and frees the engine; may be called twice."""
-        self._line.close()
+        self._queue.close()
         if self._backend.close():
             atexit.unregister(self._backend.close)
             self._leave()

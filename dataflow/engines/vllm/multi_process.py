@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dataflow.engines.sync_queue import Job, Line, VllmBackend
+from dataflow.engines.sync_queue import Job, SampleQueue, VllmBackend
 from dataflow.engines.vllm.in_process import VllmRollout
 from dataflow.engines.vllm.thread import drawn_of
 from dataflow.errors import ConfigError, DataError
@@ -69,7 +69,7 @@ class AsyncVllmRollout(VllmRollout):
         }
         with safe_path():
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted))
-        return EngineProcess(engine, self._line, self._stderr, sleeps=self._cuda)
+        return EngineProcess(engine, self._queue, self._stderr, sleeps=self._cuda)
 
     def _why(self, error: Exception) -> str:
         return self._stderr.root_cause() or super()._why(error)
@@ -114,18 +114,18 @@ class Stderr:
 
 
 class EngineProcess:
-    """Asks an ``AsyncLLM``; a :class:`~dataflow.engines.sync_queue.VllmBackend` of a line.
+    """Asks an ``AsyncLLM``; a :class:`~dataflow.engines.sync_queue.VllmBackend` of a queue.
 
     Args:
         engine: the ``AsyncLLM``.
-        line: told what ends.
+        queue: gets the finished samples.
         stderr: of the processes.
         sleeps: whether the engine has a sleep mode, as on a GPU.
     """
 
-    def __init__(self, engine: Any, line: Line, stderr: Stderr, sleeps: bool) -> None:
+    def __init__(self, engine: Any, queue: SampleQueue, stderr: Stderr, sleeps: bool) -> None:
         self._engine = engine
-        self._line = line
+        self._queue = queue
         self._stderr = stderr
         self._sleeps = sleeps
         self._asleep = False
@@ -157,12 +157,12 @@ class EngineProcess:
             error = DataError(f"rollout: vLLM does not take the prompt of group {job.group}: {cause}")
             error.__cause__ = cause
             self._tasks.pop(id, None)
-            self._line.refused(id, error)
+            self._queue.refused(id, error)
         except Exception as error:
-            self._line.fail(self._stderr.explained(error))
+            self._queue.fail(self._stderr.explained(error))
         else:
             self._tasks.pop(id, None)
-            self._line.ended([drawn])
+            self._queue.ended([drawn])
 
     async def _ready(self) -> None:
         """Has the sampler prepared, before the first sample: the constructor need not run on a loop."""

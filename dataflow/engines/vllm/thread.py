@@ -10,7 +10,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dataflow.engines.sync_queue import Drawn, Job, Line
+from dataflow.engines.sync_queue import FinishedSample, Job, SampleQueue
 from dataflow.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,19 +20,19 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """Steps an ``LLMEngine``; a :class:`~dataflow.engines.sync_queue.VllmBackend` of a line.
+    """Steps an ``LLMEngine``; a :class:`~dataflow.engines.sync_queue.VllmBackend` of a queue.
 
     Whatever is to be done with the engine goes to the thread over a queue, on which it waits while there is nothing
     to step; what comes of it goes back to the event loop that asked last.
 
     Args:
         build: makes the engine, in the thread; what it raises the constructor raises.
-        line: told what ends.
+        queue: gets the finished samples.
         sleeps: whether the engine has a sleep mode, as on a GPU.
     """
 
-    def __init__(self, build: Callable[[], Any], line: Line, sleeps: bool) -> None:
-        self._line = line
+    def __init__(self, build: Callable[[], Any], queue: SampleQueue, sleeps: bool) -> None:
+        self._queue = queue
         self._sleeps = sleeps
         self._asleep = False
         self._commands: SimpleQueue[Callable[[Any], None] | None] = SimpleQueue()
@@ -56,7 +56,7 @@ class EngineThread:
                 except ValueError as cause:  # all that vLLM finds wrong with one request
                     error = DataError(f"rollout: vLLM does not take the prompt of group {group}: {cause}")
                     error.__cause__ = cause
-                    self._post(self._line.refused, id, error)
+                    self._post(self._queue.refused, id, error)
 
         self._put(command)
 
@@ -148,7 +148,7 @@ class EngineThread:
             self._step(engine)
         except Exception as error:
             self._failure = error
-            self._post(self._line.fail, error)
+            self._post(self._queue.fail, error)
         finally:
             engine.engine_core.shutdown()
 
@@ -167,7 +167,7 @@ class EngineThread:
             if has_work(engine):
                 drawn = [drawn_of(output) for output in engine.step() if output.finished]
                 if drawn:
-                    self._post(self._line.ended, drawn)
+                    self._post(self._queue.ended, drawn)
 
 
 def has_work(engine: Any) -> bool:
@@ -182,7 +182,7 @@ def _let_go(engine: Any) -> None:
         engine.step()
 
 
-def drawn_of(output: Any) -> Drawn:
+def drawn_of(output: Any) -> FinishedSample:
     """Returns what a finished ``RequestOutput`` says.
 
     Raises:
@@ -194,7 +194,7 @@ def drawn_of(output: Any) -> Drawn:
     log_probs = list(one.logprobs.logprobs)
     if len(log_probs) != len(one.token_ids):
         raise RuntimeError(f"vLLM gave {len(log_probs)} log-probs for {len(one.token_ids)} tokens.")
-    return Drawn(
+    return FinishedSample(
         int(output.request_id), list(one.token_ids), log_probs, one.finish_reason, output.num_cached_tokens or 0
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.config import yaml_values
-from dataflow.distribution import Law, parse_law
+from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.files import decoded
 from dataflow.planning.config import PlanConfig
@@ -34,11 +34,11 @@ def values(path: Path) -> Mapping[str, Any]:
     return loaded
 
 
-def law_of(text: str, what: str, path: Path) -> Law:
-    """Returns a law; a file that it names lies beside the costs, or where the command is run."""
+def distribution_of(text: str, what: str, path: Path) -> Distribution:
+    """Returns a distribution; a file that it names lies beside the costs, or where the command is run."""
     name = text.partition(":")[2]
     beside = text.startswith("empirical:") and (path.parent / name).exists()
-    return parse_law(text, what, path.parent if beside else None)
+    return parse_distribution(text, what, path.parent if beside else None)
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
@@ -55,7 +55,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     if missing := [name for name in NEEDED if name not in config.stages]:
         raise ConfigError(f"{path}: the time of {' and '.join(missing)} is missing; give stages.{missing[0]}=SECONDS.")
     if config.reward.latency is None:
-        raise ConfigError(f"{path} does not say 'reward.latency'; give reward.latency=SECONDS or a law.")
+        raise ConfigError(f"{path} does not say 'reward.latency'; give reward.latency=SECONDS or a distribution.")
     every = config.validation.every
     validation = None
     if every:
@@ -65,7 +65,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     reference = "ref_log_prob" in config.stages
     pipeline = grpo(reference, validation, checkpoints)
     times = {
-        name: Drawn(law_of(text, f"stages.{name}", path))
+        name: Drawn(distribution_of(text, f"stages.{name}", path))
         for name, text in config.stages.items()
         if name in pipeline.by_name
     }
@@ -85,7 +85,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         mini_batches=mini_batches,
         times=times,
         rewards=Rewards(
-            law_of(config.reward.latency, "reward.latency", path),
+            distribution_of(config.reward.latency, "reward.latency", path),
             config.need("reward.concurrency", path, 256),
             config.reward.rpm,
             config.reward.agent,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from dataflow.distribution import Law, parse_law
+from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError, DataError
 from dataflow.graph import Pipeline
 from dataflow.planning.config import PlanConfig
@@ -48,9 +48,9 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     said = [f"stage times and {len(latencies)} reward latencies are those of the run."]
     if cut := trace.meta.get("cut"):
         said.append(f"the run is {cut}.")
-    law = Law("empirical", values=latencies) if latencies else Law("constant")
+    distribution = Distribution("empirical", values=latencies) if latencies else Distribution("constant")
     if config.reward.latency is not None:
-        law = parse_law(config.reward.latency, "reward.latency")
+        distribution = parse_distribution(config.reward.latency, "reward.latency")
     concurrency = config.reward.concurrency or int(job.get("concurrency") or 64)
     validation = None
     optional = next((s for s in pipeline.stages if s.name == roles.score), None)
@@ -80,7 +80,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         responses=int(job["responses"]),
         mini_batches=config.mini_batches or int(job["mini_batches"]),
         times=times,
-        rewards=Rewards(law, concurrency, config.reward.rpm, config.reward.agent, bool(config.balance_batch)),
+        rewards=Rewards(distribution, concurrency, config.reward.rpm, config.reward.agent, bool(config.balance_batch)),
         validation=validation,
         roles=roles,
         dispatch_s=dispatch,

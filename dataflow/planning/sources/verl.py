@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from dataflow.distribution import Law, parse_law
+from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.costs import fit_latency, makespan
@@ -121,22 +121,23 @@ def _rewards(
         said.append(
             "the log waits for its rewards before the log-probs (timing_s/reward); dataflow does so after them."
         )
-    law = parse_law(spec.latency, "reward.latency") if spec.latency is not None else None
+    distribution = parse_distribution(spec.latency, "reward.latency") if spec.latency is not None else None
     if not visible:
-        if law is None:
-            law = Law("constant")
+        if distribution is None:
+            distribution = Distribution("constant")
             said.append("the log shows no wait for rewards: they are taken to come at once (reward.latency=...).")
-    elif law is None or spec.fit:
-        shape = law or parse_law("uniform:0:2")
+    elif distribution is None or spec.fit:
+        shape = distribution or parse_distribution("uniform:0:2")
         rewards = Rewards(shape, concurrency, spec.rpm)
-        law = fit_latency(rewards, groups, responses, wait, config.seed)
+        distribution = fit_latency(rewards, groups, responses, wait, config.seed)
         what = f"reward.latency={spec.latency} (mean {shape.mean:.2f} s)" if spec.latency else "reward.latency"
         said.append(
             f"{what} is fitted to the log: a step's rewards took {wait:.1f} s, which {concurrency} in flight make "
-            f"of a mean of {law.mean:.2f} s ({law})" + (", the law reward.fit=false." if spec.latency else ".")
+            f"of a mean of {distribution.mean:.2f} s ({distribution})"
+            + (", use it as it is by reward.fit=false." if spec.latency else ".")
         )
     scattered = config.balance_batch is not False
-    return Rewards(law, concurrency, spec.rpm, spec.agent, scattered), request
+    return Rewards(distribution, concurrency, spec.rpm, spec.agent, scattered), request
 
 
 def _validation(

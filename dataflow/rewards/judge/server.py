@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from dataflow.distribution import parse_law
+from dataflow.distribution import parse_distribution
 from dataflow.errors import ConfigError, DataflowError, RunError
 from dataflow.rewards.judge.judge import read_messages
 from dataflow.rewards.limits.budget import estimate
@@ -35,7 +35,7 @@ from dataflow.system.children import command
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from dataflow.distribution import Law
+    from dataflow.distribution import Distribution
 
 BACKLOG = 4096  # connections that may wait to be accepted, as far as net.core.somaxconn lets them
 _FILES = 1 << 16
@@ -52,11 +52,11 @@ def grade(chat: list[dict[str, str]]) -> float:
     return float(score)
 
 
-def application(law: Law, time_scale: float, seed: int) -> web.Application:
+def application(distribution: Distribution, time_scale: float, seed: int) -> web.Application:
     """Returns the server: POST /v1/chat/completions, GET /health.
 
     Args:
-        law: of the delays, in seconds.
+        distribution: of the delays, in seconds.
         time_scale: what the delays are multiplied by.
         seed: of their random numbers, drawn in order of arrival.
     """
@@ -65,7 +65,7 @@ def application(law: Law, time_scale: float, seed: int) -> web.Application:
     rng = random.Random(seed)
 
     async def complete(request: web.Request) -> web.Response:
-        delay_s = law.draw(rng) * time_scale
+        delay_s = distribution.draw(rng) * time_scale
         try:
             body = json.loads(await request.read())
             score = grade(body["messages"])
@@ -189,17 +189,17 @@ def start_judge(
     """Starts a judge server on a free port of this machine, or on a socket that listens.
 
     Args:
-        latency: a law, see :func:`~dataflow.distribution.parse_law`, in seconds.
+        latency: a distribution, see :func:`~dataflow.distribution.parse_distribution`, in seconds.
         time_scale: what its delays are multiplied by.
         seed: of the delays.
         deadline_s: seconds it has to come up.
         listener: the descriptor of the socket, which the server inherits; it listens on after the server's death.
 
     Raises:
-        ConfigError: a bad law or scale.
+        ConfigError: a bad distribution or scale.
         RunError: it did not come up.
     """
-    parse_law(latency)
+    parse_distribution(latency)
     _check_scale(time_scale)
     options = ["--time-scale", repr(float(time_scale)), "--seed", str(seed), "--port", "0"]
     arguments = command("dataflow.rewards.judge.server", "--latency", str(latency), *options)
@@ -281,9 +281,9 @@ def main(arguments: list[str] | None = None) -> int:
     import uvloop
 
     try:
-        law = parse_law(given.latency)
+        distribution = parse_distribution(given.latency)
         _check_scale(given.time_scale)
-        uvloop.run(serve(application(law, given.time_scale, given.seed), given.port, listener=given.listener))
+        uvloop.run(serve(application(distribution, given.time_scale, given.seed), given.port, listener=given.listener))
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return 2

@@ -135,7 +135,7 @@ def options(tiny_qwen: Path, home: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def three(options: dict[str, Any]) -> Iterator[Replicas]:
-    engine = Replicas(Engine, options, 3, seats=SEATS)
+    engine = Replicas(Engine, options, 3, slots=SEATS)
     yield engine
     run(engine.close())
 
@@ -152,12 +152,12 @@ def engine(three: Replicas) -> Iterator[Replicas]:
 @contextlib.contextmanager
 def only(engine: Replicas, count: int) -> Iterator[None]:
     """Leaves an engine its first replicas: processes take seconds to start."""
-    whole = list(engine._seats)
-    engine._seats[:] = whole[:count]
+    whole = list(engine._handles)
+    engine._handles[:] = whole[:count]
     try:
         yield
     finally:
-        engine._seats[:] = whole
+        engine._handles[:] = whole
 
 
 def asking(gates: Sequence[int]) -> Batch:
@@ -224,12 +224,12 @@ def test_groups_go_whole_to_the_replica_with_the_fewest_and_the_rest_waits(engin
         drawing = asyncio.ensure_future(collect(engine, asking([20, *[21] * 3, *[0] * 6]), 20, found))
         await until(lambda: len(asked(home, "seed", 20)) == 2)
         assert sorted(groups(home, 20)) == [[(0, 2)], [(1, 3)]], (
-            "in turn, in one call each, and no more than have a seat"
+            "in turn, in one call each, and no more than have a replica"
         )
         assert engine.stats()["running"] == 10 * N
         (home / "gate-21").touch()
         await until(lambda: len(found) == 9 * N)
-        # The one that is held up by group 0 has seats for another group, but not for two.
+        # The one that is held up by group 0 has slots for another group, but not for two.
         assert not [sample for sample in found if sample.group == 0]
         (home / "gate-20").touch()
         await drawing
@@ -243,7 +243,7 @@ def test_groups_go_whole_to_the_replica_with_the_fewest_and_the_rest_waits(engin
 def test_a_replica_that_is_done_takes_what_another_would_have_had(engine: Replicas, home: Path) -> None:
     async def body() -> None:
         found: list[Sample] = []
-        # Groups 0 and 2 fill a replica's seats, until all others are drawn.
+        # Groups 0 and 2 fill a replica's slots, until all others are drawn.
         drawing = asyncio.ensure_future(collect(engine, asking([30, 0, 30, *[0] * 8]), 30, found))
         await until(lambda: len(found) == 9 * N)
         (home / "gate-30").touch()
@@ -263,7 +263,7 @@ def test_a_turn_goes_to_the_least_busy(engine: Replicas, home: Path) -> None:
         await until(lambda: asked(home, "seed", 40))
         turns = [asyncio.ensure_future(engine.sample([40, 1], SAMPLING, (40, i))) for i in range(3)]
         await until(lambda: all(asked(home, "turn", [40, i]) for i in range(3)))
-        assert sorted(seat.outstanding for seat in engine._seats) == [2, 3]
+        assert sorted(replica.outstanding for replica in engine._handles) == [2, 3]
         (home / "gate-40").touch()
         await asyncio.gather(drawing, *turns)
         assert [(turn.result().group, turn.result().index) for turn in turns] == [(0, 0)] * 3
@@ -281,7 +281,7 @@ def test_a_sync_parts_what_was_asked_for_before_it_from_what_comes_behind(engine
         first = asyncio.ensure_future(collect(engine, asking([0, 50, *[0] * 6]), 50, before))
         await until(lambda: len(before) == 7 * N)
         sync = asyncio.ensure_future(engine.sync({"w": torch.tensor(1000.0)}, 1))
-        await until(lambda: len(engine._line._queue))
+        await until(lambda: len(engine._queue._queue))
         second = asyncio.ensure_future(collect(engine, asking([0] * 8), 50, after))
         await asyncio.sleep(0)
         assert (engine.version, after) == (0, [])
@@ -375,7 +375,7 @@ def test_abort_and_stopping_early_free_what_is_in_flight(engine: Replicas, home:
             await until(lambda seed=seed: len(asked(home, "of", seed)) == 2)
             left = [note["left"] for mine in asked(home, "of", seed) for note in mine]
             assert sum(left) >= 2 * SEATS - N, "given up in the engines, too"
-        assert [seat.outstanding for seat in engine._seats] == [0, 0]
+        assert [replica.outstanding for replica in engine._handles] == [0, 0]
         await collect(engine, asking([0] * 8), 82, [])
 
     run(body())
@@ -408,7 +408,7 @@ def test_a_sync_that_one_refuses_loses_all_and_names_it(engine: Replicas) -> Non
     for _ in range(2):
         with pytest.raises(RunError, match="have to be built anew"):
             draw(engine, asking([0]), SAMPLING)
-    engine._line._lost = None  # they are alive: the next test needs them
+    engine._queue._lost = None  # they are alive: the next test needs them
 
 
 def test_a_replica_that_dies_is_told_of_to_whoever_waits_and_whoever_comes(three: Replicas, home: Path) -> None:
@@ -419,8 +419,8 @@ def test_a_replica_that_dies_is_told_of_to_whoever_waits_and_whoever_comes(three
         turn = asyncio.ensure_future(three.sample([90], SAMPLING, (90, 0)))
         sync = asyncio.ensure_future(three.sync({"w": torch.zeros(())}, 9))
         await until(lambda: len(found) == 2 * N and len(asked(home, "seed", 90)) == 3)
-        await until(lambda: len(three._line._queue))
-        victim = next(seat for seat in three._seats if seat.outstanding)
+        await until(lambda: len(three._queue._queue))
+        victim = next(replica for replica in three._handles if replica.outstanding)
         os.kill(await victim.actor.__ray_call__.remote(lambda replica: os.getpid()), signal.SIGKILL)
         message = f"{victim.name} died .killed, or out of memory.; see Ray's log for its last words: .*built anew"
         for waiting in (drawing, turn, sync):
@@ -446,7 +446,7 @@ class Owner:
 
     async def build(self, options: dict[str, Any]) -> int:
         Replicas._read = lambda self, model: None  # no tokenizer: seconds of imports
-        self.engine = Replicas(Engine, options, 1, seats=SEATS)
+        self.engine = Replicas(Engine, options, 1, slots=SEATS)
         return os.getpid()
 
 
@@ -471,7 +471,7 @@ def test_an_engine_that_cannot_be_built(options: dict[str, Any], raises: str, ki
 
 
 def test_numbers_out_of_range(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for numbers in ({"replicas": 0}, {"replicas": 2, "seats": 0}, {"replicas": 2, "gpus": -1}):
+    for numbers in ({"replicas": 0}, {"replicas": 2, "slots": 0}, {"replicas": 2, "gpus": -1}):
         with pytest.raises(ConfigError, match=r"rollout: replicas=.*; give 1 or more of each, and 0 or more GPUs"):
             Replicas(Engine, options, **numbers)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
@@ -520,7 +520,7 @@ def test_two_vllm_replicas_say_what_transformers_does(kind: str, tmp_path: Path)
     batch, sampling = tiny_models.prompts([3, 33, 17, 5, 9, 1]), Sampling(temperature=0.0, max_tokens=16)
     drawn = Sampling(n=N, temperature=0.8, max_tokens=16)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    engine = Replicas(f"dataflow.engines.{kind}", options, 2, seats=4)
+    engine = Replicas(f"dataflow.engines.{kind}", options, 2, slots=4)
     try:
         for version, model in enumerate(models):
             if version:
@@ -529,7 +529,7 @@ def test_two_vllm_replicas_say_what_transformers_does(kind: str, tmp_path: Path)
             expected = [tiny_models.greedy(model, ids, 16) for ids in batch["prompt_ids"]]
             assert [list(s.tokens) for s in sorted(best, key=lambda s: s.group)] == expected
             assert {sample.version for sample in best} == {version}
-            assert min(seat.stats["samples"] for seat in engine._seats) > 0, "both have drawn"
+            assert min(replica.stats["samples"] for replica in engine._handles) > 0, "both have drawn"
             whole = by_place(draw(engine, batch, drawn, seed=5))
             with only(engine, 1):
                 assert by_place(draw(engine, batch, drawn, seed=5)) == whole, "as one engine alone"

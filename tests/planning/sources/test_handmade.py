@@ -57,7 +57,10 @@ def test_a_stage_that_nothing_runs_is_said(costs: Path) -> None:
     [
         (["stages.rolout=3"], "stages.rolout: no stage has that name; did you mean 'rollout'?"),
         (["stages.rollout=-3"], "stages.rollout '-3' is negative"),
-        (["stages.rollout=lognromal:1:2"], "stages.rollout 'lognromal:1:2': no law is named 'lognromal'; did you mean"),
+        (
+            ["stages.rollout=lognromal:1:2"],
+            "stages.rollout 'lognromal:1:2': no distribution is named 'lognromal'; did you mean",
+        ),
         (["reward.latency=null"], "does not say 'reward.latency'"),
         (["reward.concurrency=null"], "does not say 'reward.concurrency'"),
         (["reward.rpm=0"], "reward.rpm=0: give a number greater than 0"),

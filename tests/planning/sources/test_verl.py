@@ -111,7 +111,7 @@ def test_a_validation_is_generation_and_scoring(log: str) -> None:
         (NEEDED[:1] + NEEDED[2:], "does not say 'responses'"),
         (NEEDED[:3], "does not say 'reward.concurrency'; give reward.concurrency=256"),
         ((*NEEDED[:3], "reward.concurrency=0"), "reward.concurrency=0: give a number greater than 0"),
-        ((*NEEDED, "reward.latency=unifrom:1:40"), "no law is named 'unifrom'; did you mean 'uniform'?"),
+        ((*NEEDED, "reward.latency=unifrom:1:40"), "no distribution is named 'unifrom'; did you mean 'uniform'?"),
         ((*NEEDED, "reward.latncy=3"), "unknown key 'reward.latncy'; did you mean 'reward.latency'?"),
         ((*NEEDED, "reward.agent=per_step"), "did you mean 'per-step'?"),
         ((*NEEDED, "reward.rpm=1"), "requests a step cannot be answered in the 40 s"),
