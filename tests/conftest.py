@@ -54,8 +54,9 @@ checkpoint: {every: 3}
 """
 
 
-# Files that take a minute or more; begun first, so that at the end no worker is left alone with one.
-LONGEST = (
+# Files that take a minute or more run first, so that no worker is left alone with one at the end. Those that share a
+# Ray run one after the other, so that each worker starts it once.
+FIRST = (
     "running/test_session.py",
     "executors/test_ray_restart.py",
     "executors/test_executors.py",
@@ -63,14 +64,23 @@ LONGEST = (
     "remote/test_agent.py",
     "executors/test_streaming.py",
     "replicas/test_engine.py",
+    "executors/test_vllm_restart.py",
+    "faults/test_deaths.py",
+    "cluster/test_gpus.py",
+    "cluster/test_exceptions.py",
+    "executors/test_parts.py",
+    "system/test_clock.py",
     "vllm/test_in_process.py",
     "vllm/test_multi_process.py",
-    "executors/test_vllm_restart.py",
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "shares_ray: the module's tests may use the local Ray of their pytest worker")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {name: at for at, name in enumerate(LONGEST)}
+    order = {name: at for at, name in enumerate(FIRST)}
     if vllm_device() == "cuda":
         reason = "samples with vLLM on the CPU: the one that is installed is for GPUs, and 'make gpu-check' tests it"
         for item in items:
@@ -90,6 +100,61 @@ def _no_process_left() -> Iterator[None]:
     _gone, alive = psutil.wait_procs(started, timeout=15)
     left = [_command(p) for p in alive]
     assert not left, f"tests left processes behind: {left}"
+
+
+class SharedRay:
+    """The local Ray that all modules of one pytest worker share."""
+
+    def __init__(self) -> None:
+        self._executor: Any = None
+
+    def open(self) -> None:
+        """Starts Ray unless it is up; a test may have shut it down."""
+        import asyncio
+
+        import ray
+
+        from dataflow.executors.ray import RayExecutor
+        from dataflow.graph import Pipeline
+
+        if ray.is_initialized():
+            return
+        # Ray hands out GPUs by count, so the tests of what asks for them need none.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 2}')
+            self._executor = RayExecutor(num_cpus=2)
+            asyncio.run(self._executor.open(Pipeline([])))
+
+    def close(self) -> None:
+        import asyncio
+
+        if self._executor is not None:
+            asyncio.run(self._executor.close())
+            self._executor = None
+
+
+@pytest.fixture(scope="session")
+def _shared_ray(_no_process_left: None) -> Iterator[SharedRay]:
+    shared = SharedRay()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_ray_elsewhere(request: pytest.FixtureRequest, _shared_ray: SharedRay) -> None:
+    """Stops the shared Ray before a module that is not marked, which may start one of its own."""
+    if request.node.get_closest_marker("shares_ray") is None:
+        _shared_ray.close()
+
+
+@pytest.fixture(scope="module")
+def local_ray(request: pytest.FixtureRequest, _shared_ray: SharedRay) -> None:
+    """A running Ray with 2 CPUs and 2 GPUs (by count), shared by all modules marked ``shares_ray``.
+
+    A ``RayExecutor`` that finds Ray running uses it and leaves it running.
+    """
+    assert request.node.get_closest_marker("shares_ray"), "mark the module: pytestmark = pytest.mark.shares_ray"
+    _shared_ray.open()
 
 
 def _command(process: Any) -> str:

@@ -60,10 +60,11 @@ class RayExecutor:
         with console_kept():
             self._init()
         report(ray="started")
-        specs = {HELPER.name: HELPER, **pipeline.hosts()}
-        staged: dict[str, dict[str, Stage]] = {name: {} for name in specs}
+        staged: dict[str, dict[str, Stage]] = {}
         for s in pipeline.stages:
-            staged[s.host.name if s.host else HELPER.name][s.name] = s
+            staged.setdefault((s.host or HELPER).name, {})[s.name] = s
+        hosts = {HELPER.name: HELPER, **pipeline.hosts()}
+        specs = {name: hosts[name] for name in staged}
         self._check_gpus(specs.values())
         # The largest share of a GPU first: two small ones on one GPU would leave another without room for a large one.
         for spec in sorted(specs.values(), key=lambda spec: -spec.gpus):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,12 +11,12 @@ import pytest
 from dataflow.errors import RunError, StageFailed
 from dataflow.executors.base import Executor
 from dataflow.executors.inline import InlineExecutor
-from dataflow.graph import Hosted, Pipeline, stage
+from dataflow.graph import Hosted, Pipeline, Stage, stage
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.runner import Runner
 from dataflow.timeline.spans import Trace
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.shares_ray]
 
 
 class Unreadable(Exception):
@@ -67,49 +67,46 @@ async def behind_a_cause(prompts, *, which, tool):
     raise RunError("the call failed") from RAISED[which][0]()
 
 
-def failure_of(stage_: Any, which: int, executor: Executor) -> str:
+def failures_of(stages: Sequence[Stage], executor: Executor) -> list[str]:
+    """Runs each stage alone, all beside one tool, which outlives their failures; returns the messages."""
     tool = Hosted("tool", Tool, concurrent=True)
-    pipeline = Pipeline([stage_.bind(which=which, tool=tool)], inputs=["prompts"], resources={"controller": 1})
+    found = []
 
     async def body() -> None:
         async with asyncio.timeout(100):
-            await executor.open(pipeline)
             try:
-                graph = expand(pipeline, SchedulingPolicy(), 1)
-                await Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace()).run()
+                for stage_ in stages:
+                    pipeline = Pipeline([stage_.bind(tool=tool)], inputs=["prompts"], resources={"controller": 1})
+                    await executor.open(pipeline)
+                    graph = expand(pipeline, SchedulingPolicy(), 1)
+                    with pytest.raises(StageFailed) as failed:
+                        await Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace()).run()
+                    found.append(str(failed.value))
+                    assert await executor.ask("tool", "answer") == 3, "the tool's process is gone"
             finally:
-                assert await executor.ask("tool", "answer") == 3, "the tool's process is gone"
                 await executor.close()
 
-    with pytest.raises(StageFailed) as failed:
-        asyncio.run(body())
-    return str(failed.value)
+    asyncio.run(body())
+    return found
 
 
 @pytest.mark.parametrize("which", range(len(RAISED)), ids=[said.split(":")[0] for _, said in RAISED])
 @pytest.mark.parametrize("stage_", [now, later], ids=["sync", "async"])
 def test_inline(stage_: Any, which: int) -> None:
-    assert RAISED[which][1] in failure_of(stage_, which, InlineExecutor())
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    import ray
-
-    from dataflow.executors.ray import RayExecutor
-
-    RayExecutor(num_cpus=2)._init()
-    yield
-    ray.shutdown()
+    (message,) = failures_of([stage_.bind(which=which)], InlineExecutor())
+    assert RAISED[which][1] in message
 
 
 @pytest.mark.heavy
 def test_ray(local_ray: None) -> None:
     from dataflow.executors.ray import RayExecutor
 
-    for which in (0, 1, 3, 5, 6):
-        assert RAISED[which][1] in failure_of(later, which, RayExecutor(num_cpus=2))
-    assert "the call failed" in failure_of(behind_a_cause, 5, RayExecutor(num_cpus=2))
+    cases = (0, 1, 3, 5, 6)
+    stages = [later.bind(which=which) for which in cases]
+    *messages, chained = failures_of([*stages, behind_a_cause.bind(which=5)], RayExecutor(num_cpus=2))
+    for which, message in zip(cases, messages, strict=True):
+        assert RAISED[which][1] in message
+    assert "the call failed" in chained
 
 
 def test_an_input_that_raises_is_named() -> None:

@@ -25,17 +25,12 @@ from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.models.tiny import tiny_model
 from pipelines import gsm8k_grpo
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_gpus():
-    import ray
-
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.timeout(120),
+    pytest.mark.shares_ray,
+    pytest.mark.usefixtures("local_ray"),
+]
 
 
 class Process:

@@ -19,6 +19,8 @@ from dataflow.system import clock
 from dataflow.testing import check_trace
 from dataflow.timeline.spans import Trace
 
+pytestmark = pytest.mark.shares_ray
+
 GROUPS, N = 8, 2
 
 
@@ -143,19 +145,6 @@ def pipeline(**options) -> Pipeline:
 
 def prompts(step: int) -> Batch:
     return Batch(range(GROUPS), {"question": [f"{step}/{g}" for g in range(GROUPS)]})
-
-
-@pytest.fixture(scope="module")
-def local_ray():
-    import ray
-
-    from dataflow.executors.ray import RayExecutor
-
-    # One Ray for the module: an executor that finds one running leaves it alone.
-    owner = RayExecutor(num_cpus=2)
-    owner._init()
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(params=["inline", pytest.param("ray", marks=pytest.mark.heavy)])

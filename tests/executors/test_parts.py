@@ -21,7 +21,7 @@ from dataflow.policy import SchedulingPolicy, expand
 from dataflow.runner import Runner
 from dataflow.timeline.spans import Trace
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.shares_ray]
 GROUPS, SPLIT, N = 8, 4, 2
 TAKE = GROUPS // SPLIT
 Plan = Sequence[Sequence[int]]
@@ -183,7 +183,7 @@ def test_parts_are_made_of_whole_mini_batches() -> None:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(300)
-def test_on_ray_the_same_is_said() -> None:
+def test_on_ray_the_same_is_said(local_ray: None) -> None:
     from dataflow.executors.ray import RayExecutor
 
     stages = [rollout, collect.bind(plan=[[0, 1]] * 4), update]

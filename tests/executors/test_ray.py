@@ -24,16 +24,12 @@ from dataflow.policy import SchedulingPolicy, expand
 from dataflow.runner import Runner
 from dataflow.timeline.spans import Trace
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    import ray
-
-    RayExecutor(num_cpus=2)._init()
-    yield
-    ray.shutdown()
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.timeout(120),
+    pytest.mark.shares_ray,
+    pytest.mark.usefixtures("local_ray"),
+]
 
 
 @pytest.fixture

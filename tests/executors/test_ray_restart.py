@@ -26,19 +26,15 @@ from dataflow.system import clock
 from dataflow.testing import check_trace
 from dataflow.timeline.spans import Span, Trace
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.timeout(240),
+    pytest.mark.shares_ray,
+    pytest.mark.usefixtures("local_ray"),
+]
 
 GROUPS, N, PARTS = 8, 2, 4
 WIDE = 8192  # floats a row: values above 100 kB live in the object store, not in the controller
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    import ray
-
-    RayExecutor(num_cpus=2)._init()
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ from dataflow.stages.sync import sync_weights
 from dataflow.testing import check_trace
 from dataflow.timeline.spans import Trace
 from tests.rigs.fake_engine import FakeRollout
+
+pytestmark = pytest.mark.shares_ray
 
 GROUPS, N, BATCHES = 8, 2, 4
 
@@ -87,17 +88,6 @@ def executor(request: pytest.FixtureRequest) -> Any:
     from dataflow.executors.ray import RayExecutor
 
     return RayExecutor(num_cpus=2)
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    import ray
-
-    from dataflow.executors.ray import RayExecutor
-
-    RayExecutor(num_cpus=2)._init()
-    yield
-    ray.shutdown()
 
 
 def run(

@@ -25,20 +25,17 @@ from dataflow.timeline.spans import Span, Trace
 from tests.engines import tiny_models
 from tests.engines.tiny_models import greedy, load, prompts, save_model
 
-pytestmark = [pytest.mark.heavy, pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.heavy, pytest.mark.vllm, pytest.mark.timeout(240), pytest.mark.shares_ray]
 
 LENGTHS, LIMIT = [5, 9, 3, 7], 12
 
 
 @pytest.fixture(autouse=True)
-def local_ray() -> Iterator[None]:
+def by_value(local_ray: None) -> Iterator[None]:
     import cloudpickle
-    import ray
 
     cloudpickle.register_pickle_by_value(tiny_models)  # which a worker cannot import
-    RayExecutor(num_cpus=2)._init()
     yield
-    ray.shutdown()
     cloudpickle.unregister_pickle_by_value(tiny_models)
 
 

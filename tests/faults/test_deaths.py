@@ -18,14 +18,13 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
-from dataflow.executors.ray import RayExecutor
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.user.managers import build_manager
 from dataflow.usercode.load import build_reward, load_reward
 from tests.faults.samples import check, graded, run, samples
 from tests.faults.server import FaultServer
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120), pytest.mark.shares_ray]
 
 GROUPS, LIMIT = 16, 8
 ANSWERED = 21
@@ -33,15 +32,12 @@ ANSWERED = 21
 
 
 @pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    import ray
+def by_value(local_ray: None) -> Iterator[None]:
     from ray import cloudpickle
 
     here = sys.modules[__name__]  # which a worker cannot import
     cloudpickle.register_pickle_by_value(here)
-    RayExecutor(num_cpus=2)._init()
     yield
-    ray.shutdown()
     cloudpickle.unregister_pickle_by_value(here)
 
 

@@ -26,7 +26,7 @@ from dataflow.runner import Runner
 from dataflow.system import clock
 from dataflow.timeline.spans import Trace
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.shares_ray]
 DAY = 86_400.0
 JUMPS = pytest.mark.parametrize("jump_s", [DAY, -DAY, None], ids=["forwards", "backwards", "to and fro"])
 LONG = 3_600.0
@@ -215,7 +215,7 @@ def test_a_trace_stays_in_order(jump: Callable[[], None]) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(300)
-def test_the_processes_of_an_executor_go_by_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processes_of_an_executor_go_by_its_clock(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver read the system's clock a day before its workers do."""
     from dataflow.executors.ray import RayExecutor
 

@@ -23,11 +23,10 @@ from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.replicas.engine import Replicas
 from dataflow.engines.replicas.host import pack, unpack
 from dataflow.errors import Aborted, ConfigError, DataError, DataflowError, RunError
-from dataflow.executors.ray import RayExecutor
 from tests.engines import tiny_models
 from tests.engines.drawing import draw, run
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120), pytest.mark.shares_ray]
 
 P, N, SEATS = 40, 2, 4
 SAMPLING = Sampling(n=N, max_tokens=9)
@@ -111,15 +110,12 @@ class Engine:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    import ray
+def by_value(local_ray: None) -> Iterator[None]:
     from ray import cloudpickle
 
     here = sys.modules[__name__]  # which a worker cannot import
     cloudpickle.register_pickle_by_value(here)
-    RayExecutor(num_cpus=2)._init()
     yield
-    ray.shutdown()
     cloudpickle.unregister_pickle_by_value(here)
 
 

@@ -32,16 +32,12 @@ from dataflow.rewards.remote.shard import needed
 from tests.executors import test_streaming as streaming
 from tests.rigs.fake_engine import FakeRollout
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    import ray
-
-    RayExecutor(num_cpus=2)._init()
-    yield
-    ray.shutdown()
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.timeout(120),
+    pytest.mark.shares_ray,
+    pytest.mark.usefixtures("local_ray"),
+]
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]], deadline_s: float = 60.0) -> None:
