@@ -35,7 +35,7 @@ import uvloop
 from _run import table
 
 from dataflow.batch import Batch
-from dataflow.cluster.host import settle_memory
+from dataflow.cluster.process import settle_memory
 from dataflow.executors.base import Call
 from dataflow.graph import Hosted, TaskInfo
 from dataflow.reward_agent import Limits, RewardAgent
@@ -233,8 +233,8 @@ def agent_there(case: Case, tokenizer: str) -> RewardAgent:
 @asynccontextmanager
 async def hosted(factory: Callable[[], RewardAgent]) -> AsyncIterator[Any]:
     """Starts an actor as the Ray executor does for a run, with the stages that use the agent."""
-    from dataflow.cluster.actors import Actors
-    from dataflow.cluster.host import pickled
+    from dataflow.cluster.pickling import pickled
+    from dataflow.executors.ray.actors import Actors
 
     spec = Hosted("reward", factory, concurrent=True)
     stages = {stage.name: stage for stage in (reward_request.bind(agent=spec), reward_collect.bind(agent=spec))}

@@ -19,8 +19,8 @@ from dataflow.engines.base import Sampling
 from dataflow.engines.choice import vllm_device
 from dataflow.engines.replicas.engine import Replicas
 from dataflow.errors import ConfigError, RunError
-from dataflow.executors import ray as ray_executor
 from dataflow.executors.ray import RayExecutor
+from dataflow.executors.ray import executor as ray_executor
 from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.models.tiny import tiny_model
 from pipelines import gsm8k_grpo

@@ -197,12 +197,12 @@ class Run:
         self.used: dict[int, list[int]] = {}
 
     @property
-    def crew(self) -> Any:
+    def workers(self) -> Any:
         return self.executor._hosts["desk"]
 
     async def main(self) -> None:
         def seen(span: Span) -> None:
-            self.most_kept = max(self.most_kept, len(self.crew.replays))
+            self.most_kept = max(self.most_kept, len(self.workers.replays))
             if self.on_span is not None:
                 self.on_span(self, span)
 
@@ -210,10 +210,10 @@ class Run:
         try:
             async with asyncio.timeout(180):
                 await self.executor.open(self.graph.pipeline)
-                crew = self.crew
+                workers = self.workers
                 await runner.run()
-                self.left = (len(crew.replays), dict(crew._running), crew._reviving)
-                self.deaths = crew.deaths
+                self.left = (len(workers.replays), dict(workers._running), workers._reviving)
+                self.deaths = workers.deaths
         finally:
             await self.executor.close()
         for mark in self.trace.marks:
@@ -252,20 +252,20 @@ class Killer:
         self.wait = self.dice.randint(1, 8)
 
     def __call__(self, run: Run, span: Span) -> None:
-        crew = run.crew
-        if self.kills == 2 or crew.deaths < self.kills or crew._reviving is not None:
+        workers = run.workers
+        if self.kills == 2 or workers.deaths < self.kills or workers._reviving is not None:
             return
         self.wait -= 1
         if self.wait == 0:
-            asyncio.get_running_loop().call_later(self.dice.uniform(0, 0.2), self._kill, crew)
+            asyncio.get_running_loop().call_later(self.dice.uniform(0, 0.2), self._kill, workers)
 
-    def _kill(self, crew: Any) -> None:
+    def _kill(self, workers: Any) -> None:
         import ray
 
         self.kills += 1
         self.wait = self.dice.randint(1, 12)
         if self.kills == 1:
-            ray.kill(crew.actors.first, no_restart=True)
+            ray.kill(workers.actors.first, no_restart=True)
         else:
             os.kill(read(self.journal)[-1]["pid"], signal.SIGKILL)
 

@@ -6,7 +6,7 @@ import pytest
 
 from dataflow.errors import DataflowError
 from dataflow.executors.base import Call
-from dataflow.executors.replays import Replays, Submission
+from dataflow.executors.ray.replays import Replays, Submission
 from dataflow.graph import Carried, Hosted, Pipeline, Stage, Task, TaskId, TaskInfo, stage
 
 DESK = Hosted("desk", dict)

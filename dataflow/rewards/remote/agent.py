@@ -22,7 +22,7 @@ from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.cluster.answer import cause, died, fetch, last_words
-from dataflow.cluster.host import pickled
+from dataflow.cluster.pickling import pickled
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.asks import Asks

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dataflow.batch import Batch
-from dataflow.cluster.host import settle_memory
+from dataflow.cluster.process import settle_memory
 from dataflow.errors import DataflowError
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.failure import FailedShare, FailureRule

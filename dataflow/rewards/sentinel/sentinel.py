@@ -29,7 +29,7 @@ from typing import Any
 
 from loguru import logger
 
-from dataflow.cluster.host import LAST_WORDS
+from dataflow.cluster.process import DEATH_REASON
 from dataflow.errors import RunError
 from dataflow.rewards.requests import Step
 from dataflow.rewards.sentinel import process as sentinel_process
@@ -111,7 +111,7 @@ class Sentinel:
                 "wakes": None if wakes is None else wakes.fileno(),
                 "after_s": self._after_s,
                 "record": self._record,
-                "words": os.environ.get(LAST_WORDS),
+                "words": os.environ.get(DEATH_REASON),
                 "inline": self._inline,
                 "machinery": MACHINERY,
                 "ours": str(Path(__file__).parents[2]) + os.sep,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dataflow.batch import Batch
-from dataflow.cluster.host import pickled
+from dataflow.cluster.pickling import pickled
 from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
 from dataflow.executors.inline import InlineExecutor

@@ -2,7 +2,7 @@
 
 Values between stages are object refs: the controller hands them on and never fetches one. What it reads is one
 small pickled report per task; ``bytes_read`` and ``bytes_put`` count all that passes through it. A tool's actors
-and their deaths are in ray_crew.py, what runs in the actors is in ray_host.py.
+and their deaths are in ray_group.py, what runs in the actors is in ray_host.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataflow.cluster.answer import cause, fetch
 from dataflow.cluster.console import console_kept
 from dataflow.cluster.local import LocalRay
 from dataflow.cluster.log import log_lines
-from dataflow.cluster.worker_group import Crew, Running
 from dataflow.errors import ConfigError
 from dataflow.executors.base import Call, Done, Part
+from dataflow.executors.ray.worker_group import Running, WorkerGroup
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 from dataflow.system import clock
 from dataflow.system.children import working_directory_imported
@@ -44,7 +44,7 @@ class RayExecutor:
         self.threads = threads
         self.bytes_read = 0
         self.bytes_put = 0
-        self._hosts: dict[str, Crew] = {}
+        self._hosts: dict[str, WorkerGroup] = {}
         self._ended: asyncio.Queue[Done | Part] = asyncio.Queue()
         self._waits: dict[TaskId, asyncio.Task[None]] = {}
         self._started = False
@@ -69,10 +69,10 @@ class RayExecutor:
         # The largest share of a GPU first: two small ones on one GPU would leave another without room for a large one.
         for spec in sorted(specs.values(), key=lambda spec: -spec.gpus):
             if spec.gpus and spec.name not in self._hosts:
-                await self._crew(spec).place()
+                await self._group(spec).place()
         await self._build(specs, staged)
-        for crew in self._hosts.values():
-            crew.learn(pipeline)
+        for workers in self._hosts.values():
+            workers.learn(pipeline)
 
     async def _build(self, specs: Mapping[str, Hosted], staged: Mapping[str, dict[str, Stage]]) -> None:
         """Builds all hosts side by side, but for GPUs that one of them wants for itself meanwhile."""
@@ -137,16 +137,16 @@ class RayExecutor:
             )
 
     async def _host(self, spec: Hosted, stages: dict[str, Stage]) -> None:
-        crew = self._hosts.get(spec.name)
-        if crew is not None and crew.opened:
-            await crew.add(stages)
+        workers = self._hosts.get(spec.name)
+        if workers is not None and workers.opened:
+            await workers.add(stages)
         else:
-            await (crew or self._crew(spec)).open(stages)
+            await (workers or self._group(spec)).open(stages)
 
-    def _crew(self, spec: Hosted) -> Crew:
-        crew = Crew(spec, self.threads, BUILD_DEADLINE_S, self._read, self._ended.put_nowait)
-        self._hosts[spec.name] = crew
-        return crew
+    def _group(self, spec: Hosted) -> WorkerGroup:
+        workers = WorkerGroup(spec, self.threads, BUILD_DEADLINE_S, self._read, self._ended.put_nowait)
+        self._hosts[spec.name] = workers
+        return workers
 
     def _read(self, size: int) -> None:
         self.bytes_read += size
@@ -161,14 +161,14 @@ class RayExecutor:
         return ray.put(value)
 
     def start(self, task: Task, call: Call, values: Sequence[Any]) -> None:
-        crew = self._hosts[(task.stage.host or HELPER).name]
-        running = crew.start(task, call, values, self.now())
-        self._waits[task.id] = asyncio.create_task(self._wait(crew, running))
+        workers = self._hosts[(task.stage.host or HELPER).name]
+        running = workers.start(task, call, values, self.now())
+        self._waits[task.id] = asyncio.create_task(self._wait(workers, running))
 
-    async def _wait(self, crew: Crew, running: Running) -> None:
+    async def _wait(self, workers: WorkerGroup, running: Running) -> None:
         i = running.task.id
         try:
-            done = await crew.end_of(running)
+            done = await workers.end_of(running)
         except Exception as error:
             done = Done(i, error=cause(error))
         self._waits.pop(i, None)
@@ -181,8 +181,8 @@ class RayExecutor:
     def cancel(self, task: TaskId) -> None:
         if wait := self._waits.pop(task, None):
             wait.cancel()
-        for crew in self._hosts.values():
-            crew.drop(task)
+        for workers in self._hosts.values():
+            workers.drop(task)
 
     async def ask(self, host: str, method: str) -> Any:
         return await self._hosts[host].ask(method)
@@ -195,21 +195,21 @@ class RayExecutor:
         for wait in self._waits.values():
             wait.cancel()
         self._waits.clear()
-        for crew in self._hosts.values():
-            crew.end()
+        for workers in self._hosts.values():
+            workers.end()
         if not ray.is_initialized():
             self._leave()
             return
         closing = [
-            asyncio.wait_for(fetch(actor.close.remote()), crew.spec.close_s)
-            for crew in self._hosts.values()
-            for actor in crew
+            asyncio.wait_for(fetch(actor.close.remote()), workers.spec.close_s)
+            for workers in self._hosts.values()
+            for actor in workers
         ]
         for said in await asyncio.gather(*closing, return_exceptions=True):
             if isinstance(said, tuple):
                 log_lines(said)
-        for crew in self._hosts.values():
-            crew.actors.kill()
+        for workers in self._hosts.values():
+            workers.actors.kill()
         self._hosts.clear()
         self._leave()
 

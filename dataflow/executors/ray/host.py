@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import pickle
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.cluster.answer import answer_to, answering
 from dataflow.cluster.gpus import see
 from dataflow.cluster.log import KEPT, keep_lines
+from dataflow.cluster.process import settle_memory
 from dataflow.executors.base import Call, Part, Report, answer, part, prepare
 from dataflow.graph import Hosted, Stage, TaskInfo
 from dataflow.system import clock
 from dataflow.system.children import restore_path
 from dataflow.usercode.failures import Contained
-
-LAST_WORDS = "DATAFLOW_LAST_WORDS"
-"""The environment variable that names the file in which a process that ends a tool's process writes why."""
 
 
 class Host:
@@ -99,18 +95,6 @@ class Host:
         stage = self.stages[call.stage]
         bound = {n: self.tool for n, t in stage.tools.items() if isinstance(t, Hosted) and t.name == self.name}
         return (stage, *prepare(stage, call, values, bound, on_emit))
-
-
-def settle_memory() -> None:
-    """Spares the garbage collector what was imported and built, which stays, and has it look less often.
-
-    An agent with thousands of calls in flight holds hundreds of thousands of objects that are no garbage; walking them
-    after each 700 new ones took a fifth of its CPU time. 4,096 calls in flight are 140,000 objects, none of which is
-    garbage when its call is over.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(200_000, 20, 100)
 
 
 class WaitingHost(Host):
@@ -195,44 +179,3 @@ def _packed(
     report.logged = KEPT.take()
     small = pickle.dumps((report, held))
     return (small, *values) if values and keep else small
-
-
-def pickled(spec: Hosted, stages: Mapping[str, Stage]) -> bytes:
-    """Pickles a host and its stages; functions whose module only this process can import travel whole.
-
-    That is a pipeline file loaded from its path, under a name that a worker would not find.
-    """
-    import sys
-
-    import cloudpickle
-
-    names = {getattr(f, "__module__", None) for f in (spec.factory, *(s.fn for s in stages.values()))}
-    mine = [sys.modules[name] for name in sorted(filter(None, names)) if name in sys.modules]
-    registered = cloudpickle.list_registry_pickle_by_value()
-    loose = [m for m in mine if not _importable(m) and m.__name__ not in registered]
-    for module in loose:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        blob: bytes = cloudpickle.dumps((spec, stages))
-    finally:
-        for module in loose:
-            cloudpickle.unregister_pickle_by_value(module)
-    return blob
-
-
-def _importable(module: ModuleType) -> bool:
-    """Whether an import by the module's name finds its file; cloudpickle sends ``__main__`` whole by itself."""
-    from importlib.machinery import PathFinder
-
-    file = getattr(module, "__file__", None)
-    if file is None or module.__name__ == "__main__":
-        return True
-    where: Sequence[str] | None = None
-    found = None
-    parts = module.__name__.split(".")
-    for n in range(1, len(parts) + 1):
-        found = PathFinder.find_spec(".".join(parts[:n]), where)
-        if found is None:
-            return False
-        where = list(found.submodule_search_locations or ())
-    return found is not None and found.origin == file

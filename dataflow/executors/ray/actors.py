@@ -9,7 +9,8 @@ from typing import Any
 
 from dataflow.cluster.answer import first_failure
 from dataflow.cluster.gpus import Gpus
-from dataflow.cluster.host import LAST_WORDS, Host, WaitingHost
+from dataflow.cluster.process import DEATH_REASON
+from dataflow.executors.ray.host import Host, WaitingHost
 from dataflow.graph import Hosted
 from dataflow.system import clock
 from dataflow.system.supervisor import report
@@ -57,7 +58,7 @@ class Actors:
         """Builds the tool in each, with its stages; starts those that are not placed.
 
         Args:
-            blobs: tool and stages as :func:`~dataflow.cluster.host.pickled`, further ones for their stages.
+            blobs: tool and stages as :func:`~dataflow.cluster.pickling.pickled`, further ones for their stages.
         """
         if not self._actors:
             await self.place()
@@ -81,7 +82,7 @@ class Actors:
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "TOKENIZERS_PARALLELISM": "false",
-            LAST_WORDS: str(Path(self._words.name) / str(rank)),
+            DEATH_REASON: str(Path(self._words.name) / str(rank)),
         }
 
     def last_words(self) -> str:

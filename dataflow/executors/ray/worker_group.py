@@ -1,9 +1,9 @@
-"""A crew: the actors of one hosted tool, what runs in them, and what is done when they die.
+"""The worker group of a service: its actors, the tasks that run in them, and recovery when they die.
 
-A tool that may be built anew (``Hosted.restarts``) loses no task with its process. Once nothing of the dead one can
-answer any more, a new one is built, is given again the groups that it still owed (:mod:`dataflow.executors.replays`),
-and only then the tasks that were under way; a call that did answer counts and is not made again. So a tool never
-hands out a group twice, and a task that failed by itself fails the run as ever.
+If ``Hosted.restarts`` allows it, no task is lost when a service dies. After every call to the dead service has failed
+or answered, the group builds a new one, submits again the groups that the dead one had not handed out yet
+(:mod:`dataflow.executors.ray.replays`), and then sends the tasks that were running. A call that answered counts and is
+not repeated, so no group is handed out twice. A task that raises by itself fails the run as usual.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 
 from loguru import logger
 
-from dataflow.cluster.actors import Actors
 from dataflow.cluster.answer import DIED, cause, died, fetch, first_failure, last_words
-from dataflow.cluster.host import pickled
 from dataflow.cluster.log import log_lines
+from dataflow.cluster.pickling import pickled
 from dataflow.errors import DataflowError, RunError
 from dataflow.executors.base import Call, Done, Part, Report
-from dataflow.executors.replays import Replays, Submission
+from dataflow.executors.ray.actors import Actors
+from dataflow.executors.ray.replays import Replays, Submission
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 
 NAMED = 4  # tasks named in a warning; the others are counted
@@ -30,7 +30,7 @@ NAMED = 4  # tasks named in a warning; the others are counted
 
 @dataclass(eq=False)
 class Running:
-    """A task that a crew was given.
+    """A task that a worker group was given.
 
     Attributes:
         begin: when that was, in seconds of :func:`dataflow.system.clock.now`.
@@ -60,7 +60,7 @@ class Running:
         return ended and died(self.attempt.exception())
 
 
-class Crew:
+class WorkerGroup:
     """The actors of one hosted tool, one per rank.
 
     Args:

@@ -1,0 +1,48 @@
+"""Pickles services and stages for their actors, functions of pipeline files included."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+
+from dataflow.graph import Hosted, Stage
+
+
+def pickled(spec: Hosted, stages: Mapping[str, Stage]) -> bytes:
+    """Pickles a host and its stages; functions whose module only this process can import travel whole.
+
+    That is a pipeline file loaded from its path, under a name that a worker would not find.
+    """
+    import cloudpickle  # type: ignore[import-untyped]
+
+    names = {getattr(f, "__module__", None) for f in (spec.factory, *(s.fn for s in stages.values()))}
+    mine = [sys.modules[name] for name in sorted(filter(None, names)) if name in sys.modules]
+    registered = cloudpickle.list_registry_pickle_by_value()
+    loose = [m for m in mine if not _importable(m) and m.__name__ not in registered]
+    for module in loose:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        blob: bytes = cloudpickle.dumps((spec, stages))
+    finally:
+        for module in loose:
+            cloudpickle.unregister_pickle_by_value(module)
+    return blob
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether an import by the module's name finds its file; cloudpickle sends ``__main__`` whole by itself."""
+    from importlib.machinery import PathFinder
+
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__ == "__main__":
+        return True
+    where: Sequence[str] | None = None
+    found = None
+    parts = module.__name__.split(".")
+    for n in range(1, len(parts) + 1):
+        found = PathFinder.find_spec(".".join(parts[:n]), where)
+        if found is None:
+            return False
+        where = list(found.submodule_search_locations or ())
+    return found is not None and found.origin == file
