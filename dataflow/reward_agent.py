@@ -51,10 +51,11 @@ from dataflow.rewards.retry import Retry
 from dataflow.rewards.sentinel.frozen import Frozen
 from dataflow.rewards.sentinel.leftovers import end_children
 from dataflow.rewards.sentinel.sentinel import Sentinel
+from dataflow.rewards.user.function import check_methods, load_reward
 from dataflow.rewards.user.results import read_usage
 from dataflow.usercode.calls import Calls
 from dataflow.usercode.failures import Contained, UserExit, is_ours
-from dataflow.usercode.load import check_methods, describe, load_reward, name_of, raised
+from dataflow.usercode.load import describe, name_of, raised
 
 __all__ = ["Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
 

@@ -21,6 +21,7 @@ from dataflow.data.rows import first_line, load_rows, verl_rows, write_parquet
 from dataflow.errors import DataError, ModelError
 from dataflow.models.directory import Room, room_of
 from dataflow.models.tiny import cache_home
+from dataflow.models.tokenizer import load_tokenizer as load_any_tokenizer
 
 DESCRIBED = "tools_described"
 """In the meta of prompts whose token ids tell of the tools already."""
@@ -89,13 +90,7 @@ def load_tokenizer(path: str) -> Any:
     Raises:
         ModelError: it cannot be loaded, or has no chat template.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    # A broken file raises whatever its parser does; tokenizers' own is a plain Exception.
-    except Exception as error:
-        raise ModelError(f"model.path={path}: its tokenizer cannot be loaded: {first_line(error)}.") from error
+    tokenizer = load_any_tokenizer(path, "model.path", ModelError)
     if not tokenizer.chat_template:
         raise ModelError(f"model.path={path}: its tokenizer has no chat template; use an instruct model or add one.")
     return tokenizer

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import ConfigError
+from dataflow.models.tokenizer import load_tokenizer
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.ledger.ledger import Ledger
@@ -18,9 +19,9 @@ from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.sentinel.frozen import FILE, Frozen
 from dataflow.rewards.sentinel.sentinel import Sentinel
-from dataflow.rewards.user.managers import build_manager, find_manager
+from dataflow.rewards.user.build import build_manager, find_manager
+from dataflow.rewards.user.function import CONTEXT, build_reward, find_reward, load_reward
 from dataflow.system.redaction import keep_secrets, redact_logs
-from dataflow.usercode.load import CONTEXT, build_reward, find_reward, load_reward
 
 if TYPE_CHECKING:
     from dataflow.config.reward import RewardConfig
@@ -204,19 +205,6 @@ def _configured(options: RewardConfig) -> dict[str, Any]:
 def _context(options: RewardConfig) -> dict[str, Any]:
     """Returns what a function with verl's further keywords is called with."""
     context, tokenizer = _configured(options), "reward_model_tokenizer"
-    return context | {tokenizer: load_tokenizer(context[tokenizer])} if tokenizer in context else context
-
-
-def load_tokenizer(path: str) -> Any:
-    """Returns the tokenizer of a model.
-
-    Raises:
-        ConfigError: there is none at that path.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"reward.model_tokenizer={path}: no tokenizer can be loaded there ({reason}).") from error
+    if tokenizer in context:
+        context[tokenizer] = load_tokenizer(context[tokenizer], "reward.model_tokenizer")
+    return context

@@ -12,9 +12,10 @@ import contextvars
 import inspect
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from dataflow.system import clock
 from dataflow.system.redaction import redact_error
@@ -23,13 +24,34 @@ from dataflow.usercode.load import is_async
 from dataflow.usercode.threads import Tell, Threads
 from dataflow.usercode.watchdog import Watchdog
 
-if TYPE_CHECKING:
-    from dataflow.rewards.sentinel.sentinel import Sentinel
-
 GRACE_S = 1.0
 """What a task that was cancelled may take to end before it counts as a stray."""
 
 Told: TypeAlias = Callable[["Call"], None]
+
+
+class CallMarker(Protocol):
+    """Records which user code runs at the moment, such as the sentinel of a reward agent."""
+
+    def mark(self, kind: int, step: int | str, group: int, sample: int = -1, key: bytes | None = None) -> bytes:
+        """Returns the mark of a call: its kind and the sample, or the group if ``sample`` is -1, that it is for."""
+        ...
+
+    def inside(self, mark: bytes) -> AbstractContextManager[None]:
+        """Enters the call with this mark for the duration of a block."""
+        ...
+
+    def enter(self, mark: bytes, /) -> None:
+        """The current thread enters the call with this mark."""
+        ...
+
+    def leave(self) -> None:
+        """The current thread leaves its call."""
+        ...
+
+    def stepped(self, coroutine: Coroutine[Any, Any, Any], mark: bytes, /) -> Coroutine[Any, Any, Any]:
+        """Returns the coroutine, with each of its steps marked."""
+        ...
 
 
 class TimedOut(TimeoutError):
@@ -187,7 +209,7 @@ class Call:
         self._ended(result, error)
 
 
-_user_code: contextvars.ContextVar[tuple[Sentinel | None, bytes] | None] = contextvars.ContextVar(
+_user_code: contextvars.ContextVar[tuple[CallMarker | None, bytes] | None] = contextvars.ContextVar(
     "dataflow_user_code", default=None
 )
 
@@ -219,14 +241,14 @@ class Calls:
     Args:
         on_stray: told how many strays there are, each time one more is abandoned.
         on_bug: told of an error in whoever was told of an end, who would otherwise be waited for in vain.
-        sentinel: sees what runs, and ends the process if that freezes it.
+        sentinel: records the calls that are running.
     """
 
     def __init__(
         self,
         on_stray: Callable[[int], None],
         on_bug: Callable[[Exception], None],
-        sentinel: Sentinel | None = None,
+        sentinel: CallMarker | None = None,
     ) -> None:
         self.sentinel = sentinel
         self._begin = time.perf_counter()

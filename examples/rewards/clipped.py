@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dataflow.rewards.user.managers import Manager
-from dataflow.usercode.load import read_result
+from dataflow.rewards.user.results import read_result
 
 
 class Clipped(Manager):

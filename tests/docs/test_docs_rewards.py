@@ -169,7 +169,7 @@ def test_runs_have_valid_options_and_agents_that_can_be_built(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    monkeypatch.setattr("dataflow.rewards.build.load_tokenizer", lambda path: object())
+    monkeypatch.setattr("dataflow.rewards.build.load_tokenizer", lambda path, where: object())
     monkeypatch.setattr("dataflow.rewards.user.processes.Pool.start", lambda self: None)
     assert words[2] == str(PIPELINE.relative_to(ROOT))
     if words[3:] == ["--keys"]:

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from dataflow.rewards.judge.server import start_judge
+from dataflow.rewards.user.function import FIELDS
 from dataflow.rewards.user.processes import Pool
 from dataflow.rewards.user.worker import Recipe
 from dataflow.system import children
-from dataflow.usercode.load import FIELDS
 from tests.rigs.listening import Listener, check
 
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,7 @@
-"""Reward managers: what stands between the agent and a reward function, picked by name as in verl's reward loop.
+"""Reward managers: wrappers around a reward function, chosen by name as in verl's reward loop.
 
-A manager is a reward object itself: it scores through what it wraps, sync where that is sync, and hands on whatever
-else the agent may ask of that. It neither waits nor retries; those are the agent's.
+A manager is a reward object itself: it scores through the wrapped reward, sync if that is sync, and forwards its other
+public attributes. Limits, time-outs and retries belong to the agent.
 """
 
 from __future__ import annotations
@@ -13,30 +13,27 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from dataflow.errors import ConfigError, DataError, nearest
+from dataflow.errors import ConfigError, DataError
+from dataflow.rewards.user.adapter import RewardAdapter, adapted_call, scorer_of
 from dataflow.rewards.user.results import read_amount, read_result
-from dataflow.usercode.copies import own_copy, own_options
-from dataflow.usercode.failures import is_interrupt
-from dataflow.usercode.load import describe, is_async, load_file, name_of, pick, scorer_of
-
-FORWARDED = ("post_process_scores", "log", "close", "usage", "retry_on", "endpoint", "endpoints", "tokens", "limits")
-"""What a manager hands on of the reward object that it wraps."""
+from dataflow.usercode.copies import own_copy
+from dataflow.usercode.load import is_async, name_of
 
 Kind = TypeVar("Kind", bound=type)
-Finish = Callable[[Any, Mapping[str, Any]], Any]
 
-_managers: dict[str, type] = {}
+MANAGERS: dict[str, type] = {}
+"""The registered managers by name."""
 
 
 class LengthUnknown(DataError):
-    """A manager needs the response's length in tokens, and nothing says it."""
+    """A manager needs the response's length in tokens, and the samples do not have it."""
 
     fatal = True
     fix = "give the agent samples with a response_mask"
 
 
-class Manager:
-    """Base of the managers; users' own may build on it.
+class Manager(RewardAdapter):
+    """Base class of the managers, for users' own as well.
 
     Args:
         reward: a function, or an object with ``compute_score``.
@@ -48,134 +45,44 @@ class Manager:
         ConfigError: the reward cannot be called.
     """
 
-    compute_score: Callable[..., Any]
-
     def __init__(self, reward: Any) -> None:
         score = scorer_of(reward)
         if isinstance(reward, type) or not callable(score):
             raise ConfigError(f"reward manager: {reward!r} cannot score; give a function or an object.")
-        self._reward = reward
-        changes = type(self).finish is not Manager.finish
-        self.compute_score = _followed(score, self.finish) if changes else score
+        if type(self).finish is not Manager.finish:
+            # The reward gets a copy of the arguments: ``finish`` must see them unchanged.
+            score = adapted_call(score, lambda arguments: ((), own_copy(arguments)), self.finish)
+        super().__init__(reward, score)
 
     def finish(self, result: Any, arguments: Mapping[str, Any]) -> Any:
-        """Returns what becomes of what the reward returned; here nothing. Runs wherever the reward does."""
+        """Returns the final result of a call; runs where the reward runs.
+
+        Args:
+            result: what the reward returned.
+            arguments: the keywords of the call.
+        """
         return result
-
-    def __getattr__(self, name: str) -> Any:
-        if name in FORWARDED:
-            return getattr(self._reward, name)
-        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-
-
-def _followed(score: Callable[..., Any], finish: Finish) -> Callable[..., Any]:
-    # ``finish`` reads the arguments after the reward has, and must find them as they were.
-    async def later(**arguments: Any) -> Any:
-        return finish(await score(**own_copy(arguments)), arguments)
-
-    async def after(awaitable: Any, arguments: Mapping[str, Any]) -> Any:
-        return finish(await awaitable, arguments)
-
-    def now(**arguments: Any) -> Any:
-        result = score(**own_copy(arguments))
-        return after(result, arguments) if inspect.isawaitable(result) else finish(result, arguments)
-
-    later.__name__ = now.__name__ = name_of(score)
-    return later if is_async(score) else now
 
 
 def register(name: str) -> Callable[[Kind], Kind]:
-    """Makes a class known as a manager; it is built with the reward and the options.
+    """Returns a class decorator that registers a manager, which is built with the reward and the options.
+
+    Args:
+        name: what ``reward.manager`` selects it by.
 
     Raises:
-        ConfigError: another class has that name.
+        ConfigError: another class is registered by that name.
     """
 
     def enter(kind: Kind) -> Kind:
-        other = _managers.setdefault(name, kind)
+        other = MANAGERS.setdefault(name, kind)
         # A user's file may be loaded twice.
         if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
             raise ConfigError(f"reward manager '{name}' is {other.__qualname__} already; register it by another name.")
-        _managers[name] = kind
+        MANAGERS[name] = kind
         return kind
 
     return enter
-
-
-def build_manager(
-    name: str, compute_score: Any, path: str | None = None, *, tokenizer: Any = None, **options: Any
-) -> Any:
-    """Returns a manager around a reward.
-
-    Args:
-        name: of a registered manager, or of a class in the file.
-        compute_score: a function, or an object with ``compute_score``.
-        path: Python file that defines the class: one built with the reward and the options, or one for verl's
-            reward loop, with ``run_single``: see :class:`~dataflow.rewards.user.verl_manager.VerlManager`.
-        tokenizer: that of the policy, or its path; only for classes with ``run_single``.
-        options: the manager's own.
-
-    Raises:
-        ConfigError: an unknown name, an option that the manager does not take, lacks or cannot use.
-    """
-    what = f"reward manager '{name}'"
-    options = own_options(options)
-    kind = find_manager(name, path, options)
-    if callable(getattr(kind, "run_single", None)):
-        from dataflow.rewards.user.verl_manager import VerlManager
-
-        return VerlManager(compute_score, kind, tokenizer=tokenizer, **options)
-    try:
-        manager = kind(compute_score, **options)
-    except ConfigError:
-        raise
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        raise ConfigError(f"{what} cannot be built: {describe(error)}.") from error
-    if not callable(getattr(manager, "compute_score", None)):
-        raise ConfigError(f"{what}: class '{kind.__name__}' has neither compute_score nor verl's run_single.")
-    return manager
-
-
-def find_manager(name: str, path: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
-    """Returns a manager's class; cheap enough to call before a run starts, only to see it fail there.
-
-    Raises:
-        ConfigError: an unknown name, or an option that the manager does not take or lacks.
-    """
-    what = f"reward manager '{name}'"
-    kind = _find(name, path)
-    if not isinstance(kind, type):
-        raise ConfigError(f"{what} is a {type(kind).__name__}; give a class.")
-    if not callable(getattr(kind, "run_single", None)):
-        _check_options(what, kind, options or {})
-    return kind
-
-
-def _find(name: str, path: str | None) -> Any:
-    if path is not None:
-        where = f"reward manager '{name}': path={path}"
-        module = load_file(path, where)
-        if getattr(module, name, None) is not None or name not in _managers:
-            return pick(module, name, where)
-    if name not in _managers:
-        hint = nearest(name, _managers) or f"; give {', '.join(_managers)}, or the path of a file that defines it."
-        raise ConfigError(f"reward manager '{name}' is unknown{hint}")
-    return _managers[name]
-
-
-def _check_options(what: str, kind: type, options: Mapping[str, Any]) -> None:
-    parameters = list(inspect.signature(kind).parameters.values())[1:]
-    takes = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        for option in options:
-            if option not in takes:
-                hint = nearest(option, takes) or f"; it takes {', '.join(takes) or 'none'}."
-                raise ConfigError(f"{what} takes no option '{option}'{hint}")
-    for each in parameters:
-        if each.name in takes and each.default is each.empty and each.name not in options:
-            raise ConfigError(f"{what} needs the option '{each.name}'.")
 
 
 @register("naive")
@@ -188,11 +95,11 @@ class Naive(Manager):
 
 @register("dapo")
 class Dapo(Manager):
-    """Takes a penalty off the score of a response that is nearly as long as it may be, as DAPO does.
+    """Subtracts DAPO's soft penalty for overlong responses from the score.
 
-    It grows in proportion over the last ``overlong_buffer_len`` tokens of ``max_response_length``, from 0 to
-    ``overlong_penalty_factor``. The length is ``extra_info["response_length"]``, which the agent fills in where the
-    samples have a response mask. The score before the penalty becomes the column ``acc``.
+    The penalty grows linearly from 0 to ``overlong_penalty_factor`` over the last ``overlong_buffer_len`` tokens of
+    ``max_response_length``. The length is ``extra_info["response_length"]``, which the agent fills in if the samples
+    have a response mask. The score before the penalty becomes the column ``acc``.
 
     Args:
         reward: see :class:`Manager`.
@@ -240,7 +147,7 @@ class Dapo(Manager):
         try:
             score, columns = read_result(result)
         except ValueError:
-            return result  # the agent says what is wrong with it
+            return result  # the agent reports what is wrong with it
         penalty = min(0.0, (self._free - tokens) / self._buffer * self._factor)
         logged = {"overlong_reward": penalty, "overlong": penalty < 0} if self._logs else {}
         return {"acc": score, **columns, **logged, "score": score + penalty}
@@ -248,24 +155,23 @@ class Dapo(Manager):
 
 @register("rate_limited")
 class RateLimited(Manager):
-    """Declares the limits of the service that the reward asks; the agent keeps them, for all of a job's agents.
+    """Declares the limits of the service that the reward calls; the agent enforces them across all of a run's agents.
 
-    Unlike verl's, a call that fails or takes too long is not scored 0: the agent's failure rule says what becomes of
-    it.
+    Unlike in verl, a call that fails or times out is not scored 0: it is handled by the agent's failure rule.
 
     Args:
         reward: see :class:`Manager`.
         max_concurrent: calls in flight.
-        max_rpm: requests a minute; None for no limit.
-        max_tpm: tokens a minute; None for no limit.
-        estimated_tokens_per_request: None takes the reward's own estimate, or 2000 if it has none.
-        timeout: seconds that one call may take; None leaves it to the agent.
+        max_rpm: requests per minute; None for no limit.
+        max_tpm: tokens per minute; None for no limit.
+        estimated_tokens_per_request: None uses the reward's own estimate, or 2000 if it has none.
+        timeout: of one call, in seconds; None uses the agent's.
 
     Attributes:
         limits: ``concurrency``, ``rpm``, ``tpm`` and ``timeout_s``.
 
     Raises:
-        ConfigError: a limit that is not above 0.
+        ConfigError: a limit is not above 0.
     """
 
     def __init__(
@@ -294,29 +200,29 @@ class RateLimited(Manager):
         self._tokens = estimated_tokens_per_request or 2000
 
     def tokens(self, **arguments: Any) -> int:
-        """Returns the tokens that a call is expected to use."""
+        """Returns the estimated number of tokens that a call uses."""
         tokens: int = self._tokens if self._estimate is None else self._estimate(**arguments)
         return tokens
 
 
 @register("remote")
 class Remote(Manager):
-    """Scores in other processes: for sync functions that keep a core busy, or that set alarms.
+    """Scores in worker processes: for sync functions that are CPU-bound or set alarms.
 
-    The processes start at once. Each loads the reward's file, and builds its class, for itself; what a script of the
-    user's that starts the run imports at its top, each imports too. A call that the agent gives up on is stopped by
-    killing its process, and another is started in its place.
+    The processes start immediately. Each loads the reward's file and builds its class; each also imports what a user's
+    script that starts the run imports at its top. A call that the agent gives up on is stopped by killing its process,
+    which is then replaced.
 
     Args:
-        reward: from :func:`~dataflow.usercode.load.build_reward`, or a function at the top of a module; sync.
-        workers: processes; None takes one a core.
+        reward: from :func:`~dataflow.rewards.user.function.build_reward`, or a function at the top of a module; sync.
+        workers: number of processes; None uses one per core.
         start_method: ``spawn``, or ``forkserver``, which starts them faster.
 
     Attributes:
-        limits: ``concurrency``, as many calls as there are workers, so that no time-out counts a wait for one.
+        limits: ``concurrency`` is the number of workers, so that no time-out includes a wait for a worker.
 
     Raises:
-        ConfigError: an async reward, one that the processes could not load, or an option out of range.
+        ConfigError: the reward is async or cannot be loaded in another process, or an option is out of range.
     """
 
     def __init__(self, reward: Any, workers: int | None = None, start_method: str = "spawn") -> None:
@@ -332,7 +238,7 @@ class Remote(Manager):
             )
         count = (os.cpu_count() or 1) if workers is None else workers
         pool = self._pool = Pool(recipe_of(reward), count, start_method)
-        pool.start()  # so that they are ready, or nearly, by the first call
+        pool.start()  # now, so that they are ready by the first call
         self.limits = {"concurrency": count, "rpm": None, "tpm": None, "timeout_s": None}
 
         async def call(**arguments: Any) -> Any:
@@ -342,13 +248,13 @@ class Remote(Manager):
         self.compute_score = call
 
     def usage(self) -> dict[str, float]:
-        """Returns the reward's own usage and how many workers died or were killed."""
+        """Returns the reward's own usage, and the numbers of workers that died and that were killed."""
         own = getattr(self._reward, "usage", None)
         counts = {f"workers_{name}": float(self._pool.counts[name]) for name in ("died", "killed")}
         return {**(own() if callable(own) else {}), **counts}
 
     async def close(self) -> None:
-        """Ends the processes, then closes the reward."""
+        """Ends the worker processes, then closes the reward."""
         await asyncio.to_thread(self._pool.close)
         close = getattr(self._reward, "close", None)
         if callable(close) and inspect.isawaitable(ending := close()):

@@ -1,4 +1,4 @@
-"""VerlManager: scores through a manager class that was written for verl's reward loop."""
+"""VerlManager: scores with a manager class written for verl's reward loop."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import ConfigError, DataError
+from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.user.managers import LengthUnknown, Manager
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.load import describe
 
 if TYPE_CHECKING:
     from verl import DataProto
 
 
 class InexactResponse(DataError):
-    """The tokens of a response cannot be told from its text."""
+    """The tokens of a response cannot be recovered from its text."""
 
     fix = "pass the response's own tokens as extra_info['response_ids'], or score without this manager"
 
@@ -24,28 +24,28 @@ class InexactResponse(DataError):
 class VerlManager(Manager):
     """A reward object around a class with verl's ``async run_single(data)``.
 
-    It is called with a DataProto of one row, which holds what verl's own managers read: ``responses``,
-    ``attention_mask``, ``data_source``, ``reward_model`` (with ``ground_truth``), ``extra_info`` and, if there is one,
-    ``raw_prompt``; no tokens of the prompt. The tokens of the response are ``extra_info["response_ids"]`` where those
-    are passed. Otherwise the text is encoded anew and filled up with eos to ``extra_info["response_length"]``, and a
-    call is refused if that does not give the same text and length.
+    ``run_single`` gets a DataProto of one row with what verl's own managers read: ``responses``, ``attention_mask``,
+    ``data_source``, ``reward_model`` (with ``ground_truth``), ``extra_info`` and, if present, ``raw_prompt``; no tokens
+    of the prompt. The tokens of the response are ``extra_info["response_ids"]`` if present. Otherwise the text is
+    encoded and padded with eos to ``extra_info["response_length"]``; a call fails if the result does not decode to the
+    same text and length.
 
-    A sync ``compute_score`` runs where the class runs it: in verl's own that is the event loop's default threads,
-    which the agent can neither end nor count.
+    A sync ``compute_score`` runs where the class runs it. verl's classes use the event loop's default threads, which
+    the agent can neither stop nor count.
 
     Args:
-        reward: a function, or an object with ``compute_score``, which is what the class gets.
-        kind: the class; built with the first call, since verl's base class takes the running event loop.
-        tokenizer: that of the policy, or its path.
-        config: in the shape of verl's, as much of it as the class reads.
+        reward: a function, or an object with ``compute_score``, which is passed to the class.
+        kind: the class; built at the first call, as verl's base class uses the running event loop.
+        tokenizer: the model's tokenizer or its path.
+        config: verl's configuration, as much of it as the class reads.
         options: further keywords of the class.
 
     Raises:
-        ConfigError: no tokenizer, or options that the class does not take.
+        ConfigError: there is no tokenizer, or the class does not accept the options.
     """
 
     wants_response_ids = True
-    """The agent passes them where the samples have them."""
+    """The agent passes ``response_ids`` if the samples have them."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class VerlManager(Manager):
         super().__init__(reward)
         what = f"reward manager '{kind.__name__}'"
         if tokenizer is None:
-            raise ConfigError(f"{what} is one of verl's, which decode the response: give the option 'tokenizer'.")
-        tokenizer = _loaded(tokenizer, what) if isinstance(tokenizer, str) else tokenizer
+            raise ConfigError(f"{what} decodes responses, as verl's managers do: give the option 'tokenizer'.")
+        tokenizer = load_tokenizer(tokenizer, what) if isinstance(tokenizer, str) else tokenizer
         given = {"config": config or {}, "tokenizer": tokenizer, "compute_score": self.compute_score, **options}
         try:
             inspect.signature(kind).bind(**given)
@@ -70,12 +70,12 @@ class VerlManager(Manager):
         self._manager: Any = None
 
         async def call(**arguments: Any) -> Any:
-            return await self._ask(arguments)
+            return await self._run(arguments)
 
         call.__name__ = kind.__name__
         self.compute_score = call
 
-    async def _ask(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async def _run(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         answer = await self._built().run_single(row_of(self._tokenizer, **arguments))
         if not isinstance(answer, Mapping) or "reward_score" not in answer:
             raise ValueError(f"run_single returned a {type(answer).__name__} without 'reward_score'")
@@ -91,15 +91,6 @@ class VerlManager(Manager):
         return self._manager
 
 
-def _loaded(path: str, what: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{what}: no tokenizer can be loaded from {path} ({describe(error)}).") from error
-
-
 def row_of(
     tokenizer: Any,
     *,
@@ -108,11 +99,14 @@ def row_of(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> DataProto:
-    """Returns the sample as verl's DataProto of one row: ``responses`` and ``attention_mask`` int64 ``[1, length]``.
+    """Returns a sample as verl's DataProto of one row.
+
+    Returns:
+        ``responses`` and ``attention_mask`` are int64 ``[1, length]``; see :class:`VerlManager` for the rest.
 
     Raises:
         LengthUnknown: ``extra_info`` has neither ``response_ids`` nor ``response_length``.
-        InexactResponse: the text alone does not give the tokens.
+        InexactResponse: the text does not determine the tokens.
     """
     import numpy as np
     import torch
@@ -137,10 +131,12 @@ def row_of(
 
 def _encoded(tokenizer: Any, text: str, length: int | None) -> list[int]:
     if length is None:
-        raise LengthUnknown("a manager of verl's needs the response's tokens, or at least their number")
+        raise LengthUnknown("verl's managers need the response's tokens, or at least their number")
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     fill = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     ids += [fill] * (length - len(ids))
     if len(ids) != length or tokenizer.decode(ids, skip_special_tokens=True) != text:
-        raise InexactResponse(f"a response of {length} tokens cannot be told from its text: encoded anew, it differs")
+        raise InexactResponse(
+            f"the {length} tokens of a response cannot be recovered from its text: it encodes to others"
+        )
     return ids

@@ -22,19 +22,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from dataflow.errors import ConfigError, RewardFailed
+from dataflow.rewards.user.adapter import scorer_of
+from dataflow.rewards.user.function import MADE, build_reward, find_reward, load_reward
 from dataflow.system.children import restore_path
 from dataflow.usercode.failures import attribute_of, pickled_error, readable, trace_of
-from dataflow.usercode.load import (
-    LABEL,
-    MADE,
-    build_reward,
-    describe,
-    find_reward,
-    load_reward,
-    name_of,
-    place_of,
-    scorer_of,
-)
+from dataflow.usercode.load import LABEL, describe, name_of, place_of
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]
 """A result and an exception, of which one is None."""
@@ -58,7 +50,7 @@ class Recipe:
     Attributes:
         module: that defines it; a file's path, or a dotted name.
         name: in that module.
-        kwargs: as given to :func:`~dataflow.usercode.load.build_reward`, and so is ``context``.
+        kwargs: as given to :func:`~dataflow.rewards.user.function.build_reward`, and so is ``context``.
     """
 
     module: str

@@ -15,15 +15,9 @@ import pytest
 import torch
 
 from dataflow.errors import ConfigError
+from dataflow.rewards.user.function import build_reward, find_reward, load_reward
 from dataflow.rewards.user.results import read_number, read_result
-from dataflow.usercode.load import (
-    build_reward,
-    describe,
-    find_reward,
-    is_async,
-    load_reward,
-    name_of,
-)
+from dataflow.usercode.load import describe, is_async, name_of
 
 pytestmark = pytest.mark.timeout(60)
 

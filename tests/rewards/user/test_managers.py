@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,21 @@ import pytest
 
 from dataflow.errors import ConfigError
 from dataflow.rewards.user import managers
-from dataflow.rewards.user.managers import LengthUnknown, Manager, build_manager, register
-from dataflow.usercode.load import build_reward, is_async, load_reward, name_of
+from dataflow.rewards.user.build import build_manager
+from dataflow.rewards.user.function import build_reward, load_reward
+from dataflow.rewards.user.managers import LengthUnknown, Manager, register
+from dataflow.usercode.load import is_async, name_of
 
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a test registers is forgotten behind it."""
-    monkeypatch.setattr(managers, "_managers", dict(managers._managers))
+def _registered() -> Iterator[None]:
+    """Removes the managers that a test registers."""
+    before = dict(managers.MANAGERS)
+    yield
+    managers.MANAGERS.clear()
+    managers.MANAGERS.update(before)
 
 
 class Full:
@@ -99,7 +105,7 @@ DAPO = {"overlong_buffer_len": 4, "max_response_length": 10, "overlong_penalty_f
 
 
 @pytest.mark.parametrize("reward", [plain, late, late_in_the_end, told, Full()])
-def test_dapo_is_of_the_color_of_its_reward(reward: Any) -> None:
+def test_dapo_is_async_if_its_reward_is(reward: Any) -> None:
     manager = build_manager("dapo", reward, **DAPO)
     inner = getattr(reward, "compute_score", reward)
     assert is_async(manager.compute_score) == is_async(inner)
@@ -108,7 +114,7 @@ def test_dapo_is_of_the_color_of_its_reward(reward: Any) -> None:
     assert (result["acc"], result["score"]) == (1, 0.75)
 
 
-def test_what_the_agent_may_ask_of_a_reward_is_handed_on() -> None:
+def test_a_manager_forwards_the_public_attributes_of_its_reward() -> None:
     reward = Full()
     for name, options in (("naive", {}), ("dapo", DAPO), ("rate_limited", {})):
         manager = build_manager(name, reward, **options)
@@ -121,7 +127,8 @@ def test_what_the_agent_may_ask_of_a_reward_is_handed_on() -> None:
         manager.close()
         assert reward.closed
         reward.closed = False
-        assert not hasattr(manager, "closed")
+        assert not manager.closed
+        assert not hasattr(manager, "_private")
     bare = build_manager("naive", plain)
     assert not any(hasattr(bare, name) for name in ("post_process_scores", "log", "close", "limits", "tokens"))
     assert build_manager("dapo", build_manager("rate_limited", plain, max_rpm=3), **DAPO).limits["rpm"] == 3
@@ -310,7 +317,7 @@ def test_managers_that_cannot_be(path: str, tmp_path: Path) -> None:
 
 def test_a_manager_is_light() -> None:
     code = (
-        "import sys, dataflow.rewards.user.managers as m; m.build_manager('naive', print)\n"
+        "import sys, dataflow.rewards.user.build as m; m.build_manager('naive', print)\n"
         "print([name for name in ('torch', 'verl', 'ray', 'multiprocessing', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

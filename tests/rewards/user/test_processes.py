@@ -20,9 +20,10 @@ import pytest
 
 from dataflow.errors import ConfigError
 from dataflow.rewards.user import gsm8k
+from dataflow.rewards.user.function import build_reward, load_reward
 from dataflow.rewards.user.processes import Pool, WorkerDied
 from dataflow.rewards.user.worker import Recipe, WorkerError, recipe_of
-from dataflow.usercode.load import build_reward, describe, load_reward
+from dataflow.usercode.load import describe
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 
@@ -401,7 +402,7 @@ def test_settings_that_cannot_be(path: str) -> None:
 
 MAIN = """
 import asyncio, sys
-from dataflow.usercode.load import build_reward, load_reward
+from dataflow.rewards.user.function import build_reward, load_reward
 from dataflow.rewards.user.processes import Pool
 from dataflow.rewards.user.worker import recipe_of
 

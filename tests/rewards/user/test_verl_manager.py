@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.user.managers import LengthUnknown, build_manager
+from dataflow.rewards.user.build import build_manager
+from dataflow.rewards.user.managers import LengthUnknown
 from dataflow.rewards.user.verl_manager import InexactResponse, row_of
 from dataflow.usercode.load import is_async, name_of
 
@@ -118,7 +119,7 @@ def test_a_tokenizer_by_its_path(verl_path: str, tiny_qwen: Path) -> None:
 
 
 def test_what_verls_managers_need(verl_path: str) -> None:
-    with pytest.raises(ConfigError, match="'Mine' is one of verl's, which decode the response: give the option 'token"):
+    with pytest.raises(ConfigError, match="'Mine' decodes responses, as verl's managers do: give the option 'token"):
         build_manager("Mine", equal, verl_path)
     with pytest.raises(ConfigError, match=r"'Mine' cannot be built with .*unexpected keyword argument 'worker'"):
         build_manager("Mine", equal, verl_path, tokenizer=Letters(), worker=3)

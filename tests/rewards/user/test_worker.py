@@ -13,8 +13,9 @@ import pytest
 
 from dataflow.errors import ConfigError
 from dataflow.rewards.user import gsm8k
+from dataflow.rewards.user.function import build_reward, load_reward
 from dataflow.rewards.user.worker import Recipe, WorkerError, read_reply, recipe_of, reply_of
-from dataflow.usercode.load import build_reward, describe, load_reward
+from dataflow.usercode.load import describe
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 

@@ -1,0 +1,88 @@
+"""Builds the reward manager that a configuration names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from dataflow.errors import ConfigError, nearest
+from dataflow.rewards.user.managers import MANAGERS
+from dataflow.rewards.user.verl_manager import VerlManager
+from dataflow.usercode.copies import own_options
+from dataflow.usercode.failures import is_interrupt
+from dataflow.usercode.load import describe, load_file, pick
+
+
+def build_manager(
+    name: str, compute_score: Any, path: str | None = None, *, tokenizer: Any = None, **options: Any
+) -> Any:
+    """Returns a manager around a reward.
+
+    Args:
+        name: a registered manager, or a class in the file.
+        compute_score: a function, or an object with ``compute_score``.
+        path: Python file that defines the class. The class takes the reward and the options, or has ``run_single`` as
+            verl's reward loop requires: see :class:`~dataflow.rewards.user.verl_manager.VerlManager`.
+        tokenizer: the model's tokenizer or its path; only for classes with ``run_single``.
+        options: of the manager.
+
+    Raises:
+        ConfigError: the name is unknown, or an option is unknown, missing or invalid.
+    """
+    what = f"reward manager '{name}'"
+    options = own_options(options)
+    kind = find_manager(name, path, options)
+    if callable(getattr(kind, "run_single", None)):
+        return VerlManager(compute_score, kind, tokenizer=tokenizer, **options)
+    try:
+        manager = kind(compute_score, **options)
+    except ConfigError:
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise ConfigError(f"{what} cannot be built: {describe(error)}.") from error
+    if not callable(getattr(manager, "compute_score", None)):
+        raise ConfigError(f"{what}: class '{kind.__name__}' has neither compute_score nor verl's run_single.")
+    return manager
+
+
+def find_manager(name: str, path: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
+    """Returns a manager's class. Cheap enough to be called before a run starts, as a check.
+
+    Raises:
+        ConfigError: the name is unknown, or an option is unknown or missing.
+    """
+    what = f"reward manager '{name}'"
+    kind = _find(name, path)
+    if not isinstance(kind, type):
+        raise ConfigError(f"{what} is a {type(kind).__name__}; give a class.")
+    if not callable(getattr(kind, "run_single", None)):
+        _check_options(what, kind, options or {})
+    return kind
+
+
+def _find(name: str, path: str | None) -> Any:
+    if path is not None:
+        where = f"reward manager '{name}': path={path}"
+        module = load_file(path, where)
+        if getattr(module, name, None) is not None or name not in MANAGERS:
+            return pick(module, name, where)
+    if name not in MANAGERS:
+        hint = nearest(name, MANAGERS) or f"; give {', '.join(MANAGERS)}, or the path of a file that defines it."
+        raise ConfigError(f"reward manager '{name}' is unknown{hint}")
+    return MANAGERS[name]
+
+
+def _check_options(what: str, kind: type, options: Mapping[str, Any]) -> None:
+    parameters = list(inspect.signature(kind).parameters.values())[1:]
+    takes = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        for option in options:
+            if option not in takes:
+                hint = nearest(option, takes) or f"; it takes {', '.join(takes) or 'none'}."
+                raise ConfigError(f"{what} takes no option '{option}'{hint}")
+    for each in parameters:
+        if each.name in takes and each.default is each.empty and each.name not in options:
+            raise ConfigError(f"{what} needs the option '{each.name}'.")
