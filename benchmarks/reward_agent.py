@@ -40,7 +40,8 @@ from dataflow.executors.base import Call
 from dataflow.graph import Hosted, TaskInfo
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.decode import decoder
-from dataflow.rewards.judge.judge import Judge, messages
+from dataflow.rewards.judge.judge import Judge
+from dataflow.rewards.judge.prompt import messages
 from dataflow.rewards.judge.server import start_judge
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.stages.reward import reward_collect, reward_request

@@ -19,9 +19,8 @@ from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.system.children import safe_path
+from dataflow.system.loopback import ADDRESS
 from dataflow.system.supervisor import report
-
-LOOPBACK = "127.0.0.1"
 
 
 class LocalRay:
@@ -164,7 +163,7 @@ def _start_node(num_cpus: int, on_end: Callable[[], None]) -> Any:
         return Head(
             RayParams(
                 num_cpus=num_cpus,
-                node_ip_address=LOOPBACK,
+                node_ip_address=ADDRESS,
                 include_dashboard=False,
                 include_log_monitor=False,
                 no_monitor=True,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.rewards.judge import judge
+from dataflow.rewards.judge import judge, prompt
 from dataflow.rewards.user import gsm8k
 from dataflow.tools.formats import Hermes
 from dataflow.tools.toolbox import without
@@ -68,28 +68,28 @@ def test_the_last_number_is_the_one_it_was(text: str) -> None:
     assert gsm8k.extract(text, "flexible") == (gsm8k._plain(found[-1]) if found else None)
 
 
-@pytest.mark.parametrize("piece", [*judge._PARTS, "\n", "<", "score: 1 ", "score:", " "])
+@pytest.mark.parametrize("piece", [*prompt._PARTS, "\n", "<", "score: 1 ", "score:", " "])
 def test_replies_and_problems(piece: str) -> None:
-    system = judge.messages("q", "r", "s")[0]
-    for user in (repeated(piece), judge._PARTS[0] + repeated(piece), "".join(judge._PARTS[:3]) + repeated(piece)):
+    system = prompt.messages("q", "r", "s")[0]
+    for user in (repeated(piece), prompt._PARTS[0] + repeated(piece), "".join(prompt._PARTS[:3]) + repeated(piece)):
         with suppress(ValueError):  # it holds no problem to grade
-            judge.read_messages([system, {"role": "user", "content": user}])
-        judge.Template("{response}" + user.replace("{", ""), "template")
+            prompt.read_messages([system, {"role": "user", "content": user}])
+        prompt.Template("{response}" + user.replace("{", ""), "template")
     with pytest.raises(judge.JudgeError):
         judge.parse_score(repeated(piece) + " x")
 
 
-@given(st.lists(st.sampled_from([*judge._PARTS, "a", "\n", "</response>"]), max_size=9).map("".join), st.booleans())
+@given(st.lists(st.sampled_from([*prompt._PARTS, "a", "\n", "</response>"]), max_size=9).map("".join), st.booleans())
 def test_a_problem_is_read_as_it_was(text: str, framed: bool) -> None:
-    head, middle, last, tail = judge._PARTS
+    head, middle, last, tail = prompt._PARTS
     user = f"{head}{text}{middle}q{last}{text}{tail}" if framed else text
     found = FIELDS.fullmatch(user)
-    chat = [judge.messages("q", "r", "s")[0], {"role": "user", "content": user}]
+    chat = [prompt.messages("q", "r", "s")[0], {"role": "user", "content": user}]
     if found is None:
         with pytest.raises(ValueError, match="no problem"):
-            judge.read_messages(chat)
+            prompt.read_messages(chat)
     else:
-        assert judge.read_messages(chat) == (found[2], found[1], found[3], "strict")
+        assert prompt.read_messages(chat) == (found[2], found[1], found[3], "strict")
 
 
 @pytest.mark.parametrize(
@@ -114,3 +114,13 @@ def test_the_same_tokens_are_taken_out_as_before(text: str) -> None:
     while found := next((token for token in TOKENS if token in left), None):
         left = left.replace(found, "")
     assert without(text, TOKENS) == left
+
+
+@pytest.mark.parametrize("piece", ["a", "a.", "Error", "Exception.", ".", ": "])
+def test_the_error_of_a_worker_is_found_in_linear_time(piece: str) -> None:
+    from dataflow.engines.vllm import multi_process  # imports torch
+
+    assert multi_process._ERROR.search(repeated(piece)) is None
+    found = multi_process._ERROR.search(f"{repeated(piece)}\n(worker) torch.cuda.OutOfMemoryError: no room left\n")
+    assert found is not None
+    assert found[0] == "torch.cuda.OutOfMemoryError: no room left"

@@ -17,7 +17,7 @@ from dataflow.engines.vllm.thread import drawn_of
 from dataflow.errors import ConfigError, DataError
 from dataflow.system.children import safe_path
 
-_ERROR = re.compile(r"\b(?:\w+\.)*\w*(?:Error|Exception): .+$", re.MULTILINE)
+_ERROR = re.compile(r"(?<![\w.])[\w.]*+(?:(?<=Error)|(?<=Exception)): .+$", re.MULTILINE)
 _ELSEWHERE = re.compile(r"root cause|initialization failed", re.IGNORECASE)
 
 

@@ -1,4 +1,4 @@
-"""The run's own judge, built anew when it dies, behind a socket that outlives it."""
+"""The run's own judge server, restarted when it dies, behind a socket that stays open."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from loguru import logger
 
 from dataflow.errors import RunError
 from dataflow.rewards.judge.server import BACKLOG, JudgeProcess, start_judge
+from dataflow.system.loopback import ADDRESS
 
 RESTARTS = 3
-"""Deaths of one run's judge that it survives, as many as of its engine and of its reward agent."""
+"""Restarts of the judge in one run; as many as of the engine and of the reward agent."""
 
 
 class JudgeKeeper:
-    """Starts a judge server, and starts it again when it dies; a context manager.
+    """Starts a judge server and restarts it when it dies; a context manager.
 
-    The listening socket is this process's, and each server inherits it: connections made meanwhile wait for the new
-    one, and requests that were in flight fail with a connection error, which is retried.
+    Each server inherits this process's listening socket: connections made during a restart wait for the new server.
+    Requests in flight fail with a connection error, which is retried.
 
     Args:
         latency, time_scale, seed: see :func:`~dataflow.rewards.judge.server.start_judge`.
-        on_lost: called from another thread when the judge is not started again.
+        on_lost: called from another thread when the judge cannot be restarted.
 
     Attributes:
-        url: where it listens.
-        deaths: of the server so far.
+        url: of the server.
+        deaths: of servers so far.
     """
 
     def __init__(self, latency: str, time_scale: float, seed: int, on_lost: Callable[[RunError], None]) -> None:
         self._arguments = (latency, time_scale, seed)
         self._on_lost = on_lost
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener = socket.create_server((ADDRESS, 0), backlog=BACKLOG)
+        self.url = f"http://{ADDRESS}:{self._listener.getsockname()[1]}"
         self.deaths = 0
         self._closed = False
         self._lock = threading.Lock()
@@ -43,7 +44,7 @@ class JudgeKeeper:
 
     @property
     def pid(self) -> int:
-        """Of the server that is up now."""
+        """Process id of the current server."""
         return self._process.pid
 
     def __enter__(self) -> JudgeKeeper:
@@ -68,7 +69,7 @@ class JudgeKeeper:
     def _watch(self) -> None:
         while True:
             self._process.wait()
-            # Held while a new one starts: closing ends that one, not the dead one.
+            # Held during a restart, so that close() ends the new server, not the dead one.
             with self._lock:
                 if self._closed:
                     return
@@ -78,11 +79,11 @@ class JudgeKeeper:
                     if self.deaths > RESTARTS:
                         raise RunError(
                             f"the run's own judge died {self.deaths} times (killed, or out of memory); free memory, or "
-                            "let judge.url name a judge that runs elsewhere."
+                            "set judge.url to a judge that runs elsewhere."
                         )
                     logger.warning(
                         f"the run's own judge died (killed, or out of memory): restart {self.deaths} of {RESTARTS}; "
-                        "requests in flight are sent again."
+                        "requests in flight are retried."
                     )
                     self._start()
                 except RunError as error:

@@ -1,9 +1,9 @@
-"""A judge on loopback: grades by the GSM8K rule after a random delay, as a slow remote one would.
+"""A judge server on loopback that grades by the GSM8K rule after a random delay, like a slow remote judge.
 
     python -m dataflow.rewards.judge.server --latency uniform:1:40 --time-scale 0.02 --seed 0 --port 0
 
-prints ``{"port": N, ...}`` on one line when it is ready. It ends on SIGTERM, or when its standard input ends,
-so that it never outlives the process that started it.
+prints ``{"port": N, ...}`` on one line when it is ready. It ends on SIGTERM and at the end of its standard input, so
+that it never outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from typing import IO, TYPE_CHECKING, Any
 
 from dataflow.distribution import parse_distribution
 from dataflow.errors import ConfigError, DataflowError, RunError
-from dataflow.rewards.judge.judge import read_messages
-from dataflow.rewards.limits.budget import estimate
+from dataflow.rewards.judge.budget import estimate
+from dataflow.rewards.judge.prompt import read_messages
 from dataflow.rewards.user.gsm8k import compute_score
 from dataflow.system.children import command
+from dataflow.system.loopback import ADDRESS
 
 if TYPE_CHECKING:
     from aiohttp import web
 
     from dataflow.distribution import Distribution
 
-BACKLOG = 4096  # connections that may wait to be accepted, as far as net.core.somaxconn lets them
+BACKLOG = 4096  # connections that may wait to be accepted; net.core.somaxconn may lower it
 _FILES = 1 << 16
 
 
 def grade(chat: list[dict[str, str]]) -> float:
-    """Returns the score of the response in a chat that :func:`dataflow.rewards.judge.judge.messages` made.
+    """Returns the score of the response in a chat that :func:`dataflow.rewards.judge.prompt.messages` made.
 
     Raises:
-        ValueError: it is another chat.
+        ValueError: the chat has another form.
     """
     question, reference, response, method = read_messages(chat)
     score = compute_score("openai/gsm8k", response, reference, {"question": question}, method=method)
@@ -57,8 +58,8 @@ def application(distribution: Distribution, time_scale: float, seed: int) -> web
 
     Args:
         distribution: of the delays, in seconds.
-        time_scale: what the delays are multiplied by.
-        seed: of their random numbers, drawn in order of arrival.
+        time_scale: factor on the delays.
+        seed: of the delays, which are drawn in order of arrival.
     """
     from aiohttp import web
 
@@ -84,16 +85,16 @@ def application(distribution: Distribution, time_scale: float, seed: int) -> web
 
 
 def completion(body: Mapping[str, Any], content: str, name: str) -> dict[str, Any]:
-    """Returns the reply to a request, its usage estimated from the lengths of the texts."""
-    asked = estimate(sum(len(turn["content"]) for turn in body["messages"]))
-    replied = estimate(len(content))
+    """Returns the reply to a request; its usage is estimated from the lengths of the texts."""
+    prompt = estimate(sum(len(turn["content"]) for turn in body["messages"]))
+    reply = estimate(len(content))
     return {
         "id": name,
         "object": "chat.completion",
         "created": int(time.time()),
         "model": body.get("model", "judge"),
         "choices": [{"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": asked, "completion_tokens": replied, "total_tokens": asked + replied},
+        "usage": {"prompt_tokens": prompt, "completion_tokens": reply, "total_tokens": prompt + reply},
     }
 
 
@@ -101,9 +102,9 @@ async def serve(app: web.Application, port: int, *, listener: int | None = None,
     """Serves on loopback until SIGTERM, SIGINT or the end of standard input; prints its address first.
 
     Args:
-        app: what to serve.
+        app: the application.
         port: 0 takes a free one.
-        listener: the descriptor of a listening socket, in place of a port.
+        listener: descriptor of a listening socket, in place of a port.
         options: of aiohttp's AppRunner.
     """
     from aiohttp import web
@@ -113,23 +114,23 @@ async def serve(app: web.Application, port: int, *, listener: int | None = None,
         loop.add_signal_handler(number, stop.set)
 
     def watch() -> None:
-        # os.read, not sys.stdin: a thread that holds the buffer's lock would abort the interpreter's exit.
+        # Not sys.stdin: a thread that holds its buffer's lock aborts the interpreter at exit.
         while os.read(0, 4096):
             pass
         loop.call_soon_threadsafe(stop.set)
 
     _allow_files()
-    # Who waits for a delay that is being slept through gets no answer any more: nobody is left to read it.
+    # Requests whose delay is not over get no reply: the run that sent them has ended.
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, keepalive_timeout=3600.0, **options)
     await runner.setup()
     try:
-        # An agent opens all its connections at once.
+        # An agent opens all its connections at once, hence the backlog.
         if listener is None:
-            await web.TCPSite(runner, "127.0.0.1", port, backlog=BACKLOG).start()
+            await web.TCPSite(runner, ADDRESS, port, backlog=BACKLOG).start()
         else:
             await web.SockSite(runner, socket.socket(fileno=listener), backlog=BACKLOG).start()
         bound = runner.addresses[0][1]
-        print(json.dumps({"port": bound, "url": f"http://127.0.0.1:{bound}"}), flush=True)
+        print(json.dumps({"port": bound, "url": f"http://{ADDRESS}:{bound}"}), flush=True)
         threading.Thread(target=watch, daemon=True).start()
         await stop.wait()
     finally:
@@ -137,7 +138,7 @@ async def serve(app: web.Application, port: int, *, listener: int | None = None,
 
 
 def _allow_files() -> None:
-    """Lets the process hold many connections, if the system does: the usual soft limit is 1,024 files."""
+    """Raises the soft limit on open files, usually 1,024, as far as the system allows."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -150,7 +151,7 @@ class JudgeProcess:
     """A running judge server; a context manager.
 
     Attributes:
-        url: where it listens.
+        url: of the server.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
@@ -162,7 +163,7 @@ class JudgeProcess:
         return self._process.pid
 
     def wait(self) -> None:
-        """Waits until the server has ended, by whatever."""
+        """Waits until the server has ended."""
         self._process.wait()
 
     def close(self) -> None:
@@ -186,18 +187,18 @@ class JudgeProcess:
 def start_judge(
     latency: str, time_scale: float = 1.0, seed: int = 0, *, deadline_s: float = 30.0, listener: int | None = None
 ) -> JudgeProcess:
-    """Starts a judge server on a free port of this machine, or on a socket that listens.
+    """Starts a judge server on a free port of this machine, or on a listening socket.
 
     Args:
         latency: a distribution, see :func:`~dataflow.distribution.parse_distribution`, in seconds.
-        time_scale: what its delays are multiplied by.
+        time_scale: factor on its delays.
         seed: of the delays.
-        deadline_s: seconds it has to come up.
-        listener: the descriptor of the socket, which the server inherits; it listens on after the server's death.
+        deadline_s: for its start, in seconds.
+        listener: descriptor of the socket, which the server inherits and which stays open when the server dies.
 
     Raises:
         ConfigError: a bad distribution or scale.
-        RunError: it did not come up.
+        RunError: it did not start in time.
     """
     parse_distribution(latency)
     _check_scale(time_scale)
@@ -212,10 +213,10 @@ def start_server(arguments: Sequence[str], deadline_s: float, inherits: Sequence
     """Starts a process that calls :func:`serve`.
 
     Raises:
-        RunError: it did not come up in so many seconds.
+        RunError: it did not start within ``deadline_s``.
     """
     with tempfile.TemporaryFile() as errors:
-        # A session of its own: Ctrl-C goes to the run, which ends the judge after its last request.
+        # In a session of its own, so that Ctrl-C reaches only the run, which ends the judge after its last request.
         process = subprocess.Popen(
             arguments,
             stdin=subprocess.PIPE,
@@ -232,14 +233,14 @@ def start_server(arguments: Sequence[str], deadline_s: float, inherits: Sequence
             if not isinstance(error, ValueError | LookupError):
                 raise
             errors.seek(0)
-            said = errors.read().decode(errors="replace").strip().splitlines()
-            reason = said[-1] if said else f"no answer within {deadline_s:g} s"
+            lines = errors.read().decode(errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else f"no answer within {deadline_s:g} s"
             raise RunError(f"the judge server did not start: {reason}.") from error
     return JudgeProcess(process, url)
 
 
 def _first_line(stream: IO[bytes], deadline_s: float) -> bytes:
-    """Returns the first line, or what there is of it when the time is over or the stream ends."""
+    """Returns the first line, or its beginning if the deadline passes or the stream ends."""
     line, end = b"", time.monotonic() + deadline_s
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
@@ -276,7 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--time-scale", type=float, default=1.0, help="multiplies every delay")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    parser.add_argument("--listener", type=int, help="a descriptor of a listening socket, in place of --port")
+    parser.add_argument("--listener", type=int, help="descriptor of a listening socket, in place of --port")
     given: Any = parser.parse_args(arguments)
     import uvloop
 

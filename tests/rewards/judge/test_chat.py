@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge import chat
-from dataflow.rewards.judge.chat import JudgeError, JudgeTimeout, make_chat
+from dataflow.rewards.judge import chat, errors, reply
+from dataflow.rewards.judge.chat import make_chat
+from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout
 from dataflow.rewards.judge.judge import Judge
 from tests.faults.server import FaultServer
 
@@ -267,9 +268,9 @@ def test_an_endless_error_is_cut() -> None:
             while True:
                 yield b"x" * 1000
 
-        text = await chat.beginning_of_error(pieces())
-        assert len(text) == chat.ERROR_BYTES
-        assert len(str(chat.refused("http://h", 500, {}, text))) < 300
+        text = await reply.beginning_of_error(pieces(), {})
+        assert len(text) == reply.ERROR_BYTES
+        assert len(str(errors.refused("http://h", 500, {}, text))) < 300
 
     asyncio.run(body())
 
@@ -277,7 +278,7 @@ def test_an_endless_error_is_cut() -> None:
 def test_a_certificate_that_does_not_fit_is_not_tried_again() -> None:
     wrapped = OSError("cannot connect")
     wrapped.__cause__ = ssl.SSLCertVerificationError("Hostname mismatch")
-    error = chat.broken("https://h", wrapped, 1.0)
+    error = errors.broken("https://h", wrapped, 1.0)
     assert "Hostname mismatch" in str(error)
     assert not error.retry
     assert "certificate" in error.fix

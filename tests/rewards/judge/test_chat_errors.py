@@ -19,8 +19,8 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Retry, RewardAgent
-from dataflow.rewards.judge import chat
-from dataflow.rewards.judge.chat import JudgeError
+from dataflow.rewards.judge import reply
+from dataflow.rewards.judge.errors import JudgeError
 from dataflow.rewards.judge.judge import Judge
 from dataflow.system.redaction import keep_secret
 from tests.rewards.judge import certificates
@@ -91,11 +91,11 @@ LENGTH = f"Content-Length: {len(SAID)}"
 # What the server sends, and what is left of its text.
 AWKWARD: dict[str, tuple[list[bytes | None], str]] = {
     "slow": ([head(503, "Content-Length: 100"), b"no such", ENDLESS], "no such"),
-    "silent": ([head(503, "Content-Length: 100"), ENDLESS], "without a word"),
+    "silent": ([head(503, "Content-Length: 100"), ENDLESS], "without a message"),
     "chunked": ([head(503, "Transfer-Encoding: chunked"), b"7\r\nno such\r\n", ENDLESS], "no such"),
     "endless": ([head(503), *[b"no such luck " * 8000] * 40], "no such luck"),
     "broken off": ([head(503, "Content-Length: 100"), b"no such"], "no such"),
-    "empty": ([head(503, "Content-Length: 0")], "without a word"),
+    "empty": ([head(503, "Content-Length: 0")], "without a message"),
     "bomb": ([head(503, "Content-Encoding: gzip", f"Content-Length: {len(BOMB)}"), BOMB], "\\x00"),
     "packed": ([head(503, "Content-Encoding: gzip"), gzip.compress(SAID)], "no such luck"),
     "deflated": ([head(503, "Content-Encoding: deflate"), zlib.compress(SAID)], "no such luck"),
@@ -154,14 +154,14 @@ def test_a_reply_that_is_packed_though_it_was_not_asked_to(client: str) -> None:
     error = asked([head(200, "Content-Encoding: gzip"), BOMB], client=client)
     assert "over 4,194,304 bytes" in str(error)
     error = asked([head(200, "Content-Encoding: br"), b"\x0b\x02\x80"], client=client)
-    assert "in the encoding 'br', which was not asked for" in str(error)
+    assert "in the encoding 'br', which was not requested" in str(error)
 
 
 @clients
 def test_a_secret_in_the_name_of_an_encoding_is_masked(client: str) -> None:
     keep_secret("Zq7Wm3Lk9pTx2vNb8RcYd5Hs4")
     error = asked([head(200, "Content-Encoding: Zq7Wm3Lk9pTx2vNb8RcYd5Hs4"), b"{}"], client=client)
-    assert "in the encoding '***', which was not asked for" in str(error)
+    assert "in the encoding '***', which was not requested" in str(error)
 
 
 # --- TLS -------------------------------------------------------------------------------------------------------
@@ -294,4 +294,4 @@ def test_no_error_of_the_http_client_is_chained() -> None:
         error = asked(sent)
         assert isinstance(error, JudgeError)
         assert (error.__cause__, error.__context__) == (None, None)
-    assert chat.ERROR_S < 1
+    assert reply.ERROR_S < 1

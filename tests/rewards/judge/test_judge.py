@@ -16,15 +16,9 @@ from aiohttp import web
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, RewardFailed
 from dataflow.rewards.judge.chat import AiohttpChat
-from dataflow.rewards.judge.judge import (
-    Judge,
-    JudgeError,
-    Template,
-    messages,
-    parse_score,
-    question_of,
-    read_messages,
-)
+from dataflow.rewards.judge.errors import JudgeError
+from dataflow.rewards.judge.judge import Judge, parse_score
+from dataflow.rewards.judge.prompt import Template, messages, question_of, read_messages
 from dataflow.rewards.judge.server import JudgeProcess, start_judge
 
 pytestmark = pytest.mark.timeout(90)
@@ -328,7 +322,7 @@ def test_scores_of_another_form_and_range() -> None:
     for content, message in (
         ("rating: 0", "the judge's score 0 is outside 1..10: 'rating: 0'"),
         ("rating: 1 or rating: 2", "has 2 matches of judge.score_pattern="),
-        ("rating: none", "'none' is no number"),
+        ("rating: none", "'none' is not a number"),
         ("rating: 1.2.3", "'1.2.3' is no number"),
         ("Score: 1", "has 0 matches"),
     ):
@@ -415,8 +409,8 @@ def test_the_tokens_of_a_request_are_estimated_before_it() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "localhost:80"}, "judge.url=localhost:80 is no address"),
-        ({"url": "http://h:99999"}, "judge.url=http://h:99999 is no address"),
+        ({"url": "localhost:80"}, "judge.url=localhost:80 is not an address"),
+        ({"url": "http://h:99999"}, "judge.url=http://h:99999 is not an address"),
         ({"url": []}, "names no server"),
         ({"url": ["http://h", "http://h/v1"]}, "names a server twice"),
         ({"method": "flexibel"}, "did you mean 'flexible'?"),
@@ -429,18 +423,18 @@ def test_the_tokens_of_a_request_are_estimated_before_it() -> None:
         ({"template": "{response} {a} {b}"}, "unknown placeholder {a}, {b}; known are {question}, {reference}, {res"),
         ({"system": "in \\boxed{answer}"}, "judge.system: unknown placeholder {answer}; known are"),
         ({"template": "no/such/file.txt"}, "judge.template=no/such/file.txt cannot be read"),
-        ({"score_pattern": "(a"}, "is no regular expression"),
+        ({"score_pattern": "(a"}, "is not a regular expression"),
         ({"score_pattern": "a"}, "has 0 groups; give one"),
         ({"score_range": (1, 1)}, "judge.score_range=(1, 1)"),
         ({"score_range": (0, float("inf"))}, "judge.score_range="),
-        ({"options": {"messages": []}}, "may not hold 'messages'"),
+        ({"options": {"messages": []}}, "may not contain 'messages'"),
         ({"options": {"a": {1}}}, "cannot be sent as JSON"),
         ({"max_tokens": 0}, "judge.max_tokens=0"),
         ({"max_cost": 1}, "needs prices"),
         ({"max_reply_bytes": 0}, "judge.max_reply_bytes=0"),
-        ({"url": "https://h/v1?key=abc"}, "judge.url=https://h/v1?...: an address with a query cannot be asked"),
-        ({"url": "https://me:pass@"}, "is no address"),
-        ({"url": "https://me:pass@h", "api_key_env": "PATH"}, "judge.url holds a password, too; give one of the two"),
+        ({"url": "https://h/v1?key=abc"}, "judge.url=https://h/v1?...: an address with a query is not supported"),
+        ({"url": "https://me:pass@"}, "is not an address"),
+        ({"url": "https://me:pass@h", "api_key_env": "PATH"}, "judge.url also holds a password; give one of the two"),
         ({"api_key_env": "sk-abc-123"}, "judge.api_key_env takes the name of an environment variable"),
     ],
 )

@@ -18,7 +18,8 @@ import pytest
 
 from dataflow.errors import ConfigError, RunError
 from dataflow.rewards.judge import server as judge_server
-from dataflow.rewards.judge.judge import Judge, JudgeError, messages
+from dataflow.rewards.judge.judge import Judge, JudgeError
+from dataflow.rewards.judge.prompt import messages
 from dataflow.rewards.judge.server import JudgeProcess, start_judge
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]

@@ -1,6 +1,6 @@
-"""Budget: what a judge's replies have used, and the end of its calls when that was enough.
+"""Budget: counts the tokens of a judge's replies and stops its calls at a limit.
 
-It counts what comes back: a call that is cut off before its reply is not seen, though a provider may charge for it.
+Only replies count: a call that is cancelled before its reply is not seen, although a provider may charge for it.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge.chat import JudgeError
+from dataflow.rewards.judge.errors import JudgeError
 
 CHARACTERS = 4
-"""Characters of text that are taken for one token where nobody counted."""
+"""Characters of text that count as one token in estimates."""
 
-_CACHE = "with reward.cache=runs/NAME/rewards.sqlite the next run asks for nothing that this one paid for"
+_CACHE = "with reward.cache=runs/NAME/rewards.sqlite the next run reuses the answers of this one"
 
 
 class BudgetSpent(JudgeError):
-    """The judge has used what it may use; no further call is made."""
+    """The judge has used up its budget; no further call is made."""
 
     fatal = True
 
 
 class Budget:
-    """The use of one judge in one process, from its making on.
+    """The tokens that one judge object has used.
 
     Args:
-        max_tokens: prompt and reply together; None for no limit.
+        max_tokens: prompts and replies together; None for no limit.
         max_cost: in the currency of the prices; None for no limit.
-        price_per_million: of prompt and of reply tokens.
+        price_per_million: of prompt tokens and of reply tokens.
 
     Raises:
-        ConfigError: a limit that is not above 0, a cost without prices.
+        ConfigError: a limit is not above 0, or there is a maximum cost without prices.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class Budget:
 
     @property
     def tokens(self) -> int:
-        """Prompt and reply together."""
+        """Tokens of prompts and replies together."""
         return self.prompt_tokens + self.completion_tokens
 
     @property
     def cost(self) -> float:
-        """In the currency of the prices; 0 without any."""
+        """Cost so far, in the currency of the prices; 0 without prices."""
         return (self.prompt_tokens * self._prices[0] + self.completion_tokens * self._prices[1]) / 1e6
 
     def check(self) -> None:
-        """Call it before each request; those that are on their way are paid for and are not held up.
+        """Raises if the budget is used up; called before each request. Requests in flight are not affected.
 
         Raises:
-            BudgetSpent: nothing is left.
+            BudgetSpent: the budget is used up.
         """
         if self._max_tokens is not None and self.tokens >= self._max_tokens:
             raise self._spent(f"{self.tokens:,} of {self._max_tokens:,} tokens", "judge.max_tokens")
@@ -85,50 +85,54 @@ class Budget:
             fix=f"raise {key}; {_CACHE}",
         )
 
-    def count(self, usage: Any, asked: int, replied: int) -> int | None:
+    def count(self, usage: Any, prompt_characters: int, reply_characters: int) -> int | None:
         """Counts one reply.
 
         Args:
-            usage: its ``usage``, whatever that is.
-            asked: characters of the prompt.
-            replied: characters of the reply.
+            usage: the field ``usage`` of the reply, unchecked.
+            prompt_characters: length of the prompt.
+            reply_characters: length of the reply.
 
         Returns:
-            The tokens it used, None if the server does not say.
+            The tokens it used; None if the server does not state them.
         """
         self.calls += 1
         prompt, completion, total = _read(usage)
-        said = prompt > 0  # else there is no usage, or a server fills in zeros
-        if said:
-            # Some leave a model's thoughts out of the completion, but charge for them.
+        stated = prompt > 0  # else there is no usage, or the server fills in zeros
+        if stated:
+            # Some servers exclude reasoning from the completion, but charge for it.
             completion = max(completion, total - prompt)
         else:
-            prompt, completion = estimate(asked), estimate(replied)
+            prompt, completion = estimate(prompt_characters), estimate(reply_characters)
             self.tokens_estimated += prompt + completion
         self.prompt_tokens += prompt
         self.completion_tokens += completion
-        return prompt + completion if said else None
+        return prompt + completion if stated else None
 
     def usage(self) -> dict[str, float]:
-        """Returns ``tokens``, the ``prompt_tokens`` and ``completion_tokens`` in it, ``tokens_estimated``, the part
-        of it that no server said, ``cost`` and ``calls``, the replies that were counted."""
+        """Returns the counts so far.
+
+        Returns:
+            ``tokens``; ``prompt_tokens`` and ``completion_tokens``, its parts; ``tokens_estimated``, how many of them
+            are estimates; ``cost``; ``calls``, the number of replies.
+        """
         names = ("tokens", "prompt_tokens", "completion_tokens", "tokens_estimated", "cost", "calls")
         return {name: getattr(self, name) for name in names}
 
     def reply_tokens(self) -> int:
-        """Returns what a reply takes on average so far; a guess before the first."""
+        """Returns the mean number of tokens of a reply so far; a guess before the first."""
         return math.ceil(self.completion_tokens / self.calls) if self.calls else 64
 
 
 def _read(usage: Any) -> tuple[int, int, int]:
-    said = usage if isinstance(usage, Mapping) else {}
-    numbers = (said.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens"))
+    fields = usage if isinstance(usage, Mapping) else {}
+    numbers = (fields.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens"))
     prompt, completion, total = (n if isinstance(n, int) and n > 0 else 0 for n in numbers)
     return prompt, completion, total
 
 
 def estimate(characters: int) -> int:
-    """Returns the tokens of a text of so many characters.
+    """Returns the estimated number of tokens of a text, given its length in characters.
 
     >>> estimate(9)
     3

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge.chat import JudgeError
+from dataflow.rewards.judge.budget import Budget, BudgetSpent, estimate
+from dataflow.rewards.judge.errors import JudgeError
 from dataflow.rewards.judge.judge import Judge
-from dataflow.rewards.limits.budget import Budget, BudgetSpent, estimate
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -25,7 +25,7 @@ class Canned:
         self.gate = asyncio.Barrier(together)
         self.asked = 0
 
-    async def ask(self, url: str, body: bytes) -> bytes:
+    async def send(self, url: str, body: bytes) -> bytes:
         self.asked += 1
         await self.gate.wait()
         return self.raw

@@ -1,0 +1,178 @@
+"""The errors of a judge: what went wrong, what to do about it, and whether another try may succeed.
+
+Messages are redacted, and the HTTP clients' own errors, which hold headers, are not chained: no secret that a server
+echoes gets out.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+from dataflow.rewards.retry import may_pass, read_retry_after
+from dataflow.system.redaction import redact
+
+CONNECT_S = 30.0
+"""Seconds for connecting if no other time-out is set."""
+
+_QUOTED = 1000  # characters of a server's text that are searched for secrets before it is shortened
+_PLAIN_TO_TLS = ("plain HTTP request was sent to HTTPS port", "HTTP request to an HTTPS server")
+_UP = "see that the judge at judge.url is up and can be reached from this machine"
+_TLS = "give judge.url https:// in place of http://: the server speaks TLS at this port"
+_NO_TLS = "give judge.url http:// in place of https://, or the port of https: the server speaks no TLS at this port"
+_UNKNOWN_AUTHORITY = (
+    "write the certificate of the authority that signed it (of a self-signed one, itself) into a PEM file and start "
+    "the run with the environment variable SSL_CERT_FILE naming that file"
+)
+_CERTIFICATES = {
+    9: "correct the clock of this machine or of the server: the certificate is not valid yet",
+    10: "renew the certificate on the server, or correct the clock of this machine: the certificate has expired",
+    23: "renew the certificate on the server: it has been revoked",
+    62: "give judge.url the host name that its certificate is for",
+    64: "give judge.url the host name that its certificate is for, or one of its addresses",
+} | dict.fromkeys((2, 18, 19, 20, 21), _UNKNOWN_AUTHORITY)
+"""Fixes by OpenSSL's verify codes."""
+_NOT_TLS = (
+    "WRONG_VERSION_NUMBER",
+    "HTTP_REQUEST",
+    "RECORD_LAYER_FAILURE",
+    "PACKET_LENGTH_TOO_LONG",
+    "UNKNOWN_PROTOCOL",
+)
+
+_FIXES = {
+    400: "correct what the server objects to: judge.model, judge.options, or a prompt that is too long for the model",
+    401: "see that the environment variable that judge.api_key_env names holds a key that this server accepts",
+    404: "correct judge.url or judge.model: the server has no such address or no such model",
+    429: "lower reward.rpm or reward.concurrency",
+}
+_FIXES |= {422: _FIXES[400], 403: _FIXES[401]}
+
+
+class JudgeError(Exception):
+    """The judge did not return a score.
+
+    Attributes:
+        status: HTTP status of the reply, if that is the error.
+        retry: whether another try may succeed.
+        retry_after: seconds to wait before it, if the server states them.
+        fatal: whether the error ends the run, whatever the failure rule.
+        fix: what the user can do.
+    """
+
+    fatal = False
+    fix = "see that the judge at judge.url is up and replies with one line 'Score: <0..1>'"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        retry: bool = True,
+        retry_after: float | None = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(redact(message))
+        self.status = status
+        self.retry = retry
+        self.retry_after = retry_after
+        if fix:
+            self.fix = redact(fix)
+
+
+class JudgeTimeout(JudgeError, TimeoutError):
+    """The judge did not reply in time."""
+
+    fix = "raise judge.timeout, or lower reward.concurrency if the judge is overloaded"
+
+
+def overlong(url: str, max_bytes: int) -> JudgeError:
+    """Returns the error for a reply that is too long; it is not retried, as the next would cost as much."""
+    fix = (
+        "check which server answers there, and set judge.max_tokens_reply; judge.max_reply_bytes allows longer replies"
+    )
+    return JudgeError(f"{url} sent a reply of over {max_bytes:,} bytes, which was not read", retry=False, fix=fix)
+
+
+def refused(url: str, status: int, headers: Mapping[str, Any], text: str) -> JudgeError:
+    """Returns the error for a status other than 200, given the text of the reply."""
+    again = may_pass(status)
+    fix = _FIXES.get(status, "see the log of the server at judge.url" if again else "see what the server says")
+    if 300 <= status < 400:
+        fix = (
+            f"set judge.url to the address that it redirects to: {short(str(headers.get('Location', 'it names none')))}"
+        )
+    elif any(words in text for words in _PLAIN_TO_TLS):
+        fix = _TLS
+    wait_s = read_retry_after(headers) or None
+    message = f"{url} answered {status}: {short(_message_in(text)) or 'without a message'}"
+    return JudgeError(message, status=status, retry=again, retry_after=wait_s, fix=fix)
+
+
+def _message_in(text: str) -> str:
+    """Returns the message in the JSON of an error, or the text if it is not JSON."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return text
+
+
+def broken(url: str, error: BaseException, timeout: float | None) -> JudgeError:
+    """Returns the error for an exchange that failed before its reply was complete.
+
+    Args:
+        url: of the request.
+        error: what the HTTP client raised.
+        timeout: of the exchange, in seconds; None if only connecting was limited, to :data:`CONNECT_S`.
+    """
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    if any(isinstance(one, TimeoutError) for one in chain):
+        if timeout is None:
+            return JudgeTimeout(f"{url} could not be reached within {CONNECT_S:g} s")
+        return JudgeTimeout(f"{url} did not answer within {timeout:g} s (judge.timeout)")
+    if any(type(one).__name__ in ("ClientPayloadError", "IncompleteReadError") for one in chain):
+        return JudgeError(f"{url}: the connection broke in the middle of the reply", fix=_UP)
+    # The root cause says most: openai wraps it in 'Connection error.', or even in a time-out.
+    root = chain[-1]
+    message = f"{url}: {type(root).__name__}: {short(str(root))}".rstrip(": ")
+    fix, again = _fix_of(url, root)
+    return JudgeError(message, retry=again, fix=fix)
+
+
+def _fix_of(url: str, error: BaseException) -> tuple[str, bool]:
+    """Returns the fix for a failed connection, and whether another try may succeed."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _CERTIFICATES.get(
+            getattr(error, "verify_code", 0), "see that the certificate of the server is in order"
+        ), False
+    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        reason = str(error.reason)
+        if reason in _NOT_TLS:
+            return _NO_TLS, False
+        if "CERTIFICATE" in reason or "HANDSHAKE_FAILURE" in reason:
+            return (
+                "check what the server requires of clients: it may require a certificate, which a judge cannot send",
+                False,
+            )
+        return f"{_UP}, and which versions of TLS it speaks", True
+    if url.startswith("http://"):
+        # The server sent a TLS alert in place of an HTTP status line.
+        if "\x15\x03" in str(error) or "\\x15\\x03" in str(error):
+            return _TLS, False
+        if type(error).__name__ in ("ServerDisconnectedError", "RemoteProtocolError"):
+            return f"{_UP}; if it speaks TLS, give judge.url https:// in place of http://", True
+    elif isinstance(error, ConnectionResetError):
+        return f"{_UP}; if it is, check what its TLS requires of clients: a version, or a certificate", True
+    return _UP, True
+
+
+def short(text: str) -> str:
+    """Returns a text on one line of at most 200 characters, secrets masked and unprintable characters escaped."""
+    line = redact(" ".join(text.split())[:_QUOTED])
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)
+    return line if len(line) <= 200 else line[:197] + "..."
