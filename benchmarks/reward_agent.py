@@ -36,7 +36,7 @@ from _run import table
 
 from dataflow.batch import Batch
 from dataflow.cluster.process import settle_memory
-from dataflow.executors.base import Call
+from dataflow.executors.base import StageCall
 from dataflow.graph import Hosted, TaskInfo
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.decode import decoder
@@ -254,14 +254,16 @@ async def through_ray(actor: Any, step: int, batch: Batch) -> dict[str, float]:
 
     run = actor.run.options(num_returns=2)
     cpu, begin = await actor.ask.remote("cpu_s"), time.perf_counter()
-    asked = Call("reward_request", TaskInfo(step), (("responses", 1, False),), None)
+    asked = StageCall("reward_request", TaskInfo(step), (("responses", 1, False),), None)
     report, ticket = run.remote(asked, True, ray.put(batch))
     await report
     submitted = time.perf_counter() - begin
     scored, arrivals = 0, []
     for part in range(MINI_BATCHES):
         info = TaskInfo(step, part=part, parts=MINI_BATCHES, take=len(batch.ids) // MINI_BATCHES)
-        _report, rewards = run.remote(Call("reward_collect", info, (("reward_ticket", 1, True),), None), True, ticket)
+        _report, rewards = run.remote(
+            StageCall("reward_collect", info, (("reward_ticket", 1, True),), None), True, ticket
+        )
         scored += len((await rewards)["score"])
         arrivals.append(time.perf_counter() - begin)
     if scored != len(batch):

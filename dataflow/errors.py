@@ -45,7 +45,7 @@ class RewardFailed(RunError):
     """A reward request could not be scored."""
 
 
-class ToolLost(RunError):
+class ServiceLost(RunError):
     """What a hosted tool is made of has died: the tool has to be built anew."""
 
 

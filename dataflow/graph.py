@@ -229,8 +229,8 @@ class Pipeline:
         """Whether the stage runs once for each set of groups that another one hands on."""
         return s.grain == "emission" and any(r.field in self.writer and self.writer[r.field].streams for r in s.reads)
 
-    def owner(self, i: TaskId) -> TaskId:
-        """Returns the task itself, of the id of a task or of something that it hands on."""
+    def task_of(self, i: TaskId) -> TaskId:
+        """Returns the task of an id, which may be that of a task or of a chunk that it emits."""
         if i.parts > 1 and self.by_name[i.stage].streams:
             return TaskId(i.step, i.stage)
         return i
@@ -363,7 +363,7 @@ class TaskGraph:
         for t in tasks:
             graph.add_node(t.id, stage=t.stage.name, resource=t.stage.on, step=t.id.step)
         for t in tasks:
-            deps = map(self.pipeline.owner, t.deps)
+            deps = map(self.pipeline.task_of, t.deps)
             graph.add_edges_from((dep, t.id) for dep in deps if dep in graph)
         return graph
 

@@ -207,7 +207,7 @@ def _reach(pipeline: Pipeline, policy: SchedulingPolicy, mini_batches: int, grou
     half = 4 * (policy.max_staleness + 1)
     steps = range(1, 2 * half + 1)
     unroller = _Unroller(always, policy, steps, mini_batches, groups)
-    deps = {t.id: [always.owner(dep) for dep in t.deps] for step in steps for t in unroller.step(step)}
+    deps = {t.id: [always.task_of(dep) for dep in t.deps] for step in steps for t in unroller.step(step)}
     latest: dict[TaskId, int] = {}
     try:
         for i in graphlib.TopologicalSorter(deps).static_order():

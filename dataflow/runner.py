@@ -1,4 +1,4 @@
-"""The runner: the only loop between scheduler and executor. It moves handles, never values."""
+"""The runner: the only loop between scheduler and executor. It passes handles, never values."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any, TypeAlias
 
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RunError
-from dataflow.executors.base import Call, Done, Executor, Part, failure
+from dataflow.executors.base import Chunk, Done, Executor, StageCall
+from dataflow.executors.calling import failure
 from dataflow.executors.parts import Parts
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
 from dataflow.scheduler import (
     Cancel,
-    Finish,
+    ChunkEmitted,
     Instruction,
-    PartEmitted,
     Release,
+    RunDone,
     Scheduler,
     Start,
     StepDone,
@@ -30,18 +31,18 @@ OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
 
 class Runner:
-    """Drives one task graph to its end.
+    """Runs one task graph to its end.
 
     Args:
-        graph: what to run.
-        executor: where; already opened.
-        inputs: for each input field (``prompts``) a function of the step.
-        trace: gets a span per finished task, with its marks and levels.
-        origin: second 0 of the trace, on the executor's clock; by default when the first task is started.
-        estimates: seconds per stage, where known.
-        on_step: called with a step and its metrics when the step's training is done, and again with those of
+        graph: the task graph.
+        executor: that runs the tasks; already opened.
+        inputs: for each input field (``prompts``) a function from step to value.
+        trace: receives a span per finished task, with its marks and levels.
+        origin: second 0 of the trace, on the executor's clock; by default the start of the first task.
+        estimates: seconds per task of a stage, where known.
+        on_step: called with a step and its metrics when its training tasks are done, and again with the metrics of
             optional stages (validation) that ended later.
-        on_span: called after each task, for a progress display.
+        on_span: called with each span, for a progress display.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Runner:
         self._on_span = on_span
         self._parts = Parts(graph)
         self._tasks: dict[TaskId, tuple[Task, TaskId | None, float]] = {}
-        self._emissions: dict[TaskId, dict[int, float]] = {}
+        self._emitted_at: dict[TaskId, dict[int, float]] = {}
         self._values: dict[int, dict[tuple[TaskId, str], Any]] = {}
         self._states: dict[str, Any] = {}
         self._fetched: dict[int, dict[str, Any]] = {}
@@ -74,15 +75,15 @@ class Runner:
         self._failure: BaseException | None = None
 
     async def run(self) -> Trace:
-        """Runs to the end and returns the trace.
+        """Runs all tasks and returns the trace.
 
         Raises:
-            StageFailed: a task failed; its cause is chained. What else ran was cancelled.
+            StageFailed: a task failed; its cause is chained. The other running tasks are cancelled.
         """
         try:
             await self._drive()
         except BaseException:
-            # An interrupt, an input that cannot be read, a callback that raised: nothing may go on running.
+            # An interrupt, an input that cannot be read, a callback that raised: no task may keep running.
             self.stop()
             raise
         if self._failure is not None:
@@ -90,16 +91,16 @@ class Runner:
         return self.trace
 
     async def _drive(self) -> None:
-        finished = self._obey(self.scheduler.start())
+        finished = self._execute(self.scheduler.start())
         async with contextlib.aclosing(self.executor.events()) as events:  # type: ignore[type-var]
             while not finished:
                 done = await anext(events, None) if self._tasks else None
                 if done is None:
-                    raise DataflowError("the run stands still: tasks are left, but none is running.")
-                finished = self._obey(self._event(done))
+                    raise DataflowError("deadlock: tasks are left, but none is running.")
+                finished = self._execute(self._on_event(done))
 
     def running(self) -> list[Span]:
-        """Returns what runs now, as spans from each task's start until now."""
+        """Returns a span for each running task, from its start until now."""
         origin = self._origin
         if origin is None:
             return []
@@ -111,16 +112,17 @@ class Runner:
         return found
 
     def stop(self) -> None:
-        """Cancels what runs; ``run`` does so by itself when it is cancelled or fails."""
-        self._obey(self.scheduler.stop())
+        """Cancels all running tasks; ``run`` does so itself when it is cancelled or fails."""
+        self._execute(self.scheduler.stop())
 
     # --- events in ----------------------------------------------------------------------------------------
 
-    def _event(self, done: Done | Part) -> list[Instruction]:
-        if self.graph.pipeline.owner(done.id) not in self._tasks:
+    def _on_event(self, event: Done | Chunk) -> list[Instruction]:
+        if self.graph.pipeline.task_of(event.id) not in self._tasks:
             return []  # cancelled before it ended
-        if isinstance(done, Part):
-            return self._emitted(done)
+        return self._on_chunk(event) if isinstance(event, Chunk) else self._on_done(event)
+
+    def _on_done(self, done: Done) -> list[Instruction]:
         task, waited_for, started = self._tasks.pop(done.id)
         if done.error is not None or done.report is None:
             return self._failed(task, done.error or DataflowError("no report"), started)
@@ -136,18 +138,18 @@ class Runner:
         self._record(task, waited_for, done)
         return self.scheduler.handle(TaskFinished(task.id, report.end - report.begin, report.groups))
 
-    def _emitted(self, part: Part) -> list[Instruction]:
-        owner = self.graph.pipeline.owner(part.id)
-        task, _, started = self._tasks[owner]
+    def _on_chunk(self, chunk: Chunk) -> list[Instruction]:
+        i = self.graph.pipeline.task_of(chunk.id)
+        task, _, started = self._tasks[i]
         try:
-            self._parts.emitted(task, part.id.part, part.groups)
+            self._parts.emitted(task, chunk.id.part, chunk.groups)
         except DataflowError as error:
-            del self._tasks[owner]
-            self.executor.cancel(owner)
+            del self._tasks[i]
+            self.executor.cancel(i)
             return self._failed(task, error, started)
-        self._keep(task, part.id, part.values)
-        self._emissions.setdefault(owner, {})[part.id.part] = part.at
-        return self.scheduler.handle(PartEmitted(part.id, part.groups))
+        self._keep(task, chunk.id, chunk.values)
+        self._emitted_at.setdefault(i, {})[chunk.id.part] = chunk.at
+        return self.scheduler.handle(ChunkEmitted(chunk.id, chunk.groups))
 
     def _keep(self, task: Task, source: TaskId, handles: tuple[Any, ...]) -> None:
         values = self._values.setdefault(task.id.step, {})
@@ -173,7 +175,7 @@ class Runner:
         facts = dict(report.facts)
         if task.stage.every is not None:
             facts["optional"] = True
-        if emitted := self._emissions.pop(i, None):
+        if emitted := self._emitted_at.pop(i, None):
             facts["emitted_s"] = [emitted[number] - self._origin for number in sorted(emitted)]
         span = Span(
             stage=i.stage,
@@ -202,29 +204,29 @@ class Runner:
 
     # --- instructions out ---------------------------------------------------------------------------------
 
-    def _obey(self, instructions: list[Instruction]) -> bool:
-        """Carries out instructions; returns whether the run is over."""
+    def _execute(self, instructions: list[Instruction]) -> bool:
+        """Executes instructions; returns whether the run is over."""
         finished = False
         for instruction in instructions:
             match instruction:
                 case Start():
                     self._start(instruction)
                 case StepDone(step=step):
-                    self._tell(step, self._metrics.pop(step, {}))
+                    self._report_step(step, self._metrics.pop(step, {}))
                 case Release(step=step):
                     if late := self._metrics.pop(step, None):
-                        self._tell(step, late)
+                        self._report_step(step, late)
                     self._parts.release(step)
                     self._values.pop(step, None)
                     self._fetched.pop(step, None)
                 case Cancel(id=task):
                     self._tasks.pop(task, None)
                     self.executor.cancel(task)
-                case Finish():
+                case RunDone():
                     finished = True
         return finished
 
-    def _tell(self, step: int, metrics: Mapping[str, list[float]]) -> None:
+    def _report_step(self, step: int, metrics: Mapping[str, list[float]]) -> None:
         if self._on_step is not None:
             self._on_step(step, {name: _reduce(name, numbers) for name, numbers in metrics.items()})
 
@@ -253,7 +255,9 @@ class Runner:
             self._origin = now
         self._tasks[i] = (task, instruction.waited_for, now)
         self.executor.start(
-            task, Call(i.stage, info, tuple(layout), instruction.groups, aligned=task.aligned, keeps=task.keeps), values
+            task,
+            StageCall(i.stage, info, tuple(layout), instruction.groups, aligned=task.aligned, keeps=task.keeps),
+            values,
         )
 
     def _find(self, item: Input, step: int) -> list[Any]:
@@ -287,7 +291,7 @@ class Runner:
 
 
 def _reduce(name: str, numbers: list[float]) -> float:
-    """Returns one value for what several parts of a step logged: by name, as verl reduces metrics."""
+    """Reduces the values that the parts of a step logged, by name as verl reduces metrics: max, min or mean."""
     if "max" in name:
         return max(numbers)
     return min(numbers) if "min" in name.replace("mini", "") else sum(numbers) / len(numbers)

@@ -4,10 +4,10 @@ Invariants (``check`` asserts them): a task starts once, after all it depends on
 tasks than it has slots; no ready task waits beside a free slot; the tasks of finished steps are forgotten, so
 memory follows the window of unfinished steps, not the length of the run.
 
-Ready tasks of one resource go by how soon they set the next remote wait in motion: first those with the least work
+Ready tasks of one resource run in order of the work left before the next remote wait: first those with the least work
 between them and a reward request, of this step or a later one. So the next rollout starts before this step's
-log-probs, its rewards come back meanwhile, and a weight sync is not left behind updates that could wait
-(docs/decisions/0002-priority.md). Ties go to the longest remaining way through the step, then to the older step.
+log-probs, its rewards arrive meanwhile, and a weight sync does not queue behind updates that could wait
+(docs/decisions/0002-priority.md). Ties go to the longest remaining path through the step, then to the older step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TypeAlias
 from dataflow.errors import DataflowError
 from dataflow.graph import Pipeline, Stage, Task, TaskGraph, TaskId
 
-# Before a stage has been measured: a wait on a remote service (a resource without a slot limit) is taken for long.
+# Estimates for a stage that was not measured yet; a wait on a remote service (no slot limit) is assumed to be long.
 GUESS_S = 1.0
 GUESS_WAIT_S = 8.0
 # Weight of the newest measurement in a stage's running mean.
@@ -30,7 +30,7 @@ NEWEST = 0.5
 
 @dataclass(frozen=True)
 class TaskFinished:
-    """A task ended well after ``elapsed`` seconds; ``groups`` are those it chose, if it forms parts."""
+    """A task finished after ``elapsed`` seconds; ``groups`` are the ids it chose, if its stage collects."""
 
     id: TaskId
     elapsed: float = 0.0
@@ -46,19 +46,19 @@ class TaskFailed:
 
 
 @dataclass(frozen=True)
-class PartEmitted:
-    """A running task handed on some groups: ``id`` is the task's, with the part and the number of parts."""
+class ChunkEmitted:
+    """A running task emitted a chunk: ``id`` has its step and stage, the chunk's number and the number of chunks."""
 
     id: TaskId
     groups: tuple[int, ...] | None = None
 
 
-Event: TypeAlias = TaskFinished | TaskFailed | PartEmitted
+Event: TypeAlias = TaskFinished | TaskFailed | ChunkEmitted
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start this task, on these groups (None: all of the step). ``waited_for`` finished last before it."""
+    """Start this task on these groups (None: all of the step). ``waited_for`` is the dependency that finished last."""
 
     task: Task
     groups: tuple[int, ...] | None = None
@@ -67,34 +67,34 @@ class Start:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Stop a running task; nobody wants its result any more."""
+    """Stop a running task; its result is not needed any more."""
 
     id: TaskId
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """All tasks of the step that run on every step have finished."""
+    """All tasks of the step have finished, except those of optional stages (``every``)."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Release:
-    """Every task of the step has finished: its values may be dropped."""
+    """Every task of the step has finished; its values may be dropped."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class Finish:
-    """Nothing is left to do."""
+class RunDone:
+    """The run is over; ``failed`` is the task that ended it, if any."""
 
     failed: TaskId | None = None
 
 
 _Key: TypeAlias = tuple[float, float, int, int, int, TaskId]
-Instruction: TypeAlias = Start | Cancel | StepDone | Release | Finish
+Instruction: TypeAlias = Start | Cancel | StepDone | Release | RunDone
 
 
 @dataclass(slots=True)
@@ -107,11 +107,11 @@ class _Entry:
 
 
 class Scheduler:
-    """Decides what runs when.
+    """Decides which task starts when.
 
     Args:
-        graph: the task graph, unrolled here a window at a time.
-        estimates: seconds per task of a stage, where known; the rest is learnt from ``TaskFinished.elapsed``.
+        graph: the task graph; unrolled a window of steps at a time.
+        estimates: seconds per task of a stage, where known; otherwise learned from ``TaskFinished.elapsed``.
     """
 
     def __init__(self, graph: TaskGraph, estimates: Mapping[str, float] | None = None) -> None:
@@ -123,7 +123,7 @@ class Scheduler:
         self._open: dict[int, set[TaskId]] = {}
         self._required: dict[int, int] = {}
         self._unrolled = graph.first - 1
-        self._oldest = graph.first  # below, every task that runs on all steps has finished
+        self._oldest = graph.first  # all earlier steps have reached StepDone
         self._tasks: dict[int, list[TaskId]] = {}
         self._groups: dict[TaskId, tuple[int, ...] | None] = {}
         self._emitted: dict[int, set[TaskId]] = {}
@@ -140,16 +140,16 @@ class Scheduler:
         return self._dispatch(out)
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Takes one event, returns what is to be done now.
+        """Handles one event; returns the instructions that follow from it.
 
         Raises:
             DataflowError: the event names a task that is not running.
         """
-        entry = self._entries.get(self.graph.pipeline.owner(event.id))
+        entry = self._entries.get(self.graph.pipeline.task_of(event.id))
         if entry is None or entry.state != "running":
             state = entry.state if entry else "unknown or forgotten"
             raise DataflowError(f"scheduler: {type(event).__name__} for {event.id}, which is {state}, not running.")
-        if isinstance(event, PartEmitted):
+        if isinstance(event, ChunkEmitted):
             return self._emit(entry, event)
         self._running[entry.task.stage.on] -= 1
         if isinstance(event, TaskFailed):
@@ -157,13 +157,13 @@ class Scheduler:
         return self._finish(entry, event)
 
     def stop(self) -> list[Instruction]:
-        """Cancels what runs, as when the user interrupts: in the order of the tasks."""
+        """Cancels all running tasks, in order, as on an interrupt."""
         running = sorted(i for i, e in self._entries.items() if e.state == "running")
         self._finished = True
-        return [*(Cancel(i) for i in running), Finish(self.failed)]
+        return [*(Cancel(i) for i in running), RunDone(self.failed)]
 
     def story(self, task: TaskId) -> str:
-        """Returns what happened to a task: ``waiting -> ready (sync_weights[10] done) -> running -> failed``."""
+        """Returns the history of a task: ``waiting -> ready (sync_weights[10] done) -> running -> failed``."""
         entry = self._entries.get(task)
         return " -> ".join(entry.history) if entry else "unknown"
 
@@ -185,23 +185,23 @@ class Scheduler:
 
     # --- events -------------------------------------------------------------------------------------------
 
-    def _emit(self, entry: _Entry, event: PartEmitted) -> list[Instruction]:
+    def _emit(self, entry: _Entry, event: ChunkEmitted) -> list[Instruction]:
         task, i = entry.task, event.id
         emitted = self._emitted.setdefault(i.step, set())
         if i.parts != task.emits or i == task.id or i in emitted:
-            raise DataflowError(f"scheduler: {task} emits {task.emits} parts, each once; {i} is none of those left.")
+            raise DataflowError(f"scheduler: {task} emits {task.emits} chunks, each once; {i} is none of those left.")
         emitted.add(i)
         self._groups[i] = event.groups
         entry.history.append(f"emitted {i.part + 1} of {i.parts}")
         self._release(i, task.id)
         return self._dispatch([])
 
-    def _release(self, done: TaskId, owner: TaskId) -> None:
-        """Makes ready what waited only for this."""
+    def _release(self, done: TaskId, task: TaskId) -> None:
+        """Makes tasks ready that waited only for ``done``, which is ``task`` or a chunk of it."""
         for dependent in self._dependents.pop(done, ()):
             waiter = self._entries[dependent]
             waiter.waiting -= 1
-            waiter.last_dep = owner
+            waiter.last_dep = task
             if waiter.waiting == 0:
                 self._make_ready(waiter)
 
@@ -210,13 +210,13 @@ class Scheduler:
         if task.emits > 1:
             got = sum(i.stage == task.id.stage for i in self._emitted.get(task.id.step, ()))
             if got != task.emits:
-                raise DataflowError(f"scheduler: {task} ended after {got} of the {task.emits} parts it was to emit.")
+                raise DataflowError(f"scheduler: {task} ended after {got} of {task.emits} chunks.")
         entry.state = "done"
         entry.history.append("done")
         self._learn(task, event.elapsed)
         if task.stage.forms_parts:
             if event.groups is None:
-                raise DataflowError(f"scheduler: {task} forms a part but named no groups.")
+                raise DataflowError(f"scheduler: {task} collects a part but named no groups.")
             self._groups[task.id] = event.groups
         self._release(task.id, task.id)
         out: list[Instruction] = []
@@ -238,7 +238,7 @@ class Scheduler:
         return self.stop()
 
     def _retire(self, step: int, out: list[Instruction]) -> None:
-        """Forgets a step that has nothing left to run, though a slow validation may keep an older one."""
+        """Forgets a step whose tasks have all ended; an older step may still have a slow validation running."""
         for task in self._tasks.pop(step):
             del self._entries[task]
             self._groups.pop(task, None)
@@ -280,7 +280,7 @@ class Scheduler:
                 self._make_ready(entry)
 
     def _is_done(self, task: TaskId) -> bool:
-        # A dependency may stand in a later step: the next write of a state waits for the reader of the old one.
+        # A dependency may be of a later step: the next write of a state waits for readers of the old version.
         if task.step <= self._unrolled and task.step not in self._open:
             return True
         entry = self._entries.get(task)
@@ -298,7 +298,7 @@ class Scheduler:
         return (*self._priority[i.stage], i.step, entry.task.rank, i.part, i)
 
     def _rank(self) -> None:
-        """Sets each stage's priority from what is known of the stages' times, and re-sorts what is ready."""
+        """Sets the priority of each stage from the estimates of all stages, and re-sorts the ready tasks."""
         pipeline = self.graph.pipeline
         seconds = {s.name: self._seconds(s) for s in pipeline.stages}
         upward: dict[str, float] = {}
@@ -335,7 +335,7 @@ class Scheduler:
                 out.append(Start(entry.task, self._groups_of(entry.task), entry.last_dep))
         if not self._entries and self._unrolled == self.graph.steps and not self._finished:
             self._finished = True
-            out.append(Finish())
+            out.append(RunDone())
         return out
 
     def _groups_of(self, task: Task) -> tuple[int, ...] | None:
@@ -352,10 +352,10 @@ class Scheduler:
 
 
 def _work_until_a_wait(pipeline: Pipeline, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns for each stage the least seconds of work, its own included, before a remote wait that it leads to.
+    """Returns for each stage the least seconds of work, its own included, before a remote wait downstream of it.
 
-    Ways into later steps, through carried state, count: a weight sync leads to the next rollout and its rewards.
-    Infinite where there is none: such a stage fills the gaps.
+    Paths into later steps through carried state count: a weight sync leads to the next rollout and its rewards.
+    Infinity if there is no such wait: the stage fills gaps.
     """
     waits = {s.name for s in pipeline.stages if pipeline.resources[s.on] is None and not s.every}
     before: dict[str, list[str]] = {s.name: [] for s in pipeline.stages}
@@ -363,18 +363,18 @@ def _work_until_a_wait(pipeline: Pipeline, seconds: Mapping[str, float]) -> dict
         if not target.every:
             before[target.name].append(source.name)
     away = dict.fromkeys(before, math.inf)
-    reached: list[tuple[float, str]] = [(0.0, name) for name in sorted(waits)]
-    while reached:
-        so_far, name = heapq.heappop(reached)
+    queue: list[tuple[float, str]] = [(0.0, name) for name in sorted(waits)]
+    while queue:
+        so_far, name = heapq.heappop(queue)
         if so_far < away[name]:
             away[name] = so_far
             for earlier in before[name]:
                 if earlier not in waits:
-                    heapq.heappush(reached, (so_far + seconds[earlier], earlier))
+                    heapq.heappush(queue, (so_far + seconds[earlier], earlier))
     held_in = pipeline.states & pipeline.writer.keys()
     for s in pipeline.stages:
         if s.every:
-            # Nothing in training reads what an optional stage writes, but the next sync waits for its reading.
+            # No training stage reads what an optional stage writes, but the next sync waits until it has read.
             held = [away[pipeline.writer[r.field].name] for r in s.reads if r.field in held_in]
             away[s.name] = seconds[s.name] + min(held, default=math.inf)
     return away

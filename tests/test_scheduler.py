@@ -13,9 +13,9 @@ from dataflow.graph import Pipeline, Task, TaskGraph, TaskId, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.scheduler import (
     Cancel,
-    Finish,
-    PartEmitted,
+    ChunkEmitted,
     Release,
+    RunDone,
     Scheduler,
     Start,
     StepDone,
@@ -52,7 +52,7 @@ def drive(scheduler: Scheduler, groups: int, dice: random.Random):
         scheduler.check()
         yield ended, instructions
         running += [i.task for i in instructions if isinstance(i, Start)]
-        if any(isinstance(i, Finish) for i in instructions):
+        if any(isinstance(i, RunDone) for i in instructions):
             assert not running
             return
         assert running, "it stands still"
@@ -65,7 +65,7 @@ def drive(scheduler: Scheduler, groups: int, dice: random.Random):
             emitted[task.id] = part + 1
             ended = task.id._replace(part=part, parts=task.emits)
             each = groups // task.emits
-            instructions = scheduler.handle(PartEmitted(ended, tuple(range(part * each, (part + 1) * each))))
+            instructions = scheduler.handle(ChunkEmitted(ended, tuple(range(part * each, (part + 1) * each))))
             continue
         event = TaskFinished(task.id, float(dice.randrange(5)), chosen(task, groups, orders[task.id.step]))
         ended, instructions = task.id, scheduler.handle(event)
@@ -126,7 +126,7 @@ def test_memory_follows_the_window_not_the_run(policy):
     instructions = scheduler.start()
     most = 0
     tasks = 0
-    while not isinstance(instructions[-1] if instructions else None, Finish):
+    while not isinstance(instructions[-1] if instructions else None, RunDone):
         running += [i.task.id for i in instructions if isinstance(i, Start)]
         i = running.pop(dice.randrange(len(running)))
         groups = tuple(range(i.part * 4 // i.parts, (i.part + 1) * 4 // i.parts))
@@ -182,7 +182,7 @@ def test_instructions_of_a_small_run():
     assert told(s.start()) == ["start one[1]"]
     assert told(s.handle(TaskFinished(TaskId(1, "one")))) == ["start two[1]", "start three[1]"]
     assert told(s.handle(TaskFinished(TaskId(1, "three")))) == []
-    assert s.handle(TaskFinished(TaskId(1, "two"))) == [StepDone(1), Release(1), Finish()]
+    assert s.handle(TaskFinished(TaskId(1, "two"))) == [StepDone(1), Release(1), RunDone()]
 
 
 def test_a_failure_cancels_what_runs_and_tells_its_story():
@@ -191,7 +191,7 @@ def test_a_failure_cancels_what_runs_and_tells_its_story():
     s.handle(TaskFinished(TaskId(1, "one")))
     assert s.handle(TaskFailed(TaskId(1, "two"), "it broke")) == [
         Cancel(TaskId(1, "three")),
-        Finish(TaskId(1, "two")),
+        RunDone(TaskId(1, "two")),
     ]
     assert s.story(TaskId(1, "two")) == "waiting -> ready (one[1] done) -> running -> failed"
     assert s.story(TaskId(9, "two")) == "unknown"
@@ -262,7 +262,7 @@ def test_a_former_must_name_its_groups():
     s.start()
     s.handle(TaskFinished(TaskId(1, "rollout")))
     s.handle(TaskFinished(TaskId(1, "reward_request")))
-    with pytest.raises(DataflowError, match=r"reward_collect\[1.1\] forms a part but named no groups"):
+    with pytest.raises(DataflowError, match=r"reward_collect\[1.1\] collects a part but named no groups"):
         s.handle(TaskFinished(TaskId(1, "reward_collect", 0, 2)))
 
 
@@ -272,7 +272,7 @@ def test_a_pipeline_that_runs_on_some_steps_only_ends_all_the_same():
 
     s = Scheduler(expand(Pipeline([rare], inputs=["prompts"]), SchedulingPolicy(), 7))
     order, instructions = [], s.start()
-    while not any(isinstance(i, Finish) for i in instructions):
+    while not any(isinstance(i, RunDone) for i in instructions):
         starts = [i.task.id for i in instructions if isinstance(i, Start)]
         order += starts
         instructions = s.handle(TaskFinished(starts[0]))
@@ -283,13 +283,13 @@ def test_what_a_rollout_hands_on_starts_its_rewards_while_it_runs():
     graph = expand(grpo_pipeline(), preset("baseline+stream", 1), 1, 1, groups=2)
     scheduler = Scheduler(graph)
     scheduler.start()
-    first = scheduler.handle(PartEmitted(TaskId(1, "rollout", 1, 2), (0,)))
+    first = scheduler.handle(ChunkEmitted(TaskId(1, "rollout", 1, 2), (0,)))
     assert [(str(i.task), i.groups) for i in first] == [("reward_request[1.2]", (0,))]
     assert str(first[0].waited_for) == "rollout[1]"
     assert scheduler.story(TaskId(1, "rollout")) == "waiting -> ready -> running -> emitted 2 of 2"
-    with pytest.raises(DataflowError, match=r"emits 2 parts, each once; rollout\[1.2\] is none of those left"):
-        scheduler.handle(PartEmitted(TaskId(1, "rollout", 1, 2), (0,)))
+    with pytest.raises(DataflowError, match=r"emits 2 chunks, each once; rollout\[1.2\] is none of those left"):
+        scheduler.handle(ChunkEmitted(TaskId(1, "rollout", 1, 2), (0,)))
     with pytest.raises(DataflowError, match=r"rollout\[1.3\] is none of those left"):
-        scheduler.handle(PartEmitted(TaskId(1, "rollout", 2, 3), (0,)))
-    with pytest.raises(DataflowError, match=r"ended after 1 of the 2 parts it was to emit"):
+        scheduler.handle(ChunkEmitted(TaskId(1, "rollout", 2, 3), (0,)))
+    with pytest.raises(DataflowError, match=r"ended after 1 of 2 chunks"):
         scheduler.handle(TaskFinished(TaskId(1, "rollout")))

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dataflow.errors import RunError, ToolLost
+from dataflow.errors import RunError, ServiceLost
 from dataflow.usercode.failures import (
     attribute_of,
     can_be_traced,
@@ -76,14 +76,14 @@ async def fetch(ref: Any) -> Any:
 
 
 def died(error: BaseException | None) -> bool:
-    """Whether a call failed because its tool is gone, with its process or by its own word (:class:`ToolLost`).
+    """Whether a call failed because its tool is gone, with its process or by its own word (:class:`ServiceLost`).
 
     Anything else that its function raised is no death.
     """
     from ray import exceptions
 
     if isinstance(error, exceptions.RayTaskError):
-        return isinstance(error.cause, ToolLost)
+        return isinstance(error.cause, ServiceLost)
     gone = (
         exceptions.RayActorError,
         exceptions.OutOfMemoryError,

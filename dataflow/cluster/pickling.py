@@ -10,9 +10,10 @@ from dataflow.graph import Hosted, Stage
 
 
 def pickled(spec: Hosted, stages: Mapping[str, Stage]) -> bytes:
-    """Pickles a host and its stages; functions whose module only this process can import travel whole.
+    """Pickles a service and its stages.
 
-    That is a pipeline file loaded from its path, under a name that a worker would not find.
+    Functions of modules that only this process can import, such as a pipeline file loaded from its path, are pickled
+    by value.
     """
     import cloudpickle  # type: ignore[import-untyped]
 
@@ -31,7 +32,7 @@ def pickled(spec: Hosted, stages: Mapping[str, Stage]) -> bytes:
 
 
 def _importable(module: ModuleType) -> bool:
-    """Whether an import by the module's name finds its file; cloudpickle sends ``__main__`` whole by itself."""
+    """Whether an import of the module's name finds its file; cloudpickle pickles ``__main__`` by value anyway."""
     from importlib.machinery import PathFinder
 
     file = getattr(module, "__file__", None)

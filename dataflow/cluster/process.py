@@ -9,11 +9,10 @@ DEATH_REASON = "DATAFLOW_DEATH_REASON"
 
 
 def settle_memory() -> None:
-    """Spares the garbage collector what was imported and built, which stays, and has it look less often.
+    """Excludes what was imported and built from garbage collection, and makes collections rarer.
 
-    An agent with thousands of calls in flight holds hundreds of thousands of objects that are no garbage; walking them
-    after each 700 new ones took a fifth of its CPU time. 4,096 calls in flight are 140,000 objects, none of which is
-    garbage when its call is over.
+    An agent with 4,096 calls in flight holds 140,000 live objects. Walking them after each 700 new ones, as by default,
+    takes a fifth of its CPU time; reference counting frees them when their call ends.
     """
     gc.collect()
     gc.freeze()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dataflow.engines.base import Sample
-from dataflow.errors import Aborted, ToolLost
+from dataflow.errors import Aborted, ServiceLost
 
 if TYPE_CHECKING:
     import torch
@@ -232,7 +232,7 @@ class SampleQueue:
         """Ends all that wait, and all that comes, with an error whose cause this is."""
 
         def lost() -> Exception:
-            error = ToolLost(self._story(cause))
+            error = ServiceLost(self._story(cause))
             error.__cause__ = cause
             return error
 

@@ -1,10 +1,10 @@
-"""The inline executor: everything in this process, for debugging. Tools are built here, once.
+"""The inline executor: runs everything in this process, for debugging. Each service is built here once.
 
-Functions of tools that wait (the reward agent) run side by side on the event loop, so rewards come back while
-other tasks compute; everything else runs one task at a time, in the order in which it was started.
+Async stage functions (those of the reward agent) run concurrently on the event loop, so rewards arrive while other
+tasks compute. Other tasks run one at a time, in the order in which they were started.
 
-As on Ray, where values are pickled, a task reads copies and leaves copies: what a function changes in place, then or
-later, no other task sees.
+As on Ray, where values are pickled, a task reads copies and returns copies: other tasks never see changes that a
+function makes in place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from dataflow.errors import DataflowError, PipelineError, RunError
-from dataflow.executors.base import Call, Done, Part, answer, part, prepare
+from dataflow.executors.base import Chunk, Done, StageCall
+from dataflow.executors.calling import answer, make_chunk, prepare
 from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
 from dataflow.system import clock
 from dataflow.usercode.copies import own_copy
@@ -27,16 +28,18 @@ class InlineExecutor:
 
     def __init__(self) -> None:
         self._tools: dict[str, Any] = {}
-        self._queue: deque[tuple[Task, Call, Sequence[Any]]] = deque()
+        self._queue: deque[tuple[Task, StageCall, Sequence[Any]]] = deque()
         self._waits: dict[TaskId, asyncio.Task[None]] = {}
-        self._ended: asyncio.Queue[Done | Part] = asyncio.Queue()
+        self._events: asyncio.Queue[Done | Chunk] = asyncio.Queue()
 
     async def open(self, pipeline: Pipeline) -> None:
         for s in pipeline.stages:
             s.load()
         for host in pipeline.hosts().values():
             if host.ranks > 1:
-                raise PipelineError(f"'{host.name}' wants {host.ranks} processes; executor=inline has one, use ray.")
+                raise PipelineError(
+                    f"'{host.name}' needs {host.ranks} processes, but executor=inline has one; use executor=ray."
+                )
             if host.name in self._tools:
                 continue
             try:
@@ -55,36 +58,38 @@ class InlineExecutor:
     def put(self, value: Any) -> Any:
         return own_copy(value)
 
-    def start(self, task: Task, call: Call, values: Sequence[Any]) -> None:
+    def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         if asyncio.iscoroutinefunction(task.stage.fn):
             self._waits[task.id] = asyncio.create_task(self._wait(task, call, values))
         else:
             self._queue.append((task, call, values))
 
-    async def events(self) -> AsyncIterator[Done | Part]:
+    async def events(self) -> AsyncIterator[Done | Chunk]:
         while True:
             if self._queue:
-                # Let what waits on the loop go on between two tasks that compute.
+                # Let async tasks make progress between two tasks that compute.
                 await asyncio.sleep(0)
-                if self._ended.empty():
+                if self._events.empty():
                     task, call, values = self._queue.popleft()
                     self._compute(task, call, values)
-            yield await self._ended.get()
+            yield await self._events.get()
 
     def _bound(self, stage: Stage) -> dict[str, Any]:
         host = stage.host
         return {name: self._tools[host.name] for name, tool in stage.tools.items() if tool is host} if host else {}
 
-    def _prepare(self, task: Task, call: Call, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any], TaskInfo]:
+    def _prepare(
+        self, task: Task, call: StageCall, values: Sequence[Any]
+    ) -> tuple[list[Any], dict[str, Any], TaskInfo]:
         def emit(number: int, emitted: tuple[Any, ...]) -> None:
-            self._ended.put_nowait(part(task.stage, call.info, number, own_copy(emitted), self.now()))
+            self._events.put_nowait(make_chunk(task.stage, call.info, number, own_copy(emitted), self.now()))
 
         streams = emit if task.emits > 1 else None
         arguments, keywords, info = prepare(task.stage, call, values, self._bound(task.stage), streams)
         info.handed = own_copy(info.handed)
         return own_copy(arguments), keywords, info
 
-    def _compute(self, task: Task, call: Call, values: Sequence[Any]) -> None:
+    def _compute(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         begin = self.now()
         try:
             arguments, keywords, info = self._prepare(task, call, values)
@@ -94,9 +99,9 @@ class InlineExecutor:
             if is_ours(error):
                 raise
             done = Done(task.id, error=error)
-        self._ended.put_nowait(done)
+        self._events.put_nowait(done)
 
-    async def _wait(self, task: Task, call: Call, values: Sequence[Any]) -> None:
+    async def _wait(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         begin = self.now()
         try:
             arguments, keywords, info = self._prepare(task, call, values)
@@ -107,7 +112,7 @@ class InlineExecutor:
                 raise
             done = Done(task.id, error=error)
         self._waits.pop(task.id, None)
-        self._ended.put_nowait(done)
+        self._events.put_nowait(done)
 
     def cancel(self, task: TaskId) -> None:
         if wait := self._waits.pop(task, None):

@@ -1,4 +1,4 @@
-"""The virtual executor: no work, no waiting, a heap of ends on a clock that jumps. Same runner, same scheduler."""
+"""The virtual executor: a heap of ends on a clock that jumps, under the same runner and scheduler."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataflow.errors import DataflowError
-from dataflow.executors.base import Call, Done, Part, Report
+from dataflow.executors.base import Chunk, Done, Report, StageCall
 from dataflow.graph import Pipeline, Task, TaskId
 
 
 @dataclass(frozen=True)
 class End:
-    """When a task ends, in seconds of the virtual clock.
+    """The end of a task, in seconds of the virtual clock.
 
     Attributes:
-        at: its end.
-        begin: when its work began, if later than its start: what came before was on the way to its worker.
-        groups: that it chose, if it forms parts.
-        parts: (time, groups) of each set of groups that it hands on while it runs, in order of time.
+        at: when it ends.
+        begin: when its work begins, if later than its start; the time between is the way to its worker.
+        groups: ids that it chose, if its stage collects.
+        chunks: (time, group ids) of each chunk that it emits, in order of time.
     """
 
     at: float
     begin: float | None = None
     groups: tuple[int, ...] | None = None
-    parts: tuple[tuple[float, tuple[int, ...] | None], ...] = ()
+    chunks: tuple[tuple[float, tuple[int, ...] | None], ...] = ()
 
 
-def parts_of(
+def chunks_of(
     task: Task, groups: int, begin: float, end: float, ends: Sequence[float] = ()
 ) -> tuple[tuple[float, tuple[int, ...] | None], ...]:
-    """Returns what a streaming task hands on from ``begin`` to ``end``; nothing if it does not.
+    """Returns (time, group ids) of each chunk that a task emits between ``begin`` and ``end``; none unless it streams.
 
     Args:
-        task: which.
-        groups: of a step.
-        begin: of its work, in seconds.
-        end: of it.
-        ends: the share of that time after which each group has ended, in order; evenly if none is given.
+        task: the task.
+        groups: number of groups in a step.
+        begin: start of its work, in seconds.
+        end: end of its work, in seconds.
+        ends: the fraction of that time after which each group is complete, in order; spread evenly if empty.
     """
     n = task.emits
     if n == 1:
@@ -55,31 +55,31 @@ def parts_of(
 
 
 class Costs(ABC):
-    """How long tasks take. A subclass says it in :meth:`start`, or later, in :meth:`advance`."""
+    """Durations of tasks. A subclass gives each end in :meth:`start`, or later in :meth:`advance`."""
 
     @abstractmethod
     def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End | None:
-        """Returns when a task that starts at ``now`` ends; None if that is not known yet.
+        """Returns the end of a task that starts at ``now``; None if it is not known yet.
 
         Args:
-            task: that starts.
-            groups: it works on; None for all of the step.
-            now: seconds.
+            task: the task.
+            groups: ids that it works on; None for all groups of the step.
+            now: seconds of the virtual clock.
         """
 
     def advance(self, until: float) -> tuple[TaskId, End] | None:
-        """Returns the next of the tasks whose end was not known, if it ends by ``until``."""
+        """Returns the next end of a task whose end was not known, if it is at or before ``until``."""
         return None
 
 
 class VirtualExecutor:
-    """Runs a task graph on a virtual clock that starts at 0. Ties go to what was started first."""
+    """Runs a task graph on a virtual clock that starts at 0. Ties go to the event that was added first."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self._now = 0.0
         self._sequence = 0
-        self._heap: list[tuple[float, int, Done | Part]] = []
+        self._heap: list[tuple[float, int, Done | Chunk]] = []
         self._open: dict[TaskId, tuple[Task, float]] = {}
         self._cancelled: set[TaskId] = set()
 
@@ -92,7 +92,7 @@ class VirtualExecutor:
     def put(self, value: Any) -> Any:
         return None
 
-    def start(self, task: Task, call: Call, values: Sequence[Any]) -> None:
+    def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         self._open[task.id] = (task, self._now)
         end = self.costs.start(task, call.groups, self._now)
         if end is not None:
@@ -102,17 +102,20 @@ class VirtualExecutor:
         task, start = self._open.pop(i)
         begin = start if end.begin is None else end.begin
         if not start <= begin <= end.at:
-            raise DataflowError(f"virtual clock: {task} started at {start}, would begin at {begin}, end at {end.at}.")
+            raise DataflowError(
+                f"virtual clock: {task} started at {start}, but its costs say that it begins at {begin} and ends at "
+                f"{end.at}."
+            )
         blank = (None,) * len(task.stage.writes)
-        for number, (at, groups) in enumerate(end.parts):
-            self._push(at, Part(i._replace(part=number, parts=len(end.parts)), at, groups, blank))
+        for number, (at, groups) in enumerate(end.chunks):
+            self._push(at, Chunk(i._replace(part=number, parts=len(end.chunks)), at, groups, blank))
         self._push(end.at, Done(i, Report(begin, end.at, end.groups), blank))
 
-    def _push(self, at: float, event: Done | Part) -> None:
+    def _push(self, at: float, event: Done | Chunk) -> None:
         heapq.heappush(self._heap, (at, self._sequence, event))
         self._sequence += 1
 
-    async def events(self) -> AsyncIterator[Done | Part]:
+    async def events(self) -> AsyncIterator[Done | Chunk]:
         while True:
             until = self._heap[0][0] if self._heap else math.inf
             if self._open and (found := self.costs.advance(until)):
@@ -129,7 +132,7 @@ class VirtualExecutor:
         self._cancelled.add(task)
 
     async def ask(self, host: str, method: str) -> Any:
-        raise DataflowError(f"virtual executor: nobody is there to ask '{host}.{method}'.")
+        raise DataflowError(f"virtual executor: there are no services, so '{host}.{method}' cannot be called.")
 
     async def close(self) -> None:
         self._heap.clear()

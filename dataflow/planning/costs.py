@@ -7,7 +7,7 @@ from random import Random
 
 from dataflow.distribution import Distribution
 from dataflow.errors import ConfigError
-from dataflow.executors.virtual import Costs, End, parts_of
+from dataflow.executors.virtual import Costs, End, chunks_of
 from dataflow.graph import Task, TaskGraph, TaskId
 from dataflow.planning.reward_service import Delivery, RewardService
 from dataflow.planning.workload import Rewards, Workload
@@ -79,7 +79,7 @@ class WorkloadCosts(Costs):
             self.requests += len(samples)
             self.requests_s += sum(seconds for _group, seconds in samples)
             self.service.submit(i.step, end, samples, (0, i.step))
-        return End(end, begin, parts=parts_of(task, load.prompts, begin, end, load.ends))
+        return End(end, begin, chunks=chunks_of(task, load.prompts, begin, end, load.ends))
 
     def advance(self, until: float) -> tuple[TaskId, End] | None:
         """Returns the next task that its rewards have come for."""

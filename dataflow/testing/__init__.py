@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dataflow.executors.base import Call, Done, Part
-from dataflow.executors.virtual import Costs, End, VirtualExecutor, parts_of
+from dataflow.executors.base import Chunk, Done, StageCall
+from dataflow.executors.virtual import Costs, End, VirtualExecutor, chunks_of
 from dataflow.graph import Carried, Grain, Lag, Latest, Pipeline, Read, Stage, Task, TaskGraph, TaskId, stage
 from dataflow.policy import SchedulingPolicy, divisors, expand
 from dataflow.runner import Runner
@@ -249,7 +249,7 @@ class SteadyCosts(Costs):
         end = now + self.seconds[i.stage]
         if i.stage == self.request:
             self._sent.setdefault(i.step, end)
-        return End(end, parts=parts_of(task, self.groups, now, end))
+        return End(end, chunks=chunks_of(task, self.groups, now, end))
 
 
 class RandomCosts(Costs):
@@ -274,7 +274,7 @@ class RandomCosts(Costs):
         dice = random.Random(f"{self.seed}/{i}")
         seconds = dice.randrange(6) * self.grain if self.grain else dice.expovariate(1.0)
         if not task.stage.forms_parts:
-            return End(now + seconds, parts=parts_of(task, self.groups, now, now + seconds))
+            return End(now + seconds, chunks=chunks_of(task, self.groups, now, now + seconds))
         ids = list(range(self.groups))
         if self.order == "arrival":
             random.Random(f"{self.seed}/{i.step}").shuffle(ids)
@@ -302,7 +302,7 @@ class RecordingExecutor(VirtualExecutor):
         super().__init__(costs)
         self.seen: dict[TaskId, Seen] = {}
 
-    def start(self, task: Task, call: Call, values: Sequence[Any]) -> None:
+    def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         """Records what the task reads, then starts it."""
         if task.id in self.seen:
             raise AssertionError(f"{task} was started twice")
@@ -311,7 +311,7 @@ class RecordingExecutor(VirtualExecutor):
         self.seen[task.id] = Seen(fields, call.groups)
         super().start(task, call, values)
 
-    async def events(self) -> AsyncIterator[Done | Part]:
+    async def events(self) -> AsyncIterator[Done | Chunk]:
         """Yields what ended or was handed on, with its own id as each of its values."""
         async for done in super().events():
             yield replace(done, values=(done.id,) * len(done.values))

@@ -49,8 +49,8 @@ def check_trace(trace: Trace, graph: TaskGraph, tolerance: float = 1e-9, busy: b
 
 def _ready_at(spans: Mapping[TaskId, Span], graph: TaskGraph, dep: TaskId) -> float:
     """When a task ended, or handed on the part that the id means."""
-    span = spans[graph.pipeline.owner(dep)]
-    return float(span.args["emitted_s"][dep.part]) if graph.pipeline.owner(dep) != dep else span.end
+    span = spans[graph.pipeline.task_of(dep)]
+    return float(span.args["emitted_s"][dep.part]) if graph.pipeline.task_of(dep) != dep else span.end
 
 
 def _check_slots(resource: str, slots: int | None, spans: Sequence[Span], tolerance: float) -> None:
@@ -137,8 +137,8 @@ def _check_makespan(
     for i in nx.topological_sort(dag):
         took = spans[i].end - spans[i].begin
         # A task that follows a part follows the time up to it, not the whole task.
-        left = {dep: spans[graph.pipeline.owner(dep)].end - _ready_at(spans, graph, dep) for dep in tasks[i].deps}
-        finish[i] = max((finish[graph.pipeline.owner(dep)] - left[dep] for dep in left), default=0.0) + took
+        left = {dep: spans[graph.pipeline.task_of(dep)].end - _ready_at(spans, graph, dep) for dep in tasks[i].deps}
+        finish[i] = max((finish[graph.pipeline.task_of(dep)] - left[dep] for dep in left), default=0.0) + took
     makespan = max((s.end for s in spans.values()), default=0.0) - min((s.begin for s in spans.values()), default=0.0)
     path = max(finish.values(), default=0.0)
     slack = tolerance * max(1, len(spans))

@@ -39,7 +39,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayExecutor]:
     os.chdir(tmp_path_factory.mktemp("here"))
     executor = RayExecutor(num_cpus=1)
     try:
-        executor._init()
+        executor._connect()
         yield executor
     finally:
         if executor._local:
@@ -129,7 +129,7 @@ def test_a_second_one_has_another_token_and_nothing_is_left_of_the_first(
     import ray
 
     first = Path(executor._local.token_path).read_text() if executor._local else ""
-    executor._leave()
+    executor._disconnect()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of a cluster that this run does not join")
     before = dict(os.environ)
     local = LocalRay(1)

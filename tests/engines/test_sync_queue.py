@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dataflow.engines.base import Sample
 from dataflow.engines.sync_queue import FinishedSample, Job, SampleQueue
-from dataflow.errors import Aborted, DataError, ToolLost
+from dataflow.errors import Aborted, DataError, ServiceLost
 from tests.engines.drawing import run
 
 pytestmark = pytest.mark.timeout(60)
@@ -240,14 +240,14 @@ def test_a_failure_reaches_everybody(where: str) -> None:
             await turn()
             queue.put(jobs(1))
         await turn()
-        assert got(running) == ([(0, 0)] if where == "pause" else [ToolLost])
+        assert got(running) == ([(0, 0)] if where == "pause" else [ServiceLost])
         for task in (pausing, later) if where != "start" else ():
             error = task.exception()
-            assert isinstance(error, ToolLost)
+            assert isinstance(error, ServiceLost)
             assert error.__cause__ is cause
-        with pytest.raises(ToolLost, match=r"vLLM failed .ValueError: broken"):
+        with pytest.raises(ServiceLost, match=r"vLLM failed .ValueError: broken"):
             queue.put(jobs(1))
-        with pytest.raises(ToolLost, match="built anew"):
+        with pytest.raises(ServiceLost, match="built anew"):
             await queue.pause(broken)
         assert queue.unended == 0
 

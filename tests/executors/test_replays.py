@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dataflow.errors import DataflowError
-from dataflow.executors.base import Call
+from dataflow.executors.base import StageCall
 from dataflow.executors.ray.replays import Replays, Submission
 from dataflow.graph import Carried, Hosted, Pipeline, Stage, Task, TaskId, TaskInfo, stage
 
@@ -47,7 +47,7 @@ def task(s: Stage, step: int, part: int = 0, parts: int = 1) -> Task:
 def submitted(step: int, groups: tuple[int, ...] = GROUPS, part: int = 0, parts: int = 1) -> Submission:
     """A finished request; one of several names its groups in the call."""
     named = groups if parts > 1 else None
-    call = Call("request", TaskInfo(step, "request", part, parts, named), (("prompts", 1, False),), named)
+    call = StageCall("request", TaskInfo(step, "request", part, parts, named), (("prompts", 1, False),), named)
     return Submission(task(request, step, part, parts), call, (f"prompts {step}",), groups)
 
 
@@ -166,7 +166,7 @@ def sample(prompts, weights: Carried, *, desk): ...
 
 
 def loaded(step: int) -> Submission:
-    call = Call("load", TaskInfo(step, "load"), (("actor_weights", 1, False),), None)
+    call = StageCall("load", TaskInfo(step, "load"), (("actor_weights", 1, False),), None)
     return Submission(task(load, step), call, (f"weights {step}",), ())
 
 
@@ -181,5 +181,5 @@ def test_of_a_state_the_newest_counts_whatever_its_step() -> None:
 
 
 def test_a_stage_that_leaves_neither_groups_nor_a_state_is_told() -> None:
-    with pytest.raises(DataflowError, match="'request' replays, so what it leaves in its tool must be groups, or a"):
+    with pytest.raises(DataflowError, match="'request' replays, so it must read a Batch"):
         submit(usual(), submitted(1, ()))

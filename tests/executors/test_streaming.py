@@ -227,8 +227,8 @@ def follow(responses: Batch) -> tuple[int, ...]:
 
 
 WRONGS = {
-    "number": "was to emit sets 0 to 1, not 2",
-    "kind": "task.emit takes the number of the set, then a Batch for each of responses",
+    "number": "emits chunks 0 to 1, not 2",
+    "kind": "task.emit takes the number of the chunk, then a Batch for each of responses",
     "few": "ended after 1 of 2 chunks; call task.emit for chunk 1 as well",
     "raises": "ZeroDivisionError: half way",
 }

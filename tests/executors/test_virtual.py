@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataflow.executors.virtual import parts_of
+from dataflow.executors.virtual import chunks_of
 from dataflow.graph import Task, TaskId, stage
 
 
@@ -13,7 +13,7 @@ def rollout(prompts): ...
 
 
 def handed(emits: int, ends: tuple[float, ...] = ()) -> list[tuple[float, tuple[int, ...] | None]]:
-    return list(parts_of(Task(TaskId(1, "rollout"), rollout, (), (), emits=emits), 8, 10.0, 20.0, ends))
+    return list(chunks_of(Task(TaskId(1, "rollout"), rollout, (), (), emits=emits), 8, 10.0, 20.0, ends))
 
 
 def test_one_that_does_not_stream_hands_on_nothing() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
-from dataflow.errors import ToolLost
+from dataflow.errors import ServiceLost
 
 
 class FakeRollout:
@@ -47,7 +47,7 @@ class FakeRollout:
                     self._deaths.touch()
                     await asyncio.sleep(0.5)  # what was handed on before must have left this process
                     if self._lost:
-                        raise ToolLost("its replica died")
+                        raise ServiceLost("its replica died")
                     os.kill(os.getpid(), signal.SIGKILL)
                 group, index = left.pop()
                 self.running -= 1

@@ -35,7 +35,7 @@ class Replicas:
     """A :class:`~dataflow.engines.base.RolloutEngine` over several, each in a process of its own.
 
     A sample's seed decides it, so the samples are those of one engine, however many there are and whichever draws what.
-    When a replica's process dies, whoever waits gets a :class:`ToolLost`, and so does whoever comes: the whole is to
+    When a replica's process dies, whoever waits gets a :class:`ServiceLost`, and so does whoever comes: the whole is to
     be built anew. It needs an event loop that stays: one for all that is asked for while anything is in flight.
 
     Args:

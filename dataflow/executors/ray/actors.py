@@ -1,4 +1,4 @@
-"""The processes of a hosted tool: an actor per rank, where they are and what they see of the machine."""
+"""The actors of a service: one per rank, with their GPUs, addresses and environment."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dataflow.system.supervisor import report
 
 
 class Actors:
-    """The actors of one tool, in order of their ranks; none until they are placed.
+    """The actors of one service, in order of rank; empty until they are placed.
 
     Args:
-        spec: the tool.
+        spec: the service.
         threads: OMP threads in each process.
     """
 
@@ -30,8 +30,8 @@ class Actors:
         self._actors: list[Any] = []
         self._gpus: list[Gpus] = []
         self._addresses: list[tuple[str, int]] = []
-        self._words = tempfile.TemporaryDirectory(prefix="dataflow-")
-        report(temporary=self._words.name)
+        self._reasons = tempfile.TemporaryDirectory(prefix="dataflow-")
+        report(temporary=self._reasons.name)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._actors)
@@ -42,11 +42,11 @@ class Actors:
         return self._actors[0]
 
     async def place(self) -> None:
-        """Starts them, and waits until they have their GPUs and are up."""
+        """Starts the actors and waits until they are up, with their GPUs."""
         import ray
 
         spec = self._spec
-        # Ray calls a process by its class: 'ps' and 'top' then show which tool it hosts.
+        # Ray names a process after its class, so 'ps' and 'top' show the service that it hosts.
         base = WaitingHost if spec.concurrent else Host
         kind = ray.remote(type(spec.name, (base,), {"__module__": __name__}))
         how = {"max_concurrency": 1000} if spec.concurrent else {}
@@ -55,10 +55,11 @@ class Actors:
         self._addresses = await first_failure([actor.address.remote() for actor in self])
 
     async def build(self, blobs: Sequence[bytes]) -> None:
-        """Builds the tool in each, with its stages; starts those that are not placed.
+        """Builds the service with its stages in every actor; starts the actors first unless they are placed.
 
         Args:
-            blobs: tool and stages as :func:`~dataflow.cluster.pickling.pickled`, further ones for their stages.
+            blobs: service and stages, as :func:`~dataflow.cluster.pickling.pickled` returns them; of all but the first
+                only the stages are added.
         """
         if not self._actors:
             await self.place()
@@ -82,19 +83,19 @@ class Actors:
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "TOKENIZERS_PARALLELISM": "false",
-            DEATH_REASON: str(Path(self._words.name) / str(rank)),
+            DEATH_REASON: str(Path(self._reasons.name) / str(rank)),
         }
 
-    def last_words(self) -> str:
-        """Returns, once, why a process of the tool was ended from outside; nothing if it left no word of that."""
-        files = sorted(Path(self._words.name).glob("*"))
-        words = [file.read_text() for file in files]
+    def death_reason(self) -> str:
+        """Returns, once, why processes of the service were ended on purpose; empty if no reason was recorded."""
+        files = sorted(Path(self._reasons.name).glob("*"))
+        reasons = [file.read_text() for file in files]
         for file in files:
             file.unlink()
-        return " ".join(words)
+        return " ".join(reasons)
 
     def kill(self) -> None:
-        """Ends them, and gives their GPUs back."""
+        """Kills the actors and releases their GPUs."""
         import ray
 
         for actor in self._actors:

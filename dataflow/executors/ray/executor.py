@@ -1,8 +1,8 @@
-"""The Ray executor: each hosted tool in an actor (one per rank), each stage function beside its tool.
+"""The Ray executor: each service in an actor per rank, each stage function in the process of its service.
 
-Values between stages are object refs: the controller hands them on and never fetches one. What it reads is one
-small pickled report per task; ``bytes_read`` and ``bytes_put`` count all that passes through it. A tool's actors
-and their deaths are in ray_group.py, what runs in the actors is in ray_host.py.
+Values between stages are object refs, which the controller passes on without fetching them. It reads one small pickled
+report per task; ``bytes_read`` and ``bytes_put`` count all bytes that pass through it. The actors of a service and
+their restarts are in ``worker_group``; the code that runs in the actors is in ``host``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataflow.cluster.console import console_kept
 from dataflow.cluster.local import LocalRay
 from dataflow.cluster.log import log_lines
 from dataflow.errors import ConfigError
-from dataflow.executors.base import Call, Done, Part
+from dataflow.executors.base import Chunk, Done, StageCall
 from dataflow.executors.ray.worker_group import Running, WorkerGroup
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 from dataflow.system import clock
 from dataflow.system.children import working_directory_imported
 from dataflow.system.supervisor import report
 
-# Stages without a tool of their own run here, off the controller; those that are async wait side by side.
+# Stages without a service run here, off the controller's process; async ones run concurrently.
 HELPER = Hosted("controller", dict, concurrent=True)
 BUILD_DEADLINE_S = 600.0
 
@@ -45,20 +45,20 @@ class RayExecutor:
         self.bytes_read = 0
         self.bytes_put = 0
         self._hosts: dict[str, WorkerGroup] = {}
-        self._ended: asyncio.Queue[Done | Part] = asyncio.Queue()
-        self._waits: dict[TaskId, asyncio.Task[None]] = {}
+        self._events: asyncio.Queue[Done | Chunk] = asyncio.Queue()
+        self._waiters: dict[TaskId, asyncio.Task[None]] = {}
         self._started = False
         self._local: LocalRay | None = None
 
     async def open(self, pipeline: Pipeline) -> None:
-        """Starts or joins Ray and builds the pipeline's hosts side by side.
+        """Starts or joins Ray and builds the pipeline's services concurrently.
 
         Raises:
             ConfigError: the cluster cannot be reached.
-            RunError: a tool cannot be built.
+            RunError: a service cannot be built.
         """
         with console_kept():
-            self._init()
+            self._connect()
         report(ray="started")
         staged: dict[str, dict[str, Stage]] = {}
         for s in pipeline.stages:
@@ -66,7 +66,7 @@ class RayExecutor:
         hosts = {HELPER.name: HELPER, **pipeline.hosts()}
         specs = {name: hosts[name] for name in staged}
         self._check_gpus(specs.values())
-        # The largest share of a GPU first: two small ones on one GPU would leave another without room for a large one.
+        # The largest share of a GPU first: two small ones on one GPU could leave no GPU with room for a large one.
         for spec in sorted(specs.values(), key=lambda spec: -spec.gpus):
             if spec.gpus and spec.name not in self._hosts:
                 await self._group(spec).place()
@@ -75,7 +75,7 @@ class RayExecutor:
             workers.learn(pipeline)
 
     async def _build(self, specs: Mapping[str, Hosted], staged: Mapping[str, dict[str, Stage]]) -> None:
-        """Builds all hosts side by side, but for GPUs that one of them wants for itself meanwhile."""
+        """Builds all services concurrently, but those marked ``alone`` before all others on GPUs."""
 
         async def on_gpus() -> None:
             for name, spec in specs.items():
@@ -88,10 +88,10 @@ class RayExecutor:
 
         await asyncio.gather(on_gpus(), build(name for name, spec in specs.items() if not (spec.gpus or spec.alone)))
 
-    def _init(self) -> None:
+    def _connect(self) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        # Of a tool that died each value that nobody waits for would be a traceback, though the run goes on.
+        # Otherwise Ray prints a traceback for each value of a dead service that is not awaited.
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         import logging
 
@@ -105,14 +105,14 @@ class RayExecutor:
             "log_to_driver": False,
             "configure_logging": False,
         }
-        if "://" not in (self.address or ""):  # a remote client's job is made where it connects
+        if "://" not in (self.address or ""):  # for a remote client, the server creates the job
             options["job_config"] = _job()
         if self.address is None:
             self._local = LocalRay(self.num_cpus or os.cpu_count() or 1)
             self._local.open(**options)
         else:
             try:
-                _knock(self.address)
+                _probe(self.address)
                 ray.init(address=self.address, **options)
             except (OSError, ValueError) as error:
                 raise ConfigError(
@@ -122,7 +122,7 @@ class RayExecutor:
         self._started = True
 
     def _check_gpus(self, specs: Iterable[Hosted]) -> None:
-        """Sees to it that a local Ray has GPUs at all: it would wait for them for ever.
+        """Checks that a local Ray has GPUs if the run needs some; it would wait for them forever.
 
         Raises:
             ConfigError: it has none.
@@ -132,8 +132,8 @@ class RayExecutor:
         wanted = sum(spec.gpus * spec.ranks * spec.devices for spec in specs)
         if wanted and self._started and self.address is None and not ray.cluster_resources().get("GPU"):
             raise ConfigError(
-                f"ray.gpus_per_worker: the run wants {wanted:g} GPUs, and Ray finds none on this machine; leave it out "
-                "to run on the CPU, or see what nvidia-smi and CUDA_VISIBLE_DEVICES say."
+                f"ray.gpus_per_worker: the run needs {wanted:g} GPUs, but Ray finds none on this machine; leave it out "
+                "to run on the CPU, or check nvidia-smi and CUDA_VISIBLE_DEVICES."
             )
 
     async def _host(self, spec: Hosted, stages: dict[str, Stage]) -> None:
@@ -144,11 +144,11 @@ class RayExecutor:
             await (workers or self._group(spec)).open(stages)
 
     def _group(self, spec: Hosted) -> WorkerGroup:
-        workers = WorkerGroup(spec, self.threads, BUILD_DEADLINE_S, self._read, self._ended.put_nowait)
+        workers = WorkerGroup(spec, self.threads, BUILD_DEADLINE_S, self._count_bytes, self._events.put_nowait)
         self._hosts[spec.name] = workers
         return workers
 
-    def _read(self, size: int) -> None:
+    def _count_bytes(self, size: int) -> None:
         self.bytes_read += size
 
     def now(self) -> float:
@@ -160,10 +160,10 @@ class RayExecutor:
         self.bytes_put += len(ray.cloudpickle.dumps(value))
         return ray.put(value)
 
-    def start(self, task: Task, call: Call, values: Sequence[Any]) -> None:
+    def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         workers = self._hosts[(task.stage.host or HELPER).name]
         running = workers.start(task, call, values, self.now())
-        self._waits[task.id] = asyncio.create_task(self._wait(workers, running))
+        self._waiters[task.id] = asyncio.create_task(self._wait(workers, running))
 
     async def _wait(self, workers: WorkerGroup, running: Running) -> None:
         i = running.task.id
@@ -171,15 +171,15 @@ class RayExecutor:
             done = await workers.end_of(running)
         except Exception as error:
             done = Done(i, error=cause(error))
-        self._waits.pop(i, None)
-        self._ended.put_nowait(done)
+        self._waiters.pop(i, None)
+        self._events.put_nowait(done)
 
-    async def events(self) -> AsyncIterator[Done | Part]:
+    async def events(self) -> AsyncIterator[Done | Chunk]:
         while True:
-            yield await self._ended.get()
+            yield await self._events.get()
 
     def cancel(self, task: TaskId) -> None:
-        if wait := self._waits.pop(task, None):
+        if wait := self._waiters.pop(task, None):
             wait.cancel()
         for workers in self._hosts.values():
             workers.drop(task)
@@ -188,33 +188,33 @@ class RayExecutor:
         return await self._hosts[host].ask(method)
 
     async def close(self) -> None:
-        """Ends the actors, and the local Ray with them; a tool that is busy or slow to close is cut off."""
+        """Ends the actors and a local Ray. A service that does not close within ``Hosted.close_s`` is killed."""
         import ray
 
         report(ray="closing")
-        for wait in self._waits.values():
+        for wait in self._waiters.values():
             wait.cancel()
-        self._waits.clear()
+        self._waiters.clear()
         for workers in self._hosts.values():
             workers.end()
         if not ray.is_initialized():
-            self._leave()
+            self._disconnect()
             return
         closing = [
             asyncio.wait_for(fetch(actor.close.remote()), workers.spec.close_s)
             for workers in self._hosts.values()
             for actor in workers
         ]
-        for said in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(said, tuple):
-                log_lines(said)
+        for answer in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(answer, tuple):
+                log_lines(answer)
         for workers in self._hosts.values():
             workers.actors.kill()
         self._hosts.clear()
-        self._leave()
+        self._disconnect()
 
-    def _leave(self) -> None:
-        """Ends the local Ray, or leaves the cluster that was joined."""
+    def _disconnect(self) -> None:
+        """Stops the local Ray, or disconnects from the cluster."""
         import ray
 
         if self._local is not None:
@@ -226,18 +226,18 @@ class RayExecutor:
 
 
 def _job() -> Any:
-    """Returns Ray's settings of this job: workers import from the working directory only if this process does."""
+    """Returns Ray's job settings: workers import from the working directory only if this process does."""
     from ray.job_config import JobConfig
 
-    # A submitted job brings a working directory of its own, which Ray unpacks and knows.
+    # A submitted job brings its own working directory, which Ray unpacks.
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ or "RAY_RUNTIME_ENV_HOOK" in os.environ:
         return JobConfig()
     # Ray puts the driver's working directory first on the path of every worker, unless the driver is a remote client.
     return JobConfig(_client_job=True, _py_driver_sys_path=[os.getcwd()] if working_directory_imported() else [])
 
 
-def _knock(address: str) -> None:
-    """Fails at once where nobody listens; Ray itself goes on trying for minutes."""
+def _probe(address: str) -> None:
+    """Connects once, to fail at once if nothing listens; Ray itself retries for minutes."""
     import socket
 
     host, _, port = address.rpartition(":")

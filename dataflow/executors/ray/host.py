@@ -1,4 +1,4 @@
-"""The worker's side of the Ray executor: builds a hosted tool in an actor's process and runs its stages beside it."""
+"""The actor of a service: builds the service in its process and runs the stages that use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dataflow.cluster.answer import answer_to, answering
 from dataflow.cluster.gpus import see
 from dataflow.cluster.log import KEPT, keep_lines
 from dataflow.cluster.process import settle_memory
-from dataflow.executors.base import Call, Part, Report, answer, part, prepare
+from dataflow.executors.base import Chunk, Report, StageCall
+from dataflow.executors.calling import answer, make_chunk, prepare
 from dataflow.graph import Hosted, Stage, TaskInfo
 from dataflow.system import clock
 from dataflow.system.children import restore_path
@@ -22,10 +23,10 @@ from dataflow.usercode.failures import Contained
 
 
 class Host:
-    """One process of a hosted tool (in its own actor): builds it and runs the stages that use it."""
+    """One rank of a service, in its own actor."""
 
     def address(self) -> tuple[str, int]:
-        """Returns an address and a free port of this process, where the ranks can meet."""
+        """Returns the address of this node and a free port, where the ranks can meet."""
         import socket
 
         import ray
@@ -36,7 +37,14 @@ class Host:
 
     @answering
     def build(self, blob: bytes, environment: Mapping[str, str], anchor: clock.Anchor, *gpus: str) -> int:
-        """Builds the tool, which sees these GPUs, or those that Ray shows it; returns this process's id."""
+        """Builds the service and returns the process id.
+
+        Args:
+            blob: service and stages, as :func:`~dataflow.cluster.pickling.pickled` returns them.
+            environment: variables to set before.
+            anchor: of the run's clock.
+            gpus: ids of the GPUs that the service may use; those that Ray assigned to the actor if none is given.
+        """
         restore_path()
         keep_lines()
         clock.adopt(anchor)
@@ -44,28 +52,30 @@ class Host:
         see(gpus)
         import cloudpickle  # type: ignore[import-untyped]
 
-        # What the first Batch to arrive would import: seconds that belong to start-up, not to a task.
+        # The first Batch to arrive would import it: seconds that belong to start-up, not to a task.
         import torch  # noqa: F401
 
         spec, self.stages = cloudpickle.loads(blob)
         for s in self.stages.values():
             s.load()
-        self.name, self.tool = spec.name, spec.build()
+        self.name, self.service = spec.name, spec.build()
         settle_memory()
         return os.getpid()
 
     def add(self, blob: bytes) -> None:
-        """Takes further stages."""
+        """Adds stages."""
         import cloudpickle
 
         _spec, stages = cloudpickle.loads(blob)
         self.stages |= stages
 
     @answering
-    def run(self, call: Call, keep: bool, *values: Any) -> Any:
-        """Runs a stage function; returns its pickled answer, then, if kept, a value per field.
+    def run(self, call: StageCall, keep: bool, *values: Any) -> Any:
+        """Runs a stage function.
 
-        The answer is the report and, of a stage that replays, the groups that it was given.
+        Returns:
+            The pickled report with the groups that a stage that replays was given; then, with ``keep``, a value per
+            field.
         """
         begin = clock.now()
         stage, arguments, keywords, info = self._prepare(call, values)
@@ -77,28 +87,28 @@ class Host:
 
     @answering
     def ask(self, method: str) -> Any:
-        """Calls a method of the tool."""
-        return getattr(self.tool, method)()
+        """Calls a method of the service."""
+        return getattr(self.service, method)()
 
     @answering
     def close(self) -> tuple[tuple[str, str], ...]:
-        """Lets the tool end well, if it can; returns what it has logged since its last report."""
-        if hasattr(self.tool, "close"):
-            closed = self.tool.close()
+        """Closes the service; returns the lines that it logged since its last report."""
+        if hasattr(self.service, "close"):
+            closed = self.service.close()
             if asyncio.iscoroutine(closed):
                 asyncio.run(closed)
         return KEPT.take()
 
     def _prepare(
-        self, call: Call, values: Sequence[Any], on_emit: Callable[[int, tuple[Any, ...]], None] | None = None
+        self, call: StageCall, values: Sequence[Any], on_emit: Callable[[int, tuple[Any, ...]], None] | None = None
     ) -> tuple[Stage, list[Any], dict[str, Any], TaskInfo]:
         stage = self.stages[call.stage]
-        bound = {n: self.tool for n, t in stage.tools.items() if isinstance(t, Hosted) and t.name == self.name}
+        bound = {n: self.service for n, t in stage.tools.items() if isinstance(t, Hosted) and t.name == self.name}
         return (stage, *prepare(stage, call, values, bound, on_emit))
 
 
 class WaitingHost(Host):
-    """A host whose calls run side by side on one event loop: for tools that wait."""
+    """A host whose calls run concurrently on one event loop, for services that wait."""
 
     @answering
     async def build(  # type: ignore[override]
@@ -107,7 +117,7 @@ class WaitingHost(Host):
         return super().build(blob, environment, anchor, *gpus)
 
     @answering
-    async def run(self, call: Call, keep: bool, *values: Any) -> Any:
+    async def run(self, call: StageCall, keep: bool, *values: Any) -> Any:
         begin = clock.now()
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
@@ -116,23 +126,24 @@ class WaitingHost(Host):
             result = await result
         return _packed(answer(stage, call, info, arguments, result, begin, clock.now()), keep, held)
 
-    async def stream(self, call: Call, *values: Any) -> AsyncIterator[Any]:
+    async def stream(self, call: StageCall, *values: Any) -> AsyncIterator[Any]:
         """Runs a stage function that streams.
 
-        Yields for each set that it hands on, and at its end, a pickled answer, then a value per field: each an object
-        of its own to Ray. The answer of a set is a :class:`Part` without its values.
+        Yields:
+            For each chunk, and at the end of the call, a pickled answer and then a value per field, each an object of
+            its own to Ray. The answer of a chunk is a :class:`Chunk` without its values.
         """
         begin = clock.now()
-        handed: asyncio.Queue[Part | None] = asyncio.Queue()
+        chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
 
         def emit(number: int, emitted: tuple[Any, ...]) -> None:
-            handed.put_nowait(part(stage, call.info, number, emitted, clock.now()))
+            chunks.put_nowait(make_chunk(stage, call.info, number, emitted, clock.now()))
 
         stage, arguments, keywords, info = self._prepare(call, values, emit)
         running = asyncio.ensure_future(Contained(stage.fn(*arguments, **keywords)))
-        running.add_done_callback(lambda _running: handed.put_nowait(None))
+        running.add_done_callback(lambda _running: chunks.put_nowait(None))
         try:
-            while (event := await handed.get()) is not None:
+            while (event := await chunks.get()) is not None:
                 yield pickle.dumps(replace(event, values=()))
                 for value in event.values:
                     yield value
@@ -150,22 +161,22 @@ class WaitingHost(Host):
 
     @answering
     async def ask(self, method: str) -> Any:
-        answer = getattr(self.tool, method)()
+        answer = getattr(self.service, method)()
         return await answer if asyncio.iscoroutine(answer) else answer
 
     @answering
     async def close(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
-        if hasattr(self.tool, "close"):
-            closed = self.tool.close()
+        if hasattr(self.service, "close"):
+            closed = self.service.close()
             if asyncio.iscoroutine(closed):
                 await closed
         return KEPT.take()
 
 
 def _groups_of(stage: Stage, arguments: Sequence[Any]) -> tuple[int, ...] | None:
-    """Returns the groups that a stage that replays leaves in its tool, none if it leaves a state.
+    """Returns the groups that a stage that replays leaves in its service.
 
-    None of any other stage.
+    Empty if it leaves a state; None for other stages.
     """
     if not stage.replays:
         return None

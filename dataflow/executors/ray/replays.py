@@ -1,10 +1,9 @@
-"""What must run again when a tool is built anew: finished tasks whose groups its memory still held.
+"""Records which finished tasks have to run again when a service is rebuilt, because its memory held their results.
 
-Pure bookkeeping. Of a stage that leaves a state in its tool (a weight sync) the newest task counts. Of one that
-leaves groups: of each step it keeps what was submitted (tasks of stages that replay) and which of those groups were
-handed out since (reports of the tasks that form parts, downstream in the same tool). A step's submissions are
-forgotten with the last task that could hand them out: the takers, every task of them, have ended. As a step always
-runs to its last task, or the run ends, no more is kept than the steps in flight, however long the run.
+Pure bookkeeping. For a stage that leaves a state in its service (a weight sync), the record keeps the newest task. For
+a stage that submits groups (a reward request), it keeps each step's submissions, and which of their groups later stages
+of the service, the takers, have handed out. A step's submissions are dropped when all tasks of its takers have ended,
+so the record holds the steps in flight only.
 """
 
 from __future__ import annotations
@@ -15,41 +14,47 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dataflow.errors import DataflowError
-from dataflow.executors.base import Call
+from dataflow.executors.base import StageCall
 from dataflow.graph import Pipeline, Stage, Task, TaskId
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A finished task whose groups, or whose state, live in its tool's memory, and the handles of what it read."""
+    """A finished task that left groups or a state in the memory of its service, and the handles of its inputs."""
 
     task: Task
-    call: Call
+    call: StageCall
     values: Sequence[Any]
     groups: tuple[int, ...]
 
     def without(self, groups: Container[int]) -> Submission:
-        """Returns the same task for the other groups alone."""
+        """Returns the same submission without these groups."""
         rest = tuple(g for g in self.groups if g not in groups)
         return replace(self, call=_narrowed(self.call, self.groups, rest), groups=rest)
 
 
 @dataclass
 class _Kept:
-    """One step's submissions of one stage."""
+    """One step's submissions of one stage.
+
+    Attributes:
+        takers: stages with tasks of the step that have not ended.
+        tasks: the submissions.
+        handed_out: ids of the groups that the takers have returned.
+        ended: number of ended tasks of each taker.
+    """
 
     takers: set[str]
-    """Stages that have tasks of the step left to end."""
     tasks: dict[TaskId, Submission] = field(default_factory=dict)
-    handed: set[int] = field(default_factory=set)
+    handed_out: set[int] = field(default_factory=set)
     ended: Counter[str] = field(default_factory=Counter)
 
 
 class Replays:
-    """The submissions to one tool that it has not handed out yet.
+    """The submissions that one service still holds.
 
     Args:
-        host: name of the tool.
+        host: name of the service.
     """
 
     def __init__(self, host: str) -> None:
@@ -60,11 +65,11 @@ class Replays:
         self._newest: dict[str, Submission] = {}
 
     def __len__(self) -> int:
-        """How many finished tasks are kept."""
+        """Returns the number of finished tasks that are kept."""
         return len(self._newest) + sum(len(kept.tasks) for kept in self._kept.values())
 
     def learn(self, pipeline: Pipeline) -> None:
-        """Finds the tool's stages that replay, and which stages of it hand out what those submitted."""
+        """Finds the stages of the service that replay, and the stages that hand out what those submit."""
         for s in pipeline.stages:
             if not s.replays or _host_of(s) != self._host:
                 continue
@@ -74,12 +79,15 @@ class Replays:
                 self._takers.setdefault(s.name, set()).update(_takers(pipeline, s))
 
     def ended(self, submission: Submission | None, task: Task, groups: tuple[int, ...] | None) -> None:
-        """Books the end of a task of the tool.
+        """Records the end of a task of the service.
 
         Args:
-            submission: what it left in the tool, if its stage replays.
-            task: that ended well.
-            groups: that it handed out, if it forms parts.
+            submission: the task's submission, if its stage replays.
+            task: that finished without an error.
+            groups: ids that it handed out, if its stage collects.
+
+        Raises:
+            DataflowError: the stage replays, but left neither groups nor a state.
         """
         i = task.id
         if submission is not None and i.stage in self._states:
@@ -87,8 +95,8 @@ class Replays:
         if submission is not None and self._takers.get(i.stage):
             if not submission.groups:
                 raise DataflowError(
-                    f"stage '{i.stage}' replays, so what it leaves in its tool must be groups, or a state that it "
-                    "writes; let it read a Batch."
+                    f"stage '{i.stage}' replays, so it must read a Batch of the groups that it submits, or "
+                    "write a state."
                 )
             kept = self._kept.setdefault((i.step, i.stage), _Kept(set(self._takers[i.stage])))
             kept.tasks[i] = submission
@@ -98,7 +106,7 @@ class Replays:
 
     def _take(self, key: tuple[int, str], taker: TaskId, groups: Sequence[int]) -> None:
         kept = self._kept[key]
-        kept.handed.update(groups)
+        kept.handed_out.update(groups)
         kept.ended[taker.stage] += 1
         if kept.ended[taker.stage] == taker.parts:
             kept.takers.discard(taker.stage)
@@ -106,25 +114,25 @@ class Replays:
             del self._kept[key]
 
     def left(self) -> list[Submission]:
-        """Returns what to submit again: states, then oldest step first each task for its groups not handed out."""
+        """Returns the submissions to run again: states first, then by step, each for its groups not handed out yet."""
         found = list(self._newest.values())
         for key in sorted(self._kept):
             kept = self._kept[key]
-            found += [rest for was in kept.tasks.values() if (rest := was.without(kept.handed)).groups]
+            found += [rest for was in kept.tasks.values() if (rest := was.without(kept.handed_out)).groups]
         return found
 
-    def narrowed(self, task: Task, call: Call) -> Call:
-        """Returns the call of a task that has not ended, for those of its groups that were not handed out yet.
+    def narrowed(self, task: Task, call: StageCall) -> StageCall:
+        """Returns the call of an unfinished task for those of its groups that were not handed out yet.
 
-        So it may be for one of several submissions of a step: the tool took it, its answer was lost.
+        Some may be: the service accepted the submission and died before its answer arrived.
         """
         kept = self._kept.get((task.id.step, task.id.stage))
         if kept is None or call.groups is None:
             return call
-        return _narrowed(call, call.groups, tuple(g for g in call.groups if g not in kept.handed))
+        return _narrowed(call, call.groups, tuple(g for g in call.groups if g not in kept.handed_out))
 
 
-def _narrowed(call: Call, of: tuple[int, ...], groups: tuple[int, ...]) -> Call:
+def _narrowed(call: StageCall, of: tuple[int, ...], groups: tuple[int, ...]) -> StageCall:
     if len(groups) == len(of):
         return call
     return replace(call, groups=groups, info=replace(call.info, groups=groups))
@@ -135,7 +143,7 @@ def _host_of(s: Stage) -> str | None:
 
 
 def _takers(pipeline: Pipeline, submits: Stage) -> set[str]:
-    """Returns the stages of the same tool, as often run, that lie downstream within the step."""
+    """Returns the stages downstream in the step that use the same service and run on the same steps."""
     reached = {submits.name}
     for s in pipeline.order:
         if any(t is s and source.name in reached and lag == "none" for source, t, _field, lag in pipeline.edges):

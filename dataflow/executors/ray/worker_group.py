@@ -20,7 +20,7 @@ from dataflow.cluster.answer import DIED, cause, died, fetch, first_failure, las
 from dataflow.cluster.log import log_lines
 from dataflow.cluster.pickling import pickled
 from dataflow.errors import DataflowError, RunError
-from dataflow.executors.base import Call, Done, Part, Report
+from dataflow.executors.base import Chunk, Done, Report, StageCall
 from dataflow.executors.ray.actors import Actors
 from dataflow.executors.ray.replays import Replays, Submission
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
@@ -30,30 +30,30 @@ NAMED = 4  # tasks named in a warning; the others are counted
 
 @dataclass(eq=False)
 class Running:
-    """A task that a worker group was given.
+    """A task that was started and has not ended.
 
     Attributes:
-        begin: when that was, in seconds of :func:`dataflow.system.clock.now`.
-        attempt: its newest call; None while the tool is down.
+        begin: when it was started, in seconds of :func:`dataflow.system.clock.now`.
+        attempt: its latest call; None if it was not sent yet because the service was down.
         refs: of that call, a list per rank: the pickled answer, then a handle per field.
-        handed: what a streaming task has handed on: a handle per field, by set.
-        generation: of the tool that was called.
-        lost: how many of its calls died with the tool.
+        emitted: handles of the chunks that a streaming task has emitted, one per field, by chunk number.
+        generation: of the service that was called; each restart starts a new one.
+        lost: number of its calls that died with the service.
     """
 
     task: Task
-    call: Call
+    call: StageCall
     values: Sequence[Any]
     begin: float
     attempt: asyncio.Task[Done] | None = None
     refs: list[list[Any]] = field(default_factory=list)
-    handed: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    emitted: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     generation: int = 0
     lost: int = 0
 
     @property
     def to_send(self) -> bool:
-        """Whether it waits for a tool: it was never sent, or died with the last one."""
+        """Whether it has to be sent: it never was, or its call died with the service."""
         if self.attempt is None:
             return True
         ended = self.attempt.done() and not self.attempt.cancelled()
@@ -61,19 +61,19 @@ class Running:
 
 
 class WorkerGroup:
-    """The actors of one hosted tool, one per rank.
+    """The actors of one service, one per rank, and the tasks that run in them.
 
     Args:
-        spec: the tool.
+        spec: the service.
         threads: OMP threads in each process.
-        deadline_s: seconds that building it may take.
-        read: called with the bytes of each answer that the controller reads.
-        hand_on: called with each set that a running task hands on.
+        deadline_s: seconds that building the service may take.
+        on_read: called with the size in bytes of each answer that the controller reads.
+        on_chunk: called with each chunk that a running task emits.
 
     Attributes:
-        actors: of the tool that is up now.
-        deaths: of the tool so far.
-        replays: what must be submitted again to a tool built anew.
+        actors: of the current service.
+        deaths: of the service so far.
+        replays: tasks to submit again after a restart.
     """
 
     def __init__(
@@ -81,20 +81,20 @@ class WorkerGroup:
         spec: Hosted,
         threads: int,
         deadline_s: float,
-        read: Callable[[int], None],
-        hand_on: Callable[[Part], None],
+        on_read: Callable[[int], None],
+        on_chunk: Callable[[Chunk], None],
     ) -> None:
         self.spec = spec
         self.deadline_s = deadline_s
         self.actors = Actors(spec, threads)
         self.deaths = 0
         self.replays = Replays(spec.name)
-        self._read = read
-        self._hand_on = hand_on
+        self._on_read = on_read
+        self._on_chunk = on_chunk
         self._blobs: list[bytes] = []
         self._generation = 0
         self._running: dict[TaskId, Running] = {}
-        self._reviving: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
         self._closed = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -102,16 +102,16 @@ class WorkerGroup:
 
     @property
     def opened(self) -> bool:
-        """Whether the tool was to be built already: further stages are for :meth:`add`."""
+        """Whether :meth:`open` was called; further stages are added by :meth:`add`."""
         return bool(self._blobs)
 
     def learn(self, pipeline: Pipeline) -> None:
-        """Finds out what a tool built anew must be given again."""
+        """Finds which stages of the pipeline have to run again after a restart."""
         if self.spec.restarts:
             self.replays.learn(pipeline)
 
     async def place(self) -> None:
-        """Starts the actors, before others that want the same GPUs.
+        """Starts the actors, so that they get their GPUs before other services.
 
         Raises:
             RunError: they are not up in time.
@@ -119,7 +119,7 @@ class WorkerGroup:
         await self._in_time(self.actors.place())
 
     async def open(self, stages: Mapping[str, Stage]) -> None:
-        """Builds the tool.
+        """Builds the service.
 
         Raises:
             RunError: it is not up in time, or its factory raised.
@@ -132,43 +132,43 @@ class WorkerGroup:
             async with asyncio.timeout(self.deadline_s):
                 await work
         except Exception as error:
-            self._say_not_built(error)
+            self._raise_not_built(error)
 
     async def add(self, stages: Mapping[str, Stage]) -> None:
-        """Takes further stages of the tool."""
+        """Adds stages of the service."""
         blob = pickled(self.spec, stages)
         self._blobs.append(blob)
         await self._all(lambda actor: actor.add.remote(blob))
 
     async def ask(self, method: str) -> Any:
-        """Calls a method of the tool on all its ranks; returns the first one's answer."""
+        """Calls a method of the service on all ranks; returns the first rank's answer."""
         answers = await self._all(lambda actor: actor.ask.remote(method))
         return answers[0]
 
     # --- tasks --------------------------------------------------------------------------------------------
 
-    def start(self, task: Task, call: Call, values: Sequence[Any], now: float) -> Running:
-        """Starts a task, or keeps it until the tool is up again; :meth:`end_of` waits for it.
+    def start(self, task: Task, call: StageCall, values: Sequence[Any], now: float) -> Running:
+        """Starts a task, as soon as the service is up; :meth:`end_of` waits for its end.
 
         Raises:
-            RunError: it is to stream, and its tool runs one call at a time.
+            RunError: the task streams, but the service runs one call at a time.
         """
         if task.emits > 1 and not self.spec.concurrent:
             raise RunError(
-                f"stage '{task.stage.name}' is to stream, but '{self.spec.name}' runs one call at a time; "
+                f"stage '{task.stage.name}' streams, but '{self.spec.name}' runs one call at a time; "
                 "give Hosted(concurrent=True) and make the stage async, or leave +stream out of the policy."
             )
         running = Running(task, call, values, now)
         self._running[task.id] = running
-        if self._reviving is None:
+        if self._restarting is None:
             self._send(running)
         return running
 
     async def end_of(self, running: Running) -> Done:
-        """Waits for a task's end, over as many tools as that takes.
+        """Waits for the end of a task, across restarts of the service.
 
         Raises:
-            RunError: the tool died more often than it may, or could not be built anew.
+            RunError: the service died more often than it may, or could not be rebuilt.
         """
         try:
             while True:
@@ -178,12 +178,12 @@ class WorkerGroup:
                 try:
                     return await running.attempt
                 except Exception as error:
-                    await self._revived(running.generation, error)
+                    await self._restarted(running.generation, error)
         finally:
             self._running.pop(running.task.id, None)
 
     def drop(self, i: TaskId) -> None:
-        """Gives a task up. With the last one ends the building of a new tool: nobody needs it."""
+        """Abandons a task. Without any task left, a restart in progress is cancelled, too."""
         import ray
 
         running = self._running.pop(i, None)
@@ -193,56 +193,56 @@ class WorkerGroup:
             running.attempt.cancel()
         for first, *_rest in running.refs:
             ray.cancel(first, force=False)
-        if not self._running and self._reviving is not None:
-            self._reviving.cancel()
+        if not self._running and self._restarting is not None:
+            self._restarting.cancel()
 
     def end(self) -> None:
-        """From now on a death is final."""
+        """Abandons all tasks; the service is not rebuilt from now on."""
         self._closed = True
         for running in self._running.values():
             if running.attempt is not None:
                 running.attempt.cancel()
         self._running.clear()
-        if self._reviving is not None:
-            self._reviving.cancel()
+        if self._restarting is not None:
+            self._restarting.cancel()
 
     def _send(self, running: Running) -> None:
         task, running.refs = running.task, []
         running.generation = self._generation
         if task.emits > 1:
-            call = replace(running.call, handed=tuple(running.handed))
-            values = [*running.values, *(value for values in running.handed.values() for value in values)]
+            call = replace(running.call, emitted=tuple(running.emitted))
+            values = [*running.values, *(value for values in running.emitted.values() for value in values)]
             answers = self.actors.first.stream.options(num_returns="streaming").remote(call, *values)
             running.refs.append([answers])
             running.attempt = asyncio.create_task(self._streamed(running, answers))
             return
         for rank, actor in enumerate(self.actors):
-            # The first rank's values count; the others take part in the collectives and report.
+            # The first rank returns the values; the others take part in collectives and only report.
             returns = 1 + len(task.stage.writes) if rank == 0 else 1
             answer = actor.run.options(num_returns=returns).remote(running.call, rank == 0, *running.values)
             running.refs.append(answer if isinstance(answer, list) else [answer])
         running.attempt = asyncio.create_task(self._attempt(running))
 
     async def _attempt(self, running: Running) -> Done:
-        """Waits for the answer of one call, and books what it left in the tool or took out of it.
+        """Waits for the answer of one call and records its effect on the service for replays.
 
-        Booked here, in one go with the answer: who has waited for all attempts knows all that was handed out.
+        Both happen in one step of the event loop, so that after all attempts have ended, the record is complete.
         """
         small, *_others = await first_failure([first for first, *_rest in running.refs])
-        self._read(len(small))
+        self._on_read(len(small))
         return self._ended(running, *pickle.loads(small), tuple(running.refs[0][1:]))
 
     async def _streamed(self, running: Running, answers: Any) -> Done:
-        """Waits for the end of one call that streams, and hands on what it does."""
+        """Waits for the end of one streaming call and passes on its chunks."""
         while True:
             small = await fetch(await anext(answers))
-            self._read(len(small))
+            self._on_read(len(small))
             values = tuple([await anext(answers) for _field in running.task.stage.writes])
             found = pickle.loads(small)
-            if not isinstance(found, Part):
+            if not isinstance(found, Chunk):
                 return self._ended(running, *found, values)
-            running.handed[found.id.part] = values
-            self._hand_on(replace(found, values=values))
+            running.emitted[found.id.part] = values
+            self._on_chunk(replace(found, values=values))
 
     def _ended(self, running: Running, report: Report, held: tuple[int, ...] | None, values: tuple[Any, ...]) -> Done:
         task = running.task
@@ -251,7 +251,7 @@ class WorkerGroup:
             submission = None if held is None else Submission(task, running.call, running.values, held)
             self.replays.ended(submission, task, report.groups)
         if running.lost:
-            # Under way since it was first started: whoever waited for it waited since then.
+            # Exposed waits for this task count from its first start.
             report.begin = min(report.begin, running.begin)
             report.facts["restarted"] = running.lost
         return Done(task.id, report, values)
@@ -259,75 +259,79 @@ class WorkerGroup:
     # --- deaths -------------------------------------------------------------------------------------------
 
     async def _all(self, call: Callable[[Any], Any]) -> list[Any]:
-        """Calls every rank; a call that dies with the tool is made again."""
+        """Calls every rank; a call that dies with the service is repeated after the restart."""
         while True:
-            if self._reviving is not None:
+            if self._restarting is not None:
                 await self._up()
             generation = self._generation
             try:
                 return await first_failure([call(actor) for actor in self.actors])
             except Exception as error:
-                await self._revived(generation, error)
+                await self._restarted(generation, error)
 
-    async def _revived(self, generation: int, error: Exception) -> None:
-        """Waits until there is a newer tool than that of a generation, whose call failed.
+    async def _restarted(self, generation: int, error: Exception) -> None:
+        """Waits until the service that failed a call has been rebuilt.
+
+        Args:
+            generation: of the service that was called.
+            error: that the call raised.
 
         Raises:
-            Exception: the error itself, if it was no death, or one that nothing is done about.
+            Exception: ``error``, if the service did not die or may not be rebuilt.
         """
         if not died(error) or not self.spec.restarts or self._closed:
             raise error
-        if generation == self._generation and self._reviving is None:
-            self._reviving = asyncio.create_task(self._revive(error))
-        if self._reviving is not None:
+        if generation == self._generation and self._restarting is None:
+            self._restarting = asyncio.create_task(self._restart(error))
+        if self._restarting is not None:
             await self._up()
 
     async def _up(self) -> None:
-        """Waits for the new tool."""
-        reviving = self._reviving
-        if reviving is None:
+        """Waits for a restart in progress."""
+        restarting = self._restarting
+        if restarting is None:
             return
         try:
-            # Shielded: one of those who wait may give up, the others go on waiting.
-            await asyncio.shield(reviving)
+            # Shielded, so that a cancelled waiter does not cancel the restart for the others.
+            await asyncio.shield(restarting)
         except asyncio.CancelledError:
-            if not reviving.cancelled():
+            if not restarting.cancelled():
                 raise
-            raise RunError(f"'{self.spec.name}' died and was not built anew: the run was stopped.") from None
+            raise RunError(f"'{self.spec.name}' died and was not rebuilt: the run was stopped.") from None
 
-    async def _revive(self, error: Exception) -> None:
-        """Builds the tool anew, as often as it may die, and gives it what the dead one was at work on."""
+    async def _restart(self, error: Exception) -> None:
+        """Rebuilds the service, again if it dies meanwhile, and sends the tasks that the dead one did not finish."""
         while True:
-            words = self.actors.last_words()
-            self._count(error, words)
+            reason = self.actors.death_reason()
+            self._count(error, reason)
             self.actors.kill()
             try:
                 async with asyncio.timeout(self.deadline_s):
                     await self._settled()
                     left = self.replays.left()
                     lost = [running for running in self._running.values() if running.to_send]
-                    self._warn(left, lost, words)
+                    self._warn(left, lost, reason)
                     await self.actors.build(self._blobs)
                     for submission in left:
                         await self._replay(submission)
                 break
-            except Exception as new:
-                if not died(new):
-                    self._say_not_built(new)
-                error = new
+            except Exception as newer:
+                if not died(newer):
+                    self._raise_not_built(newer)
+                error = newer
         self._generation += 1
-        self._reviving = None
+        self._restarting = None
         for running in self._running.values():
             if running.to_send:
                 running.lost += running.attempt is not None
                 running.call = self.replays.narrowed(running.task, running.call)
                 self._send(running)
 
-    def _count(self, error: Exception, words: str) -> None:
+    def _count(self, error: Exception, reason: str) -> None:
         self.deaths += 1
-        if self.deaths > self.spec.restarts and words:
+        if self.deaths > self.spec.restarts and reason:
             raise RunError(
-                f"{self.deaths} deaths of '{self.spec.name}' with restarts={self.spec.restarts}; the last: {words}"
+                f"{self.deaths} deaths of '{self.spec.name}' with restarts={self.spec.restarts}; the last: {reason}"
             ) from error
         if self.deaths > self.spec.restarts:
             raise RunError(
@@ -336,21 +340,21 @@ class WorkerGroup:
             ) from error
 
     async def _settled(self) -> None:
-        """Waits until every call to the dead tool has failed, or has answered after all."""
+        """Waits until every call to the dead service has failed or answered."""
         calls = [running.attempt for running in self._running.values() if running.attempt is not None]
         if calls:
             await asyncio.wait(calls)
 
-    def _warn(self, left: Sequence[Submission], lost: Sequence[Running], words: str) -> None:
+    def _warn(self, left: Sequence[Submission], lost: Sequence[Running], reason: str) -> None:
         again = [f"{s.task} for {len(s.groups)} groups" for s in left] + [str(running.task) for running in lost]
         names = ", ".join(again[:NAMED]) + (f" and {len(again) - NAMED} more" if len(again) > NAMED else "")
         logger.warning(
-            "'{}' died ({}): restart {} of {}; it is built anew{}.",
+            "'{}' died ({}): restart {} of {}; rebuilding it{}.",
             self.spec.name,
-            words.rstrip(".") or "killed, or out of memory",
+            reason.rstrip(".") or "killed, or out of memory",
             self.deaths,
             self.spec.restarts,
-            f", then runs again {names}" if again else "",
+            f", then running again: {names}" if again else "",
         )
 
     async def _replay(self, submission: Submission) -> None:
@@ -364,21 +368,21 @@ class WorkerGroup:
                 raise
             why = cause(error)
             raise RunError(
-                f"'{self.spec.name}' died, and {submission.task} could not run again in the new one: "
+                f"'{self.spec.name}' died, and {submission.task} could not run again after the restart: "
                 f"{type(why).__name__}: {why}"
             ) from why
 
-    def _say_not_built(self, error: Exception) -> NoReturn:
-        """Raises what a user is told of a tool that could not be built."""
+    def _raise_not_built(self, error: Exception) -> NoReturn:
+        """Raises the error of a service that could not be built, with the likely cause."""
         import ray
 
         spec, why = self.spec, cause(error)
         if isinstance(error, TimeoutError) and not isinstance(error, ray.exceptions.RayError):
-            asked = " x ".join(f"{n:g}" for n in (spec.ranks, spec.devices, spec.gpus) if n != 1 or n is spec.gpus)
-            asks = f"it asks for {asked} GPUs: does the cluster have them ('ray status')?"
+            share = " x ".join(f"{n:g}" for n in (spec.ranks, spec.devices, spec.gpus) if n != 1 or n is spec.gpus)
+            gpus = f"it needs {share} GPUs: does the cluster have them ('ray status')?"
             busy = "is the machine out of memory, or busy with something else?"
             raise RunError(
-                f"'{spec.name}' was not up after {self.deadline_s:.0f} s; {asks if spec.gpus else busy}"
+                f"'{spec.name}' was not up after {self.deadline_s:.0f} s; {gpus if spec.gpus else busy}"
             ) from error
         if isinstance(why, DataflowError):
             raise why from error

@@ -1,0 +1,259 @@
+"""How a stage function is called: arguments, checks and report, the same in this process and in a worker."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dataflow.batch import Batch
+from dataflow.errors import DataflowError, RewardFailed, StageFailed
+from dataflow.executors.base import Chunk, Report, StageCall
+from dataflow.executors.parts import listed
+from dataflow.graph import Stage, Task, TaskId, TaskInfo
+from dataflow.usercode.failures import message_of
+
+
+def fields_of(call: StageCall, values: Sequence[Any]) -> list[Any]:
+    """Returns the arguments of a stage function: joins the values of each field and selects the groups of the call.
+
+    Batches with the same groups have them in the same order, so that a stage may read them row by row.
+    """
+    fields: list[Any] = []
+    at = 0
+    for name, count, as_it_is in call.layout:
+        mine = list(values[at : at + count])
+        at += count
+        if not mine:
+            fields.append(None)
+        elif as_it_is or not all(isinstance(value, Batch) for value in mine):
+            fields.append(mine[0] if len(mine) == 1 else _joined(call, name, mine))
+        else:
+            batch = mine[0] if len(mine) == 1 else Batch.concat(mine)
+            groups = call.groups if call.groups is not None else sorted(batch.ids) if len(mine) > 1 else None
+            fields.append(_selected(call, name, batch, groups))
+    return _in_one_order(call, fields)
+
+
+def _selected(call: StageCall, name: str, batch: Batch, groups: Sequence[int] | None) -> Batch:
+    if groups is None:
+        return batch
+    if missing := set(groups).difference(batch.ids):
+        raise DataflowError(
+            f"stage '{call.stage}' works on {listed(groups)}, but its field '{name}' lacks {listed(missing)}: it holds "
+            f"{listed(batch.ids)}; see which groups the stage that writes '{name}' returns."
+        )
+    return batch.select(groups)
+
+
+def _in_one_order(call: StageCall, fields: list[Any]) -> list[Any]:
+    """Gives Batches with the same groups the order of the first; selected groups are in one order already."""
+    if call.groups is not None:
+        return fields
+    orders: dict[frozenset[int], tuple[int, ...]] = {}
+    found: list[Any] = []
+    for (_name, _count, as_it_is), value in zip(call.layout, fields, strict=True):
+        if isinstance(value, Batch) and not as_it_is:
+            value = value.select(orders.setdefault(frozenset(value.ids), value.ids))
+        found.append(value)
+    return found
+
+
+def _joined(call: StageCall, name: str, values: Sequence[Any]) -> Any:
+    """Concatenates values other than Batches by the ``concat`` of their class."""
+    kinds = {type(value) for value in values}
+    concat = getattr(kinds.pop(), "concat", None)
+    if kinds or concat is None:
+        raise DataflowError(
+            f"{call.stage}: field '{name}' comes in {len(values)} values that are no Batch; return a Batch, or an "
+            "object whose class has concat(values)."
+        )
+    return concat(values)
+
+
+def results_of(stage: Stage, result: Any) -> tuple[Any, ...]:
+    """Returns one value per field that the stage writes.
+
+    Raises:
+        DataflowError: the function returned another number of values.
+    """
+    if len(stage.writes) == 1:
+        return (result,)
+    if not stage.writes:
+        return ()
+    if not isinstance(result, tuple) or len(result) != len(stage.writes):
+        got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+        raise DataflowError(
+            f"stage '{stage.name}' writes {', '.join(stage.writes)} but its function returned {got}; return a tuple."
+        )
+    return result
+
+
+def check_rows(stage: Stage, call: StageCall, fields: Sequence[Any], results: Sequence[Any]) -> None:
+    """Checks that the results of a stage match its inputs group by group and row by row.
+
+    Raises:
+        DataflowError: a field has other groups than the stage was given, or fewer or more rows.
+    """
+    inputs = [
+        value
+        for (_name, _count, as_it_is), value in zip(call.layout, fields, strict=True)
+        if isinstance(value, Batch) and not as_it_is
+    ]
+    for name, value in zip(stage.writes, results, strict=True):
+        if name not in call.aligned or not isinstance(value, Batch):
+            continue
+        if call.keeps:
+            _check_groups(stage, name, value, call.groups, inputs)
+        _check_sizes(stage, name, value, inputs, call.keeps)
+
+
+def _check_groups(stage: Stage, name: str, value: Batch, given: Sequence[int] | None, inputs: Sequence[Batch]) -> None:
+    allowed = [set(given)] if given is not None else [set(batch.ids) for batch in inputs]
+    ids = set(value.ids)
+    if allowed and ids not in allowed:
+        lost, strange = allowed[0] - ids, ids - allowed[0]
+        what = " and ".join(
+            text for text in (lost and f"lacks {listed(lost)}", strange and f"has {listed(strange)} besides") if text
+        )
+        raise DataflowError(
+            f"stage '{stage.name}' was given {listed(allowed[0])}, but the field '{name}' that it returned {what}; "
+            "return the groups of its input, each with all its rows (Batch.like)."
+        )
+
+
+def _check_sizes(stage: Stage, name: str, value: Batch, inputs: Sequence[Batch], keeps: bool) -> None:
+    """Checks that each group has as many rows as in an input, or as many as every other group.
+
+    A stage that keeps its groups may return a row per row, one per group, or several per prompt.
+    """
+    sizes = value.sizes
+    known = [batch.sizes for batch in inputs]
+    if any(all(of.get(group) == size for group, size in sizes.items()) for of in known):
+        return
+    widest = max((size for of in known for size in of.values()), default=1)
+    each = set(sizes.values())
+    if len(each) <= 1 and (not keeps or widest == 1 or each <= {1}):
+        return
+    usual = widest if keeps and widest > 1 else max(each, key=list(sizes.values()).count)
+    odd = {group: size for group, size in sizes.items() if size != usual}
+    group = next(iter(odd), next(iter(sizes)))
+    raise DataflowError(
+        f"stage '{stage.name}' returned {sizes[group]} rows of '{name}' for group {group}, where {usual} belong to a "
+        "group; return a row for each row of its input, in its order (Batch.like)."
+    )
+
+
+def prepare(
+    stage: Stage,
+    call: StageCall,
+    values: Sequence[Any],
+    tools: Mapping[str, Any],
+    on_emit: Callable[[int, tuple[Any, ...]], None] | None = None,
+) -> tuple[list[Any], dict[str, Any], TaskInfo]:
+    """Returns arguments, keyword arguments and the info object for one call of a stage function.
+
+    Args:
+        stage: the stage to call.
+        call: the call as it arrived.
+        values: of the fields, then of the chunks that the task has emitted already.
+        tools: services in this process, by parameter name.
+        on_emit: called with the number of each chunk that the function emits, and a value per field.
+    """
+    wide = len(stage.writes)
+    values, old = values[: len(values) - wide * len(call.emitted)], values[len(values) - wide * len(call.emitted) :]
+    emitted = {
+        number: old[at * wide] if wide == 1 else tuple(old[at * wide : (at + 1) * wide])
+        for at, number in enumerate(call.emitted)
+    }
+    info = replace(call.info, metrics={}, marks=[], facts={}, handed=emitted, on_emit=on_emit)
+    keywords = {name: tools.get(name, tool) for name, tool in stage.tools.items()}
+    if "task" in inspect.signature(stage.fn).parameters:
+        keywords["task"] = info
+    return fields_of(call, values), keywords, info
+
+
+def make_chunk(stage: Stage, info: TaskInfo, number: int, values: tuple[Any, ...], at: float) -> Chunk:
+    """Returns the event of a chunk that a task emits.
+
+    Raises:
+        DataflowError: the task has no chunk of that number, or a value is not a Batch.
+    """
+    if len(values) != len(stage.writes) or not all(isinstance(value, Batch) for value in values):
+        raise DataflowError(
+            f"stage '{stage.name}' streams: task.emit takes the number of the chunk, then a Batch for each of "
+            f"{', '.join(stage.writes)}."
+        )
+    if not 0 <= number < info.emits:
+        raise DataflowError(f"stage '{stage.name}' emits chunks 0 to {info.emits - 1}, not {number}.")
+    ids = values[0].ids
+    for name, value in zip(stage.writes[1:], values[1:], strict=True):
+        if odd := set(ids).symmetric_difference(value.ids):
+            raise DataflowError(
+                f"stage '{stage.name}' emitted chunk {number} with different groups in '{stage.writes[0]}' and "
+                f"'{name}' ({listed(odd)}); emit the same groups in every Batch."
+            )
+    return Chunk(TaskId(info.step, info.stage, number, info.emits), at, ids, values)
+
+
+def report(stage: Stage, info: TaskInfo, results: Sequence[Any], begin: float, end: float) -> Report:
+    """Returns the report of a finished call.
+
+    Raises:
+        DataflowError: the stage forms parts but returned no Batch, or Batches of different groups.
+    """
+    batches = [value for value in results if isinstance(value, Batch)]
+    written: dict[str, tuple[int, ...]] = {}
+    shared: dict[tuple[int, ...], tuple[int, ...]] = {}  # pickle equal ids once
+    for name, value in zip(stage.writes, results, strict=True):
+        if isinstance(value, Batch):
+            ids = value.ids
+            written[name] = shared.setdefault(ids, ids)
+    groups = None
+    if stage.forms_parts:
+        if not batches:
+            raise DataflowError(f"stage '{stage.name}' forms the parts of a step and so must return a Batch.")
+        (first, groups), *others = written.items()
+        for name, ids in others:
+            if odd := set(groups).symmetric_difference(ids):
+                raise DataflowError(
+                    f"stage '{stage.name}' forms a part of the groups of '{first}', but '{name}' differs in "
+                    f"{listed(odd)}; return the same groups in every Batch."
+                )
+    facts: dict[str, Any] = {**info.facts, "samples": len(batches[0])} if batches else dict(info.facts)
+    if batches and "weights_version" in batches[0].meta:
+        facts["weights_version"] = batches[0].meta["weights_version"]
+    return Report(begin, end, groups, info.metrics, info.marks, facts, written)
+
+
+def answer(
+    stage: Stage, call: StageCall, info: TaskInfo, fields: Sequence[Any], result: Any, begin: float, end: float
+) -> tuple[Report, tuple[Any, ...]]:
+    """Returns the report of a finished call and a value per field that it writes.
+
+    Args:
+        stage: the stage that was called.
+        call: the call as it arrived.
+        info: that the function was given.
+        fields: arguments of the function.
+        result: the return value of the function.
+        begin, end: of the call, in seconds of the executor's clock.
+
+    Raises:
+        DataflowError: the values do not fit the stage's fields or its input.
+    """
+    values = results_of(stage, result)
+    check_rows(stage, call, fields, values)
+    return report(stage, info, values, begin, end), values
+
+
+def failure(task: Task, error: BaseException, elapsed: float, story: str) -> StageFailed:
+    """Returns the error that ends a run: the task, its resource, the cause, and the task's history."""
+    kind = "" if isinstance(error, RewardFailed | DataflowError) else f"{type(error).__name__}: "
+    what = error if isinstance(error, DataflowError) else f"{kind}{message_of(error)}".rstrip(": ")
+    return StageFailed(
+        f"{task.id.stage}[step {task.id.step}"
+        + (f", part {task.id.part + 1} of {task.id.parts}" if task.id.parts > 1 else "")
+        + f"] failed on '{task.stage.on}' after {elapsed:.1f} s: {what}\n  history: {story}"
+    )
