@@ -160,9 +160,8 @@ class _Version(argparse.Action):
 
 
 def _notes(error: BaseException) -> None:
-    """Prints where in the user's code it came from: the worker's traceback."""
-    cause = error.__cause__
-    for note in attribute_of(cause, "__notes__", ()):
+    """Prints where in the user's code an error came from (the worker's traceback), then how far the run came."""
+    for note in (*attribute_of(error.__cause__, "__notes__", ()), *attribute_of(error, "__notes__", ())):
         print(redact(str(note)), file=sys.stderr)
 
 

@@ -276,6 +276,8 @@ def _sentence(cls: type[BaseModel], error: ValidationError, typed: Mapping[str, 
         return f"key '{key}' has no default; give {key}=..."
     if kind == "value_error":
         wanted = str(context["error"])
+        if isinstance(first["input"], Mapping) and key not in typed:  # a rule of a whole section, which names its keys
+            return f"{wanted if wanted.startswith(key) else f'{key}: {wanted}'}."
     elif kind == "literal_error":
         expected = context["expected"].replace("'", "")
         guess = nearest(str(first["input"]), expected.replace(" or ", ", ").split(", "))

@@ -29,7 +29,7 @@ class InlineExecutor:
     def __init__(self) -> None:
         self._tools: dict[str, Any] = {}
         self._queue: deque[tuple[Task, StageCall, Sequence[Any]]] = deque()
-        self._waits: dict[TaskId, asyncio.Task[None]] = {}
+        self._waiters: dict[TaskId, asyncio.Task[None]] = {}
         self._events: asyncio.Queue[Done | Chunk] = asyncio.Queue()
 
     async def open(self, pipeline: Pipeline) -> None:
@@ -60,7 +60,7 @@ class InlineExecutor:
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         if asyncio.iscoroutinefunction(task.stage.fn):
-            self._waits[task.id] = asyncio.create_task(self._wait(task, call, values))
+            self._waiters[task.id] = asyncio.create_task(self._wait(task, call, values))
         else:
             self._queue.append((task, call, values))
 
@@ -111,11 +111,11 @@ class InlineExecutor:
             if is_ours(error):
                 raise
             done = Done(task.id, error=error)
-        self._waits.pop(task.id, None)
+        self._waiters.pop(task.id, None)
         self._events.put_nowait(done)
 
     def cancel(self, task: TaskId) -> None:
-        if wait := self._waits.pop(task, None):
+        if wait := self._waiters.pop(task, None):
             wait.cancel()
         self._queue = deque(item for item in self._queue if item[0].id != task)
 
@@ -124,10 +124,10 @@ class InlineExecutor:
         return await answer if asyncio.iscoroutine(answer) else answer
 
     async def close(self) -> None:
-        for wait in self._waits.values():
+        for wait in self._waiters.values():
             wait.cancel()
-        await asyncio.gather(*self._waits.values(), return_exceptions=True)
-        self._waits.clear()
+        await asyncio.gather(*self._waiters.values(), return_exceptions=True)
+        self._waiters.clear()
         for tool in self._tools.values():
             if hasattr(tool, "close"):
                 closed = tool.close()

@@ -48,8 +48,8 @@ def finish(directory: Path, status: str, steps: int | None) -> str:
 def stopped(directory: Path, done: int, steps: int | None) -> str:
     """Returns how far a run came, and how its timeline is drawn."""
     of = "" if steps is None else f" of {steps}"
-    hint = f"; 'dataflow timeline {directory} -o {directory}.html' draws what it did" if done else ""
-    return f"stopped after {done}{of} steps{hint}"
+    draw = f"'dataflow timeline {directory} -o {directory}.html' draws what it did"
+    return f"stopped after {done}{of} steps; {draw if done else f'its files are in {directory}'}"
 
 
 def summarise(

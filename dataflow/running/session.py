@@ -145,6 +145,7 @@ class Session:
                 said = finish(self.directory, status, self.graph.steps)
                 if isinstance(error, KeyboardInterrupt):
                     raise Interrupted(said) from None
+                error.add_note(said)
                 raise
         return self.summary
 

@@ -294,7 +294,7 @@ def test_a_failure_cancels_what_else_runs(executor):
     with pytest.raises(StageFailed, match=r"broken\[step 1\] failed"):
         run(executor, graph)
     assert time.monotonic() - began < 30
-    assert not executor._waits
+    assert not executor._waiters
 
 
 @pytest.mark.timeout(60)
@@ -310,7 +310,7 @@ def test_an_interrupt_cancels_what_runs(executor):
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert not executor._waits
+        assert not executor._waiters
         await executor.close()
 
     asyncio.run(main())

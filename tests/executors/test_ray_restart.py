@@ -212,7 +212,7 @@ class Run:
                 await self.executor.open(self.graph.pipeline)
                 workers = self.workers
                 await runner.run()
-                self.left = (len(workers.replays), dict(workers._running), workers._reviving)
+                self.left = (len(workers.replays), dict(workers._running), workers._restarting)
                 self.deaths = workers.deaths
         finally:
             await self.executor.close()
@@ -253,7 +253,7 @@ class Killer:
 
     def __call__(self, run: Run, span: Span) -> None:
         workers = run.workers
-        if self.kills == 2 or workers.deaths < self.kills or workers._reviving is not None:
+        if self.kills == 2 or workers.deaths < self.kills or workers._restarting is not None:
             return
         self.wait -= 1
         if self.wait == 0:
