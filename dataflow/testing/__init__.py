@@ -1,4 +1,4 @@
-"""Helpers to test pipelines, policies and executors with: no engines, no sleeping, no chance but the seed.
+"""Helpers for tests of pipelines, policies and executors: no engines, no sleeping, no randomness but the seed.
 
 trace, reads = simulate(expand(grpo_pipeline(), preset("both", 4), 10, 4, groups=16), RandomCosts(seed=0))
 check_trace(trace, graph)
@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dataflow.errors import DataflowError, nearest
 from dataflow.executors.base import Chunk, Done, StageCall
 from dataflow.executors.virtual import Costs, End, VirtualExecutor, chunks_of
 from dataflow.graph import Carried, Grain, Lag, Latest, Pipeline, Read, Stage, Task, TaskGraph, TaskId, stage
@@ -49,19 +50,19 @@ SECONDS = {
 
 @stage(writes="responses", on="gpu", streams=True)
 def rollout(prompts: Any, weights: Carried) -> Any:
-    """Returns the version of the weights it sampled from."""
+    """Returns the version that it sampled from."""
     return weights or 0
 
 
 @stage(writes="ticket", on="controller", per_emission=True)
 def reward_request(responses: Any) -> Any:
-    """Returns what it was given."""
+    """Returns its input."""
     return responses
 
 
 @stage(writes="rewards", on="reward", forms_parts=True)
 def reward_collect(ticket: Any) -> Any:
-    """Forms the parts of a step; only the virtual executor can run it."""
+    """Collects the parts of a step; only the virtual executor can run it."""
 
 
 @stage(writes="old_log_probs", on="gpu")
@@ -78,39 +79,39 @@ def advantage(responses: Any, rewards: Any) -> Any:
 
 @stage(writes="actor", on="gpu", per_mini_batch=True)
 def actor_update(responses: Any, old_log_probs: Any, advantages: Any, actor: Latest) -> Any:
-    """Returns nothing: the runner hands its task on."""
+    """Returns nothing; only the virtual executor can run it."""
 
 
 @stage(writes="actor_weights", on="gpu")
 def gather_weights(actor: Any) -> Any:
-    """Returns what it was given."""
+    """Returns its input."""
     return actor
 
 
 @stage(writes="weights", on="gpu")
 def sync_weights(actor_weights: Any) -> Any:
-    """Returns what it was given."""
+    """Returns its input."""
     return actor_weights
 
 
 @stage(writes="val_responses", on="gpu")
 def val_rollout(prompts: Any, weights: Any) -> Any:
-    """Returns the version of the weights of its own step."""
+    """Returns the version that its own step synced."""
     return weights
 
 
 @stage(writes="accuracy", on="reward")
 def val_score(val_responses: Any) -> Any:
-    """Returns what it was given."""
+    """Returns its input."""
     return val_responses
 
 
 def grpo_pipeline(val_every: int | None = None, resources: Mapping[str, int | None] | None = None) -> Pipeline:
-    """Returns the stages of a GRPO step with nothing behind them, to schedule and to draw.
+    """Returns a pipeline of the stages of a GRPO step without engines, to schedule and to draw.
 
     Args:
-        val_every: validates every so many steps; None leaves validation out.
-        resources: slots, if not the usual ones.
+        val_every: number of steps from one validation to the next; None for no validation.
+        resources: slots per resource; None for the defaults of :class:`~dataflow.graph.Pipeline`.
     """
     stages = [
         rollout,
@@ -128,10 +129,10 @@ def grpo_pipeline(val_every: int | None = None, resources: Mapping[str, int | No
 
 
 def random_pipeline(dice: random.Random) -> Pipeline:
-    """Returns a pipeline of 2 to 7 stages, wired, split, timed and placed as the dice fall; it always builds.
+    """Returns a valid pipeline of 2 to 7 stages with random edges, grains and resources.
 
     Args:
-        dice: ``random.Random(seed)``, or what hypothesis' ``randoms()`` draws, which it can shrink.
+        dice: ``random.Random(seed)``, or a value of hypothesis' ``randoms()``, which it can shrink.
     """
     resources: dict[str, int | None] = {
         "gpu": dice.choice([1, 1, 2]),
@@ -140,7 +141,7 @@ def random_pipeline(dice: random.Random) -> Pipeline:
     }
     count = dice.randint(2, 7)
     former = dice.choice([None, *range(1, count)])
-    needs_all: set[int] = set()  # stages behind a gathering of parts
+    needs_all: set[int] = set()  # stages downstream of one that needs all parts
     split: set[int] = set()
     stages: list[Stage] = []
     for n in range(count):
@@ -174,7 +175,7 @@ def random_pipeline(dice: random.Random) -> Pipeline:
         )
     _stream(stages, dice, former or count, needs_all)
     for _ in range(dice.randint(0, 3)):
-        # States: read from an earlier step, by any stage, its own writer too.
+        # States: any stage may read them from an earlier step, their writer included.
         writer = dice.choice([m for m in range(count) if stages[m].every is None and not stages[m].streams] or [-1])
         if writer < 0:
             break
@@ -186,7 +187,7 @@ def random_pipeline(dice: random.Random) -> Pipeline:
 
 
 def _stream(stages: list[Stage], dice: random.Random, before: int, needs_all: set[int]) -> None:
-    """Lets the first stage stream, and some that read from it follow what it hands on, as the dice fall."""
+    """Lets the first stage stream at random, and some of its readers run once per chunk."""
     if stages[0].grain != "step" or dice.random() < 0.5:
         return
     stages[0] = replace(stages[0], streams=True)
@@ -199,10 +200,10 @@ def _stream(stages: list[Stage], dice: random.Random, before: int, needs_all: se
 
 
 def random_graph(dice: random.Random) -> TaskGraph:
-    """Returns a random pipeline under a random policy, 1 to 8 steps long.
+    """Returns a random pipeline under a random policy, unrolled over 1 to 8 steps.
 
     Raises:
-        PipelineError: the pipeline asks one state for two versions at once, which happens.
+        PipelineError: the pipeline happens to need two versions of one state at the same time.
     """
     pipeline = random_pipeline(dice)
     mini_batches = dice.choice([1, 2, 3, 4, 6])
@@ -214,14 +215,14 @@ def random_graph(dice: random.Random) -> TaskGraph:
 
 
 class SteadyCosts(Costs):
-    """The same seconds for every task of a stage; the rewards of a step come evenly spread over ``latency``.
+    """The same seconds for every task of a stage; a step's rewards arrive evenly spread over ``latency``.
 
     Args:
         latency: seconds from the end of the request to the last reward.
         groups: prompt groups in a step.
-        seconds: per stage; the rest as in :data:`SECONDS`.
-        former: stage that collects the rewards.
-        request: stage that asks for them.
+        seconds: per stage; :data:`SECONDS` for the others. Every stage of the graph needs a value.
+        collector: stage that collects the rewards.
+        request: stage that requests them.
     """
 
     def __init__(
@@ -229,23 +230,37 @@ class SteadyCosts(Costs):
         latency: float = 8.0,
         groups: int = 16,
         seconds: Mapping[str, float] | None = None,
-        former: str = "reward_collect",
+        collector: str = "reward_collect",
         request: str = "reward_request",
     ) -> None:
         self.latency = latency
         self.groups = groups
         self.seconds = {**SECONDS, **(seconds or {})}
-        self.former = former
+        self.collector = collector
         self.request = request
         self._sent: dict[int, float] = {}
 
     def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End:
-        """Returns when the task ends; the groups' rewards come in order of their index."""
+        """Returns the end of the task; rewards arrive in order of the groups' ids.
+
+        Raises:
+            DataflowError: no seconds are known for the stage, or nothing requests what it collects.
+        """
         i = task.id
-        if i.stage == self.former:
+        if i.stage == self.collector:
+            if i.step not in self._sent:
+                raise DataflowError(
+                    f"SteadyCosts: '{i.stage}' collects rewards, but no stage '{self.request}' has requested any; name "
+                    "the stage that requests them (request=...)."
+                )
             done = self._sent[i.step] + self.latency * (i.part + 1) / i.parts
             each = task.take or self.groups
             return End(max(now, done), groups=tuple(range(i.part * each, (i.part + 1) * each)))
+        if i.stage not in self.seconds:
+            raise DataflowError(
+                f"SteadyCosts has no seconds for stage '{i.stage}'{nearest(i.stage, self.seconds)}; give "
+                f"SteadyCosts(seconds={{'{i.stage}': 1.0}}), or collector='{i.stage}' if it collects the rewards."
+            )
         end = now + self.seconds[i.stage]
         if i.stage == self.request:
             self._sent.setdefault(i.step, end)
@@ -253,13 +268,13 @@ class SteadyCosts(Costs):
 
 
 class RandomCosts(Costs):
-    """Durations and orders of arrival that follow from a seed and the task alone, whatever ran before.
+    """Random durations and orders of arrival, which depend on the seed and the task alone.
 
     Args:
-        seed: of everything.
+        seed: of all durations and orders.
         groups: prompt groups in a step.
-        order: of the groups that a stage collects: a shuffle of each step's, or ``index``.
-        grain: durations are multiples of it, 0 among them, so that ties are common; 0 for any number.
+        order: in which groups are collected: ``arrival`` (shuffled for each step) or ``index``.
+        grain: seconds of which durations are multiples, 0 included, so that ties are common; 0 for any duration.
     """
 
     def __init__(self, seed: int, groups: int = 16, order: str = "arrival", grain: float = 0.5) -> None:
@@ -269,7 +284,7 @@ class RandomCosts(Costs):
         self.grain = grain
 
     def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End:
-        """Returns when the task ends, and the groups it collected if it forms parts."""
+        """Returns the end of the task, with the groups it collected if its stage collects."""
         i = task.id
         dice = random.Random(f"{self.seed}/{i}")
         seconds = dice.randrange(6) * self.grain if self.grain else dice.expovariate(1.0)
@@ -284,11 +299,11 @@ class RandomCosts(Costs):
 
 @dataclass
 class Seen:
-    """What a task was started with.
+    """The inputs of a task.
 
     Attributes:
-        fields: the tasks that wrote the values of each field it reads; none for an initial state.
-        groups: groups it works on, None for all.
+        fields: for each field the tasks that wrote its values; empty for an initial state.
+        groups: ids that it works on; None for all.
     """
 
     fields: dict[str, tuple[TaskId | None, ...]] = field(default_factory=dict)
@@ -296,14 +311,14 @@ class Seen:
 
 
 class RecordingExecutor(VirtualExecutor):
-    """A virtual executor whose values are the ids of the tasks that wrote them: it shows who read what."""
+    """A virtual executor whose values are the ids of the tasks that wrote them, to show which task reads which."""
 
     def __init__(self, costs: Costs) -> None:
         super().__init__(costs)
         self.seen: dict[TaskId, Seen] = {}
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
-        """Records what the task reads, then starts it."""
+        """Records the inputs of the task, then starts it."""
         if task.id in self.seen:
             raise AssertionError(f"{task} was started twice")
         left = iter(values)
@@ -312,15 +327,23 @@ class RecordingExecutor(VirtualExecutor):
         super().start(task, call, values)
 
     async def events(self) -> AsyncIterator[Done | Chunk]:
-        """Yields what ended or was handed on, with its own id as each of its values."""
+        """Yields the events, each with its own id as each of its values."""
         async for done in super().events():
             yield replace(done, values=(done.id,) * len(done.values))
 
 
 def simulate(graph: TaskGraph, costs: Costs) -> tuple[Trace, dict[TaskId, Seen]]:
-    """Runs a task graph on the virtual clock; returns its trace and what every task was started with.
+    """Runs a task graph on the virtual clock, and checks the scheduler's invariants after every task.
 
-    The scheduler's invariants are asserted after every task.
+    Args:
+        graph: the task graph.
+        costs: durations of its tasks.
+
+    Returns:
+        The trace and the inputs of every task.
+
+    Raises:
+        DataflowError: ``costs`` knows no duration for a stage of the graph.
     """
     executor = RecordingExecutor(costs)
     trace = Trace(meta={"resources": dict(graph.pipeline.resources), "steps": graph.steps})
@@ -331,5 +354,5 @@ def simulate(graph: TaskGraph, costs: Costs) -> tuple[Trace, dict[TaskId, Seen]]
 
 
 def sequence(trace: Trace, resource: str) -> list[str]:
-    """Returns the tasks on a resource in order of their begin, as ``rollout[1]``."""
+    """Returns the names of the tasks on a resource (``rollout[1]``), in order of begin."""
     return [span.task for span in trace.on(resource)]

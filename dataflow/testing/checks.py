@@ -1,4 +1,4 @@
-"""What every trace must keep, whatever ran it: dependencies, slots, versions of states, bounds."""
+"""Invariants of every trace, on any executor: dependencies, slots, versions of states, bounds."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from dataflow.timeline.spans import Span, Trace
 
 
 def check_trace(trace: Trace, graph: TaskGraph, tolerance: float = 1e-9, busy: bool = True) -> None:
-    """Asserts that a trace is one that this graph may leave behind.
+    """Checks that a trace fits its task graph.
 
-    Every task ran exactly once, after all it depends on; no resource had more tasks than slots; no ready task
-    sat beside a free slot; each reader of a state ran between the write of the version that the policy says
-    and the next write; the makespan is at least the critical path, and each resource's load over its slots.
+    Every task ran exactly once, after all its dependencies; no resource ran more tasks than it has slots; no ready
+    task waited beside a free slot; each reader of a state ran between the write of its version and the next write;
+    the makespan is at least the critical path, and at least each resource's load divided by its slots.
 
     Args:
         trace: of a finished run.
-        graph: that was run.
-        tolerance: seconds that clocks may differ by.
-        busy: whether to assert that no slot was left free; a real executor takes time between two tasks.
+        graph: of the run.
+        tolerance: seconds by which clocks may differ.
+        busy: whether to check for free slots; a real executor leaves some free between two tasks.
 
     Raises:
-        AssertionError: naming the tasks.
+        AssertionError: an invariant is broken; the message names the tasks.
     """
     tasks = {t.id: t for step in range(graph.first, graph.steps + 1) for t in graph.unroll(step)}
     spans: dict[TaskId, Span] = {}
     for span in trace.spans:
         i = TaskId(span.step, span.stage, span.part, span.parts)
         assert i not in spans, f"{i} ran twice"
-        assert i in tasks, f"{i} is no task of the graph"
+        assert i in tasks, f"{i} is not a task of the graph"
         spans[i] = span
     missing = [str(i) for i in tasks if i not in spans]
     assert not missing, f"never ran: {', '.join(missing)}"
@@ -48,7 +48,7 @@ def check_trace(trace: Trace, graph: TaskGraph, tolerance: float = 1e-9, busy: b
 
 
 def _ready_at(spans: Mapping[TaskId, Span], graph: TaskGraph, dep: TaskId) -> float:
-    """When a task ended, or handed on the part that the id means."""
+    """Returns when a task ended, or when a chunk was emitted, by its id."""
     span = spans[graph.pipeline.task_of(dep)]
     return float(span.args["emitted_s"][dep.part]) if graph.pipeline.task_of(dep) != dep else span.end
 
@@ -70,7 +70,7 @@ def _check_busy(
     resource: str,
     slots: int | None,
 ) -> None:
-    """No task waited, from when it could start, while its resource had a free slot."""
+    """Checks that no task, once ready, waited while its resource had a free slot."""
     changes: dict[float, int] = {}
     for span in spans.values():
         if span.resource == resource:
@@ -94,7 +94,7 @@ def _check_busy(
 
 
 def _unrolled(graph: TaskGraph, tasks: Mapping[TaskId, Task], spans: Mapping[TaskId, Span]) -> dict[int, float]:
-    """Returns when each step came into the window of steps that the scheduler looks at."""
+    """Returns when the scheduler unrolled each step."""
     done = dict.fromkeys(range(graph.first, graph.steps + 1), 0.0)
     for i, task in tasks.items():
         if task.stage.every is None:
@@ -105,7 +105,7 @@ def _unrolled(graph: TaskGraph, tasks: Mapping[TaskId, Task], spans: Mapping[Tas
 
 
 def _check_versions(graph: TaskGraph, spans: Mapping[TaskId, Span], tolerance: float) -> None:
-    """Each reader of a state ran after the write of its version and before the next."""
+    """Checks that each reader of a state ran after the write of its version and before the next write."""
     lags = {"none": 0, "latest": 1, "carried": 1 + graph.max_staleness}
     writes: dict[tuple[str, int], tuple[float, float]] = {}
     for i, span in spans.items():
@@ -136,7 +136,7 @@ def _check_makespan(
     finish: dict[TaskId, float] = {}
     for i in nx.topological_sort(dag):
         took = spans[i].end - spans[i].begin
-        # A task that follows a part follows the time up to it, not the whole task.
+        # A task that reads a chunk depends on the time until its emission, not on the whole task.
         left = {dep: spans[graph.pipeline.task_of(dep)].end - _ready_at(spans, graph, dep) for dep in tasks[i].deps}
         finish[i] = max((finish[graph.pipeline.task_of(dep)] - left[dep] for dep in left), default=0.0) + took
     makespan = max((s.end for s in spans.values()), default=0.0) - min((s.begin for s in spans.values()), default=0.0)

@@ -1,4 +1,4 @@
-"""A headless Chromium for the tests and the benchmark of pages, where one is installed."""
+"""A headless Chromium for the tests and the benchmark of pages."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ARGUMENTS = (
 
 
 def path() -> str | None:
-    """Returns where it is: ``DATAFLOW_CHROMIUM``, or the first that is on the PATH."""
+    """Returns the path of ``DATAFLOW_CHROMIUM``, or of the first browser on the PATH; None if there is none."""
     return os.environ.get("DATAFLOW_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Gives a browser; there must be one."""
+    """Yields a running browser; one must be installed."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -1,4 +1,4 @@
-"""`dataflow timeline RUN --follow` in a process of its own, and what it says to a browser."""
+"""Runs `dataflow timeline RUN --follow` in a process of its own, and reads from it as a browser does."""
 
 from __future__ import annotations
 
@@ -13,34 +13,38 @@ from urllib.parse import urlsplit
 
 from dataflow.system.children import command
 
-PATIENCE_S = 40.0
+TIMEOUT_S = 40.0
 
 
 class Followed:
     """A server that follows a run.
 
+    Args:
+        run: directory of the run.
+        more: further arguments of the command.
+
     Attributes:
-        url: where the page is.
-        process: the server.
+        url: of the page.
+        process: of the server.
     """
 
     def __init__(self, run: Path, *more: str) -> None:
         follow = command("dataflow.cli", "timeline", str(run), "--follow", *more)
         self.process = subprocess.Popen(follow, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        # One that does not come up is killed, so that reading what it says cannot wait for ever.
-        alarm = threading.Timer(PATIENCE_S, self.process.kill)
+        # A server that does not start is killed, so that reading its output cannot block forever.
+        alarm = threading.Timer(TIMEOUT_S, self.process.kill)
         alarm.start()
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         alarm.cancel()
         if not line.startswith("timeline: http"):
-            _out, said = self.process.communicate(timeout=PATIENCE_S)
-            raise AssertionError(f"it did not come up: {line}{said}")
+            _out, errors = self.process.communicate(timeout=TIMEOUT_S)
+            raise AssertionError(f"the server did not start: {line}{errors}")
         self.url = line.split()[1]
 
     def page(self) -> str:
-        """Returns the page as it is now."""
-        connection = self._ask("/")
+        """Returns the current page."""
+        connection = self._request("/")
         try:
             return connection.getresponse().read().decode()
         finally:
@@ -48,8 +52,8 @@ class Followed:
 
     @contextmanager
     def events(self) -> Iterator[Iterator[int]]:
-        """Gives the versions of the page, as a browser hears of them."""
-        connection = self._ask("/events")
+        """Yields an iterator over the versions of the page that the server announces."""
+        connection = self._request("/events")
         try:
             response = connection.getresponse()
             assert response.headers["Content-Type"] == "text/event-stream"
@@ -57,26 +61,26 @@ class Followed:
         finally:
             connection.close()
 
-    def _ask(self, path: str) -> http.client.HTTPConnection:
+    def _request(self, path: str) -> http.client.HTTPConnection:
         address = urlsplit(self.url)
-        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=PATIENCE_S)
+        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=TIMEOUT_S)
         connection.request("GET", path)
         return connection
 
     def end(self, sign: signal.Signals = signal.SIGINT) -> tuple[int, str]:
-        """Tells it to end; returns its exit code and what it said to stderr."""
+        """Signals the server to end; returns its exit code and its stderr."""
         if self.process.poll() is None:
             self.process.send_signal(sign)
         try:
-            _out, said = self.process.communicate(timeout=PATIENCE_S)
+            _out, errors = self.process.communicate(timeout=TIMEOUT_S)
         finally:
             self.process.kill()
-        return self.process.returncode, said
+        return self.process.returncode, errors
 
 
 @contextmanager
 def followed(run: Path, *more: str) -> Iterator[Followed]:
-    """Follows a run while the block is run."""
+    """Follows a run for the duration of the block."""
     server = Followed(run, *more)
     try:
         yield server

@@ -1,4 +1,4 @@
-"""Traces of runs that never were, of any length: what the timeline is tested and measured with."""
+"""Synthetic traces of any length, for tests and benchmarks of the timeline."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ PARTS = 4
 
 
 def made_up(steps: int, requests: int = 1, seed: int = 0, policy: str = "both") -> Trace:
-    """Returns a trace under the policy ``both``: each step's rollout before the updates of the step before.
+    """Returns a trace as under the policy ``both``: the next step's rollout runs before this step's updates.
 
     Args:
-        steps: of 17 tasks each.
-        requests: reward requests of each of a step's four mini-batches.
+        steps: number of steps, each of 17 tasks.
+        requests: reward requests in each of a step's four mini-batches.
         seed: of the durations.
-        policy: its name.
+        policy: name of the policy in the trace's metadata.
     """
     draw = random.Random(seed)
     resources = {"gpu": 1, "reward": None, "controller": 1, "io": 1}
@@ -54,7 +54,7 @@ def _rollout(trace: Trace, step: int, at: float, draw: random.Random) -> float:
 def _mini_batch(
     trace: Trace, step: int, part: int, requests: int, asked: float, came: float, gpu: float, draw: random.Random
 ) -> tuple[float, float]:
-    """One mini-batch's requests, advantages and update; returns when its rewards were there and its update over."""
+    """Adds the requests, advantages and update of a mini-batch; returns the ends of its rewards and of its update."""
     name = f"[{step}.{part + 1}]"
     last = came
     for sample in range(requests):

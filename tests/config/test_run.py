@@ -291,3 +291,8 @@ def test_a_missing_pipeline_file_names_the_nearest(tmp_path: Path) -> None:
         load_pipeline_file(tmp_path / "x.yaml")
     with pytest.raises(UserError):
         load_pipeline_file(tmp_path)
+
+
+def test_a_rule_of_a_whole_section_names_its_keys_and_no_internals() -> None:
+    with pytest.raises(ConfigError, match=r"^reward\.on_failure=replace_group and "):
+        parse_overrides(RunConfig, ["reward.on_failure=replace_group"])

@@ -1,11 +1,14 @@
-"""When a streaming task hands on what, on the virtual clock."""
+"""The virtual clock: when chunks are emitted, and what costs must know."""
 
 from __future__ import annotations
 
 import pytest
 
+from dataflow.errors import DataflowError
 from dataflow.executors.virtual import chunks_of
-from dataflow.graph import Task, TaskId, stage
+from dataflow.graph import Pipeline, Task, TaskId, stage
+from dataflow.policy import SchedulingPolicy, expand
+from dataflow.testing import SteadyCosts, grpo_pipeline, simulate
 
 
 @stage(writes="responses", on="gpu", streams=True)
@@ -31,3 +34,15 @@ def test_a_set_is_there_when_its_last_group_has_ended(spare: int) -> None:
     lasts = [-(-(k + 1) * (8 + spare) // 4) for k in range(4)]  # of the groups, spare ones among them
     assert times == [10.0 + 10.0 * ends[last - 1] for last in lasts]
     assert times[-1] == 20.0
+
+
+def test_costs_of_a_stage_without_seconds_say_how_to_give_them() -> None:
+    graph = expand(Pipeline([rollout.bind(name="rollouts")], inputs=["prompts", "weights"]), SchedulingPolicy(), 1)
+    with pytest.raises(DataflowError, match=r"no seconds for stage 'rollouts'; did you mean 'rollout'\?; give"):
+        simulate(graph, SteadyCosts())
+
+
+def test_costs_of_rewards_that_nothing_requests_say_how_to_name_the_request() -> None:
+    graph = expand(grpo_pipeline(), SchedulingPolicy(), 1)
+    with pytest.raises(DataflowError, match="collects rewards, but no stage 'ask' has requested any; name"):
+        simulate(graph, SteadyCosts(request="ask"))
