@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.mermaid import CRITICAL, tasks_chart
+from dataflow.drawing.style import colours, contrast, save
 from dataflow.errors import ConfigError
 from dataflow.files import replaced, unwritable
-from dataflow.timeline.picture import colours, contrast, save
 
 if TYPE_CHECKING:
     import networkx as nx

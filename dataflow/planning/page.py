@@ -6,8 +6,8 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dataflow.drawing.style import HATCHED, WIDTH
 from dataflow.planning.picture import BESIDE, BOUND, GPU, Bars, Line, Panel, Style, change_of, seconds_of, styles_of
-from dataflow.timeline.picture import HATCHED, WIDTH
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

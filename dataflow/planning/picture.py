@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dataflow.drawing.style import HATCHED, INK, WIDTH, columns_that_fit, save
 from dataflow.errors import DataError
 from dataflow.files import replaced
 from dataflow.planning.planner import Prediction, Sweep
-from dataflow.timeline.picture import HATCHED, INK, WIDTH, columns_that_fit, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dataflow.timeline.picture import colours
+from dataflow.drawing.style import colours
 from dataflow.timeline.spans import Span, Trace
 from dataflow.timeline.text import chart
 

@@ -34,25 +34,6 @@ def check(out: str | None, *more: str, kinds: Sequence[str] = KINDS) -> None:
         raise DataError(f"-o {out}: {why}")
 
 
-def named(traces: Mapping[str, Trace] | Trace, what: str) -> dict[str, Trace]:
-    """Returns runs by the names they are to have, one alone by its policy's.
-
-    Args:
-        traces: what is to be drawn.
-        what: it is drawn into, for the message.
-
-    Raises:
-        DataError: there is no run, or none of its tasks ran.
-    """
-    runs = {str(traces.meta.get("policy", "run")): traces} if isinstance(traces, Trace) else dict(traces)
-    if not runs:
-        raise DataError(f"{what}: there is no run to show; give one.")
-    for name, trace in runs.items():
-        if not trace.spans:
-            raise DataError(f"{what}: no task of run '{name}' ran, so there is nothing to show.")
-    return runs
-
-
 def draw(
     traces: Mapping[str, Trace],
     out: str | Path,

@@ -3,51 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dataflow.drawing.style import COLOURS, HATCHED, INK, PIXELS, WIDTH, colours, columns_that_fit, contrast, save
 from dataflow.errors import DataError
-from dataflow.files import replaced
 from dataflow.timeline.attribution import exposed_waits, pool_waits, waits_after
-from dataflow.timeline.files import named
 from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes
-from dataflow.timeline.text import extent, tick
+from dataflow.timeline.text import extent, named, tick
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which the colour-blind tell apart; related stages share a hue, light and dark.
-COLOURS = {
-    "rollout": "#0072B2",
-    "old_log_prob": "#009E73",
-    "ref_log_prob": "#7CCFB0",
-    "actor_update": "#D55E00",
-    "gather_weights": "#E3B7CF",
-    "sync_weights": "#C06A9B",
-    "reward_request": "#8C6D1F",
-    "reward_collect": "#E69F00",
-    "advantage": "#4D4D4D",
-    "val_rollout": "#56B4E9",
-    "val_score": "#B5DDF5",
-}
-_SPARE = ("#6A51A3", "#B2912F", "#117733", "#882255", "#44AA99", "#999933", "#332288", "#AA4466")
 _BAND = "#F3C766"
-HATCHED: dict[str, Any] = {"facecolor": "#F4F4F4", "edgecolor": "#8A8A8A", "hatch": "////", "linewidth": 0}
-INK = "#222222"
-_PIXELS = 100  # per inch
-WIDTH = 14.0  # inches
 _HEIGHTS = {**dict.fromkeys(POOLS, 0.62), "reward": 0.5}
 _THIN = 0.2
-
-
-def colours(stages: Iterable[str]) -> dict[str, str]:
-    """Returns a colour for each stage; a user's own take turns through spare ones, by name."""
-    stages = list(stages)
-    own = sorted(s for s in stages if s not in COLOURS)
-    spare = {stage: _SPARE[i % len(_SPARE)] for i, stage in enumerate(own)}
-    return {stage: COLOURS.get(stage) or spare[stage] for stage in stages}
 
 
 def draw(
@@ -82,7 +54,7 @@ def draw(
     columns = columns_that_fit([h.get_label() for h in handles], WIDTH * 0.915)
     top, gap, bottom = (0.75 if title else 0.4), 0.5, 0.75 + 0.2 * -(-len(handles) // columns)
     total = top + sum(inches) + gap * (len(panels) - 1) + bottom
-    figure = Figure(figsize=(WIDTH, total), dpi=_PIXELS, facecolor="white")
+    figure = Figure(figsize=(WIDTH, total), dpi=PIXELS, facecolor="white")
     at = total - top
     axes: list[Axes] = []
     for panel, height in zip(panels, inches, strict=True):
@@ -126,7 +98,7 @@ class _Panel:
     def draw(self, axis: Axes, colour: Mapping[str, str], longest: float, reference: _Panel) -> None:
         axis.set_xlim(0, longest * 1.005)
         axis.set_ylim(0, self.height)
-        pixels = WIDTH * 0.915 * _PIXELS / (longest * 1.005)  # per second
+        pixels = WIDTH * 0.915 * PIXELS / (longest * 1.005)  # per second
         at = self.height - 0.07
         middles, names = [], []
         for resource, rows, height in self.rows:
@@ -195,7 +167,7 @@ class _Panel:
             for size in (9.0, 8.0, 7.0):
                 # Digits are 0.64 of the font size wide, a point half of that.
                 room = size * (0.64 * len(span.label) - 0.32 * span.label.count(".")) + 2
-                if size <= height * 72 * 0.75 and room * _PIXELS / 72 <= (end - begin) * pixels:
+                if size <= height * 72 * 0.75 and room * PIXELS / 72 <= (end - begin) * pixels:
                     middle = ((begin + end) / 2 - self.begin, below + height / 2)
                     text: dict[str, Any] = {"fontsize": size, "color": contrast(colour[span.stage])}
                     axis.text(*middle, span.label, ha="center", va="center_baseline", **text)
@@ -234,16 +206,6 @@ def _handles(panels: Sequence[_Panel], colour: Mapping[str, str]) -> list[Any]:
     return handles
 
 
-def columns_that_fit(words: Sequence[str], inches: float) -> int:
-    """The most columns, up to 8, in which a legend fits a width; it is filled column by column."""
-    for columns in range(8, 1, -1):
-        rows = -(-len(words) // columns)
-        wide = sum(max(map(len, words[i : i + rows])) * 0.09 + 0.45 for i in range(0, len(words), rows))
-        if wide <= inches:
-            return columns
-    return 1
-
-
 def _legend(figure: Figure, handles: Sequence[Any], columns: int, total: float) -> None:
     figure.legend(
         handles=handles,
@@ -257,20 +219,3 @@ def _legend(figure: Figure, handles: Sequence[Any], columns: int, total: float) 
         columnspacing=1.4,
         borderaxespad=0,
     )
-
-
-def save(figure: Figure, target: Path, kind: str) -> None:
-    """Writes a figure as ``png`` or ``svg``, in one go; the same figure gives the same file."""
-    import matplotlib
-
-    # Without a date and with fixed ids.
-    quiet = {"Date": None} if kind == "svg" else {"Software": None}
-    look = {"svg.hashsalt": "dataflow", "svg.fonttype": "none", "hatch.linewidth": 0.8}
-    with replaced(target) as temporary, matplotlib.rc_context(look):
-        figure.savefig(temporary, format=kind, dpi=_PIXELS, metadata=quiet)
-
-
-def contrast(colour: str) -> str:
-    """Black or white, whichever reads better on a colour."""
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dataflow.errors import DataError
 from dataflow.timeline.attribution import Wait, exposed_waits, summary, waits_after
 from dataflow.timeline.culprits import Culprit, culprits
 from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes
@@ -187,6 +188,25 @@ def _pool(pool: str) -> str:
 
 def _s(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
+
+
+def named(traces: Mapping[str, Trace] | Trace, what: str) -> dict[str, Trace]:
+    """Returns runs by name; a single trace is named after its policy.
+
+    Args:
+        traces: one run, or several by name.
+        what: the drawing, as error messages name it.
+
+    Raises:
+        DataError: there is no run, or one of the runs has no task.
+    """
+    runs = {str(traces.meta.get("policy", "run")): traces} if isinstance(traces, Trace) else dict(traces)
+    if not runs:
+        raise DataError(f"{what}: there is no run to show; give one.")
+    for name, trace in runs.items():
+        if not trace.spans:
+            raise DataError(f"{what}: no task of run '{name}' ran, so there is nothing to show.")
+    return runs
 
 
 def extent(trace: Trace, steps: tuple[int, int] | None = None) -> tuple[float, float]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dataflow.drawing.style import COLOURS, colours, columns_that_fit
 from dataflow.errors import DataError
-from dataflow.timeline.picture import COLOURS, colours, columns_that_fit, draw
+from dataflow.timeline.picture import draw
 from dataflow.timeline.spans import Mark, Span, Trace
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dataflow.drawing.style import HATCHED, contrast
 from dataflow.timeline.page.tracks import Columns, Sheet
-from dataflow.timeline.picture import HATCHED, contrast
 
 if TYPE_CHECKING:
     from bokeh.models import LayoutDOM

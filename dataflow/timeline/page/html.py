@@ -11,15 +11,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from dataflow.drawing.style import colours
 from dataflow.errors import DataError
 from dataflow.files import replaced
 from dataflow.timeline.attribution import summary
-from dataflow.timeline.files import named
 from dataflow.timeline.page import panel
 from dataflow.timeline.page.chart import chart, script_facts
 from dataflow.timeline.page.tracks import sheet
-from dataflow.timeline.picture import colours
 from dataflow.timeline.spans import Trace
+from dataflow.timeline.text import named
 
 _HINT = (
     "Point at anything for its facts. The wheel zooms, dragging moves; the bar below the chart is the whole run, "
