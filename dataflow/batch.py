@@ -1,11 +1,11 @@
-"""Batch: the value that travels between stages. Rows come in whole groups (the n responses of one prompt).
+"""Batch: the value that travels between stages. Its rows form whole groups (the n responses of one prompt).
 
-Columns are tensors, or numpy object arrays of everything else (text, chat messages, scores' explanations); ``meta`` is
-a small dict for the whole batch (``weights_version``). A batch is never changed in place: every method returns a new
-one, so a value may be read by several tasks at once. A TensorDict is made where verl wants one, and not before: its
-import takes as long as torch's own, in each process (docs/decisions/0009).
+Columns are tensors, or numpy object arrays of everything else (text, chat messages, explanations of scores); ``meta``
+is a small dict for the whole batch (``weights_version``). Methods never change a batch but return a new one, so that
+several tasks may read one value at once. A TensorDict is made only where verl needs one: its import takes as long as
+torch's own, in each process (docs/decisions/0009).
 
-Between processes tensors travel as numpy arrays, whose memory Ray shares: torch's own pickle copies it several times.
+Between processes tensors travel as numpy arrays, whose memory Ray shares; torch's own pickle copies it several times.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """Columns over rows that come in whole groups.
+    """Columns over rows that form whole groups.
 
     Args:
-        groups: group id of each row, shape ``[rows]``; the rows of one group stand together.
+        groups: group id of each row, int64 ``[rows]``; the rows of a group are adjacent.
         columns: tensors of shape ``[rows, ...]``, or lists/arrays of ``rows`` Python objects.
         meta: facts about the whole batch.
 
     Raises:
-        DataflowError: a column has another number of rows, or a group's rows are torn apart.
+        DataflowError: a column has another number of rows, or the rows of a group are not adjacent.
     """
 
     __slots__ = ("arrays", "groups", "meta", "tensors")
@@ -55,7 +55,7 @@ class Batch:
         ids = self.ids
         if len(set(ids)) != len(ids):
             torn = next(g for g in ids if ids.count(g) > 1)
-            raise DataflowError(f"Batch: the rows of group {torn} do not stand together; sort rows by group.")
+            raise DataflowError(f"Batch: the rows of group {torn} are not adjacent; sort rows by group.")
         self.tensors = tensors = {}
         self.arrays = {}
         for name, column in (columns or {}).items():
@@ -97,7 +97,7 @@ class Batch:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The group ids, in order, each once (a group whose rows are torn apart would show twice)."""
+        """The group ids in order, each once."""
         if not len(self.groups):
             return ()
         starts = np.flatnonzero(np.diff(self.groups)) + 1
@@ -105,7 +105,7 @@ class Batch:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Rows of each group, by id."""
+        """The number of rows of each group, by id."""
         ids = self.ids
         starts = np.flatnonzero(np.diff(self.groups)) + 1
         counts = np.diff([0, *starts, len(self)]).tolist() if ids else []
@@ -119,7 +119,7 @@ class Batch:
         """Returns the rows of these groups, in the order given.
 
         Raises:
-            DataflowError: a group is not in the batch.
+            DataflowError: a group is not in the batch, or given twice.
         """
         if tuple(groups) == self.ids:
             return self
@@ -130,7 +130,7 @@ class Batch:
         if missing:
             raise DataflowError(f"Batch: no group {missing[0]}; it holds {len(where)} groups.")
         if len(set(groups)) != len(groups):
-            raise DataflowError("Batch: a group was asked for twice; select each group once.")
+            raise DataflowError("Batch: a group was selected twice; select each group once.")
         return self.rows([row for g in groups for row in where[g]])
 
     def rows(self, index: Sequence[int] | np.ndarray) -> Batch:
@@ -144,7 +144,7 @@ class Batch:
         return Batch(self.groups[at], columns, self.meta)
 
     def split(self, parts: int) -> list[Batch]:
-        """Returns ``parts`` batches of equally many whole groups, in order.
+        """Splits the batch, in order, into ``parts`` batches with the same number of whole groups.
 
         Raises:
             DataflowError: ``parts`` does not divide the number of groups.
@@ -156,9 +156,9 @@ class Batch:
         return [self.select(ids[i * size : (i + 1) * size]) for i in range(parts)]
 
     def repeat(self, n: int) -> Batch:
-        """Returns each row n times, the copies side by side: prompts become rows for n responses.
+        """Returns each row n times, the copies adjacent: prompts become rows for n responses.
 
-        Each row has objects of its own: what is added to the chat of one is not in those beside it.
+        Object columns are copied for each row, so that a change to one chat does not show in the others.
         """
         rows = self.rows(np.repeat(np.arange(len(self)), n))
         return Batch(rows.groups, {**rows.tensors, **own_copy(rows.arrays)}, rows.meta)
@@ -168,11 +168,11 @@ class Batch:
         return Batch(self.groups.copy(), columns, own_copy(self.meta))
 
     def like(self, **columns: Any) -> Batch:
-        """Returns a batch of the same groups with only these columns: what a stage that adds one returns."""
+        """Returns a batch of the same groups with only these columns, as a stage that adds columns returns."""
         return Batch(self.groups, columns, self.meta)
 
     def merge(self, *others: Batch) -> Batch:
-        """Returns one batch with the columns of all; a later one's column of the same name wins.
+        """Returns one batch with the columns of all; of columns with the same name, the last wins.
 
         Raises:
             DataflowError: the batches do not have the same groups in the same order.
@@ -187,13 +187,13 @@ class Batch:
 
     @staticmethod
     def concat(batches: Iterable[Batch]) -> Batch:
-        """Returns the rows of all batches; they must have the same tensors and no group twice.
+        """Returns the rows of all batches, which must have the same tensors and distinct groups.
 
-        A column of objects that some batches lack is None there: what a user's reward returns beside the score
-        may differ from sample to sample.
+        An object column that a batch lacks is None there: the extra columns of a user's reward may differ from sample
+        to sample.
 
         Raises:
-            DataflowError: no batch, differing columns, or a group that stands in two of them.
+            DataflowError: there is no batch, tensors differ, or two batches have the same group.
         """
         import torch
 
@@ -208,7 +208,7 @@ class Batch:
                 )
         ids = [group for part in parts for group in part.ids]
         if len(set(ids)) != len(ids):
-            raise DataflowError("Batch: cannot concatenate, a group stands in two of the batches.")
+            raise DataflowError("Batch: cannot concatenate batches that have the same group.")
         columns: dict[str, Any] = {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors}
         for name in dict.fromkeys(name for part in parts for name in part.arrays):
             columns[name] = np.concatenate([part.arrays.get(name, _objects([None] * len(part))) for part in parts])
@@ -218,7 +218,7 @@ class Batch:
         return Batch(np.concatenate([part.groups for part in parts]), columns, meta)
 
     def to_dataproto(self) -> DataProto:
-        """Returns verl's DataProto of the same columns; ``uid`` holds the group id as verl's functions want it."""
+        """Returns a DataProto of verl with the same columns, and the group ids as text in ``uid``."""
         from verl import DataProto
 
         uid = np.array([str(g) for g in self.groups], dtype=object)
@@ -230,7 +230,7 @@ class Batch:
 
     @staticmethod
     def from_dataproto(data: DataProto) -> Batch:
-        """Returns a batch of a DataProto whose ``uid`` column is the group id."""
+        """Returns a batch from a DataProto whose ``uid`` column holds the group ids."""
         columns = {**dict(data.batch.items()), **data.non_tensor_batch}
         groups = [int(g) for g in columns.pop("uid")]
         return Batch(groups, columns, data.meta_info)
@@ -242,10 +242,10 @@ class Batch:
 
 
 class _Tensors(Mapping[str, "Tensor"]):
-    """The tensors of a batch that came from another process.
+    """The tensors of a batch from another process.
 
-    Arrays in Ray's shared memory are read-only, and a write to a tensor over such an array kills the process. So a
-    tensor is a copy, made when its column is first read: few stages read all columns.
+    Arrays in Ray's shared memory are read-only, and a write to a tensor over such an array kills the process. So each
+    tensor is a copy, made when its column is first read, as few stages read all columns.
     """
 
     __slots__ = ("_columns",)
@@ -255,7 +255,7 @@ class _Tensors(Mapping[str, "Tensor"]):
 
     @staticmethod
     def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor | np.ndarray]:
-        """Returns what travels of these tensors: numpy arrays, or the tensor where numpy has no such array."""
+        """Returns the tensors as numpy arrays for pickling; a tensor that numpy cannot represent stays as it is."""
         columns = tensors._columns if isinstance(tensors, _Tensors) else tensors
         return {name: _packed(column) for name, column in columns.items()}
 
@@ -286,7 +286,7 @@ def _packed(column: Tensor | np.ndarray) -> Tensor | np.ndarray:
 
 
 def _objects(column: Any) -> np.ndarray:
-    """Returns a 1-d object array; numpy alone would turn a list of equal-length lists into a matrix."""
+    """Returns a 1-D object array; numpy alone would turn a list of lists of equal length into a matrix."""
     if isinstance(column, np.ndarray) and column.ndim == 1:
         return column
     array = np.empty(len(column), dtype=object)

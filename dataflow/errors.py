@@ -1,4 +1,4 @@
-"""What can go wrong, said as what, where and the fix. Everything the package raises on purpose is here."""
+"""The errors that the package raises on purpose. A message says what is wrong, where, and how to fix it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class DataflowError(Exception):
 
 
 class UserError(DataflowError):
-    """The input is wrong: the command line prints one sentence and ends with exit code 2."""
+    """The input is wrong; the command line prints one sentence and exits with code 2."""
 
 
 class ConfigError(UserError):
@@ -34,11 +34,11 @@ class ModelError(UserError):
 
 
 class RunError(DataflowError):
-    """The run itself failed: exit code 1, with the trace and metrics so far on disk."""
+    """The run failed: exit code 1, with the trace and metrics so far on disk."""
 
 
 class StageFailed(RunError):
-    """A task raised, or the process that ran it died. Its cause is chained behind it."""
+    """A task raised, or the process that ran it died; the cause is chained."""
 
 
 class RewardFailed(RunError):
@@ -46,11 +46,11 @@ class RewardFailed(RunError):
 
 
 class ServiceLost(RunError):
-    """What a hosted tool is made of has died: the tool has to be built anew."""
+    """A service cannot continue because a process that it consists of died; it has to be rebuilt."""
 
 
 class Aborted(RunError):
-    """A sample in flight was given up."""
+    """A sample in flight was abandoned."""
 
 
 class Interrupted(DataflowError):
@@ -58,7 +58,7 @@ class Interrupted(DataflowError):
 
 
 def nearest(word: str, words: object) -> str:
-    """Returns ``"; did you mean 'x'?"`` for the word nearest to a misspelt one, or nothing.
+    """Returns ``"; did you mean 'x'?"`` with the word closest to a misspelt one, or an empty text.
 
     >>> nearest("polcy", ["policy", "steps"])
     "; did you mean 'policy'?"
@@ -72,9 +72,9 @@ def nearest(word: str, words: object) -> str:
 
 
 def alike(word: str, words: Iterable[str]) -> str | None:
-    """Returns the word that a name is a misspelling of, or None: stricter than :func:`nearest`.
+    """Returns the word that a name misspells, or None; stricter than :func:`nearest`.
 
-    A name of several parts (``save_freq``) is one only if each part is, or if parts are run together or swapped.
+    A name of several parts (``save_freq``) matches only if each part does, or if parts are joined or swapped.
 
     >>> alike("worldsize", ["world_size", "weight_decay"])
     'world_size'

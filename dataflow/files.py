@@ -1,4 +1,4 @@
-"""Files that are whole or not there: a reader sees the old one or the new one, never half of it."""
+"""Writes files atomically (a reader sees the old or the new file), and checks whether paths can be written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.
 
 @contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Gives a file beside ``path`` to write into; it takes that one's place, unless something is raised."""
+    """Yields a temporary path beside ``path``, which replaces ``path`` at the end of the block unless that raises."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -27,7 +27,7 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def unwritable(path: str | os.PathLike[str]) -> str | None:
-    """Returns why a file cannot be written, with the fix; None if it can. Nothing is left behind.
+    """Returns why a file cannot be written, and the fix; None if it can be. Leaves no file behind.
 
     Args:
         path: of the file, which need not exist; its directory must.
@@ -37,12 +37,12 @@ def unwritable(path: str | os.PathLike[str]) -> str | None:
         return "it is a directory; give the name of a file."
     if not os.path.isdir(target.parent):
         return f"there is no directory {target.parent}; make it, or give another name."
-    # The name that `replaced` takes is longer than the file's own.
+    # `replaced` uses a longer name than the file's own.
     return _tried(target.parent, f".{target.name}.{os.getpid()}")
 
 
 def unmakable(path: str | os.PathLike[str]) -> str | None:
-    """Returns why a directory cannot be made, or written to, with the fix; None if it can. Nothing is left behind."""
+    """Returns why a directory cannot be made or written to, and the fix; None if it can be. Leaves nothing behind."""
     place, missing = Path(path), list[str]()
     while not os.path.lexists(place) and place != place.parent:
         missing.insert(0, place.name)
@@ -53,8 +53,8 @@ def unmakable(path: str | os.PathLike[str]) -> str | None:
 
 
 def _tried(directory: Path, name: str | None, below: Sequence[str] = ()) -> str | None:
-    # Trying is the only test that holds for full disks, quotas, read-only mounts, /proc and long names alike.
-    import tempfile  # it imports the random module, which the pure modules leave alone
+    # Only an attempt covers full disks, quotas, read-only mounts, /proc and long names.
+    import tempfile  # it imports random, which pure modules must not
 
     try:
         if name is None:
@@ -70,10 +70,10 @@ def _tried(directory: Path, name: str | None, below: Sequence[str] = ()) -> str 
 
 
 def decoded(data: bytes) -> str:
-    """Returns UTF-8 text, without the byte order mark that some editors put in front.
+    """Decodes UTF-8 text, without the byte order mark that some editors add.
 
     Raises:
-        ValueError: it is something else; the message is half a sentence.
+        ValueError: the data is not UTF-8; the message is the end of a sentence about it.
     """
     if data.startswith(_UTF16):
         raise ValueError("it is UTF-16 or UTF-32 text; save it as UTF-8")
@@ -85,14 +85,14 @@ def decoded(data: bytes) -> str:
 
 @contextmanager
 def written(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Says in one sentence that a file of a run cannot be written: the disk is full, or not the user's.
+    """Turns an OSError in the block, such as a full disk, into an error that names the file.
 
     Args:
         what: kind of file.
         path: of the file.
 
     Raises:
-        RunError: in place of an OSError.
+        RunError: the block raised an OSError.
     """
     try:
         yield
@@ -101,7 +101,7 @@ def written(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def cannot_write(what: str, path: str | os.PathLike[str], error: OSError) -> RunError:
-    """Returns what is raised if a file of a run cannot be written."""
+    """Returns the error of a file of a run that cannot be written."""
     return RunError(
         f"{what} {path} cannot be written: {error.strerror or error}; make room there, or let runs= name another place."
     )

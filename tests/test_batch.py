@@ -46,7 +46,7 @@ def test_lists_of_equal_length_stay_objects():
     ("make", "message"),
     [
         (lambda: Batch([0, 0], {"a": torch.zeros(3)}), "column 'a' has 3 rows, the batch has 2"),
-        (lambda: Batch([0, 1, 0]), "rows of group 0 do not stand together"),
+        (lambda: Batch([0, 1, 0]), "rows of group 0 are not adjacent"),
         (lambda: batch()["scores"], "no column 'scores'; it has score, text"),
         (lambda: batch().select([0, 9]), "no group 9; it holds 4 groups"),
         (lambda: batch().select([1, 1]), "asked for twice"),

@@ -1,1 +1,1 @@
-"""Ray: actors, worker groups, hosts of services, GPUs, and the cluster that a run starts for itself."""
+"""Ray for executors, engines and rewards: GPUs, answers of actors, their logs, and the cluster of a single run."""

@@ -1,4 +1,4 @@
-"""What comes back of a call to an actor: its answer, what its function raised, or that its process is gone."""
+"""Outcomes of a call to an actor: its answer, the error that its function raised, or the death of its process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIED = "the process that ran it died (killed, or out of memory)"
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a method of an actor, sync or async, fail in a way that Ray can answer with; see :func:`answer_to`."""
+    """Wraps a sync or async method of an actor so that Ray can return what it raises; see :func:`answer_to`."""
 
     @functools.wraps(method)
     async def later(*arguments: Any, **keywords: Any) -> Any:
@@ -32,7 +32,7 @@ def answering(method: Callable[..., Any]) -> Callable[..., Any]:
             return await method(*arguments, **keywords)
         except BaseException as error:
             instead = answer_to(error)
-        raise instead  # out here, where it gets no context: Ray would look at that
+        raise instead  # outside of the handler, so that it has no context: Ray would inspect that
 
     @functools.wraps(method)
     def now(*arguments: Any, **keywords: Any) -> Any:
@@ -46,11 +46,11 @@ def answering(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def answer_to(error: BaseException) -> BaseException:
-    """Returns what an actor is to raise for what user code raised.
+    """Returns the exception that an actor raises in place of one from user code.
 
     SystemExit would end the actor, KeyboardInterrupt its event loop, and an exception that cannot be pickled would
-    arrive as an error of Ray's; in place of such it is a RunError that names it. Ray also formats the traceback, which
-    an exception behind it may not let it: then it is a copy that has none behind it.
+    arrive as an error of Ray's; each becomes a RunError that names it. Ray also formats the traceback; if a chained
+    exception prevents that, the result is a copy without the chain.
     """
     import cloudpickle  # type: ignore[import-untyped]
 
@@ -66,7 +66,7 @@ def answer_to(error: BaseException) -> BaseException:
 
 
 async def first_failure(refs: Sequence[Any]) -> list[Any]:
-    """Waits for all refs, but no longer than until the first fails: its fellow ranks may hang in a collective."""
+    """Waits for all refs or for the first failure, as the other ranks may then hang in a collective."""
     return list(await asyncio.gather(*(fetch(ref) for ref in refs)))
 
 
@@ -76,10 +76,7 @@ async def fetch(ref: Any) -> Any:
 
 
 def died(error: BaseException | None) -> bool:
-    """Whether a call failed because its tool is gone, with its process or by its own word (:class:`ServiceLost`).
-
-    Anything else that its function raised is no death.
-    """
+    """Whether a call failed because its service died: its process ended, or it raised :class:`ServiceLost`."""
     from ray import exceptions
 
     if isinstance(error, exceptions.RayTaskError):
@@ -94,7 +91,7 @@ def died(error: BaseException | None) -> bool:
 
 
 def cause(error: BaseException) -> BaseException:
-    """Returns what the worker raised, out of Ray's wrapping; a dead process as one clear sentence."""
+    """Returns the worker's own exception without Ray's wrapping; for a dead process, a RunError in one sentence."""
     from ray import exceptions
 
     wrapped = isinstance(error, exceptions.RayTaskError)
@@ -107,6 +104,6 @@ def cause(error: BaseException) -> BaseException:
 
 
 def last_words(error: BaseException) -> str:
-    """Returns the first line of what Ray, or the tool itself, says of a death."""
-    said = attribute_of(error, "cause") or error
-    return (str(said).strip().splitlines() or [type(said).__name__])[0]
+    """Returns the first line of the message of Ray, or of the service itself, about a death."""
+    shown = attribute_of(error, "cause") or error
+    return (str(shown).strip().splitlines() or [type(shown).__name__])[0]

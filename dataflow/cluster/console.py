@@ -1,4 +1,4 @@
-"""What Ray, once started, would do to this process's signals and to its output."""
+"""Protects the signal handlers and the output of this process from Ray."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from loguru import logger
 from dataflow.system.stopping import stopping
 
 _REPORTED = ("Raylet is terminated", "A worker died or was killed")
-"""Beginnings of messages about deaths that dataflow reports itself, with what follows from them."""
+"""Prefixes of messages about deaths that dataflow reports itself, with their consequences."""
 
 
 @contextlib.contextmanager
 def console_kept() -> Iterator[None]:
-    """Keeps the handlers of signals while Ray starts, and takes over what Ray would print from then on.
+    """Keeps the signal handlers while Ray starts, and logs what Ray would print from then on.
 
-    Ray takes SIGTERM for itself halfway through its start, and prints the cluster's messages on stdout, in colours
-    whatever that is.
+    Ray installs its own SIGTERM handler during its start, and prints messages of the cluster on stdout, in colours even
+    if that is not a terminal.
     """
     import ray._private.utils as utils
     import ray._private.worker as worker
@@ -35,7 +35,7 @@ def console_kept() -> Iterator[None]:
 
 
 def _message(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
-    """Logs the first line of a message of the cluster; the others are the end of a log file, at most."""
+    """Logs the first line of a message of the cluster; further lines only quote a log file."""
     text = "\n".join(map(str, data.get("lines", ()))).strip()
     if text:
         level = "DEBUG" if text.startswith(_REPORTED) else "WARNING"

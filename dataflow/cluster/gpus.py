@@ -1,7 +1,7 @@
-"""The GPUs of one process, as Ray gives them out: a share of one, whole ones, or the same share of each of several.
+"""The GPUs of one process under Ray: a share of one, several whole ones, or the same share of each of several.
 
-The last is none of Ray's own: an actor has a share of one GPU at most. So each share is held by an actor that does
-nothing else, on one node, and the process takes none itself but sees all of theirs.
+Ray has no such thing as the last: an actor gets a share of one GPU at most. So for each share an actor that does
+nothing else, a slot, holds it, all on one node; the process itself requests no GPU and uses those of its slots.
 """
 
 from __future__ import annotations
@@ -12,70 +12,73 @@ from typing import Any
 from dataflow.errors import ConfigError
 
 
-class Seat:
-    """The actor that holds a share of one GPU."""
+class GpuSlot:
+    """An actor that holds a share of one GPU."""
 
     def gpu(self) -> str:
-        """Returns the id of the GPU, as CUDA_VISIBLE_DEVICES has it."""
+        """Returns the id of the GPU, from CUDA_VISIBLE_DEVICES."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
 class Gpus:
-    """What one process needs of GPUs.
+    """The GPUs of one process.
 
     Args:
-        share: of each; a part of one, or whole ones.
-        devices: how many.
+        share: of each GPU, at most 1; or a whole number of GPUs.
+        devices: number of such shares.
 
     Attributes:
         options: of the actor, for Ray.
-        seen: handles of the ids of the GPUs that :func:`see` is to be given in the actor; none where Ray does that.
+        seen: refs to the ids of the GPUs to pass to :func:`see` in the actor; empty if Ray sets them itself.
 
     Raises:
-        ConfigError: ``share`` is over 1 and no whole number.
+        ConfigError: ``share`` is over 1 and not a whole number.
     """
 
     def __init__(self, share: float, devices: int = 1) -> None:
         self._group: Any = None
-        self._seats: list[Any] = []
+        self._slots: list[Any] = []
         if share > 1 and share != int(share):
             raise ConfigError(f"{share:g} GPUs for a process: Ray shares one GPU, not several; give whole ones.")
         if devices == 1 or share == int(share):
             self.options: dict[str, Any] = {"num_cpus": 0, "num_gpus": share * devices}
         else:
-            self._take_seats(share, devices)
-        self.seen = [seat.gpu.remote() for seat in self._seats]
+            self._take_slots(share, devices)
+        self.seen = [slot.gpu.remote() for slot in self._slots]
 
-    def _take_seats(self, share: float, devices: int) -> None:
+    def _take_slots(self, share: float, devices: int) -> None:
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._group = placement_group([{"GPU": share}] * devices, strategy="STRICT_PACK")  # all on one node
         at = [PlacementGroupSchedulingStrategy(self._group, bundle) for bundle in range(devices)]
-        seat = ray.remote(Seat)
-        self._seats = [seat.options(num_cpus=0, num_gpus=share, scheduling_strategy=each).remote() for each in at]
+        slot = ray.remote(GpuSlot)
+        self._slots = [slot.options(num_cpus=0, num_gpus=share, scheduling_strategy=each).remote() for each in at]
         self.options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": at[0]}
 
     def release(self) -> None:
-        """Gives the shares back; of those that Ray knows as the actor's own, they end with the actor."""
+        """Releases the shares of slots; GPUs that the actor requested itself are released with the actor."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
         if self._group is not None and ray.is_initialized():
             remove_placement_group(self._group)
-        self._group, self._seats = None, []
+        self._group, self._slots = None, []
 
 
 def see(gpus: tuple[str, ...]) -> None:
-    """Lets this process see these GPUs, before it first uses CUDA.
+    """Makes these GPUs visible to this process; call it before the first use of CUDA.
+
+    Args:
+        gpus: ids for CUDA_VISIBLE_DEVICES; empty to leave it as it is.
 
     Raises:
-        ConfigError: one of them twice: Ray found room for two shares on it.
+        ConfigError: an id stands twice, as Ray placed two shares on one GPU.
     """
     if len(set(gpus)) < len(gpus):
         raise ConfigError(
-            f"Ray gave one process {len(gpus)} shares of GPUs {', '.join(gpus)}, which are to be of different ones; "
+            f"Ray gave one process {len(gpus)} shares of GPUs {', '.join(gpus)}, but each must be of another GPU; "
             "give ray.gpus_per_worker=1, and a trainer rank for each GPU (trainer.world_size)."
         )
     if gpus:

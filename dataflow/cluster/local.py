@@ -1,9 +1,9 @@
-"""A Ray of one run: it listens on loopback only, asks for a token, and consists of what a run uses.
+"""The Ray cluster of a single run: it listens on loopback only, requires a token, and starts what a run uses.
 
-``ray.init`` would listen on every interface, take the token from a file in the home directory that all runs share, and
-start an autoscaler, a log monitor, a dashboard and an agent with an HTTP API. None of these can be left out there, so
+``ray.init`` would listen on every interface, read the token from a file in the home directory that all runs share, and
+start an autoscaler, a log monitor, a dashboard and an agent with an HTTP API. It has no options to leave these out, so
 the head node is built here from the class and the parameters that ``ray.init`` uses. They are private to Ray, whose
-version is pinned; nothing else in the package touches them.
+version is pinned; nothing else in the package uses them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dataflow.system.supervisor import report
 
 
 class LocalRay:
-    """The processes of a Ray that this process starts and ends.
+    """A Ray cluster that this process starts and ends.
 
     Args:
-        num_cpus: that it offers.
+        num_cpus: CPUs of the cluster.
     """
 
     def __init__(self, num_cpus: int) -> None:
@@ -37,21 +37,21 @@ class LocalRay:
 
     @property
     def token_path(self) -> str:
-        """The file that holds the token, while Ray is up."""
+        """The path of the file with the token, while Ray is running."""
         return str(self._token.name)
 
     def open(self, **options: Any) -> None:
         """Starts Ray and connects this process to it.
 
         Args:
-            options: further ones of ``ray.init``.
+            options: further arguments of ``ray.init``.
 
         Raises:
-            RunError: it does not start.
+            RunError: Ray does not start.
         """
         import ray
 
-        # Readable by this user alone. The processes get its path; the token itself is in no environment or command.
+        # Readable by this user alone. Processes get its path; no environment or command contains the token itself.
         self._token = tempfile.NamedTemporaryFile("w", prefix="dataflow-ray-token-")  # noqa: SIM115
         report(temporary=self._token.name)
         self._token.write(secrets.token_hex(32))
@@ -61,7 +61,7 @@ class LocalRay:
             with _environment(self._token.name), safe_path():
                 self._node = _start_node(self._num_cpus, self._ended)
                 ray.init(address=self._node.gcs_address, **options)
-                # As after ray.init(address="local"): every ray.shutdown() ends the node, also one in user code.
+                # As after ray.init(address="local"), so that any ray.shutdown() ends the node, even one in user code.
                 ray._private.worker._global_node = self._node
         except Exception as error:
             self.close()
@@ -74,18 +74,18 @@ class LocalRay:
             raise
 
     def close(self) -> None:
-        """Ends Ray; may be called twice."""
+        """Stops Ray; may be called twice."""
         import ray
 
         if self._token is None:
             return
         ray.shutdown()
-        if self._node is not None:  # nothing was connected to it
+        if self._node is not None:  # this process never connected to it
             self._node.kill_all_processes(check_alive=False, allow_graceful=True)
         self._ended()
 
     def _ended(self) -> None:
-        """Forgets a Ray whose processes have ended."""
+        """Removes the token and the settings of a Ray whose processes have ended."""
         atexit.unregister(self.close)
         self._node = None
         if self._token is not None:
@@ -96,11 +96,11 @@ class LocalRay:
 
 @contextlib.contextmanager
 def _environment(token_path: str) -> Iterator[None]:
-    """Sets what Ray's processes inherit and this one reads, while they start."""
+    """Sets the environment that Ray's processes inherit, and that this one reads, while they start."""
     from ray._private import ray_constants
 
-    # The last is Ray's switch for one machine alone, the default on macOS: without it this process takes 127.0.0.1
-    # for the address of its network interface. Ray reads it once, when it is imported.
+    # The last restricts Ray to one machine, the default on macOS: otherwise this process replaces 127.0.0.1 by the
+    # address of its network interface. Ray reads it once, at import.
     settings = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": None,
@@ -128,7 +128,7 @@ def _set(variables: dict[str, str | None]) -> None:
 
 
 def _reread_settings() -> None:
-    """Has Ray look again how it authenticates: it read that when it was imported, or for the Ray before this one."""
+    """Makes Ray read its authentication settings again, which it did at import or for an earlier cluster."""
     from ray._raylet import AuthenticationTokenLoader, Config
 
     Config.initialize("")
@@ -140,11 +140,11 @@ def _start_node(num_cpus: int, on_end: Callable[[], None]) -> Any:
     from ray._private.parameter import RayParams
 
     class Head(Node):
-        """A head node without the dashboard's server, which Ray starts even if no dashboard is wanted."""
+        """A head node without the dashboard's server, which Ray starts even without a dashboard."""
 
         def __init__(self, parameters: RayParams) -> None:
             try:
-                # spawn_reaper: the processes end with this one, however it ends.
+                # spawn_reaper: the processes end with this one, even if it is killed.
                 super().__init__(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
             except BaseException:
                 self.kill_all_processes(check_alive=False)
@@ -174,9 +174,9 @@ def _start_node(num_cpus: int, on_end: Callable[[], None]) -> Any:
 
 @contextlib.contextmanager
 def _minimal() -> Iterator[None]:
-    """Lets Ray find the dashboard's dependencies absent: its agent then starts without its HTTP and gRPC APIs.
+    """Hides the dashboard's dependencies, so that Ray's agent starts without its HTTP and gRPC APIs.
 
-    That is how a Ray without the extra ``default`` behaves.
+    Ray behaves like this if installed without its extra ``default``.
     """
     name = "ray.dashboard.optional_deps"
     before = sys.modules.get(name)

@@ -1,7 +1,7 @@
-"""Warnings of an actor's process on their way to the run's own log.
+"""Brings warnings of actors to the run's own log.
 
-Ray writes what its workers print to files, which nobody reads while a run goes. So each report of a task takes along
-what its process has logged since the last one.
+Ray writes the output of its workers to files, which are rarely read during a run. So each report of a task carries the
+lines that its process logged since the last report.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from loguru import logger
 
 from dataflow.system.redaction import redact
 
-_MOST = 100  # lines that are kept until the next report
+_MAX_LINES = 100  # kept until the next report
 
 Lines = tuple[tuple[str, str], ...]
 """Level and text of each line."""
 
 
 class KeptLines:
-    """The lines that were logged and not yet reported; a sink of loguru's."""
+    """A loguru sink that keeps lines until they are reported."""
 
     def __init__(self) -> None:
         self._lines: deque[tuple[str, str]] = deque()
@@ -32,13 +32,13 @@ class KeptLines:
     def __call__(self, message: Any) -> None:
         text = redact(str(message.record["message"]))
         with self._lock:
-            if len(self._lines) < _MOST:
+            if len(self._lines) < _MAX_LINES:
                 self._lines.append((message.record["level"].name, text))
             else:
                 self._left_out += 1
 
     def take(self) -> Lines:
-        """Returns the lines, and forgets them."""
+        """Returns the lines and clears them."""
         with self._lock:
             lines, left_out = tuple(self._lines), self._left_out
             self._lines.clear()
@@ -47,15 +47,15 @@ class KeptLines:
 
 
 KEPT = KeptLines()
-"""Those of this process."""
+"""The lines of this process."""
 
 
 def keep_lines() -> None:
-    """Keeps warnings and errors of this process for the next report; they stay in Ray's logs, too."""
+    """Keeps warnings and errors of this process for the next report; Ray's log files have them, too."""
     logger.add(KEPT, level="WARNING")
 
 
 def log_lines(lines: Iterable[tuple[str, str]]) -> None:
-    """Logs in this process what another one has logged."""
+    """Logs lines of another process in this one."""
     for level, text in lines:
         logger.log(level, "{}", text)

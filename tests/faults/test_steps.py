@@ -176,7 +176,7 @@ def test_a_group_twice_a_step_twice_and_no_rows_are_refused() -> None:
         torn.groups = np.array([3, 4, 3, 4])
         with pytest.raises(DataflowError, match="step 1 holds group 3 twice; sort rows by group"):
             agent.submit(1, torn)
-        with pytest.raises(DataflowError, match="the rows of group 3 do not stand together; sort rows by group"):
+        with pytest.raises(DataflowError, match="the rows of group 3 are not adjacent; sort rows by group"):
             Batch([3, 4, 3], {})
         with pytest.raises(DataflowError, match="step 1 has no samples to score"):
             agent.submit(1, samples(1, []))
