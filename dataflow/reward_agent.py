@@ -315,7 +315,7 @@ class RewardAgent:
                 "waiting": sum(state.waiting() for state in self._steps.values()),
                 "running": self._limiter.running,
                 "peak": self._limiter.peak,
-                "strays": self._calls.strays,
+                "strays": self._calls.abandoned,
                 "limit": {name: int(line.limit) for name, line in lines.items()},
                 "rate_limit_wait_s": sum(line.waited_s for line in lines.values()),
             }

@@ -162,8 +162,8 @@ class Groups:
         self._calls.start(
             partial(self._post, scores),
             {},
-            done=partial(self._post_processed, item),
-            freed=lambda call: self._limiter.release(line, call.begin),
+            on_done=partial(self._post_processed, item),
+            on_freed=lambda call: self._limiter.release(line, call.begin),
             timeout_s=self._timeout_s,
             mark=None if sentinel is None else sentinel.mark(Kind.POST_PROCESS, item.step.key, item.group),
         )
@@ -227,9 +227,9 @@ class Groups:
                 "latencies": [record["end"] - record["begin"] for record in records],
                 "group_uids": rewards.groups.tolist(),
             },
-            done=self._told,
+            on_done=self._told,
             mark=None if sentinel is None else sentinel.mark(Kind.LOG, step.key, int(rewards.ids[0])),
-            freed=self._logged,  # without a time-out: it holds up nothing, and a stray would count as a scorer's
+            on_freed=self._logged,  # without a time-out: it holds up nothing, and a stray would count as a scorer's
         )
 
     def _logged(self, _call: Call) -> None:

@@ -108,10 +108,10 @@ class Lifecycle:
         call = self._calls.start(
             self._score,
             own_copy(ask.arguments),  # what a try changes must not be seen by the next one, nor by other samples
-            done=partial(self._tried, ask, line),
-            freed=partial(self._freed, ask, line),
+            on_done=partial(self._tried, ask, line),
+            on_freed=partial(self._freed, ask, line),
             timeout_s=timeout_s,
-            waits=self._waits,
+            awaits=self._waits,
             mark=self._mark(ask),
         )
         ask.live[call] = hedge

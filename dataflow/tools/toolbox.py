@@ -300,7 +300,7 @@ class Desk:
             if not ended.done():
                 ended.set_result(call)
 
-        call = self._calls.start(function, keywords, done=done, freed=_nothing, timeout_s=self._box.timeout)
+        call = self._calls.start(function, keywords, on_done=done, on_freed=_nothing, timeout_s=self._box.timeout)
         try:
             await ended
         except asyncio.CancelledError:

@@ -1,1 +1,1 @@
-"""Code that users write: loaded, called, copied for, and named when it fails."""
+"""Loads and calls the code that users write, copies its arguments, and reports its failures."""

@@ -1,8 +1,8 @@
-"""Calls of user code that end when they should, whatever the code does.
+"""Calls of user code with time-outs, cancellation and slots that hold whatever the code does.
 
-An async function runs as a task, a sync one in a daemon thread, so that neither keeps the process. A call is told
-of exactly once: it returned, it raised, or its time is over. It gives up its slot exactly once: when its code has
-ended, or when it is abandoned as a stray, a call that goes on although nobody waits for it.
+An async function runs as a task, a sync one in a daemon thread, so neither keeps the process alive. ``on_done`` is
+called exactly once: when the call has returned, raised or timed out. ``on_freed`` is called exactly once: when the code
+has ended, or when the call is abandoned because its code keeps running although it timed out or was cancelled.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dataflow.system import clock
 from dataflow.system.redaction import redact_error
 from dataflow.usercode.failures import Contained, is_interrupt, readable
 from dataflow.usercode.load import is_async
-from dataflow.usercode.threads import Tell, Threads
+from dataflow.usercode.threads import OnIdle, Threads
 from dataflow.usercode.watchdog import Watchdog
 
 GRACE_S = 1.0
-"""What a task that was cancelled may take to end before it counts as a stray."""
+"""Seconds that a cancelled task may take to end before its call is abandoned."""
 
-Told: TypeAlias = Callable[["Call"], None]
+OnCall: TypeAlias = Callable[["Call"], None]
 
 
 class CallMarker(Protocol):
@@ -55,9 +55,9 @@ class CallMarker(Protocol):
 
 
 class TimedOut(TimeoutError):
-    """A call took longer than it may."""
+    """A call exceeded its time-out."""
 
-    fix = "raise reward.timeout, or see what holds the call up"
+    fix = "raise reward.timeout, or find out what delays the call"
 
 
 class Call:
@@ -66,19 +66,19 @@ class Call:
     Attributes:
         result: what the code returned.
         error: what it raised, a :class:`TimedOut`, or a CancelledError; None if it returned.
-        begin: seconds of ``clock.now()``.
+        begin: when it began, in seconds of ``clock.now()``.
         seconds: how long it took.
-        ended: whether its code is over.
+        ended: whether the code has ended.
     """
 
     __slots__ = (
+        "_abandoned",
         "_awaited",
+        "_calls",
         "_clock",
-        "_done",
-        "_freed",
         "_mark",
-        "_owner",
-        "_stray",
+        "_on_done",
+        "_on_freed",
         "_task",
         "_timer",
         "begin",
@@ -88,15 +88,15 @@ class Call:
         "seconds",
     )
 
-    def __init__(self, owner: Calls, done: Told, freed: Told, mark: bytes | None = None) -> None:
-        self._owner = owner
+    def __init__(self, calls: Calls, on_done: OnCall, on_freed: OnCall, mark: bytes | None = None) -> None:
+        self._calls = calls
         self._mark = mark
-        self._done: Told | None = done
-        self._freed: Told | None = freed
+        self._on_done: OnCall | None = on_done
+        self._on_freed: OnCall | None = on_freed
         self._awaited: Awaitable[Any] | None = None
         self._task: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._stray = False
+        self._abandoned = False
         self.ended = False
         self.result: Any = None
         self.error: BaseException | None = None
@@ -105,27 +105,27 @@ class Call:
         self.seconds = 0.0
 
     def cancel(self) -> None:
-        """Nobody wants the answer any more. A thread keeps its slot until it returns or its time is over."""
+        """Cancels the call: ``on_done`` is not called. A thread keeps its slot until it returns or times out."""
         if self.ended:
             return
-        if self._done is not None:
-            self._done, self.error = None, asyncio.CancelledError()
+        if self._on_done is not None:
+            self._on_done, self.error = None, asyncio.CancelledError()
         if self._task is not None:
             self._stop(self._task)
 
     def _stop(self, task: asyncio.Task[Any]) -> None:
         task.cancel()
-        if not self._stray:
+        if not self._abandoned:
             self._alarm(GRACE_S, self._abandon)
 
     def _alarm(self, seconds: float, then: Callable[[], None]) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._owner.loop.call_later(seconds, then)
+        self._timer = self._calls.loop.call_later(seconds, then)
 
     def expire(self, limit_s: float) -> None:
-        """Its time is over."""
-        self._tell(None, TimedOut(f"no answer within {limit_s:g} s"))
+        """Ends the call with a :class:`TimedOut`."""
+        self._report(None, TimedOut(f"no answer within {limit_s:g} s"))
         if self._task is None:
             self._abandon()
         else:
@@ -133,80 +133,80 @@ class Call:
 
     def _abandon(self) -> None:
         self._timer = None
-        self._stray = True
-        self._owner.strays += 1
+        self._abandoned = True
+        self._calls.abandoned += 1
         self._free()
-        self._owner.guarded(self._owner.on_stray, self._owner.strays)
+        self._calls.guarded(self._calls.on_abandoned, self._calls.abandoned)
 
-    def _tell(self, result: Any, error: BaseException | None) -> None:
+    def _report(self, result: Any, error: BaseException | None) -> None:
         self.seconds = time.perf_counter() - self._clock
-        done, self._done = self._done, None
-        if done is not None:
+        on_done, self._on_done = self._on_done, None
+        if on_done is not None:
             if error is not None:
                 error = readable(error)
-                redact_error(error)  # its text is shown, logged and journaled
+                redact_error(error)  # its text appears in messages, logs and the ledger
             self.result, self.error = result, error
-            self._owner.guarded(done, self)
+            self._calls.guarded(on_done, self)
 
     def _free(self) -> None:
-        freed, self._freed = self._freed, None
-        if freed is not None:
-            self._owner.guarded(freed, self)
+        on_freed, self._on_freed = self._on_freed, None
+        if on_freed is not None:
+            self._calls.guarded(on_freed, self)
 
-    def _ended(self, result: Any, error: BaseException | None) -> None:
-        """The code is over, in time or not."""
+    def _end(self, result: Any, error: BaseException | None) -> None:
+        """Records that the code has ended, in time or not."""
         self.ended = True
-        self._task = self._awaited = None  # the call itself is kept as long as its time-out
+        self._task = self._awaited = None  # the call itself stays referenced until its time-out
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._owner.live.discard(self)
-        if self._stray:
-            self._owner.strays -= 1
-        self._tell(result, error)
+        self._calls.live.discard(self)
+        if self._abandoned:
+            self._calls.abandoned -= 1
+        self._report(result, error)
         self._free()
 
     def _cancelled(self, _task: asyncio.Task[Any]) -> None:
-        _discard(self._awaited)  # it may never have begun
-        if self._owner.loop_ends():
-            self._done = None  # no failure of the user's code, which may well cancel its own task
-        self._ended(None, asyncio.CancelledError())
+        _discard(self._awaited)  # it may not have been started
+        if self._calls.loop_ends():
+            self._on_done = None  # not a failure of the user's code
+        self._end(None, asyncio.CancelledError())
 
     def _thread_ended(self, result: Any, error: BaseException | None) -> None:
-        if self._done is None:
+        if self._on_done is None:
             _discard(result)
         elif error is None and inspect.isawaitable(result):
-            self._await(result)  # a sync function that made a coroutine, which belongs on the loop
+            self._await(result)  # a sync function returned a coroutine: run it on the loop
             return
-        self._ended(result, error)
+        self._end(result, error)
 
     def _await(self, awaitable: Awaitable[Any]) -> None:
         self._awaited = awaitable
-        # A context of its own: what ends in one call starts the next, which must not see its variables.
-        # Not by the loop's factory: what may leave this task is caught in it.
-        context, running = self._owner.context.copy(), self._run(awaitable)
-        sentinel, mark = self._owner.sentinel, self._mark
+        # In a context of its own: the end of one call starts the next, which must not see its variables.
+        # Not through the loop's task factory: _run() catches what must not escape from this task.
+        context, running = self._calls.context.copy(), self._run(awaitable)
+        sentinel, mark = self._calls.sentinel, self._mark
         marked: Any = running
         if sentinel is not None and mark is not None:
             marked = sentinel.stepped(running, mark)
             context.run(_user_code.set, (sentinel, mark))
-        self._task = asyncio.Task(marked, loop=self._owner.loop, context=context)
+        self._task = asyncio.Task(marked, loop=self._calls.loop, context=context)
         self._task.add_done_callback(self._cancelled)
 
     async def _run(self, awaitable: Awaitable[Any]) -> None:
-        """Tells of the end from within the task: a callback would cost the loop one more turn."""
+        """Awaits the user's code and reports its end from within the task, which saves an iteration of the loop."""
         result, error = None, None
         try:
             result = await awaitable
         except asyncio.CancelledError:
             raise
-        except BaseException as raised:  # a task that raises SystemExit or KeyboardInterrupt would end the loop with it
+        except BaseException as raised:  # SystemExit or KeyboardInterrupt from a task would end the loop
             if is_interrupt(raised):
                 raise
             error = raised
         assert self._task is not None
         self._task.remove_done_callback(self._cancelled)
-        self._ended(result, error)
+        self._end(result, error)
 
 
 _user_code: contextvars.ContextVar[tuple[CallMarker | None, bytes] | None] = contextvars.ContextVar(
@@ -215,12 +215,12 @@ _user_code: contextvars.ContextVar[tuple[CallMarker | None, bytes] | None] = con
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Makes a task; one that user code starts cannot end the loop with it."""
+    """Task factory of the loop: tasks that user code starts cannot end the loop by SystemExit."""
     context = options.get("context")
-    users = _user_code.get() if context is None else context.get(_user_code)
+    call = _user_code.get() if context is None else context.get(_user_code)
     wrapped = coroutine
-    if users is not None and inspect.iscoroutine(coroutine):
-        sentinel, mark = users
+    if call is not None and inspect.iscoroutine(coroutine):
+        sentinel, mark = call
         wrapped = Contained(coroutine) if sentinel is None else sentinel.stepped(Contained(coroutine), mark)
     return asyncio.Task(wrapped, loop=loop, **options)
 
@@ -230,7 +230,7 @@ async def _for_ever() -> None:
 
 
 def _discard(result: Any) -> None:
-    """Closes a coroutine that nobody will await: Python would complain about it."""
+    """Closes a coroutine that will not be awaited, which avoids Python's warning."""
     if inspect.iscoroutine(result):
         result.close()
 
@@ -239,14 +239,14 @@ class Calls:
     """Starts calls on one event loop.
 
     Args:
-        on_stray: told how many strays there are, each time one more is abandoned.
-        on_bug: told of an error in whoever was told of an end, who would otherwise be waited for in vain.
+        on_abandoned: called with the number of abandoned calls that still run, each time it increases.
+        on_bug: called with an exception that a callback raised; otherwise its waiters would wait for ever.
         sentinel: records the calls that are running.
     """
 
     def __init__(
         self,
-        on_stray: Callable[[int], None],
+        on_abandoned: Callable[[int], None],
         on_bug: Callable[[Exception], None],
         sentinel: CallMarker | None = None,
     ) -> None:
@@ -257,10 +257,10 @@ class Calls:
         self.context.run(_user_code.set, (None, b""))
         if self.loop.get_task_factory() is None:
             self.loop.set_task_factory(_task)
-        self.on_stray = on_stray
+        self.on_abandoned = on_abandoned
         self._on_bug = on_bug
         self.live: set[Call] = set()
-        self.strays = 0
+        self.abandoned = 0
         self._threads = Threads()
         self._timeouts = Timeouts(self.loop)
         self._lookout = self.loop.create_task(_for_ever())
@@ -271,10 +271,10 @@ class Calls:
         function: Callable[..., Any],
         keywords: Mapping[str, Any],
         *,
-        done: Told,
-        freed: Told,
+        on_done: OnCall,
+        on_freed: OnCall,
         timeout_s: float | None = None,
-        waits: bool | None = None,
+        awaits: bool | None = None,
         mark: bytes | None = None,
     ) -> Call:
         """Calls ``function(**keywords)``; returns at once.
@@ -282,47 +282,47 @@ class Calls:
         Args:
             function: sync or async.
             keywords: its arguments.
-            done: told when it returned, raised or ran out of time; not after ``cancel``.
-            freed: told when the call's slot is free.
-            timeout_s: None lets it take as long as it does.
-            waits: whether the function is async, where that is known.
-            mark: what the sentinel is to know of the call.
+            on_done: called when the function has returned, raised or timed out; not after ``cancel``.
+            on_freed: called when the call's slot is free.
+            timeout_s: None for no time-out.
+            awaits: whether the function is async; None looks.
+            mark: identifies the call to the sentinel.
         """
-        call = Call(self, done, freed, mark)
+        call = Call(self, on_done, on_freed, mark)
         self.live.add(call)
         if timeout_s is not None:
             self._timeouts.add(call, timeout_s)
         try:
-            if is_async(function) if waits is None else waits:
-                self._watchdog.look()
+            if is_async(function) if awaits is None else awaits:
+                self._watchdog.watch()
                 call._await(function(**keywords))
             else:
                 self._threads.run(lambda: self._in_thread(call, function, keywords))
-        except BaseException as error:  # it does not take these arguments, or there is no thread for it
+        except BaseException as error:  # wrong arguments, or no thread can be started
             if is_interrupt(error):
                 raise
-            self.loop.call_soon(call._ended, None, error)
+            self.loop.call_soon(call._end, None, error)
         return call
 
     def loop_ends(self) -> bool:
-        """Whether all tasks have been cancelled, as asyncio.run does when its coroutine is over."""
+        """Whether all tasks are being cancelled, as asyncio.run does at its end."""
         return self._lookout.cancelling() > 0
 
-    def guarded(self, told: Callable[[Any], None], what: Any) -> None:
-        """Tells of an end."""
+    def guarded(self, callback: Callable[[Any], None], argument: Any) -> None:
+        """Calls a callback; what it raises goes to ``on_bug``."""
         try:
-            told(what)
+            callback(argument)
         except Exception as error:
             self._on_bug(error)
 
-    def _in_thread(self, call: Call, function: Callable[..., Any], keywords: Mapping[str, Any]) -> Tell:
+    def _in_thread(self, call: Call, function: Callable[..., Any], keywords: Mapping[str, Any]) -> OnIdle:
         result, error = None, None
         sentinel, mark = self.sentinel, call._mark
         if sentinel is not None and mark is not None:
             sentinel.enter(mark)
         try:
             result = function(**keywords)
-        except BaseException as raised:  # whatever user code raises belongs to whoever asked, not to the thread
+        except BaseException as raised:  # reported to the caller; the thread goes on
             error = raised
         if sentinel is not None and mark is not None:
             sentinel.leave()
@@ -331,18 +331,18 @@ class Calls:
     def _post(self, call: Call, result: Any, error: BaseException | None) -> None:
         try:
             self.loop.call_soon_threadsafe(call._thread_ended, result, error)
-        except RuntimeError:  # the loop is closed: whoever waited is gone with it
+        except RuntimeError:  # the loop is closed, so there is no waiter
             _discard(result)
 
     def since_s(self, *, all_of_them: bool) -> float | None:
-        """Returns how long ago the oldest call that goes on began, or the first of all; None if there is none."""
+        """Returns the age of the oldest running call, or of this object; None if no call runs."""
         now = time.perf_counter()
         if all_of_them:
             return now - self._begin
         return max((now - call._clock for call in self.live), default=None)
 
     async def close(self, deadline_s: float = 2.0) -> None:
-        """Cancels what runs and waits for the tasks; threads are left to end by themselves."""
+        """Cancels the running calls and waits for their tasks; threads end by themselves."""
         for call in tuple(self.live):
             call.cancel()
         tasks = [call._task for call in self.live if call._task is not None]
@@ -358,38 +358,38 @@ class Calls:
 
 
 class Timeouts:
-    """The time-outs of calls, most of which have the same and end long before it: a timer each would cost more."""
+    """One timer per distinct time-out, as most calls finish early."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._lines: dict[float, deque[tuple[float, Call]]] = {}
+        self._queues: dict[float, deque[tuple[float, Call]]] = {}
         self._timers: dict[float, asyncio.TimerHandle] = {}
 
     def add(self, call: Call, seconds: float) -> None:
-        """Lets the call expire in so many seconds, if it has not ended by then."""
-        line = self._lines.get(seconds)
-        if line is None:
-            line = self._lines[seconds] = deque()
-        while line and line[0][1].ended:
-            line.popleft()
-        line.append((self._loop.time() + seconds, call))
+        """Expires the call after ``seconds``, unless it has ended."""
+        queue = self._queues.get(seconds)
+        if queue is None:
+            queue = self._queues[seconds] = deque()
+        while queue and queue[0][1].ended:
+            queue.popleft()
+        queue.append((self._loop.time() + seconds, call))
         if seconds not in self._timers:
-            self._timers[seconds] = self._loop.call_at(line[0][0], self._sweep, seconds)
+            self._timers[seconds] = self._loop.call_at(queue[0][0], self._sweep, seconds)
 
     def _sweep(self, seconds: float) -> None:
-        line = self._lines[seconds]
+        queue = self._queues[seconds]
         now = self._loop.time()
-        while line and (line[0][1].ended or line[0][0] <= now):
-            call = line.popleft()[1]
+        while queue and (queue[0][1].ended or queue[0][0] <= now):
+            call = queue.popleft()[1]
             if not call.ended:
                 call.expire(seconds)
-        if line:
-            self._timers[seconds] = self._loop.call_at(line[0][0], self._sweep, seconds)
+        if queue:
+            self._timers[seconds] = self._loop.call_at(queue[0][0], self._sweep, seconds)
         else:
-            del self._timers[seconds], self._lines[seconds]
+            del self._timers[seconds], self._queues[seconds]
 
     def close(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        self._lines.clear()
+        self._queues.clear()

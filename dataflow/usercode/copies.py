@@ -1,7 +1,7 @@
-"""Copies for user code: what a function is given is its own, so that what it changes there is changed nowhere else.
+"""Copies of arguments for user code, so that its changes have no effect elsewhere.
 
-Data of a run is mostly what JSON holds: dicts and lists of texts and numbers. These are copied here, at a tenth of what
-``copy.deepcopy`` takes, and everything else by ``copy.deepcopy``.
+Most data of a run is JSON-like: dicts and lists of strings and numbers. These are copied here in a tenth of the time of
+``copy.deepcopy``, which copies everything else.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from types import MappingProxyType
 from typing import Any
 
 _LEAVES = frozenset({str, int, float, bool, bytes, type(None), complex, range})
-"""Types whose values cannot change; they are shared. Subclasses may have attributes, which can."""
+"""Immutable types, whose values are shared. Not subclasses: their attributes may be mutable."""
 
 
 def own_copy(value: Any) -> Any:
-    """Returns a copy that shares nothing that can change with the original.
+    """Returns a copy that shares nothing mutable with the original.
 
-    Dicts, lists, tuples, sets, arrays and tensors are copied with all that they hold; an object inside that occurs
-    twice becomes two, unless it is part of a cycle. A part that cannot be copied, such as a lock or an open file, is
-    shared, and it alone.
+    Dicts, lists, tuples, sets, arrays and tensors are copied recursively; an object that occurs twice is copied twice,
+    unless it is part of a cycle. Only parts that cannot be copied, such as locks and open files, are shared.
 
     >>> chat = [{"role": "user", "content": "2 + 2?"}]
     >>> own_copy(chat) == chat, own_copy(chat)[0] is chat[0]
@@ -30,14 +29,14 @@ def own_copy(value: Any) -> Any:
     """
     try:
         return _copied(value)
-    except RecursionError:  # a value that holds itself, or one that is nested very deeply
+    except RecursionError:  # the value contains itself or is nested very deeply
         return _unrolled(value)
 
 
 def own_options(value: Any) -> Any:
-    """Returns a copy of the dicts, lists, tuples and sets of a configured option; other objects are shared.
+    """Returns a copy of the dicts, lists, tuples and sets in a configured option; other objects are shared.
 
-    An option given from Python may be a client or a tokenizer, which belongs to all calls.
+    An option given from Python may be a client or a tokenizer that all calls share.
 
     >>> own_options({"urls": ["a"], "client": print})["client"] is print
     True
@@ -57,7 +56,7 @@ def _copied(value: Any) -> Any:
     if kind is dict:
         return {key: part if type(part) in _LEAVES else _copied(part) for key, part in value.items()}
     if kind is list:
-        # Token ids are long lists of one type.
+        # A fast path for token ids, which are long lists of one type.
         if {*map(type, value)} <= _LEAVES:
             return value.copy()
         return [_copied(part) for part in value]
@@ -83,13 +82,13 @@ def _array(value: Any, kind: type) -> Any:
                 flat[at] = _copied(part)
         return array
     if torch is not None and kind is torch.Tensor:
-        # deepcopy refuses a tensor that is the result of a computation with gradients.
+        # deepcopy() raises for non-leaf tensors that require gradients.
         return value.clone() if value.grad_fn is not None else _deep(value)
     return None
 
 
 def _unrolled(value: Any) -> Any:
-    """Copies dicts and lists however deep they are nested, and those that hold themselves."""
+    """Copies dicts and lists without recursion, including those that contain themselves."""
     kinds = {dict: dict, list: list}
     if type(value) not in kinds:
         return _deep(value)
@@ -124,14 +123,14 @@ def _deep(value: Any) -> Any:
     pandas = sys.modules.get("pandas")
     try:
         if pandas is not None and isinstance(value, pandas.DataFrame | pandas.Series | pandas.Index):
-            return pickle.loads(pickle.dumps(value))  # their own copy shares what the cells hold
+            return pickle.loads(pickle.dumps(value))  # their copy() shares the objects in the cells
         return copy.deepcopy(value)
-    except Exception:  # copying runs the object's own code, and there is no list of what cannot be copied
+    except Exception:  # copying runs the object's own code, which may raise anything
         return _around(value)
 
 
 def _around(value: Any) -> Any:
-    """Copies an object that holds something that cannot be copied, which is shared."""
+    """Copies an object and shares the parts that cannot be copied."""
     try:
         if isinstance(value, MappingProxyType):
             return MappingProxyType(own_copy(dict(value)))

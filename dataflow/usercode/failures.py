@@ -1,7 +1,7 @@
-"""What user code raises: read without a second failure, told from an interrupt of the run, sent between processes.
+"""Exceptions from user code: reads them safely, tells them from interrupts of the run, pickles them.
 
-An exception may be anything: its ``__str__`` may raise or be endless, its attributes may be properties that raise, and
-it may be no ``Exception`` at all. What looks at one goes through here.
+An exception may be hostile: its ``__str__`` may raise or be endless, its attributes may be properties that raise, and
+it need not be an ``Exception``. All code that inspects one uses these functions.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ LONGEST = 2000
 LONGEST_TRACE = 40_000
 """Characters of a traceback that are kept."""
 
-_READ = 100_000  # characters of a message that are read at all
-_MOST_BYTES = 1 << 20  # of an exception that is sent whole
+_READ = 100_000  # characters of a message that are examined
+_MOST_BYTES = 1 << 20  # of a pickled exception
 
 
-# What Python itself says of an exception; a class may put properties of its own in their place.
+# Python's own descriptors; a class may override them with properties.
 _DEFINED = {name: BaseException.__dict__[name] for name in ("__cause__", "__context__", "__traceback__", "__dict__")}
 _PARTS = BaseExceptionGroup.__dict__["exceptions"]
 
 
 class UserExit(RunError):
-    """User code raised what would have ended the process, such as SystemExit; this says what it was."""
+    """Replaces an exception that would end the process, such as SystemExit, and names it."""
 
 
 class Unreadable(RunError):
-    """User code raised an exception that cannot be read; this says of which class."""
+    """Replaces an exception that cannot be read, and names its class."""
 
 
 def readable(error: BaseException, chained: bool = True) -> BaseException:
-    """Returns an exception whose class, causes and parts can be read: the one given, or a stand-in for it.
+    """Returns the exception if its class, causes and parts can be read, else an :class:`Unreadable`.
 
-    A class may replace what Python defines for every exception by properties that raise or that have no end.
+    A class may override the attributes of exceptions with properties that raise or never end.
 
     Args:
-        error: what was raised.
-        chained: whether the exceptions that it was raised from count, too.
+        error: the exception.
+        chained: whether to check its causes and contexts as well.
     """
     ahead, seen = [error], set[int]()
     try:
@@ -76,10 +76,10 @@ def readable(error: BaseException, chained: bool = True) -> BaseException:
 
 
 def message_of(error: BaseException) -> str:
-    """Returns the message of an exception on one line, shortened; what its ``__str__`` raises is named instead."""
+    """Returns the message of an exception on one line, shortened; or the error that its ``__str__`` raises."""
     try:
         text = str(error)
-        size, head = str.__len__(text), str.__getitem__(text, slice(_READ))  # it may be a str of the user's own kind
+        size, head = str.__len__(text), str.__getitem__(text, slice(_READ))  # it may be a subclass of str
     except BaseException as own:
         if is_interrupt(own):
             raise
@@ -90,10 +90,10 @@ def message_of(error: BaseException) -> str:
 
 
 def trace_of(error: BaseException) -> str:
-    """Returns the traceback of an exception and its causes, shortened; one that cannot be read shows its frames."""
+    """Returns the traceback of an exception and its causes, shortened; of an unreadable one the frames."""
     try:
         text = "".join(traceback.format_exception(error))
-    except BaseException as own:  # formatting looks at attributes of it and of its causes
+    except BaseException as own:  # formatting reads attributes of the exception and its causes
         if is_interrupt(own):
             raise
         text = f"{''.join(traceback.format_tb(error.__traceback__))}{type(error).__name__}: {message_of(error)}\n"
@@ -101,7 +101,7 @@ def trace_of(error: BaseException) -> str:
 
 
 def can_be_traced(error: BaseException) -> bool:
-    """Whether the traceback of an exception, with all that stands behind it, can be formatted."""
+    """Whether the traceback of an exception and its causes can be formatted."""
     try:
         return bool(traceback.format_exception(error))
     except BaseException as own:
@@ -111,13 +111,13 @@ def can_be_traced(error: BaseException) -> bool:
 
 
 def shortened(trace: str) -> str:
-    """Returns a traceback without its middle, if it is longer than :data:`LONGEST_TRACE`."""
+    """Returns a traceback; without its middle if it is longer than :data:`LONGEST_TRACE`."""
     half = LONGEST_TRACE // 2
     return trace if len(trace) <= LONGEST_TRACE else f"{trace[:half]}\n...\n{trace[-half:]}"
 
 
 def attribute_of(error: object, name: str, default: Any = None) -> Any:
-    """Returns an attribute of an object of the user's; the default if it has none, or if looking at it raises."""
+    """Returns an attribute of a user's object; the default if it is missing or its property raises."""
     try:
         return getattr(error, name, default)
     except BaseException as own:
@@ -127,7 +127,7 @@ def attribute_of(error: object, name: str, default: Any = None) -> Any:
 
 
 def parts_of(error: BaseException) -> list[BaseException]:
-    """Returns the exceptions that a group holds, at any depth, in order; an exception that is no group, alone."""
+    """Returns the exceptions in an exception group, at any depth, in order; of any other exception a list of itself."""
     found: list[BaseException] = []
     left = [error]
     while left:
@@ -140,7 +140,7 @@ def parts_of(error: BaseException) -> list[BaseException]:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yields an exception, the one it was raised from, and so on; each once, though the chain may be a circle."""
+    """Yields an exception, its cause, and so on; each once, even if the chain is circular."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -150,11 +150,11 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether it is a Ctrl-C of the user's, and no KeyboardInterrupt that user code raised by itself.
+    """Whether an exception is a real Ctrl-C and not a KeyboardInterrupt raised by user code.
 
-    Python raises the first in the main thread only, and only where asyncio or the run has not taken the signal over.
+    A real one occurs in the main thread only, and only if Python's or asyncio's own handler of SIGINT is installed.
     """
-    # By its type: isinstance() also asks the exception itself.
+    # By type: isinstance() also reads __class__, which the exception may override.
     if not issubclass(type(error), KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -166,7 +166,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def is_cancelled(error: BaseException) -> bool:
-    """Whether it is the end of a task that we cancelled, and no CancelledError that user code raised by itself."""
+    """Whether the current task is being cancelled, and ``error`` is not a CancelledError raised by user code."""
     if not issubclass(type(error), asyncio.CancelledError):
         return False
     try:
@@ -177,14 +177,14 @@ def is_cancelled(error: BaseException) -> bool:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether an exception that came out of user code is to pass: the run is interrupted, or the task cancelled."""
+    """Whether an exception from user code must propagate: an interrupt of the run, or the task's cancellation."""
     return is_interrupt(error) or is_cancelled(error)
 
 
 class Contained(Coroutine[Any, Any, Any]):
-    """A coroutine of user code that runs as a task of its own, and so would end the event loop with SystemExit.
+    """Wraps a coroutine of user code that runs as a task, where SystemExit would end the event loop.
 
-    That, and KeyboardInterrupt, become a :class:`UserExit`.
+    SystemExit and KeyboardInterrupt become a :class:`UserExit`.
     """
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
@@ -215,16 +215,17 @@ class Contained(Coroutine[Any, Any, Any]):
 
 
 def pickled_error(error: BaseException, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes | None:
-    """Returns an exception in bytes that another process can read; None for one that cannot be sent as it is.
+    """Returns a pickled exception for another process; None if it must be replaced.
 
-    That is one that does not come back as what it was, that is huge, or that may not pass through a coroutine.
+    That is the case if unpickling does not restore its class, if it is larger than 1 MiB, or if it may not be raised
+    in a coroutine.
     """
     if not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration):
         return None
     try:
         sent = dumps(error)
         whole = len(sent) <= _MOST_BYTES and type(pickle.loads(sent)) is type(error)
-    except BaseException as own:  # pickling runs code of the user's
+    except BaseException as own:  # pickling runs user code
         if is_interrupt(own):
             raise
         return None

@@ -1,4 +1,4 @@
-"""What users write: files of functions are loaded, and named in messages with the line that failed."""
+"""Loads files that users write, and describes their functions and exceptions in messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LABEL = "dataflow_reward_"
 _NAMED = 3  # exceptions of a group that a message names
 
 _CALLERS = ("reward_agent.py", "rewards", "usercode")
-# These frames say nothing about where the user's code failed.
+# Paths of frames that are not the user's code.
 MACHINERY = (
     "<frozen ",
     os.path.join(os.path.dirname(inspect.__file__), "asyncio"),
@@ -32,25 +32,25 @@ MACHINERY = (
 
 
 def load_file(path: str, where: str) -> ModuleType:
-    """Runs a Python file of the user's and returns it as a module.
+    """Executes a user's Python file and returns it as a module.
 
     Args:
         path: of the file.
-        where: the setting that named it, to begin an error with.
+        where: the setting that names it; begins the error.
 
     Raises:
-        ConfigError: no such file, or it does not import.
+        ConfigError: the file does not exist or cannot be imported.
     """
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"{where}: there is no such file.")
-    # Another file of the same name must not take its place in sys.modules.
+    # A name by path: files of the same name must not replace each other in sys.modules.
     label = f"{LABEL}{file.stem}_{zlib.crc32(str(file).encode()):08x}"
     spec = importlib.util.spec_from_file_location(label, file)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{where}: it is no Python file; give one that ends in .py.")
+        raise ConfigError(f"{where}: it is not a Python file; give one that ends in .py.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[label] = module  # dataclasses and pickle look a module up by its name
+    sys.modules[label] = module  # dataclasses and pickle look modules up by name
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -62,10 +62,10 @@ def load_file(path: str, where: str) -> ModuleType:
 
 
 def pick(module: ModuleType, name: str, where: str) -> Any:
-    """Returns what a loaded file calls by a name.
+    """Returns the object of a given name in a loaded file.
 
     Raises:
-        ConfigError: it has no such name.
+        ConfigError: the file does not define the name.
     """
     found = getattr(module, name, None)
     if found is None:
@@ -76,57 +76,57 @@ def pick(module: ModuleType, name: str, where: str) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """Returns the name to call user code by in a message."""
+    """Returns the name of a user's function or object, for messages."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
 
 def is_async(function: Any) -> bool:
-    """Whether calling it gives something to await, as far as can be told before."""
+    """Whether calling it returns an awaitable, as far as can be known before the call."""
     while isinstance(function, partial):
         function = function.func
-    # An object may be called through an async method of its class.
+    # An object may have an async __call__.
     call = getattr(type(function), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def describe(error: BaseException) -> str:
-    """Returns an exception in one line: its type, message and the line of user code it came through.
+    """Returns an exception on one line: its type, message, and file and line in the user's code.
 
-    Of a group also the exceptions that it holds.
+    For an exception group also the exceptions in it.
     """
     error = readable(error, chained=False)
     text = message_of(error)
     place = place_of(error)
-    said = f"{type(error).__name__}{': ' + text if text else ''}{' (' + place + ')' if place else ''}"
+    text = f"{type(error).__name__}{': ' + text if text else ''}{' (' + place + ')' if place else ''}"
     if not isinstance(error, BaseExceptionGroup):
-        return said
+        return text
     parts = parts_of(error)
     named = [describe(part) for part in parts[:_NAMED]]
     more = [f"{len(parts) - _NAMED} more"] if len(parts) > _NAMED else []
-    return f"{said}: {', '.join([*named, *more])}"
+    return f"{text}: {', '.join([*named, *more])}"
 
 
 def place_of(error: BaseException) -> str:
-    """Returns file and line of the user's code that an exception came through, as far as is known."""
+    """Returns file and line in the user's code that an exception was raised in; "" if unknown."""
     frames = traceback.extract_tb(error.__traceback__)
     user = next((frame for frame in frames if not frame.filename.startswith(MACHINERY)), None)
-    # One that comes from another process has lost its frames, and carries the place with it.
+    # An exception from another process has no frames, but the attribute _place.
     return f"{Path(user.filename).name}:{user.lineno}" if user else str(attribute_of(error, "_place", ""))
 
 
 def user_frame(frames: Iterable[FrameType]) -> FrameType | None:
-    """Returns the first frame that is of the user's code."""
+    """Returns the first frame in the user's code."""
     return next((frame for frame in frames if not frame.f_code.co_filename.startswith(MACHINERY)), None)
 
 
 def raised(where: str, function: Any, error: BaseException) -> str:
-    """Returns the message for user code that raised: where, what, and the fix."""
+    """Returns the message for an exception from user code: where, what, and the fix."""
     return f"{where}: '{name_of(function)}' raised {describe(error)}; {fix_of(error)}."
 
 
 def fix_of(error: BaseException) -> str:
-    """Returns what to do about an exception: an error of our own knows better than we do here."""
+    """Returns the fix for an exception: its attribute ``fix`` if it has one."""
     fix = attribute_of(error, "fix")
     return fix if isinstance(fix, str) else "correct it, or catch the error there and return a score"

@@ -1,4 +1,4 @@
-"""Numbers that user code returns: what is one, and what only converts to one."""
+"""Reads the numbers that user code returns, and rejects objects that merely convert to a number."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 def real_number(value: Any) -> float:
-    """Returns a number as float, NaN and infinities included; an array or tensor of one element counts as that element.
+    """Returns a number as float, NaN and infinities included; an array or tensor of one element as that element.
 
-    Some objects convert to a number and are none: a masked element (0.0), numpy's dates and durations (a count of their
-    unit), a member of an enumeration.
+    Rejects objects that convert to float but are not numbers: masked elements (0.0), numpy's dates and durations (a
+    count of their unit), members of enumerations.
 
     Raises:
-        ValueError: it is no real number; the message names what it is.
+        ValueError: the value is not a real number; the message names what it is.
 
     >>> real_number(True), real_number(2)
     (1.0, 2.0)
@@ -28,12 +28,12 @@ def real_number(value: Any) -> float:
         raise
     except OverflowError as error:
         raise ValueError("a number too large for a float") from error
-    except Exception as error:  # the value's own code: that of a tensor without data, say
+    except Exception as error:  # raised by the value, such as a tensor without data
         raise ValueError(f"{what} that cannot be read as a number ({type(error).__name__})") from error
 
 
 def kind_of(value: Any) -> str:
-    """Returns what to call a value in a message: None, or its type."""
+    """Returns the description of a value for messages: "None" or its type."""
     return "None" if value is None else f"a {type(value).__name__}"
 
 
@@ -45,14 +45,14 @@ def _read(value: Any, what: str) -> float:
         if _is_masked(value):
             raise ValueError(f"{what} whose element is masked")
         kind = getattr(getattr(value, "dtype", None), "kind", "")
-        if kind in ("m", "M"):  # item() gives some of them as plain integers
+        if kind in ("m", "M"):  # item() returns some of them as integers
             raise ValueError(f"{what} of {value.dtype}")
         value = value.item()
         if kind == "O" and hasattr(value, "item"):
             return _read(value, what)
     if isinstance(value, Enum):
         raise ValueError(f"{what}, a member of an enumeration")
-    # A subclass may convert to another number than it compares and computes as.
+    # A subclass may override __float__ with another number.
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, int):

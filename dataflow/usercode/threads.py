@@ -1,4 +1,4 @@
-"""Threads in which sync functions of the user's run; they never keep the process."""
+"""Daemon threads for users' sync functions; they do not keep the process alive."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-Tell: TypeAlias = Callable[[], None]
+OnIdle: TypeAlias = Callable[[], None]
+"""Called in the thread after a job, when the thread can take the next one."""
 
 
 class NoThread(RuntimeError):
-    """The system gives no further thread to call a sync function in."""
+    """The system cannot start another thread for a sync function."""
 
     fix = "lower reward.concurrency, make the function async, or raise the limit on threads (ulimit -u)"
     retry = True
@@ -24,9 +25,9 @@ class _Started(threading.Event):
 
 
 class _Thread(threading.Thread):
-    """A thread whose start does not wait until it runs: with 1,024 calls in flight the loop waited 0.2 s in all.
+    """A thread whose ``start`` does not wait until it runs; for 1,024 calls these waits blocked the loop for 0.2 s.
 
-    Python has no public way to leave the wait out. A Python that names its event otherwise waits again.
+    Python has no public way to skip the wait. If a future version renames ``_started``, the wait returns.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -39,20 +40,22 @@ class _Thread(threading.Thread):
 
 
 class Threads:
-    """Daemon threads that are used again. ThreadPoolExecutor's are not: they are joined at exit, stuck or not."""
+    """A pool of daemon threads. Those of ThreadPoolExecutor are joined at exit even if they are stuck."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], Tell] | None] = queue.SimpleQueue()
-        self._idle: deque[None] = deque()  # one for each idle thread; cheaper than a semaphore, whose lock is Python's
+        self._jobs: queue.SimpleQueue[Callable[[], OnIdle] | None] = queue.SimpleQueue()
+        self._idle: deque[None] = (
+            deque()
+        )  # an item per idle thread; cheaper than a semaphore, which is written in Python
         self._count = 0
 
-    def run(self, job: Callable[[], Tell]) -> None:
-        """Runs the job in an idle thread, or in a new one, and then what it returns, which tells of its end.
+    def run(self, job: Callable[[], OnIdle]) -> None:
+        """Runs a job in an idle or new thread, and then the callback that the job returns.
 
-        The thread is idle before the end is told: calls one after the other take one thread.
+        The thread counts as idle before the callback runs, so that consecutive calls use one thread.
 
         Raises:
-            NoThread: there is neither; the job will not run.
+            NoThread: no thread is idle and none can be started; the job is not run.
         """
         try:
             self._idle.pop()
@@ -66,12 +69,12 @@ class Threads:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            tell = job()
+            on_idle = job()
             self._idle.append(None)
-            tell()
-            del job, tell  # a waiting thread must not keep the last call's samples
+            on_idle()
+            del job, on_idle  # an idle thread must not keep the last call's samples alive
 
     def close(self) -> None:
-        """Ends the threads as they fall idle."""
+        """Ends each thread when it becomes idle."""
         for _ in range(self._count):
             self._jobs.put(None)

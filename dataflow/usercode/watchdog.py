@@ -1,6 +1,6 @@
-"""A watchdog for async code that holds up its event loop: every other call stands still then, and every time-out.
+"""A watchdog for async code that blocks its event loop, which stops every other call and every time-out.
 
-asyncio sees such code only once it is over; so a thread looks. It lives while there are calls.
+asyncio notices such code only when it has ended, so a thread checks the loop while there are calls.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from loguru import logger
 from dataflow.usercode.load import user_frame
 
 AFTER_S = 5.0
-"""How long a loop may stand still before it is said."""
+"""Seconds after which a blocked loop is reported."""
 
 
 class Watchdog:
-    """Says in the log which async function does not let go of the event loop, and where.
+    """Logs which async function blocks the event loop, and where.
 
     Args:
-        loop: the running one, in whose thread this is made.
-        calls: what runs now; empty ends the thread.
-        within: the code that user code on the loop is called by: what else holds up a loop is not the user's.
-        after_s: how long it may stand still.
-        say: takes the message.
+        loop: the running loop; this object must be created in its thread.
+        calls: the running calls; the thread ends when there are none.
+        within: the code that calls user code on the loop; only code below it is reported.
+        after_s: how long the loop may be blocked.
+        log: takes the message.
     """
 
     def __init__(
@@ -38,24 +38,24 @@ class Watchdog:
         calls: Collection[object],
         within: CodeType,
         after_s: float = AFTER_S,
-        say: Callable[[str], None] = logger.error,
+        log: Callable[[str], None] = logger.error,
     ) -> None:
         self._loop = loop
         self._calls = calls
         self._within = within
         self._after_s = after_s
-        self._say = say
-        self._of = threading.get_ident()
+        self._log = log
+        self._thread = threading.get_ident()
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._looks = False
+        self._watching = False
 
-    def look(self) -> None:
-        """There is a call."""
+    def watch(self) -> None:
+        """Starts the thread unless it is running; called at the start of a call."""
         with self._lock:
-            if self._looks:
+            if self._watching:
                 return
-            self._looks = True
+            self._watching = True
         threading.Thread(target=self._work, name="reward-watchdog", daemon=True).start()
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class Watchdog:
         while not self._closed.wait(self._after_s):
             with self._lock:
                 if not self._calls:
-                    self._looks = False
+                    self._watching = False
                     return
             served = threading.Event()
             try:
@@ -77,17 +77,17 @@ class Watchdog:
                 if self._closed.is_set() or self._loop.is_closed():
                     return
                 still_s += wait_s
-                self._found(still_s)
+                self._report(still_s)
 
-    def _found(self, still_s: float) -> None:
-        frames = traceback.walk_stack(sys._current_frames().get(self._of))
+    def _report(self, still_s: float) -> None:
+        frames = traceback.walk_stack(sys._current_frames().get(self._thread))
         stack = [frame for frame, _line in frames][::-1]
         codes = [frame.f_code for frame in stack]
         user = user_frame(stack[codes.index(self._within) + 1 :]) if self._within in codes else None
         if user is None:
             return
         where = f"'{user.f_code.co_name}' ({Path(user.f_code.co_filename).name}:{user.f_lineno})"
-        self._say(
-            f"{where} has held up the event loop for {still_s:.0f} s: meanwhile no other call goes on, and no time-out "
-            "can end it. Await what it waits for there, or write it as a plain def, which runs in a thread."
+        self._log(
+            f"{where} has blocked the event loop for {still_s:.0f} s: meanwhile no other call runs, and no time-out "
+            "takes effect. Await what it waits for, or write it as a plain def, which runs in a thread."
         )

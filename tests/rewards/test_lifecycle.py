@@ -138,7 +138,7 @@ def test_the_story_of_a_time_out() -> None:
     rig, told = life(FOR_EVER, retry=Retry(tries=2, timeout_s=30.0, **AT_ONCE))
     assert told.story == (
         "'compute_score' raised TimedOut: no answer within 30 s on each of 2 tries (last: 30.0 s); "
-        "raise reward.timeout, or see what holds the call up."
+        "raise reward.timeout, or find out what delays the call."
     )
     assert told.at == pytest.approx(60.0, abs=1e-3)
     assert rig.life.counts == {"timed_out": 2, "retried": 1}

@@ -48,7 +48,7 @@ class Bench:
 
     def start(self, function: Callable[..., Any], timeout_s: float | None = None, **keywords: Any) -> tuple[Call, Ends]:
         ends = Ends()
-        call = self.calls.start(function, keywords, done=ends.on_done, freed=ends.on_freed, timeout_s=timeout_s)
+        call = self.calls.start(function, keywords, on_done=ends.on_done, on_freed=ends.on_freed, timeout_s=timeout_s)
         return call, ends
 
     async def end_of(self, function: Callable[..., Any], timeout_s: float | None = None) -> Ends:

@@ -172,7 +172,7 @@ def test_the_end_of_the_loop_is_no_end_of_a_call() -> None:
     async def body() -> None:
         bench = Bench()
         for function in (Slow(), lambda: asyncio.sleep(100)):
-            bench.calls.start(function, {}, done=told.append, freed=lambda _call: None)
+            bench.calls.start(function, {}, on_done=told.append, on_freed=lambda _call: None)
         await asyncio.sleep(0.05)
 
     asyncio.run(body())
@@ -182,7 +182,7 @@ def test_the_end_of_the_loop_is_no_end_of_a_call() -> None:
 def test_what_claims_to_be_async_and_is_not_is_an_error() -> None:
     async def body(bench: Bench) -> None:
         ends = Ends()
-        bench.calls.start(lambda: 3, {}, done=ends.on_done, freed=ends.on_freed, waits=True)
+        bench.calls.start(lambda: 3, {}, on_done=ends.on_done, on_freed=ends.on_freed, awaits=True)
         await ends.free.wait()
         assert isinstance(ends.errors[0], TypeError)
 
@@ -223,7 +223,7 @@ def test_an_error_in_who_is_told_is_reported_and_loses_no_slot(place: str, funct
             raise KeyError("ours")
 
         done, freed = (broken, ends.on_freed) if place == "done" else (ends.on_done, broken)
-        bench.calls.start(function, {}, done=done, freed=freed)
+        bench.calls.start(function, {}, on_done=done, on_freed=freed)
         await ends.free.wait()
         assert ends.once == (1, 1)
         assert [type(bug) for bug in bench.bugs] == [KeyError]
@@ -267,9 +267,9 @@ def test_close_does_not_wait_for_ever_for_a_stubborn_coroutine() -> None:
         await bench.calls.close(deadline_s=5.0)
         assert loop.time() - begin == pytest.approx(5.0, abs=1e-3)
         assert ends.once == (0, 1)
-        assert bench.calls.strays == 2
+        assert bench.calls.abandoned == 2
         await asyncio.sleep(60)
-        assert bench.calls.strays == 0
+        assert bench.calls.abandoned == 0
 
     run_virtual(body)
 
@@ -339,9 +339,9 @@ def test_a_process_exits_though_a_thread_never_returns() -> None:
         async def main():
             free = asyncio.Event()
             calls = Calls(lambda strays: print("strays", strays), print)
-            calls.start(threading.Event().wait, {}, done=lambda c: print(c.error), freed=lambda c: free.set(),
+            calls.start(threading.Event().wait, {}, on_done=lambda c: print(c.error), on_freed=lambda c: free.set(),
                         timeout_s=0.05)
-            calls.start(threading.Event().wait, {}, done=print, freed=print)
+            calls.start(threading.Event().wait, {}, on_done=print, on_freed=print)
             await free.wait()
             await calls.close()
 

@@ -44,7 +44,7 @@ def test_an_async_call_that_is_late_is_cancelled() -> None:
         await ends.free.wait()
         assert ended == ["cleaned up"]
         assert ends.once == (1, 1)
-        assert (bench.strays, bench.calls.strays, bench.bugs) == ([], 0, [])
+        assert (bench.strays, bench.calls.abandoned, bench.bugs) == ([], 0, [])
 
     run_virtual(body)
 
@@ -57,11 +57,11 @@ def test_a_thread_that_is_late_becomes_a_stray_until_it_returns() -> None:
         await ends.free.wait()
         assert isinstance(ends.errors[0], TimedOut)
         assert bench.strays == [1]
-        assert bench.calls.strays == 1
+        assert bench.calls.abandoned == 1
         assert (await bench.end_of(lambda: 3)).results == [3], "others find a thread of their own"
         hold.set()
         async with asyncio.timeout(10):
-            while bench.calls.strays:
+            while bench.calls.abandoned:
                 await asyncio.sleep(0.001)  # nobody is told of the end of a stray
         assert ends.once == (1, 1)
         assert not bench.calls.live
@@ -92,7 +92,7 @@ def test_the_coroutine_that_a_sync_function_made_is_cancelled_when_its_time_is_o
     async def body(bench: Bench) -> None:
         ends = await bench.end_of(lambda: asyncio.sleep(100), 0.05)
         assert isinstance(ends.errors[0], TimedOut)
-        assert bench.calls.strays == 0
+        assert bench.calls.abandoned == 0
 
     run(body)
 
@@ -106,10 +106,10 @@ def test_a_coroutine_that_swallows_its_cancellation_becomes_a_stray() -> None:
         assert ends.freed == 0, "it may still end in its grace"
         await ends.free.wait()
         assert loop.time() == pytest.approx(5.0 + GRACE_S, abs=1e-3)
-        assert (bench.strays, bench.calls.strays) == ([1], 1)
+        assert (bench.strays, bench.calls.abandoned) == ([1], 1)
         await asyncio.sleep(50)
         assert call.ended
-        assert bench.calls.strays == 0, "it has ended at last"
+        assert bench.calls.abandoned == 0, "it has ended at last"
         assert ends.once == (1, 1)
         assert ends.results == [None], "what a stray returns is too late"
 
@@ -129,7 +129,7 @@ def test_one_that_ends_in_its_grace_is_no_stray() -> None:
         await ends.free.wait()
         assert asyncio.get_running_loop().time() == pytest.approx(5.0 + GRACE_S / 2, abs=1e-3)
         await asyncio.sleep(10)
-        assert (bench.strays, bench.calls.strays) == ([], 0)
+        assert (bench.strays, bench.calls.abandoned) == ([], 0)
 
     run_virtual(body)
 
@@ -155,8 +155,8 @@ def test_many_equal_and_different_times_each_end_on_their_own() -> None:
         for begin, end, seconds in zip(began, ended, times, strict=True):
             assert end - begin == pytest.approx(seconds, abs=1e-3)
         await asyncio.sleep(60)
-        assert bench.calls.strays == 0
-        assert not bench.calls._timeouts._lines, "nothing is kept of calls that ended"
+        assert bench.calls.abandoned == 0
+        assert not bench.calls._timeouts._queues, "nothing is kept of calls that ended"
         assert not bench.calls._timeouts._timers
 
     run_virtual(body)
@@ -170,7 +170,7 @@ def test_one_timer_serves_all_calls_of_a_time_and_lets_go_of_those_that_ended() 
             await ends.free.wait()
         timeouts = bench.calls._timeouts
         assert len(timeouts._timers) == 1
-        assert len(timeouts._lines[60.0]) == 1
+        assert len(timeouts._queues[60.0]) == 1
         await asyncio.sleep(61)
         assert not timeouts._timers
 
@@ -203,7 +203,7 @@ def test_a_call_whose_time_out_is_still_to_come_keeps_nothing_of_its_task() -> N
         try:
             await bench.end_of(notes, timeout_s=60.0)
             await asyncio.sleep(0)
-            assert len(bench.calls._timeouts._lines[60.0]) == 1
+            assert len(bench.calls._timeouts._queues[60.0]) == 1
             assert tasks[0]() is None
         finally:
             gc.enable()
@@ -299,7 +299,7 @@ def test_cancel_after_the_end_changes_nothing() -> None:
         call.cancel()
         await asyncio.sleep(10 * GRACE_S)
         assert ends.once == (1, 1)
-        assert (bench.strays, bench.calls.strays) == ([], 0), "it ended: it goes on nowhere"
+        assert (bench.strays, bench.calls.abandoned) == ([], 0), "it ended: it goes on nowhere"
         assert call.result == 3
 
     run_virtual(body)
@@ -312,9 +312,9 @@ def test_a_stray_that_is_cancelled_again_counts_once() -> None:
         await ends.free.wait()
         call.cancel()
         await asyncio.sleep(10 * GRACE_S)
-        assert (bench.strays, bench.calls.strays) == ([1], 1)
+        assert (bench.strays, bench.calls.abandoned) == ([1], 1)
         await asyncio.sleep(50)
-        assert bench.calls.strays == 0
+        assert bench.calls.abandoned == 0
         assert ends.once == (1, 1)
 
     run_virtual(body)
@@ -329,7 +329,7 @@ def test_cancel_within_the_grace_of_a_time_out() -> None:
         await ends.free.wait()
         assert (bench.strays, ends.once) == ([1], (1, 1))
         await asyncio.sleep(60)
-        assert bench.calls.strays == 0
+        assert bench.calls.abandoned == 0
 
     run_virtual(body)
 
@@ -409,7 +409,7 @@ def test_in_any_order_each_call_is_told_of_once_and_gives_its_slot_up_once(plans
             assert done == 1 or plan.cancels, "unless it was cancelled, somebody is told"
             assert ends.told_first
             assert plan.timeout_s is not None or not isinstance(ends.errors[0] if done else None, TimedOut)
-        assert bench.calls.strays == 0, "all have ended"
+        assert bench.calls.abandoned == 0, "all have ended"
         assert not bench.calls.live
         assert bench.bugs == []
         assert not bench.calls._timeouts._timers

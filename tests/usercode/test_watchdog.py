@@ -58,7 +58,7 @@ async def inner(said: Said) -> None:
 def test_a_function_that_blocks_is_named_with_its_line() -> None:
     texts = watched(inner)
     line = inner.__code__.co_firstlineno + 1
-    assert texts[0].startswith(f"'inner' (test_watchdog.py:{line}) has held up the event loop for 0 s: ")
+    assert texts[0].startswith(f"'inner' (test_watchdog.py:{line}) has blocked the event loop for 0 s: ")
     assert texts[0].endswith("write it as a plain def, which runs in a thread.")
 
 

@@ -323,7 +323,7 @@ def test_scores_of_another_form_and_range() -> None:
         ("rating: 0", "the judge's score 0 is outside 1..10: 'rating: 0'"),
         ("rating: 1 or rating: 2", "has 2 matches of judge.score_pattern="),
         ("rating: none", "'none' is not a number"),
-        ("rating: 1.2.3", "'1.2.3' is no number"),
+        ("rating: 1.2.3", "'1.2.3' is not a number"),
         ("Score: 1", "has 0 matches"),
     ):
         (error,) = answering(said(content), **own)

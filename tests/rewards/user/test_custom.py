@@ -251,7 +251,7 @@ def test_a_users_file_that_cannot_be(tmp_path: Path) -> None:
         ((write(tmp_path / "a.py", "import no_such_module\n"),), "No module named 'no_such_module' (a.py:1)"),
         ((write(tmp_path / "b.py", "def f(:\n"),), "SyntaxError"),
         ((write(tmp_path / "c.py", "import sys\nsys.exit(1)\n"),), "SystemExit: 1 (c.py:2)"),
-        ((write(tmp_path / "d.txt", ""),), "it is no Python file"),
+        ((write(tmp_path / "d.txt", ""),), "it is not a Python file"),
     ]
     for arguments, message in wrong:
         with pytest.raises(ConfigError) as error:
