@@ -27,7 +27,7 @@ class InlineExecutor:
     """Runs stages in this process and on its event loop."""
 
     def __init__(self) -> None:
-        self._tools: dict[str, Any] = {}
+        self._services: dict[str, Any] = {}
         self._queue: deque[tuple[Task, StageCall, Sequence[Any]]] = deque()
         self._waiters: dict[TaskId, asyncio.Task[None]] = {}
         self._events: asyncio.Queue[Done | Chunk] = asyncio.Queue()
@@ -40,10 +40,10 @@ class InlineExecutor:
                 raise PipelineError(
                     f"'{host.name}' needs {host.ranks} processes, but executor=inline has one; use executor=ray."
                 )
-            if host.name in self._tools:
+            if host.name in self._services:
                 continue
             try:
-                self._tools[host.name] = host.build()
+                self._services[host.name] = host.build()
             except DataflowError:
                 raise
             except BaseException as error:
@@ -76,7 +76,7 @@ class InlineExecutor:
 
     def _bound(self, stage: Stage) -> dict[str, Any]:
         host = stage.host
-        return {name: self._tools[host.name] for name, tool in stage.tools.items() if tool is host} if host else {}
+        return {name: self._services[host.name] for name, tool in stage.tools.items() if tool is host} if host else {}
 
     def _prepare(
         self, task: Task, call: StageCall, values: Sequence[Any]
@@ -120,7 +120,7 @@ class InlineExecutor:
         self._queue = deque(item for item in self._queue if item[0].id != task)
 
     async def ask(self, host: str, method: str) -> Any:
-        answer = getattr(self._tools[host], method)()
+        answer = getattr(self._services[host], method)()
         return await answer if asyncio.iscoroutine(answer) else answer
 
     async def close(self) -> None:
@@ -128,9 +128,9 @@ class InlineExecutor:
             wait.cancel()
         await asyncio.gather(*self._waiters.values(), return_exceptions=True)
         self._waiters.clear()
-        for tool in self._tools.values():
-            if hasattr(tool, "close"):
-                closed = tool.close()
+        for service in self._services.values():
+            if hasattr(service, "close"):
+                closed = service.close()
                 if asyncio.iscoroutine(closed):
                     await closed
-        self._tools.clear()
+        self._services.clear()

@@ -260,21 +260,32 @@ FAILURES = {
 }
 
 
-# What a function returned is looked at in one place for all executors.
-TRAVELS = [case for case in FAILURES if "raises" in case]
-
-
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("executor", "case"),
-    [*(("inline", case) for case in FAILURES), *(pytest.param("ray", c, marks=pytest.mark.heavy) for c in TRAVELS)],
+    ("executor", "cases"),
+    [
+        *(("inline", [case]) for case in FAILURES),
+        # One service for all; what a function returns is checked in one place for all executors.
+        pytest.param("ray", [case for case in FAILURES if "raises" in case], marks=pytest.mark.heavy),
+    ],
     indirect=["executor"],
 )
-def test_a_task_that_fails_ends_the_run_with_its_story(executor, case):
-    stage_, kind, message = FAILURES[case]
-    graph = expand(Pipeline([fine, stage_], inputs=["prompts"]), SchedulingPolicy(), 3)
-    with pytest.raises(StageFailed) as error:
-        run(executor, graph)
+def test_a_task_that_fails_ends_the_run_with_its_story(executor, cases):
+    async def main():
+        try:
+            for case in cases:
+                stage_, _kind, _message = FAILURES[case]
+                graph = expand(Pipeline([fine, stage_], inputs=["prompts"]), SchedulingPolicy(), 1)
+                await executor.open(graph.pipeline)
+                with pytest.raises(StageFailed) as error:
+                    await Runner(graph, executor, inputs={"prompts": lambda step: step}, trace=Trace()).run()
+                check_story(error, *FAILURES[case])
+        finally:
+            await executor.close()
+
+    asyncio.run(main())
+
+
+def check_story(error, stage_, kind, message):
     first, history = str(error.value).splitlines()[0], str(error.value).splitlines()[-1]
     assert re.match(rf"{stage_.name}\[step 1\] failed on '{stage_.on}' after \d+\.\d s: ", first)
     assert message in str(error.value)
