@@ -302,7 +302,7 @@ def test_what_was_handed_out_is_not_asked_for_again(tmp_path, warnings):
     asked = [(lives.index(line["pid"]), line["step"], line["groups"]) for line in lines if line["what"] == "submitted"]
     assert asked == [(0, 1, [0, 1, 2, 3, 4, 5, 6, 7]), (2, 1, [4, 5, 6, 7])]
     assert done.used == {1: [0, 1, 2, 3, 4, 5, 6, 7]}
-    again = "it is built anew, then runs again request[1] for 4 groups, collect[1.3]."
+    again = "rebuilding it, then running again: request[1] for 4 groups, collect[1.3]."
     assert warnings == [f"'desk' died (killed, or out of memory): restart {n} of 2; {again}" for n in (1, 2)]
     facts = {span.task: span.args.get("restarted") for span in done.trace.spans if span.stage == "collect"}
     assert facts == {"collect[1.1]": None, "collect[1.2]": None, "collect[1.3]": 1, "collect[1.4]": None}
@@ -327,7 +327,7 @@ def test_a_tool_that_dies_of_each_task_ends_the_run(tmp_path, warnings):
         (["dies", "raises in build"], "'desk' could not be built: ValueError: no luck"),
         (
             ["dies", "raises in submit"],
-            "'desk' died, and request[1] could not run again in the new one: ValueError: no room",
+            "'desk' died, and request[1] could not run again after the restart: ValueError: no room",
         ),
     ],
     ids=["in build", "in submit"],
@@ -383,5 +383,5 @@ def test_a_death_between_tasks_is_seen_by_who_asks_and_one_in_close_by_nobody(tm
             await executor.close()
 
     asyncio.run(main())
-    assert warnings == ["'desk' died (killed, or out of memory): restart 1 of 2; it is built anew."]
+    assert warnings == ["'desk' died (killed, or out of memory): restart 1 of 2; rebuilding it."]
     assert gone(pids(journal))
