@@ -18,13 +18,10 @@ from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.data.rows import first_line, load_rows, verl_rows, write_parquet
+from dataflow.data.tokenize import DESCRIBED, load_chat_tokenizer, prompt_ids, truncate
 from dataflow.errors import DataError, ModelError
 from dataflow.models.directory import Room, room_of
 from dataflow.models.tiny import cache_home
-from dataflow.models.tokenizer import load_tokenizer as load_any_tokenizer
-
-DESCRIBED = "tools_described"
-"""In the meta of prompts whose token ids tell of the tools already."""
 
 _LEAST_CHARACTERS = 2**16
 """A prompt of fewer characters is always tokenized: a tokenizer may drop or join a few."""
@@ -59,41 +56,27 @@ def read_problems(data: Any) -> tuple[Problems, Problems]:
     return found[0], found[1]
 
 
-def load_prompts(config: Any, train: Problems, val: Problems) -> tuple[PromptSource, PromptSource]:
+def load_prompts(
+    config: Any, train: Problems, val: Problems, schemas: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[PromptSource, PromptSource]:
     """Returns the prompts of a run, training and held-out.
 
     Args:
         config: a RunConfig whose ``model.path`` is a local directory.
         train, val: the problems.
+        schemas: JSON schemas of the tools that the chat template describes in each prompt; None without tools.
 
     Raises:
         DataError: a prompt is too long, or there are too few.
         ModelError: the tokenizer cannot be loaded or has no chat template.
     """
-    tokenizer = load_tokenizer(config.model.path)
-    schemas = None
-    if config.tools.offered:
-        from dataflow.tools import toolbox_of
-
-        schemas = toolbox_of(config).schemas
+    tokenizer = load_chat_tokenizer(config.model.path)
     room = (room_of(config.model.path), config.response_length)
     of = [(train, config.data.prompts + config.reward.spare_groups), (val, 1)]
     sources = [
         PromptSource(p.rows, tokenizer, config.data, config.seed, n, p.name, p.labels, schemas, room) for p, n in of
     ]
     return sources[0], sources[1]
-
-
-def load_tokenizer(path: str) -> Any:
-    """Loads a tokenizer with a chat template.
-
-    Raises:
-        ModelError: it cannot be loaded, or has no chat template.
-    """
-    tokenizer = load_any_tokenizer(path, "model.path", ModelError)
-    if not tokenizer.chat_template:
-        raise ModelError(f"model.path={path}: its tokenizer has no chat template; use an instruct model or add one.")
-    return tokenizer
 
 
 class PromptSource:
@@ -326,26 +309,3 @@ def _open(rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any) -> Any:
             datasets.config.HF_DATASETS_CACHE = arrow
             if bars:
                 datasets.enable_progress_bars()
-
-
-def prompt_ids(
-    tokenizer: Any, chat: list[dict[str, str]], schemas: Sequence[Mapping[str, Any]] | None = None
-) -> list[int]:
-    """Returns a chat's token ids, tools described where there are such, ending where the model's answer begins."""
-    tools = {"tools": list(schemas)} if schemas else {}
-    render = tokenizer.apply_chat_template
-    return list(render(chat, add_generation_prompt=True, tokenize=True, return_dict=False, **tools))
-
-
-def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """Returns ``limit`` tokens: the last ones (left), the first ones (right), or both ends (middle).
-
-    >>> truncate([1, 2, 3, 4, 5], 3, "left"), truncate([1, 2, 3, 4, 5], 3, "middle")
-    ([3, 4, 5], [1, 4, 5])
-    """
-    if side == "left":
-        return ids[-limit:]
-    if side == "right":
-        return ids[:limit]
-    head = limit // 2
-    return ids[:head] + ids[-(limit - head) :]

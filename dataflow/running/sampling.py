@@ -71,9 +71,9 @@ def sampling_of(config: Any) -> tuple[Sampling, Sampling]:
 def _stop_ids(model: str | None, stop: Sequence[str]) -> tuple[int, ...]:
     if not stop or model is None:
         return ()
-    from dataflow.data.prompts import load_tokenizer
+    from dataflow.data.tokenize import load_chat_tokenizer
 
-    vocabulary = load_tokenizer(model).get_vocab()
+    vocabulary = load_chat_tokenizer(model).get_vocab()
     for token in stop:
         if token not in vocabulary:
             special = [name for name in vocabulary if name.startswith("<")]

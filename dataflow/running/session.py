@@ -93,6 +93,7 @@ class Session:
         from dataflow.models.directory import check_weights
         from dataflow.models.tiny import check_model, tiny_model
         from dataflow.running.hosting import check_room
+        from dataflow.tools import toolbox_of
 
         # A bad data file is said before a minute of warm-up.
         problems = read_problems(self.config.data)
@@ -103,7 +104,8 @@ class Session:
             check_room(self.config)
         own = inputs_of(self.module, self.config)
         check_weights(model)
-        train, held_out = load_prompts(self.config, *problems)
+        schemas = toolbox_of(self.config).schemas if self.config.tools.offered else None
+        train, held_out = load_prompts(self.config, *problems, schemas)
         val = held_out.all(self.config.data.val_size) if self.config.val.every else None
         return {"prompts": train.batch, "val_prompts": lambda step: val, **own}
 

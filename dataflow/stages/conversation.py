@@ -22,7 +22,8 @@ from dataflow.stages.rollout import VALIDATION_SEED, check_version, handed_on, l
 from dataflow.usercode.copies import own_copy
 
 if TYPE_CHECKING:
-    from dataflow.tools.toolbox import Desk, Toolbox
+    from dataflow.tools.calls import ToolCaller, ToolState
+    from dataflow.tools.toolbox import Toolbox
 
 
 @stage(writes="responses", on="gpu", streams=True)
@@ -133,10 +134,10 @@ async def conversations(
     """
     ended: asyncio.Queue[asyncio.Task[Sample]] = asyncio.Queue()
     rows = zip(prompts.ids, prompts["prompt_ids"], _extras(prompts), strict=True)
-    async with tools.open() as desk:
+    async with tools.open() as caller:
         going = [
             asyncio.create_task(
-                Conversation(ids, extra, desk, tools).run(engine, sampling, limits, (seed, group, index))
+                Conversation(ids, extra, caller, tools).run(engine, sampling, limits, (seed, group, index))
             )
             for group, ids, extra in rows
             for index in range(sampling.n)
@@ -163,14 +164,14 @@ class Conversation:
     Attributes:
         prompt: its token ids.
         extra_info: of its row.
-        desk: calls tools.
+        caller: calls tools.
         tools: read the calls and frame the answers.
         tokens: of all turns so far, with mask and log-prob of each.
     """
 
     prompt: Sequence[int]
     extra_info: Any
-    desk: Desk
+    caller: ToolCaller
     tools: Toolbox
     tokens: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
@@ -183,7 +184,7 @@ class Conversation:
         self, engine: RolloutEngine, sampling: Sampling, limits: Limits, seed: tuple[int, int, int]
     ) -> Sample:
         """Returns the whole conversation; ``seed`` ends in its group and index."""
-        own = self.desk.own(self.extra_info)
+        state = self.caller.state(self.extra_info)
         version: int | None = None
         try:
             while True:
@@ -193,18 +194,18 @@ class Conversation:
                 version = turn.version if version is None else min(version, turn.version)
                 self._add(turn.tokens, turn.log_probs)
                 self.turns += 1
-                ended = await self._answer(turn, limits, own)
+                ended = await self._answer(turn, limits, state)
                 if ended is not None:
                     break
         finally:
-            await own.close(self.desk.run)
+            await state.close(self.caller.run)
         counts = {"turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
         told = {"num_turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
         facts = {**counts, "ended": ended, "extra_info": {**own_copy(self.extra_info or {}), **told}}
         cut: Literal["stop", "length"] = "length" if ended in ("length", "budget") else "stop"
         return Sample(seed[1], seed[2], self.tokens, self.log_probs, version, cut, self.mask, facts)
 
-    async def _answer(self, turn: Sample, limits: Limits, own: Any) -> str | None:
+    async def _answer(self, turn: Sample, limits: Limits, state: ToolState) -> str | None:
         """Has the turn's calls answered; returns how the conversation ends with it, None if it goes on."""
         if turn.finish == "length":  # cut in the middle: it has no end that an answer could follow
             return "budget" if len(self.tokens) >= limits.tokens else "length"
@@ -215,7 +216,7 @@ class Conversation:
             return "max_turns"
         if len(self.tokens) >= limits.tokens:
             return "budget"
-        answers = await asyncio.gather(*(self.desk.answer(call, own) for call in calls))
+        answers = await asyncio.gather(*(self.caller.answer(call, state) for call in calls))
         self.calls += len(answers)
         self.errors += sum(answer.failed for answer in answers)
         said = [(call.name, answer.text) for call, answer in zip(calls, answers, strict=True)]

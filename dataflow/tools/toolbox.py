@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,13 +13,11 @@ from typing import Any
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.data.prompts import DESCRIBED, prompt_ids
+from dataflow.data.tokenize import DESCRIBED, load_chat_tokenizer, prompt_ids
 from dataflow.errors import DataError, ModelError, nearest
+from dataflow.tools.calls import ToolCaller, tools_kwargs
 from dataflow.tools.formats import Format, Framing, ToolCall, find_format
 from dataflow.tools.registry import READY, Tool, choose_tools, marked_tools
-from dataflow.usercode.calls import Call, Calls, TimedOut
-from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import is_ours, message_of
 from dataflow.usercode.load import load_file
 
 # Content that no template changes, to find again in what it renders.
@@ -87,11 +83,9 @@ class Toolbox:
 
     @cached_property
     def tokenizer(self) -> Any:
-        from dataflow.data.prompts import load_tokenizer
-
         if self.model is None:
             raise ModelError("the tools have no tokenizer; set model.path.")
-        return load_tokenizer(self.model)
+        return load_chat_tokenizer(self.model)
 
     def described(self, prompts: Batch, longest: int | None = None) -> Batch:
         """Returns the prompts with the tools described in them, where the chat template does that.
@@ -105,7 +99,7 @@ class Toolbox:
         """
         extras = prompts["extra_info"] if "extra_info" in prompts else [None] * len(prompts)
         for group, extra in zip(prompts.ids, extras, strict=True):
-            self._check_kwargs(kwargs_of(extra), f"rollout: extra_info of group {group}")
+            self._check_kwargs(tools_kwargs(extra), f"rollout: extra_info of group {group}")
         if "raw_prompt" not in prompts or not self._shown or prompts.meta.get(DESCRIBED):
             return prompts
         ids = [prompt_ids(self.tokenizer, chat, self.schemas) for chat in prompts["raw_prompt"]]
@@ -199,13 +193,13 @@ class Toolbox:
         return without(text, self.tokenizer.all_special_tokens)
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[Desk]:
-        """Gives a desk that calls the tools; at the end, what still runs there is cancelled."""
-        desk = Desk(self)
+    async def open(self) -> AsyncIterator[ToolCaller]:
+        """Yields a caller of the tools; calls that still run at the end are cancelled."""
+        caller = ToolCaller(self.tools, self.timeout)
         try:
-            yield desk
+            yield caller
         finally:
-            await desk.close()
+            await caller.close()
 
 
 def without(text: str, tokens: Sequence[str]) -> str:
@@ -235,172 +229,3 @@ def toolbox_of(config: Any) -> Toolbox:
     """
     offer = config.tools
     return Toolbox(config.model.path, offer.path, tuple(offer.names), offer.timeout, offer.format)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a call came to: a text for the model, and whether it is an error."""
-
-    text: str
-    failed: bool = False
-
-
-class Desk:
-    """Calls tools on the running event loop: a sync one in a thread, each under the time-out."""
-
-    def __init__(self, box: Toolbox) -> None:
-        self._box = box
-        self._loop = asyncio.get_running_loop()
-        self._calls = Calls(self._stray, self._bug)
-
-    def own(self, extra_info: Any) -> Own:
-        """Returns what a conversation has of the tools, by its row's ``extra_info``."""
-        return Own(own_copy(kwargs_of(extra_info)))  # the samples of a group have one row
-
-    async def answer(self, call: ToolCall, own: Own) -> Answer:
-        """Returns what the model is told. Whatever goes wrong in the call is told it too.
-
-        Args:
-            call: what the model asks for.
-            own: what the conversation has of the tools.
-        """
-        if call.error is not None:
-            return Answer(f"error: {call.error}", failed=True)
-        tool = self._box.tools.get(call.name)
-        if tool is None:
-            names = ", ".join(self._box.tools)
-            return Answer(f"error: there is no tool '{call.name}'; there is {names}", failed=True)
-        try:
-            arguments = tool.arguments(call.arguments)
-        except ValueError as error:
-            return Answer(f"error: {error}", failed=True)
-        try:
-            said = await own.call(tool, arguments, self.run)
-        except TimedOut as error:
-            return Answer(f"error: {call.name}: {error}", failed=True)
-        except _Failed as failed:
-            return Answer(f"error: {failed}", failed=True)
-        try:
-            return Answer(_text(said))
-        except BaseException as error:  # what it returned may be of any kind
-            if is_ours(error):
-                raise
-            return Answer(f"error: {call.name} returned what cannot be read: {_Failed(error)}", failed=True)
-
-    async def run(self, function: Any, keywords: Mapping[str, Any]) -> Any:
-        """Calls user code.
-
-        Raises:
-            TimedOut: it took too long.
-            _Failed: it raised.
-        """
-        ended: asyncio.Future[Call] = self._loop.create_future()
-
-        def done(call: Call) -> None:
-            if not ended.done():
-                ended.set_result(call)
-
-        call = self._calls.start(function, keywords, on_done=done, on_freed=_nothing, timeout_s=self._box.timeout)
-        try:
-            await ended
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        if call.error is None:
-            return call.result
-        if isinstance(call.error, TimedOut):
-            raise call.error
-        raise _Failed(call.error)
-
-    async def close(self) -> None:
-        """Cancels what runs; a thread is left to end by itself."""
-        await self._calls.close()
-
-    def _stray(self, count: int) -> None:
-        logger.warning(f"{count} tool calls go on though they were given up; nothing can stop them.")
-
-    def _bug(self, error: Exception) -> None:
-        logger.opt(exception=error).error("A tool's end could not be told.")
-
-
-class Own:
-    """What one conversation has of the tools: its ``tools_kwargs``, and its instances of those that are classes."""
-
-    def __init__(self, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        self._kwargs = kwargs
-        self._made: dict[str, asyncio.Future[Any]] = {}
-
-    async def call(self, tool: Tool, arguments: Mapping[str, Any], run: Any) -> Any:
-        """Calls a tool by ``run(function, keywords)``."""
-        # A format may return one object for equal calls, and a function may change what it is given.
-        own, arguments = own_copy(self._kwargs.get(tool.name, {})), own_copy(dict(arguments))
-        if not tool.is_class:
-            return await run(tool.target, {**arguments, **own})
-        if tool.name not in self._made:
-            # Two calls of one turn run side by side, and must find the same instance.
-            self._made[tool.name] = asyncio.ensure_future(run(tool.target, own))
-        try:
-            instance = await asyncio.shield(self._made[tool.name])
-        except Exception:
-            self._made.pop(tool.name, None)  # the next call may fare better
-            raise
-        return await run(instance, arguments)
-
-    async def close(self, run: Any) -> int:
-        """Closes the instances; returns how many failed to."""
-        failed = 0
-        for made in self._made.values():
-            if not made.done():
-                made.cancel()
-                continue
-            if made.cancelled() or made.exception() is not None:
-                continue
-            close = getattr(made.result(), "close", None)
-            if callable(close):
-                try:
-                    await run(close, {})
-                except (TimedOut, _Failed) as error:
-                    failed += 1
-                    logger.warning(f"A tool's close failed: {error}")
-        return failed
-
-
-class _Failed(Exception):
-    """A tool raised."""
-
-    def __init__(self, error: BaseException) -> None:
-        text = message_of(error)
-        super().__init__(f"{type(error).__name__}{': ' + text if text else ''}")
-
-
-def kwargs_of(extra_info: Any) -> dict[str, dict[str, Any]]:
-    """Returns a sample's ``tools_kwargs``: for each tool's name its keywords.
-
-    Parquet gives every row the keys of all rows: what is None there was not given.
-
-    Raises:
-        DataError: it is something else.
-    """
-    found = (extra_info or {}).get("tools_kwargs") or {}
-    if not isinstance(found, Mapping):
-        raise DataError(f"extra_info: tools_kwargs is a {type(found).__name__}; give {{tool's name: {{...}}}}.")
-    kwargs: dict[str, dict[str, Any]] = {}
-    for name, given in found.items():
-        if given is None:
-            continue
-        if not isinstance(given, Mapping):
-            raise DataError(
-                f"extra_info: tools_kwargs of '{name}' is a {type(given).__name__}; give {{keyword: value}}."
-            )
-        kwargs[name] = {key: value for key, value in given.items() if value is not None}
-    return kwargs
-
-
-def _text(result: Any) -> str:
-    """Returns what the model reads of what a tool returned: a text as it is, all else as JSON."""
-    if isinstance(result, str):
-        return result
-    return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
-
-
-def _nothing(_call: Call) -> None: ...

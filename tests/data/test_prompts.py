@@ -17,12 +17,10 @@ from dataflow.data.problems import generate
 from dataflow.data.prompts import (
     PromptSource,
     load_prompts,
-    load_tokenizer,
-    prompt_ids,
     read_problems,
-    truncate,
 )
 from dataflow.data.rows import load_rows, verl_rows, write_parquet
+from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids, truncate
 from dataflow.errors import DataError, ModelError
 from dataflow.models.directory import Room
 from dataflow.models.tiny import build_tokenizer
@@ -344,7 +342,8 @@ def test_with_tools_a_prompt_is_measured_and_cut_as_it_will_be_asked(tokenizer, 
 
     def load(**more):
         config = RunConfig.model_validate({**sections, "data": {**data, **more}})
-        return load_prompts(config, *read_problems(config.data))[0], toolbox_of(config)
+        box = toolbox_of(config)
+        return load_prompts(config, *read_problems(config.data), box.schemas)[0], box
 
     whole, box = load()
     lengths = [len(ids) for ids in whole.all()["prompt_ids"]]
@@ -367,12 +366,12 @@ def test_a_tokenizer_that_cannot_be_used_is_one_sentence(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "plain")
     (tmp_path / "plain" / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match="has no chat template"):
-        load_tokenizer(str(tmp_path / "plain"))
+        load_chat_tokenizer(str(tmp_path / "plain"))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{}")
     (tmp_path / "broken" / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(ModelError, match="no tokenizer can be loaded") as caught:
-        load_tokenizer(str(tmp_path / "broken"))
+        load_chat_tokenizer(str(tmp_path / "broken"))
     assert "\n" not in str(caught.value)
 
 

@@ -17,8 +17,8 @@ import yaml
 from dataflow.config.run import load_pipeline_file, parse_overrides
 from dataflow.config.tools import ToolsConfig
 from dataflow.tools import Toolbox
+from dataflow.tools.calls import ToolState
 from dataflow.tools.formats import Hermes
-from dataflow.tools.toolbox import Own
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -94,9 +94,9 @@ def test_what_the_model_is_told_of_errors() -> None:
     own = {name: {"prices": {"apple": 2}} for name in ("price", "basket")}
 
     async def told(text: str) -> str:
-        async with asyncio.timeout(20), box.open() as desk:
+        async with asyncio.timeout(20), box.open() as caller:
             (found,) = Hermes().parse(text)
-            return (await desk.answer(found, Own(own))).text
+            return (await caller.answer(found, ToolState(own))).text
 
     answers = [
         asyncio.run(told(text))

@@ -11,7 +11,7 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.config.run import load_pipeline_file, parse_overrides
 from dataflow.data.problems import generate
-from dataflow.data.prompts import load_tokenizer, prompt_ids
+from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
 from dataflow.graph import TaskInfo
 from dataflow.models.tiny import tiny_model
 from dataflow.stages.conversation import conversation
@@ -72,7 +72,7 @@ def test_the_pipeline_is_that_of_single_responses_with_conversations(example: Mo
 
 
 def test_a_conversation_with_the_calculator(example: ModuleType, tiny_qwen: Path) -> None:
-    tokenizer = load_tokenizer(str(tiny_qwen))
+    tokenizer = load_chat_tokenizer(str(tiny_qwen))
     prompts, made = problems(tokenizer, 2)
     sums = [f"{'(' * (len(one['ops']) - 1)}{one['operands'][0]}" for one in made]
     for at, one in enumerate(made):
@@ -136,7 +136,7 @@ def test_the_tiny_model_calls_in_mid_sentence(example: ModuleType) -> None:
 
 
 def test_prices(example: ModuleType, tiny_qwen: Path) -> None:
-    tokenizer = load_tokenizer(str(tiny_qwen))
+    tokenizer = load_chat_tokenizer(str(tiny_qwen))
     turns = [call("price", item="apple"), call("price", item="pear"), call("basket", item="apple", count=3), "#### 6"]
     _engine, tools = bound(
         example,

@@ -10,6 +10,6 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny_qwen: Path) -> Any:
-    from dataflow.data.prompts import load_tokenizer
+    from dataflow.data.tokenize import load_chat_tokenizer
 
-    return load_tokenizer(str(tiny_qwen))
+    return load_chat_tokenizer(str(tiny_qwen))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dataflow.batch import Batch
-from dataflow.data.prompts import prompt_ids
+from dataflow.data.tokenize import prompt_ids
 from dataflow.engines.base import Sampling
 from dataflow.graph import TaskInfo
 from dataflow.stages.conversation import conversation

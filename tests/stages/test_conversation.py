@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dataflow.batch import Batch
-from dataflow.data.prompts import load_tokenizer, prompt_ids
+from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
 from dataflow.errors import DataError, ModelError
 from dataflow.graph import TaskInfo
 from dataflow.tools import Toolbox, tool
@@ -89,7 +89,7 @@ def test_attention_and_positions_go_on_over_what_tools_say(tiny_qwen: Path, toke
 
 
 def test_a_template_of_qwens_kind(tiny_qwen: Path) -> None:
-    tokenizer = load_tokenizer(str(tiny_qwen))
+    tokenizer = load_chat_tokenizer(str(tiny_qwen))
     tokenizer.chat_template = QWEN_LIKE
     both = call("calculator", expression="1 + 1") + "\n" + call("calculator", expression="1 / 0")
     engine = ScriptedRollout(tokenizer, by_turn(both, ANSWERED))
@@ -111,7 +111,7 @@ def test_a_template_of_qwens_kind(tiny_qwen: Path) -> None:
 
 
 def test_a_template_that_leaves_tools_out_is_refused(tiny_qwen: Path) -> None:
-    tokenizer = load_tokenizer(str(tiny_qwen))
+    tokenizer = load_chat_tokenizer(str(tiny_qwen))
     tokenizer.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
     box = toolbox(tiny_qwen, tokenizer=tokenizer)
     with pytest.raises(ModelError, match="the chat template leaves out messages of role 'tool'"):

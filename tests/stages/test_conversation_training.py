@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dataflow.batch import Batch
-from dataflow.data.prompts import load_tokenizer, prompt_ids
+from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
 from dataflow.engines.base import Sampling
 from dataflow.graph import TaskInfo
 from dataflow.rewards.requests import Arguments
@@ -29,7 +29,7 @@ LENGTH = 160
 
 def talked(model: Path, groups: int = 2, n: int = 2) -> Batch:
     """Returns conversations of two turns and of one, by turns."""
-    tokenizer = load_tokenizer(str(model))
+    tokenizer = load_chat_tokenizer(str(model))
 
     def script(group: int, index: int, turn: int) -> str:
         if index or turn:

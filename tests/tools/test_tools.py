@@ -14,8 +14,8 @@ from dataflow.config.tools import ToolsConfig
 from dataflow.errors import ConfigError
 from dataflow.tools import Tool, Toolbox, ToolCall, load_tools, tool
 from dataflow.tools.calculator import calculator
+from dataflow.tools.calls import ToolState
 from dataflow.tools.formats import Hermes, find_format
-from dataflow.tools.toolbox import Own
 from tests.engines.drawing import run
 
 pytestmark = pytest.mark.timeout(60)
@@ -177,12 +177,12 @@ def test_types_of_arguments() -> None:
 
 def answers(box: Toolbox, *calls: ToolCall, kwargs: Any = None) -> list[tuple[str, bool]]:
     async def body() -> list[tuple[str, bool]]:
-        async with box.open() as desk:
-            own = Own(kwargs or {})
+        async with box.open() as caller:
+            own = ToolState(kwargs or {})
             try:
-                found = await asyncio.gather(*(desk.answer(call, own) for call in calls))
+                found = await asyncio.gather(*(caller.answer(call, own) for call in calls))
             finally:
-                await own.close(desk.run)
+                await own.close(caller.run)
             return [(answer.text, answer.failed) for answer in found]
 
     return run(body())
@@ -233,9 +233,9 @@ def test_a_class_that_cannot_be_built_is_tried_again() -> None:
     box.tools["Shaky"] = Tool.of(Shaky)
 
     async def body() -> list[str]:
-        async with box.open() as desk:
-            own = Own({})
-            return [(await desk.answer(ToolCall("Shaky"), own)).text for _ in range(3)]
+        async with box.open() as caller:
+            own = ToolState({})
+            return [(await caller.answer(ToolCall("Shaky"), own)).text for _ in range(3)]
 
     assert run(body()) == ["error: OSError: not yet", "well", "well"]
     assert len(tries) == 2

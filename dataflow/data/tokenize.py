@@ -1,0 +1,53 @@
+"""Chats as token ids: the tokenizer with its chat template, prompts with or without tools, truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dataflow.errors import ModelError
+from dataflow.models.tokenizer import load_tokenizer
+
+DESCRIBED = "tools_described"
+"""Set in the meta of a batch of prompts whose token ids already describe the tools."""
+
+
+def load_chat_tokenizer(path: str) -> Any:
+    """Loads a tokenizer with a chat template.
+
+    Raises:
+        ModelError: it cannot be loaded, or has no chat template.
+    """
+    tokenizer = load_tokenizer(path, "model.path", ModelError)
+    if not tokenizer.chat_template:
+        raise ModelError(f"model.path={path}: its tokenizer has no chat template; use an instruct model or add one.")
+    return tokenizer
+
+
+def prompt_ids(
+    tokenizer: Any, chat: list[dict[str, str]], schemas: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """Returns a chat's token ids up to where the model's answer begins.
+
+    Args:
+        tokenizer: with a chat template.
+        chat: messages with ``role`` and ``content``.
+        schemas: JSON schemas of the tools to describe; none if empty or None.
+    """
+    tools = {"tools": list(schemas)} if schemas else {}
+    render = tokenizer.apply_chat_template
+    return list(render(chat, add_generation_prompt=True, tokenize=True, return_dict=False, **tools))
+
+
+def truncate(ids: list[int], limit: int, side: str) -> list[int]:
+    """Returns ``limit`` tokens: the last ones (left), the first ones (right), or both ends (middle).
+
+    >>> truncate([1, 2, 3, 4, 5], 3, "left"), truncate([1, 2, 3, 4, 5], 3, "middle")
+    ([3, 4, 5], [1, 4, 5])
+    """
+    if side == "left":
+        return ids[-limit:]
+    if side == "right":
+        return ids[:limit]
+    head = limit // 2
+    return ids[:head] + ids[-(limit - head) :]

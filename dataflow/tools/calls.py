@@ -1,0 +1,196 @@
+"""Calls of tools: the model's request checked, the tool called under a time-out, its result as text for the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from loguru import logger
+
+from dataflow.errors import DataError
+from dataflow.tools.formats import ToolCall
+from dataflow.tools.registry import Tool
+from dataflow.usercode.calls import Call, Calls, TimedOut
+from dataflow.usercode.copies import own_copy
+from dataflow.usercode.failures import is_ours, message_of
+
+Run: TypeAlias = Callable[[Any, Mapping[str, Any]], Awaitable[Any]]
+"""Calls a function with keywords under the time-out: :meth:`ToolCaller.run`."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a call: a text for the model, and whether it is an error."""
+
+    text: str
+    failed: bool = False
+
+
+class ToolCaller:
+    """Calls tools on the running event loop, sync ones in a thread.
+
+    Args:
+        tools: by name.
+        timeout_s: seconds that a call may take; None for no limit.
+    """
+
+    def __init__(self, tools: Mapping[str, Tool], timeout_s: float | None) -> None:
+        self._tools = tools
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._calls = Calls(self._on_abandoned, self._on_bug)
+
+    def state(self, extra_info: Any) -> ToolState:
+        """Returns the state of the tools in a conversation, from its row's ``extra_info``."""
+        return ToolState(own_copy(tools_kwargs(extra_info)))  # the samples of a group share one row
+
+    async def answer(self, call: ToolCall, state: ToolState) -> Answer:
+        """Calls a tool and returns the text for the model; a failure of the call is such a text, too.
+
+        Args:
+            call: the model's request.
+            state: of the tools in the model's conversation.
+        """
+        if call.error is not None:
+            return Answer(f"error: {call.error}", failed=True)
+        tool = self._tools.get(call.name)
+        if tool is None:
+            names = ", ".join(self._tools)
+            return Answer(f"error: there is no tool '{call.name}'; there is {names}", failed=True)
+        try:
+            arguments = tool.arguments(call.arguments)
+        except ValueError as error:
+            return Answer(f"error: {error}", failed=True)
+        try:
+            result = await state.call(tool, arguments, self.run)
+        except TimedOut as error:
+            return Answer(f"error: {call.name}: {error}", failed=True)
+        except _Failed as failed:
+            return Answer(f"error: {failed}", failed=True)
+        try:
+            return Answer(_text(result))
+        except BaseException as error:  # a result of any type, whose methods may raise
+            if is_ours(error):
+                raise
+            return Answer(f"error: {call.name} returned what cannot be read: {_Failed(error)}", failed=True)
+
+    async def run(self, function: Any, keywords: Mapping[str, Any]) -> Any:
+        """Calls user code.
+
+        Raises:
+            TimedOut: it took too long.
+            _Failed: it raised.
+        """
+        finished: asyncio.Future[Call] = self._loop.create_future()
+
+        def on_done(call: Call) -> None:
+            if not finished.done():
+                finished.set_result(call)
+
+        call = self._calls.start(function, keywords, on_done=on_done, on_freed=_nothing, timeout_s=self._timeout_s)
+        try:
+            await finished
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if call.error is None:
+            return call.result
+        if isinstance(call.error, TimedOut):
+            raise call.error
+        raise _Failed(call.error)
+
+    async def close(self) -> None:
+        """Cancels all calls; threads cannot be stopped and end by themselves."""
+        await self._calls.close()
+
+    def _on_abandoned(self, count: int) -> None:
+        logger.warning(f"{count} abandoned tool calls are still running; nothing can stop them.")
+
+    def _on_bug(self, error: Exception) -> None:
+        logger.opt(exception=error).error("The end of a tool call could not be handled.")
+
+
+class ToolState:
+    """The state of the tools in one conversation: its ``tools_kwargs``, and the instance of each class."""
+
+    def __init__(self, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+        self._kwargs = kwargs
+        self._instances: dict[str, asyncio.Future[Any]] = {}
+
+    async def call(self, tool: Tool, arguments: Mapping[str, Any], run: Run) -> Any:
+        """Calls a tool through ``run``."""
+        # A format may return one object for equal calls, and a function may change its arguments.
+        own, arguments = own_copy(self._kwargs.get(tool.name, {})), own_copy(dict(arguments))
+        if not tool.is_class:
+            return await run(tool.target, {**arguments, **own})
+        if tool.name not in self._instances:
+            # Two calls of one turn run concurrently and must get the same instance.
+            self._instances[tool.name] = asyncio.ensure_future(run(tool.target, own))
+        try:
+            instance = await asyncio.shield(self._instances[tool.name])
+        except Exception:
+            self._instances.pop(tool.name, None)  # the next call tries again
+            raise
+        return await run(instance, arguments)
+
+    async def close(self, run: Run) -> int:
+        """Closes the instances; returns how many failed to close."""
+        failed = 0
+        for instance in self._instances.values():
+            if not instance.done():
+                instance.cancel()
+                continue
+            if instance.cancelled() or instance.exception() is not None:
+                continue
+            close = getattr(instance.result(), "close", None)
+            if callable(close):
+                try:
+                    await run(close, {})
+                except (TimedOut, _Failed) as error:
+                    failed += 1
+                    logger.warning(f"A tool's close failed: {error}")
+        return failed
+
+
+class _Failed(Exception):
+    """A tool raised."""
+
+    def __init__(self, error: BaseException) -> None:
+        text = message_of(error)
+        super().__init__(f"{type(error).__name__}{': ' + text if text else ''}")
+
+
+def tools_kwargs(extra_info: Any) -> dict[str, dict[str, Any]]:
+    """Returns the ``tools_kwargs`` of a sample's ``extra_info``: the keywords of each tool, by its name.
+
+    Parquet gives every row the keys of all rows, so None means that a keyword was not given.
+
+    Raises:
+        DataError: it is no mapping of mappings.
+    """
+    found = (extra_info or {}).get("tools_kwargs") or {}
+    if not isinstance(found, Mapping):
+        raise DataError(f"extra_info: tools_kwargs is a {type(found).__name__}; give {{tool's name: {{...}}}}.")
+    kwargs: dict[str, dict[str, Any]] = {}
+    for name, given in found.items():
+        if given is None:
+            continue
+        if not isinstance(given, Mapping):
+            raise DataError(
+                f"extra_info: tools_kwargs of '{name}' is a {type(given).__name__}; give {{keyword: value}}."
+            )
+        kwargs[name] = {key: value for key, value in given.items() if value is not None}
+    return kwargs
+
+
+def _text(result: Any) -> str:
+    """Returns a tool's result as the model reads it: a text as it is, all else as JSON."""
+    if isinstance(result, str):
+        return result
+    return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
+
+
+def _nothing(_call: Call) -> None: ...
