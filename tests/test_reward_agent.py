@@ -451,7 +451,7 @@ def test_whoever_gives_up_waiting_leaves_the_groups() -> None:
         # Served, but cancelled in the same turn of the loop, before it could look.
         unlucky = await soon(agent.collect(1, 1))
         await gates.let("1.0")
-        while agent._steps[1].waiters:
+        while agent.steps.live[1].waiters:
             await asyncio.sleep(0)
         unlucky.cancel()
         await asyncio.wait([unlucky])

@@ -14,7 +14,7 @@ from dataflow.models.tokenizer import load_tokenizer
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.ledger.ledger import Ledger
-from dataflow.rewards.limits.queues import Limits, check_endpoints
+from dataflow.rewards.limits.limits import Limits, check_endpoints
 from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.sentinel.frozen import FILE, Frozen
@@ -25,6 +25,7 @@ from dataflow.system.redaction import keep_secrets, redact_logs
 
 if TYPE_CHECKING:
     from dataflow.config.reward import RewardConfig
+    from dataflow.rewards.remote.agent import RemoteAgent
 
 _ASIDE = ("url", "api_key_env", "timeout", "client", "max_tokens", "max_cost", "price_per_million", "max_reply_bytes")
 """Options of a judge that say how it is asked, not what it is asked."""
@@ -100,7 +101,7 @@ def _sentinel(options: RewardConfig, timeout_s: float | None, record: Path | Non
     return Sentinel(after_s, record, inline)
 
 
-def host_agent(options: RewardConfig, **given: Any) -> RewardAgent:
+def host_agent(options: RewardConfig, **given: Any) -> RewardAgent | RemoteAgent:
     """Returns the agent of a run: in this process, or in as many actors of its own as ``options`` say.
 
     Args:

@@ -1,220 +1,125 @@
-"""From ended requests to whole groups: the failure rule, the user's post-processing, and waking those who wait."""
+"""Calls of the user's other methods: ``post_process_scores`` and ``log`` on whole groups, ``usage``, ``close``."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.rewards.failure import FailedShare
-from dataflow.rewards.limits.queues import Limiter, Line
-from dataflow.rewards.requests import Finish, Request, StepRequests
+from dataflow.errors import DataflowError
+from dataflow.rewards.limits.queues import EndpointQueue, Limiter
+from dataflow.rewards.requests import GroupJob, Step, StepRequests
 from dataflow.rewards.sentinel.frozen import Frozen, FrozenCall
 from dataflow.rewards.sentinel.sentinel import Kind
-from dataflow.rewards.user.results import read_scores
+from dataflow.rewards.steps import Steps
+from dataflow.rewards.user.results import read_scores, read_usage
 from dataflow.system import clock
 from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import attribute_of, is_ours, message_of
+from dataflow.usercode.failures import Contained, UserExit, is_ours, message_of
 from dataflow.usercode.load import describe, name_of, raised
 
-_LOGS = 8  # calls of the user's log at a time
+_CLOSE_S = 10.0  # time limit of close
+_LOGS = 8  # concurrent calls of the user's log
 
 
-class Owner(Protocol):
-    """The agent: it ends steps."""
-
-    counts: Counter[str]
-    failures: FailedShare
-
-    def fail(self, state: StepRequests, message: str, error: BaseException | None) -> None: ...
-
-    def halt(self, message: str, error: BaseException | None) -> None: ...
-
-    def detach(self, request: Request) -> None: ...
-
-
-class Groups:
-    """Takes requests whose scoring has ended, and hands on the groups that are whole.
+class GroupCalls:
+    """Runs the user's ``post_process_scores`` and ``log``.
 
     Args:
-        post: the user's ``post_process_scores``, if there is one.
+        post_process: the user's ``post_process_scores``, if there is one.
         log: the user's ``log``, if there is one.
         calls: runs both.
-        limiter: gives the slots for the first.
-        timeout_s: of one call of either.
-        frozen: calls that are not to be made again.
-        owner: ends steps that cannot go on.
+        limiter: grants the slots of ``post_process``; its ``start`` callback must call :meth:`start`.
+        timeout_s: of a call of ``post_process``; None for no limit.
+        frozen: calls that must not be made again.
+        steps: gets the finished groups, and the failures of ``post_process``.
     """
 
     def __init__(
         self,
-        post: Callable[[list[float]], Any] | None,
+        post_process: Callable[[list[float]], Any] | None,
         log: Callable[..., Any] | None,
         calls: Calls,
         limiter: Limiter,
         timeout_s: float | None,
         frozen: Frozen,
-        owner: Owner,
+        steps: Steps,
     ) -> None:
         self._frozen = frozen
-        self._post = post
+        self._post_process = post_process
         self._log = log
         self._log_failed = False
         self._logging = 0
         self._calls = calls
         self._limiter = limiter
         self._timeout_s = timeout_s
-        self._owner = owner
+        self._steps = steps
 
-    def scored(self, request: Request, score: float, extras: dict[str, Any], how: str) -> None:
-        """The request has its score."""
-        self._owner.counts["scored"] += 1
-        self._owner.failures.ended()
-        request.score, request.extras, request.how = score, extras, how
-        self._one_less(request)
-
-    def broken(self, request: Request, message: str, error: BaseException) -> None:
-        """The request has failed; the rule of its step is carried out."""
-        state, failures = request.step, self._owner.failures
-        self._owner.counts["failed"] += 1
-        failures.ended(message)
-        request.how, state.story = "failed", message
-        fatal = attribute_of(error, "fatal") is True
-        if fatal or state.rule.kind == "fail":
-            state.open -= 1
-            request.ended = True
-            if fatal:
-                self._owner.halt(message, error)
-            else:
-                self._owner.fail(state, message, error)
-            return
-        if not state.failed:
-            # The first one of a step; how many there were is in its metrics.
-            logger.warning("{} (reward.on_failure={})", message.rstrip("."), state.rule)
-        state.failed += 1
-        if state.rule.kind == "score":
-            request.score = state.rule.score
-            self._one_less(request)
-        elif state.rule.kind == "drop_sample":
-            request.kept = False
-            self._one_less(request)
-        else:
-            self._leave_out(request, error)
-        if passed := failures.passed(state.more):
-            self._owner.halt(passed, error)
-
-    def _leave_out(self, failed: Request, error: BaseException) -> None:
-        """One sample failed, so its whole group is dropped, or replaced by one that is still to come."""
-        state, group, now = failed.step, failed.group, clock.now()
-        failed.ended = True
-        state.open -= 1
-        for request in state.groups[group]:
-            if not request.ended:
-                self._owner.counts["cancelled"] += 1
-                state.open -= 1
-                began = request.ask.begin if request.ask is not None else 0.0
-                request.how, request.begin, request.end = "cancelled", began or now, now
-                self._owner.detach(request)
-            request.kept, request.score = False, float("nan")
-        del state.unfinished[group]
-        if state.rule.kind == "drop_group":
-            self._arrive(state, group)
-            return
-        replaced = state.groups.pop(group)
-        state.ended += replaced
-        state.replaced += replaced
-        state.lost += 1
-        state.spare -= 1
-        if state.spare < 0:
-            self._owner.fail(state, _short_of_groups(state), error)
-        else:
-            self.serve(state)
-
-    def _one_less(self, request: Request) -> None:
-        """A request has ended; the last one of a group also finishes the group."""
-        state, group = request.step, request.group
-        request.ended = True
-        state.open -= 1
-        state.unfinished[group] -= 1
-        if state.unfinished[group]:
-            return
-        if self._post is not None and any(r.kept for r in state.groups[group]):
-            # It runs in a slot, before all of its step that still waits.
-            self._limiter.push_here(Finish(state, group, (*state.priority, 0)))
+    def finish(self, state: StepRequests, group: int) -> None:
+        """Queues a group whose samples have their scores for post-processing; without any it arrives at once."""
+        if self._post_process is not None and any(request.kept for request in state.groups[group]):
+            # It needs a slot, and has priority over the other jobs of its step.
+            self._limiter.push_local(GroupJob(state, group, (*state.priority, 0)))
             self._limiter.fill()
         else:
-            self._arrive(state, group)
+            self._steps.arrive(state, group)
 
-    def post_process(self, item: Finish, line: Line) -> None:
-        """A group's turn to be post-processed has come, and its slot is taken."""
-        assert self._post is not None
+    def start(self, job: GroupJob, queue: EndpointQueue) -> None:
+        """Starts the call for a group whose slot is taken."""
+        assert self._post_process is not None
         sentinel = self._calls.sentinel
-        if story := self._frozen.group(item.step.key, item.group):
-            self._limiter.release(line, clock.now())
-            self._owner.fail(item.step, f"group {item.group} of step {item.step.key}: {story}", FrozenCall(story))
+        state, group = job.step, job.group
+        if message := self._frozen.group(state.key, group):
+            self._limiter.release(queue, clock.now())
+            self._steps.fail(state, f"group {group} of step {state.key}: {message}", FrozenCall(message))
             return
-        scores = [request.score for request in item.step.groups[item.group] if request.kept]
+        scores = [request.score for request in state.groups[group] if request.kept]
         self._calls.start(
-            partial(self._post, scores),
+            partial(self._post_process, scores),
             {},
-            on_done=partial(self._post_processed, item),
-            on_freed=lambda call: self._limiter.release(line, call.begin),
+            on_done=partial(self._on_post_processed, job),
+            on_freed=lambda call: self._limiter.release(queue, call.begin),
             timeout_s=self._timeout_s,
-            mark=None if sentinel is None else sentinel.mark(Kind.POST_PROCESS, item.step.key, item.group),
+            mark=None if sentinel is None else sentinel.mark(Kind.POST_PROCESS, state.key, group),
         )
 
-    def _post_processed(self, item: Finish, call: Call) -> None:
-        state, group = item.step, item.group
+    def _on_post_processed(self, job: GroupJob, call: Call) -> None:
+        state, group = job.step, job.group
         if state.over:
             return
         requests = [request for request in state.groups[group] if request.kept]
-        where, post, scores = f"group {group} of step {state.key}", self._post, call.result
+        where, function = f"group {group} of step {state.key}", self._post_process
         if call.error is not None:
-            self._owner.fail(state, raised(where, post, call.error), call.error)
+            self._steps.fail(state, raised(where, function, call.error), call.error)
             return
         try:
-            for request, score in zip(requests, read_scores(scores, len(requests)), strict=True):
+            for request, score in zip(requests, read_scores(call.result, len(requests)), strict=True):
                 request.score = score
-        except BaseException as error:  # what it returned may be an object of the user's own kind
+        except BaseException as error:  # the result may be an object of the user's own class
             if is_ours(error):
                 raise
             what = message_of(error) if type(error) is ValueError else f"what cannot be read: {describe(error)}"
             fix = f"return a list of {len(requests)} finite numbers"
-            self._owner.fail(state, f"{where}: '{name_of(post)}' returned {what}; {fix}.", error)
+            self._steps.fail(state, f"{where}: '{name_of(function)}' returned {what}; {fix}.", error)
             return
-        self._arrive(state, group)
+        self._steps.arrive(state, group)
 
-    def _arrive(self, state: StepRequests, group: int) -> None:
-        state.unfinished.pop(group, None)
-        state.arrived.append(group)
-        self.serve(state)
-
-    def serve(self, state: StepRequests) -> None:
-        """Wakes those who wait for the step and whose groups are there, first come first served."""
-        while state.waiters:
-            waiter = state.waiters[0]
-            if not waiter.future.done():
-                chosen = state.pick(waiter.take, waiter.order)
-                if chosen is None:
-                    return
-                waiter.future.set_result(chosen)
-            state.waiters.popleft()
-
-    def tell(self, step: StepRequests, rewards: Batch) -> None:
-        """Hands what was collected to the user's ``log``; what that raises is said once and ends nothing."""
+    def log(self, step: Step, rewards: Batch) -> None:
+        """Calls the user's ``log`` with collected rewards; its first error is logged, and none ends the run."""
         if self._log is None:
             return
         if self._frozen.log:
-            self._say_of_log(f"is left out: {self._frozen.log.rstrip('.')}")
+            self._warn(f"is left out: {self._frozen.log.rstrip('.')}")
             return
         sentinel = self._calls.sentinel
         if self._logging >= _LOGS:
-            self._say_of_log(f"has not returned from {_LOGS} calls, so that it is left out of further ones")
+            self._warn(f"has not returned from {_LOGS} calls, so that it is left out of further ones")
             return
         self._logging += 1
         records, columns = rewards.meta["records"], rewards.columns
@@ -227,26 +132,66 @@ class Groups:
                 "latencies": [record["end"] - record["begin"] for record in records],
                 "group_uids": rewards.groups.tolist(),
             },
-            on_done=self._told,
-            mark=None if sentinel is None else sentinel.mark(Kind.LOG, step.key, int(rewards.ids[0])),
-            on_freed=self._logged,  # without a time-out: it holds up nothing, and a stray would count as a scorer's
+            on_done=self._on_logged,
+            mark=None if sentinel is None else sentinel.mark(Kind.LOG, step, int(rewards.ids[0])),
+            # Without a time-out: it delays nothing, and an abandoned call would count as one of the scoring function.
+            on_freed=self._on_log_freed,
         )
 
-    def _logged(self, _call: Call) -> None:
+    def _on_log_freed(self, _call: Call) -> None:
         self._logging -= 1
 
-    def _told(self, call: Call) -> None:
+    def _on_logged(self, call: Call) -> None:
         if call.error is not None:
-            self._say_of_log(f"raised {describe(call.error)}")
+            self._warn(f"raised {describe(call.error)}")
 
-    def _say_of_log(self, what: str) -> None:
+    def _warn(self, what: str) -> None:
         if not self._log_failed:
             self._log_failed = True
             logger.warning("reward log: '{}' {}; the run goes on.", name_of(self._log), what)
 
 
-def _short_of_groups(state: StepRequests) -> str:
-    return (
-        f"step {state.key}: {state.lost} groups failed, one more than reward.spare_groups can replace; raise it. "
-        f"The last failure: {state.story}"
-    )
+def usage_of(reward: Any, tokens: int) -> Mapping[str, float]:
+    """Returns what the user's ``usage`` says that the calls have used; without one, the tokens of the answers.
+
+    Raises:
+        DataflowError: it raised an error, or returned something else than finite numbers.
+    """
+    usage = getattr(reward, "usage", None)
+    try:
+        used = usage() if callable(usage) else {"tokens": tokens}
+    except BaseException as error:
+        if is_ours(error):
+            raise
+        raise DataflowError(raised("reward agent: stats", usage, error)) from error
+    try:
+        return read_usage(used)
+    except ValueError as error:
+        what = f"reward agent: stats: '{name_of(usage)}' returned {error}"
+        raise DataflowError(f"{what}; return finite numbers by name.") from error
+
+
+async def close_reward(reward: Any) -> None:
+    """Calls the user's ``close``, if there is one.
+
+    Raises:
+        DataflowError: it raised an error.
+    """
+    close = getattr(reward, "close", None)
+    if not callable(close):
+        return
+    try:
+        if not inspect.isawaitable(ending := close()):
+            return
+        task = asyncio.ensure_future(Contained(ending) if inspect.iscoroutine(ending) else ending)
+        if (await asyncio.wait([task], timeout=_CLOSE_S))[0]:
+            task.result()
+            return
+    except BaseException as error:
+        own = isinstance(error, DataflowError) and not isinstance(error, UserExit)
+        if own or is_ours(error):
+            raise
+        what = error.__cause__ if isinstance(error, UserExit) and error.__cause__ is not None else error
+        raise DataflowError(raised("reward agent", close, what)) from error
+    task.cancel()
+    logger.warning("reward agent: '{}' has not closed within {:g} s.", name_of(reward), _CLOSE_S)

@@ -1,7 +1,8 @@
-"""The requests of a step: what stands between submit and collect, without any event loop's doing.
+"""What the reward agent keeps of a step: its requests by group, the scoring jobs behind them, and who collects.
 
-A *request* is a sample that wants its score. An *ask* is the work of getting one: several requests with the same
-prompt and response share it. A *step* holds the requests by group and hands out whole groups.
+A *request* is one sample that needs a score. A *scoring job* is the work of getting one score; requests with the same
+prompt and response may share a job. A *step* holds its requests by group and hands out whole groups. The states of
+requests and jobs are explicit, and a change that is not allowed raises an error. Nothing here uses an event loop.
 """
 
 from __future__ import annotations
@@ -9,15 +10,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import groupby
 from typing import Any, Literal
 
-import numpy as np
-
-from dataflow.batch import Batch
-from dataflow.rewards.decode import Decode
 from dataflow.rewards.failure import FailureRule
 from dataflow.usercode.calls import Call
 
@@ -25,13 +23,13 @@ Step = int | str
 Order = Literal["arrival", "index"]
 
 NOTES = ("queued_s", "held_by", "throttled")
-"""What a request's notes may say."""
+"""Keys that a request's notes may have."""
 _NO_WAIT_S = 0.01
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """What submit returns: the step, its group ids and how many requests it has."""
+    """Identifies submitted requests: the step, its group ids and the number of requests."""
 
     step: Step
     groups: tuple[int, ...]
@@ -39,9 +37,42 @@ class Ticket:
 
     @staticmethod
     def concat(tickets: Sequence[Ticket]) -> Ticket:
-        """Returns the ticket of a step that was submitted in sets."""
+        """Returns one ticket for a step that was submitted in chunks."""
         groups = tuple(group for ticket in tickets for group in ticket.groups)
         return Ticket(tickets[0].step, groups, sum(ticket.requests for ticket in tickets))
+
+
+class RequestState(Enum):
+    """State of a request; ``OPEN`` is the only one that is left, and it is left once."""
+
+    OPEN = "open"
+    SCORED = "scored"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class JobState(Enum):
+    """State of a scoring job; :data:`CHANGES` has the allowed changes."""
+
+    NEW = "new"
+    QUEUED = "queued"
+    RUNNING = "running"
+    HEDGING = "hedging"
+    """A call runs, and a second one is queued."""
+    BACKOFF = "backoff"
+    """Waits on a timer before its next try is queued."""
+    DONE = "done"
+
+
+CHANGES: Mapping[JobState, frozenset[JobState]] = {
+    JobState.NEW: frozenset({JobState.QUEUED, JobState.DONE}),
+    JobState.QUEUED: frozenset({JobState.RUNNING, JobState.DONE}),
+    JobState.RUNNING: frozenset({JobState.HEDGING, JobState.BACKOFF, JobState.DONE}),
+    JobState.HEDGING: frozenset({JobState.RUNNING, JobState.QUEUED, JobState.DONE}),
+    JobState.BACKOFF: frozenset({JobState.QUEUED, JobState.DONE}),
+    JobState.DONE: frozenset(),
+}
+"""The states that each state of a job may change to."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,63 +82,93 @@ class Request:
     step: StepRequests
     group: int
     sample: int
+    state: RequestState = RequestState.OPEN
     score: float = math.nan
     extras: dict[str, Any] = field(default_factory=dict)
     begin: float = 0.0
     end: float = 0.0
     tries: int = 0
-    ended: bool = False
     kept: bool = True
     """False for a sample that no loss may use."""
-    how: str = ""
-    """How it was scored if not by a call of its own: ``ledger``, ``shared``, ``hedged``. Or that it was not:
-    ``failed``, or ``cancelled`` since another of its group had failed."""
+    source: str = ""
+    """Where its score came from, if not from a call of its own: ``ledger``, ``shared`` or ``hedged``."""
     notes: Mapping[str, Any] | None = None
-    """What held it up, see :attr:`Ask.notes`."""
-    ask: Ask | None = None
+    """What delayed it, see :attr:`ScoringJob.notes`."""
+    job: ScoringJob | None = None
+    """The job that it waits for."""
 
     def __str__(self) -> str:
         return f"sample {self.sample} of group {self.group} of step {self.step.key}"
 
+    @property
+    def open(self) -> bool:
+        return self.state is RequestState.OPEN
+
+    @property
+    def how(self) -> str:
+        """How it ended, if not with a score from a call of its own: ``failed``, ``cancelled`` or its source."""
+        return self.state.value if self.state in (RequestState.FAILED, RequestState.CANCELLED) else self.source
+
+    def end_as(self, state: RequestState) -> None:
+        """Ends the request."""
+        assert self.state is RequestState.OPEN, f"{self}: {self.state.value} -> {state.value}"
+        assert state is not RequestState.OPEN, f"{self} stays open"
+        self.state = state
+
 
 @dataclass(eq=False, slots=True)
-class Ask:
-    """The work behind one or several requests; it stands in a line until it may start, at each try anew."""
+class ScoringJob:
+    """The work behind one or several requests. It is queued anew for each try, and for a hedge."""
 
     arguments: dict[str, Any]
     key: bytes | None
-    place: tuple[int, int, int]
+    priority: tuple[int, int, int]
+    """Its position among all queued jobs; the smallest starts first."""
     requests: list[Request]
     endpoint: str = ""
     tokens: int = 0
+    """Estimate of the tokens that a call uses."""
+    state: JobState = JobState.NEW
     begin: float = 0.0
+    """When its first call began, in seconds of ``clock.now()``."""
     deadline: float = math.inf
     """Seconds of the loop's clock."""
     tries: int = 0
     queued_at: float = 0.0
-    """Seconds of ``clock.now()``, like ``begin``."""
+    """When it was submitted, in seconds of ``clock.now()``."""
     held_by: str = ""
-    """What its first call waited for, if it did not start at once: a free ``slot``, or the ``rate`` that is allowed."""
+    """What its first call waited for, if it did not start at once: a free ``slot``, or the ``rate`` limit."""
     throttled: int = 0
-    """How often the service said that it is asked too much."""
+    """How many of its calls the service rejected with a status such as 429."""
     errors: list[str] = field(default_factory=list)
+    """One short text for each failed call."""
     error: BaseException | None = None
     """Of the last call that failed."""
     last_s: float = 0.0
+    """Duration of the last call that failed."""
     live: dict[Call, bool] = field(default_factory=dict)
-    """Running calls; whether each is a hedge."""
+    """Running calls; the value is True for a hedge."""
     timer: asyncio.TimerHandle | None = None
-    queued: bool = False
+    """Ends its backoff, starts its hedge, or ends a queued try at the deadline."""
+
+    def to(self, state: JobState) -> None:
+        """Changes the state."""
+        assert state in CHANGES[self.state], f"scoring job: {self.state.value} -> {state.value}"
+        self.state = state
+
+    @property
+    def queued(self) -> bool:
+        """Whether a call of it is queued."""
+        return self.state is JobState.QUEUED or self.state is JobState.HEDGING
 
     @property
     def wanted(self) -> bool:
-        # Not queued: it has started from a better place than the one where it is looked at.
-        return self.queued and bool(self.requests)
+        """Whether its entry in a queue is still valid; after a start from a better position, the older one is not."""
+        return self.queued
 
     @property
     def notes(self) -> Mapping[str, Any] | None:
-        """What the trace says of why it took long: ``queued_s`` and ``held_by`` (waits under 10 ms are none), and
-        ``throttled``."""
+        """What delayed it, for the trace: ``queued_s`` and ``held_by`` (for waits of 10 ms or more), ``throttled``."""
         queued_s = self.begin - self.queued_at
         if queued_s < _NO_WAIT_S and not self.throttled:
             return None
@@ -115,13 +176,35 @@ class Ask:
         return {**held, "throttled": self.throttled} if self.throttled else held
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Outcome of a job that got its score."""
+
+    score: float
+    extras: dict[str, Any]
+    source: str = ""
+    """See :attr:`Request.source`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Outcome of a job whose last try failed."""
+
+    message: str
+    """What happened and how to fix it."""
+    error: BaseException
+
+
+Outcome = Scored | Failed
+
+
 @dataclass(eq=False, slots=True)
-class Finish:
-    """All samples of a group have their score: the group waits to be post-processed."""
+class GroupJob:
+    """A group whose samples all have their scores, queued for ``post_process_scores``."""
 
     step: StepRequests
     group: int
-    place: tuple[int, int, int]
+    priority: tuple[int, int, int]
     endpoint: str = ""
     tokens: int = 0
 
@@ -132,6 +215,8 @@ class Finish:
 
 @dataclass(eq=False)
 class Waiter:
+    """A pending ``collect``."""
+
     take: int
     order: Order
     future: asyncio.Future[list[int]]
@@ -139,60 +224,61 @@ class Waiter:
 
 @dataclass(eq=False)
 class Rows:
-    """Samples submitted together, of which the first ``ready`` have their asks.
+    """Samples submitted together; jobs exist for the first ``admitted`` of them.
 
     Attributes:
         begin: when they were submitted, in seconds of ``clock.now()``.
     """
 
-    arguments: Arguments
+    arguments: Callable[[int, int], list[dict[str, Any]]]
+    """Returns the keyword arguments of the calls of the rows from begin to end."""
     requests: list[Request]
     begin: float
-    ready: int = 0
+    admitted: int = 0
 
 
 @dataclass(eq=False)
 class StepRequests:
-    """A submitted step. Its groups go from unfinished to arrived to collected, or are lost."""
+    """A submitted step. Each group is unfinished, then arrived, then collected; or it is lost."""
 
     key: Step
     rule: FailureRule
     priority: tuple[int, int]
-    spare: int = 0
-    """Groups beyond those that will be collected, to take the place of lost ones; below 0, too many were lost."""
+    extra_groups: int = 0
+    """Groups beyond those that will be collected, which replace lost ones; below 0, too many were lost."""
     more: bool = False
-    """Whether further groups may be submitted."""
+    """Whether further chunks may be submitted."""
     seen: set[int] = field(default_factory=set)
     """All groups that were submitted."""
     rows: int = 0
-    """All samples that were submitted."""
-    unready: deque[Rows] = field(default_factory=deque)
-    """Those that no ask has been made for."""
+    """Number of samples that were submitted."""
+    unadmitted: deque[Rows] = field(default_factory=deque)
+    """Samples that have no job yet."""
     admitting: bool = False
-    """Whether the next of these are about to be made ready."""
-    in_line: int = 0
-    """Asks that wait for their first call."""
+    """Whether the admission of the next ones is scheduled."""
+    queued_jobs: int = 0
+    """Jobs whose first call has not started."""
     groups: dict[int, list[Request]] = field(default_factory=dict)
     unfinished: dict[int, int] = field(default_factory=dict)
-    """How many samples of a group are still to come."""
+    """Number of open samples by group."""
     arrived: list[int] = field(default_factory=list)
     waiters: deque[Waiter] = field(default_factory=deque)
     open: int = 0
     """Requests that have not ended."""
     ended: list[Request] = field(default_factory=list)
-    """Collected requests: what the metrics of the step are of."""
+    """Collected requests, from which the step's metrics are computed."""
     lost: int = 0
     """Groups that failed and were replaced."""
     replaced: list[Request] = field(default_factory=list)
-    """Requests of these, until the next collect tells of them."""
+    """Requests of these groups that no collect has reported yet."""
     failed: int = 0
-    """Requests that a rule took care of."""
-    story: str = ""
-    """Of the last failure that a rule took care of."""
+    """Requests whose failure the rule handled."""
+    last_failure: str = ""
+    """Message of the last failure that the rule handled."""
     over: bool = False
 
     def add(self, groups: Sequence[int]) -> list[Request]:
-        """Takes a row of each of these group ids, which are new; returns their requests, in that order."""
+        """Adds one request for each of these group ids, which are new; returns them in that order."""
         rows: list[Request] = []
         for group, same in groupby(groups):
             requests = [Request(self, group, sample) for sample, _group in enumerate(same)]
@@ -206,16 +292,26 @@ class StepRequests:
 
     @property
     def left(self) -> int:
-        """Groups to collect, of those submitted so far, that nobody has collected or is waiting for."""
+        """Number of submitted groups that are neither collected nor claimed by a waiter, without extra groups."""
         there = len(self.unfinished) + len(self.arrived)
-        return there - self.spare - sum(waiter.take for waiter in self.waiters if not waiter.future.done())
+        return there - self.extra_groups - sum(waiter.take for waiter in self.waiters if not waiter.future.done())
 
     def waiting(self) -> int:
-        """Returns how many requests no call runs for."""
-        return sum(not r.ended and not (r.ask and r.ask.live) for rows in self.groups.values() for r in rows)
+        """Returns the number of open requests for which no call runs."""
+        return sum(r.open and not (r.job and r.job.live) for rows in self.groups.values() for r in rows)
+
+    def end(self, request: Request, state: RequestState) -> None:
+        """Ends a request of this step."""
+        request.end_as(state)
+        self.open -= 1
+
+    def finish(self, group: int) -> None:
+        """Makes an unfinished group an arrived one."""
+        self.unfinished.pop(group, None)
+        self.arrived.append(group)
 
     def pick(self, take: int, order: Order) -> list[int] | None:
-        """Takes the next groups out, in order of their ids; None while they are not all there."""
+        """Removes the next groups and returns them in order of their ids; None while they are not all there."""
         if order == "index":
             chosen = sorted([*self.unfinished, *self.arrived])[:take]
             if len(chosen) < take or not self.unfinished.keys().isdisjoint(chosen):
@@ -227,128 +323,3 @@ class StepRequests:
         taken = set(chosen)
         self.arrived = [group for group in self.arrived if group not in taken]
         return chosen
-
-
-def latency_summary(latency_s: Sequence[float]) -> dict[str, float]:
-    """Returns p50, p95, p99, max and mean of durations, in seconds; nothing if there are none."""
-    if not len(latency_s):
-        return {}
-    values = np.asarray(latency_s, dtype=np.float64)
-    p50, p95, p99 = np.percentile(values, [50, 95, 99]).tolist()
-    return {"p50": p50, "p95": p95, "p99": p99, "max": float(values.max()), "mean": float(values.mean())}
-
-
-class Arguments:
-    """The keywords of each row's call, verl's names, made as they are needed.
-
-    Args:
-        samples: columns ``data_source``, ``ground_truth`` and ``response_text``, or in place of the last
-            ``responses`` and ``response_mask``, token ids ``[rows, R]``; ``extra_info`` and ``raw_prompt``
-            where there are such.
-        decode: turns token ids into texts.
-        with_ids: adds ``response_ids``, a list of the response's token ids, to ``extra_info``.
-
-    Raises:
-        DataflowError: a column is missing.
-    """
-
-    def __init__(self, samples: Batch, decode: Decode | None, with_ids: bool = False) -> None:
-        self._sources, self._truths = samples["data_source"], samples["ground_truth"]
-        self._decode = decode if "response_text" not in samples else None
-        self._texts = samples["responses" if self._decode else "response_text"]
-        # By name: a column that nobody reads is not copied out of shared memory.
-        names = ("extra_info", "raw_prompt", "response_mask", "responses" if with_ids else "")
-        self._extras, self._prompts, self._mask, self._ids = (samples[n] if n in samples else None for n in names)  # noqa: SIM401
-
-    def rows(self, begin: int, end: int) -> list[dict[str, Any]]:
-        """Returns the keywords of the rows from begin to end."""
-        lengths = None if self._mask is None else _lengths(self._mask[begin:end])
-        texts = self._text(begin, end, lengths)
-        return [
-            self._row(row, text, lengths[row - begin] if lengths else None) for row, text in enumerate(texts, begin)
-        ]
-
-    def _text(self, begin: int, end: int, lengths: list[int] | None) -> list[str]:
-        if self._decode is None:
-            return list(self._texts[begin:end])
-        ids = list(self._texts[begin:end].numpy())
-        return self._decode(ids if lengths is None else [row[:n] for row, n in zip(ids, lengths, strict=True)])
-
-    def _row(self, row: int, text: str, length: int | None) -> dict[str, Any]:
-        extra = dict((None if self._extras is None else self._extras[row]) or {})
-        if self._prompts is not None and self._prompts[row] is not None:
-            extra["raw_prompt"] = self._prompts[row]
-        if length is not None:
-            extra["response_length"] = length
-        if self._ids is not None:
-            extra["response_ids"] = self._ids[row][: extra.get("response_length")].tolist()
-        return {
-            "data_source": self._sources[row],
-            "solution_str": text,
-            "ground_truth": self._truths[row],
-            "extra_info": extra,
-        }
-
-
-def _lengths(mask: Any) -> list[int]:
-    """Returns where each response ends; tokens within it may be masked out of the loss (a tool's)."""
-    backwards = mask.cpu().numpy()[:, ::-1].astype(bool)
-    last = mask.shape[-1] - backwards.argmax(axis=1)
-    return np.where(backwards.any(axis=1), last, 0).tolist()  # type: ignore[no-any-return]
-
-
-def rewards_of(state: StepRequests, chosen: Sequence[int]) -> Batch:
-    """Returns the rewards of finished groups and forgets them."""
-    import torch
-
-    requests = [request for group in chosen for request in state.groups.pop(group)]
-    state.ended += requests
-    replaced, state.replaced = state.replaced, []
-    names = dict.fromkeys(name for request in requests for name in request.extras)
-    columns: dict[str, Any] = {name: [request.extras.get(name) for request in requests] for name in names}
-    columns["score"] = torch.tensor([request.score for request in requests], dtype=torch.float32)
-    if state.rule.drops:
-        columns["kept"] = torch.tensor([request.kept for request in requests])
-    return Batch(
-        [request.group for request in requests],
-        columns,
-        {
-            "latency_s": [request.end - request.begin for request in requests],
-            "records": [record(request) for request in requests],
-            "replaced": [record(request) for request in replaced],
-        },
-    )
-
-
-def record(request: Request) -> dict[str, Any]:
-    """Returns what the trace says of a request: where, when, and what was out of the ordinary."""
-    facts: dict[str, Any] = {
-        "group": request.group,
-        "sample": request.sample,
-        "begin": request.begin,
-        "end": request.end,
-    }
-    if request.tries > 1:
-        facts["tries"] = request.tries
-    if request.how:
-        facts["how"] = request.how
-    if request.notes:
-        facts |= request.notes
-    return facts
-
-
-def step_summary(state: StepRequests) -> dict[str, float]:
-    """Returns the metrics of what was collected of a step so far, by their names without ``reward/``."""
-    requests = state.ended
-    called = [request for request in requests if request.how not in ("ledger", "shared", "cancelled")]
-    hows = [request.how for request in requests]
-    latency = latency_summary([request.end - request.begin for request in called])
-    return {
-        "requested": float(len(requests)),
-        "scored": float(len(requests) - hows.count("failed") - hows.count("cancelled")),
-        "failed": float(hows.count("failed")),
-        "retried": float(sum(max(0, request.tries - 1) for request in called)),
-        "hedged": float(hows.count("hedged")),
-        "cached": float(hows.count("ledger") + hows.count("shared")),
-        **{f"latency_{name}": value for name, value in latency.items()},
-    }

@@ -1,4 +1,4 @@
-"""Retry: how long a try may take, which errors are worth another one, and how long to wait before it."""
+"""Retry: time-outs of a try, which errors are worth another try, and how long to wait before it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dataflow.errors import ConfigError
 from dataflow.usercode.failures import attribute_of, causes_of, is_interrupt, parts_of
 
 THROTTLED = (429, 503, 529)
-"""HTTP statuses by which a server says that it is asked too much."""
+"""HTTP statuses by which a server rejects a request for its rate or load."""
 _ENDLESS_S = 1e9
 _AGAIN = (408, 409, 425, 429)
-# Base classes of what HTTP clients raise when a connection cannot be made, breaks or gives no answer in time; by
-# name, so that none of these packages need be there.
+# Base classes of the errors of HTTP clients for connections that fail, break or time out; by name, so that none of
+# these packages needs to be installed.
 _TRANSPORT = {
     "aiohttp": ("ClientConnectionError", "ClientPayloadError"),
     "http": ("IncompleteRead", "BadStatusLine"),
@@ -44,12 +44,12 @@ class Retry:
     """The tries of one request.
 
     Attributes:
-        tries: at most, the first included.
-        timeout_s: of one try; None for no limit.
-        deadline_s: from the first try's begin to the end of the last, waits included; None for no limit.
+        tries: maximum number, including the first.
+        timeout_s: time limit of one try; None for no limit.
+        deadline_s: time limit from the begin of the first try to the end of the last; None for no limit.
         backoff_s: the wait before the second try is random, up to this; it doubles with each further try.
         max_backoff_s: the longest such wait. A server's Retry-After may be longer, and is obeyed.
-        predicate: the user's word on which errors are worth another try, in place of ours.
+        predicate: the user's decision which errors are worth another try; replaces :func:`is_transient`.
 
     Raises:
         ConfigError: a number out of range.
@@ -80,29 +80,29 @@ class Retry:
         return self.predicate(error) if self.predicate is not None else is_transient(error)
 
     def wait_s(self, tried: int, error: BaseException) -> float:
-        """Returns the seconds to wait after a number of tries, of which the last ended so."""
+        """Returns the seconds to wait after ``tried`` tries, the last of which raised ``error``."""
         if not self.backoff_s:
             return retry_after_s(error)
         state = RetryCallState(Retrying(), None, (), {})
         state.attempt_number = tried
         backoff = wait_random_exponential(multiplier=self.backoff_s, max=self.max_backoff_s)(state)
-        # Behind Retry-After comes the jitter, or all whom the server turned away would be back at the same moment.
+        # Jitter after Retry-After: otherwise all rejected requests would come back at the same moment.
         return retry_after_s(error) + backoff
 
 
 def is_transient(error: BaseException) -> bool:
     """Whether an error may be gone at the next try: a time-out, a broken connection, 429, 5xx.
 
-    An error may say so itself, by a bool attribute ``retry``. One that says nothing counts as the one it was raised
-    from (``__cause__``); what was only being handled meanwhile (``__context__``) does not count. An exception group
-    may be gone if all that it holds may: the others would be raised again.
+    An error decides itself if it has a bool attribute ``retry``. Otherwise the error it was raised from (``__cause__``)
+    is checked too, but not one that was only being handled (``__context__``). An exception group is transient if all
+    its errors are.
 
     >>> is_transient(ConnectionResetError()), is_transient(ValueError())
     (True, False)
     >>> is_transient(ExceptionGroup("", [ConnectionResetError(), ValueError()]))
     False
     """
-    for one in causes_of(error):  # clients wrap what their transport raised in errors of their own
+    for one in causes_of(error):  # clients wrap errors of their transport in their own
         own, status = attribute_of(one, "retry"), status_of(one)
         if isinstance(own, bool):
             return own
@@ -116,7 +116,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def may_pass(status: int) -> bool:
-    """Whether a server that answered so may answer otherwise at the next try."""
+    """Whether a request with this HTTP status may succeed at the next try."""
     return status >= 500 or status in _AGAIN
 
 
@@ -125,17 +125,17 @@ def _is_one(error: BaseException, names: Mapping[str, Sequence[str]]) -> bool:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether there was no answer in time, by our clock or by that of the HTTP client."""
+    """Whether a call timed out, by our clock or the HTTP client's."""
     return all(isinstance(one, TimeoutError) or _is_one(one, _TIME_OUTS) for one in parts_of(error))
 
 
+def is_overload(error: BaseException) -> bool:
+    """Whether the service takes no more load: it rejected the request, or did not answer in time."""
+    return is_timeout(error) or is_throttle(error)
+
+
 def is_throttle(error: BaseException) -> bool:
-    """Whether it says that the service is asked more than it can or will answer."""
-    return is_timeout(error) or is_rejected(error)
-
-
-def is_rejected(error: BaseException) -> bool:
-    """Whether the service answered that it is asked too much, with a status such as 429."""
+    """Whether the service rejected a request for its rate or load, with a status such as 429."""
     return any(status_of(one) in THROTTLED for one in parts_of(error))
 
 
@@ -144,15 +144,17 @@ def status_of(error: BaseException) -> int | None:
     response = attribute_of(error, "response")
     for place, name in ((error, "status"), (error, "status_code"), (response, "status_code"), (response, "status")):
         value = attribute_of(place, name)
-        if isinstance(value, int) and 100 <= (status := int.__index__(value)) <= 599:  # a subclass compares as it likes
+        if (
+            isinstance(value, int) and 100 <= (status := int.__index__(value)) <= 599
+        ):  # a subclass may override comparisons
             return status
-    code = attribute_of(error, "code")  # many other things have one
+    code = attribute_of(error, "code")  # many unrelated errors have a code
     known = isinstance(code, int) and not isinstance(error, SystemExit)
     return status if known and 400 <= (status := int.__index__(code)) <= 599 else None
 
 
 def retry_after_s(error: BaseException) -> float:
-    """Returns how long the server asks to be left alone, in seconds; 0 if it does not."""
+    """Returns the seconds of the server's Retry-After; 0 without one."""
     return max(map(_retry_after_s, parts_of(error)))
 
 
@@ -168,21 +170,21 @@ def _retry_after_s(error: BaseException) -> float:
 
 
 def _seconds(number: float) -> float:
-    """Returns what can be waited: 0 for what is behind us, and for what is no time at all."""
+    """Returns seconds to wait: 0 for a time in the past, or one that is not finite."""
     return float(number) if 0 < number < _ENDLESS_S else 0.0
 
 
 def read_retry_after(headers: Mapping[str, Any]) -> float:
-    """Returns the seconds of a Retry-After header, a number or a date; 0 where there is none that can be read.
+    """Returns the seconds of a Retry-After header, a number or a date; 0 if there is none that can be read.
 
-    A date counts from the header ``Date`` of the same reply, so that a clock of ours that is wrong does no harm.
+    A date counts from the header ``Date`` of the same reply, so that a wrong local clock does no harm.
 
     >>> read_retry_after({"Retry-After": "1.5"})
     1.5
     """
     try:
         text = str(headers.get("Retry-After") or headers.get("retry-after") or "").strip()
-    except BaseException as own:  # the headers of an exception of the user's may be anything
+    except BaseException as own:  # the headers of a user's exception may be anything
         if is_interrupt(own):
             raise
         return 0.0
@@ -191,7 +193,7 @@ def read_retry_after(headers: Mapping[str, Any]) -> float:
     except ValueError:
         sent = _unix(str(headers.get("Date") or headers.get("date") or ""))
         until = _unix(text)
-        # Both dates are of the server's clock; where it does not send its own, ours has to do.
+        # Both dates come from the server's clock; without Date, the local clock is used.
         return 0.0 if until is None else _seconds(until - (time.time() if sent is None else sent))
 
 

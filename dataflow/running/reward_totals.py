@@ -47,7 +47,7 @@ class RewardTotals:
             traces: of the run, and of evaluations outside its clock.
             stats: of the agent, where it can still be asked.
         """
-        from dataflow.rewards.requests import latency_summary
+        from dataflow.rewards.records import latency_summary
 
         sent, marks = 0, []
         for trace in traces:

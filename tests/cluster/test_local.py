@@ -16,7 +16,7 @@ from dataflow.cluster import local as ray_local
 from dataflow.cluster.local import LocalRay
 from dataflow.errors import RunError
 from dataflow.executors.ray import RayExecutor
-from dataflow.rewards.limits.queues import Limits
+from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.shared import start_limits
 from tests.rigs.listening import check, listeners
 

@@ -64,8 +64,8 @@ class Host:
     async def stats(self, saved: bool = False) -> dict[str, Any]:
         """Returns the agent's stats; ``saved`` waits until the ledger has all that was answered by now."""
         if saved:
-            assert self.agent._ledger is not None
-            await asyncio.to_thread(self.agent._ledger.flush)
+            assert self.agent.ledger is not None
+            await asyncio.to_thread(self.agent.ledger.flush)
         return self.agent.stats()
 
     async def close(self) -> None:

@@ -229,7 +229,7 @@ def test_whatever_the_other_methods_raise_is_told(
     raises: Callable[..., Any], where: str, make: Callable[[], BaseException], said: str
 ) -> None:
     async def body() -> None:
-        from dataflow.rewards.limits.queues import Limits
+        from dataflow.rewards.limits.limits import Limits
 
         agent = RewardAgent(Methods(where, raises, make), limits=Limits(tpm=1e6))
         agent.submit(1, samples(1, range(2)))

@@ -61,7 +61,7 @@ async def main():
     collects = [asyncio.create_task(agent.collect(1)) for agent in agents.values()]
     if ENDING == "wait":  # for a signal, which may come within the milliseconds of a commit
         for agent in agents.values():
-            await asyncio.to_thread(agent._ledger.flush)
+            await asyncio.to_thread(agent.ledger.flush)
     print("in flight", flush=True)
     if ENDING == "close":
         await asyncio.gather(*(agent.close() for agent in agents.values()))

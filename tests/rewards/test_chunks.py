@@ -150,7 +150,7 @@ def test_parts_cross_the_borders_of_sets(agent_of: Make) -> None:
         ({}, {"more": True}, "step 1 was submitted before"),
         ({"more": True}, {}, "step 1 was submitted before"),
         ({"more": True}, {"more": True}, "step 1 holds group 1 twice"),
-        ({"more": True}, {"more": True, "spare": -1}, "-1 of which cannot be spare"),
+        ({"more": True}, {"more": True, "spare": -1}, "-1 cannot be extra"),
     ],
 )
 def test_bad_input(agent_of: Make, first: dict[str, Any], second: dict[str, Any], message: str) -> None:

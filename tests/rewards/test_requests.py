@@ -16,25 +16,25 @@ from hypothesis import strategies as st
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError
 from dataflow.rewards.failure import parse_rule
+from dataflow.rewards.jobs import Arguments
+from dataflow.rewards.records import latency_summary, record, rewards_of, step_summary
 from dataflow.rewards.requests import (
-    Arguments,
-    Ask,
-    Finish,
+    CHANGES,
+    GroupJob,
+    JobState,
     Request,
+    RequestState,
+    ScoringJob,
     StepRequests,
     Waiter,
-    latency_summary,
-    record,
-    rewards_of,
-    step_summary,
 )
 
 pytestmark = pytest.mark.timeout(30)
 
 
-def step_of(sizes: list[int], spare: int = 0, rule: str = "fail") -> StepRequests:
+def step_of(sizes: list[int], extra_groups: int = 0, rule: str = "fail") -> StepRequests:
     """A step whose groups are 0, 10, 20, ... and all still to come."""
-    state = StepRequests(7, parse_rule(rule), (0, 7), spare=spare)
+    state = StepRequests(7, parse_rule(rule), (0, 7), extra_groups=extra_groups)
     for i, size in enumerate(sizes):
         state.groups[10 * i] = [Request(state, 10 * i, sample) for sample in range(size)]
     state.unfinished = {group: len(requests) for group, requests in state.groups.items()}
@@ -47,7 +47,8 @@ def arrive(state: StepRequests, *groups: int) -> None:
         del state.unfinished[group]
         state.arrived.append(group)
         for request in state.groups[group]:
-            request.ended, request.score, request.begin, request.end = True, group + request.sample / 10, 1.0, 3.0
+            request.end_as(RequestState.SCORED)
+            request.score, request.begin, request.end = group + request.sample / 10, 1.0, 3.0
 
 
 # --- arguments -----------------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ def test_groups_are_picked_by_their_ids() -> None:
 
 def test_what_is_left_to_collect() -> None:
     async def body() -> None:
-        state = step_of([1] * 5, spare=1)
+        state = step_of([1] * 5, extra_groups=1)
         assert state.left == 4
         arrive(state, 0, 10)
         assert state.left == 4
@@ -189,25 +190,48 @@ def test_who_waits_is_who_has_no_call() -> None:
     state = step_of([3])
     first, second, _third = state.groups[0]
     assert state.waiting() == 3
-    first.ask = Ask({}, None, (0, 7, 1), [first])
+    first.job = ScoringJob({}, None, (0, 7, 1), [first])
     assert state.waiting() == 3
-    first.ask.live = {object(): False}  # type: ignore[dict-item]
-    second.ended = True
+    first.job.live = {object(): False}  # type: ignore[dict-item]
+    second.end_as(RequestState.SCORED)
     assert state.waiting() == 1
 
 
-def test_an_ask_is_wanted_as_long_as_a_request_is_behind_it_and_a_group_until_it_is_whole() -> None:
+def test_a_job_is_wanted_while_it_is_queued_and_a_group_until_it_has_arrived() -> None:
     state = step_of([1, 1])
-    ask = Ask({}, None, (0, 7, 1), list(state.groups[0]))
-    assert not ask.wanted, "it stands in no line"
-    ask.queued = True
-    assert ask.wanted
-    ask.requests.clear()
-    assert not ask.wanted
-    finish = Finish(state, 10, (0, 7, 0))
-    assert finish.wanted
+    job = ScoringJob({}, None, (0, 7, 1), list(state.groups[0]))
+    wanted = {}
+    for to in (JobState.QUEUED, JobState.RUNNING, JobState.HEDGING, JobState.QUEUED, JobState.DONE):
+        job.to(to)
+        wanted[to] = job.wanted
+    assert [to for to, was in wanted.items() if was] == [JobState.QUEUED, JobState.HEDGING]
+    group = GroupJob(state, 10, (0, 7, 0))
+    assert group.wanted
     arrive(state, 10)
-    assert not finish.wanted
+    assert not group.wanted
+
+
+@pytest.mark.parametrize("to", JobState)
+@pytest.mark.parametrize("state", JobState)
+def test_a_job_makes_only_the_changes_that_are_allowed(state: JobState, to: JobState) -> None:
+    job = ScoringJob({}, None, (0, 7, 1), [], state=state)
+    if to in CHANGES[state]:
+        job.to(to)
+        assert job.state is to
+    else:
+        with pytest.raises(AssertionError, match=f"{state.value} -> {to.value}"):
+            job.to(to)
+        assert job.state is state
+
+
+def test_a_request_ends_once() -> None:
+    request = step_of([1]).groups[0][0]
+    with pytest.raises(AssertionError, match="stays open"):
+        request.end_as(RequestState.OPEN)
+    request.end_as(RequestState.FAILED)
+    assert (request.open, request.how) == (False, "failed")
+    with pytest.raises(AssertionError, match="failed -> scored"):
+        request.end_as(RequestState.SCORED)
 
 
 def test_a_request_names_itself() -> None:
@@ -258,7 +282,7 @@ def test_what_is_kept_is_told_where_anything_may_be_left_out(rule: str) -> None:
 def test_a_record_says_what_was_out_of_the_ordinary_and_no_more() -> None:
     request = Request(step_of([1]), 3, 1, begin=1.0, end=2.5, tries=1)
     assert record(request) == {"group": 3, "sample": 1, "begin": 1.0, "end": 2.5}
-    request.tries, request.how = 3, "hedged"
+    request.tries, request.source = 3, "hedged"
     assert record(request) == {"group": 3, "sample": 1, "begin": 1.0, "end": 2.5, "tries": 3, "how": "hedged"}
 
 
@@ -266,7 +290,9 @@ def test_the_summary_of_a_step_counts_each_request_once() -> None:
     state = step_of([7])
     hows = ["", "", "hedged", "failed", "ledger", "shared", "cancelled"]
     for i, (request, how) in enumerate(zip(state.groups[0], hows, strict=True)):
-        request.how, request.begin, request.end, request.tries = how, 10.0, 10.0 + i, 1 + 2 * (i == 1)
+        request.end_as(RequestState(how) if how in ("failed", "cancelled") else RequestState.SCORED)
+        request.source = "" if how in ("failed", "cancelled") else how
+        request.begin, request.end, request.tries = 10.0, 10.0 + i, 1 + 2 * (i == 1)
     arrive_at = state.groups.pop(0)
     state.ended = arrive_at
     summary = step_summary(state)
@@ -285,7 +311,7 @@ def test_a_step_of_which_nothing_was_called_has_no_latency() -> None:
     state = step_of([2])
     state.ended = state.groups.pop(0)
     for request in state.ended:
-        request.how = "ledger"
+        request.source = "ledger"
     assert step_summary(state) == {"requested": 2, "scored": 2, "failed": 0, "retried": 0, "hedged": 0, "cached": 2}
 
 

@@ -26,6 +26,7 @@ from yarl import URL
 from dataflow.errors import ConfigError
 from dataflow.rewards.retry import (
     Retry,
+    is_overload,
     is_throttle,
     is_timeout,
     is_transient,
@@ -206,7 +207,7 @@ def named(error: BaseException) -> str:
 @pytest.mark.parametrize("error", TRANSPORT, ids=named)
 def test_a_broken_connection_may_be_whole_at_the_next_try(error: BaseException) -> None:
     assert is_transient(error)
-    assert not is_throttle(error)
+    assert not is_overload(error)
     assert status_of(error) is None
 
 
@@ -214,13 +215,13 @@ def test_a_broken_connection_may_be_whole_at_the_next_try(error: BaseException) 
 def test_a_time_out_is_worth_another_try_and_a_sign_of_too_much(error: BaseException) -> None:
     assert is_transient(error)
     assert is_timeout(error)
-    assert is_throttle(error)
+    assert is_overload(error)
 
 
 @pytest.mark.parametrize("error", FINAL, ids=named)
 def test_what_will_not_change_is_not_tried_again(error: BaseException) -> None:
     assert not is_transient(error)
-    assert not is_throttle(error)
+    assert not is_overload(error)
 
 
 def test_subclasses_of_a_users_own_count_like_their_base() -> None:

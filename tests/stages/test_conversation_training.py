@@ -14,7 +14,7 @@ from dataflow.batch import Batch
 from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
 from dataflow.engines.base import Sampling
 from dataflow.graph import TaskInfo
-from dataflow.rewards.requests import Arguments
+from dataflow.rewards.jobs import Arguments
 from dataflow.stages.advantage import advantage
 from dataflow.stages.conversation import conversation
 from dataflow.tools import Toolbox

@@ -126,21 +126,21 @@ def test_one_flight_that_is_turned_away_cuts_an_adaptive_limit_once(jump: Callab
     """Calls that began before the cut say nothing new, wherever the system's clock stands when they end."""
 
     class Item:
-        place, endpoint, tokens, wanted = (0, 1, 1), "", 0, True
+        priority, endpoint, tokens, wanted = (0, 1, 1), "", 0, True
 
     async def body() -> float:
         started: list[Any] = []
-        limiter = Limiter(Limits(concurrency=10, adaptive=True), lambda _item, line: started.append(line))
+        limiter = Limiter(Limits(concurrency=10, adaptive=True), lambda _item, queue: started.append(queue))
         for _ in range(10):
             limiter.push(Item())
         limiter.fill()
         begun = clock.now()
         jump()
-        for line in started:
-            limiter.release(line, begun, throttled=True)
+        for queue in started:
+            limiter.release(queue, begun, overloaded=True)
         changes = limiter.changes()
         assert [at for at, _endpoint, _limit in changes] == sorted(at for at, _endpoint, _limit in changes)
-        return limiter.lines[""].limit
+        return limiter.queues[""].limit
 
     assert asyncio.run(body()) == pytest.approx(7.0)
 

@@ -1,89 +1,29 @@
-"""Limits: how many calls may be in flight, and how many requests and tokens may go out a minute.
+"""Limits: how many calls may be in flight, and how many requests and tokens may be sent a minute.
 
-Whatever waits stands in the line of its endpoint, the oldest step first. A slot that falls free goes to the oldest
-of all lines that may go on. Nothing here polls: a line is looked at when something in it, or its limit, changed.
+Each endpoint has a queue in order of priority, the oldest step first. A free slot goes to the item with the best
+priority of all queues that may start one. Nothing polls: queues are checked when an item or a limit changes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from dataflow.errors import ConfigError, nearest
+from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.rates import Rates
 from dataflow.system import clock
 
 BACK_OFF = 0.7
-"""An adaptive limit is multiplied by this when the service is asked too much."""
+"""Factor of an adaptive limit when the service is overloaded."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What may be asked of a service.
+class Queued(Protocol):
+    """An item of a queue. One with a smaller priority starts first; one that is not ``wanted`` any more is skipped."""
 
-    Attributes:
-        concurrency: calls in flight; the ceiling of an adaptive limit.
-        rpm: requests that may begin in any 60 seconds; None for no limit.
-        tpm: tokens that may be sent for in any 60 seconds; needs a reward object with ``tokens``, or replies
-            with a column ``tokens``. None for no limit.
-        adaptive: lower the limit on 429 and time-outs, and raise it again by one for each round that goes well.
-        floor: where an adaptive limit stops to fall.
-        endpoints: limits of single endpoints of a reward object with ``endpoint``, within those of the whole.
-
-    Raises:
-        ConfigError: a number out of range.
-    """
-
-    concurrency: int = 64
-    rpm: float | None = None
-    tpm: float | None = None
-    adaptive: bool = False
-    floor: int = 1
-    endpoints: Mapping[str, Limits] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise ConfigError(f"reward.concurrency={self.concurrency}; give 1 or more.")
-        for name in ("rpm", "tpm"):
-            rate = getattr(self, name)
-            if rate is not None and not 0 < rate < math.inf:
-                raise ConfigError(f"reward.{name}={rate}; give a number above 0, or null.")
-        if not 1 <= self.floor <= self.concurrency:
-            raise ConfigError(f"reward.floor={self.floor}; give 1 to reward.concurrency={self.concurrency}.")
-
-
-def check_endpoints(reward: Any, limits: Limits) -> None:
-    """Sees to it that limits of endpoints are for endpoints that the reward object sends to.
-
-    Args:
-        reward: says by its method ``endpoint`` where a request goes, and may list all names in ``endpoints``.
-        limits: of which each endpoint's would else limit nothing.
-
-    Raises:
-        ConfigError: it does not say, or has no such endpoint.
-    """
-    if limits.endpoints and not callable(getattr(reward, "endpoint", None)):
-        first = next(iter(limits.endpoints))
-        fix = "give it a method endpoint(**arguments), or limit all calls (reward.concurrency, reward.rpm, reward.tpm)"
-        raise ConfigError(f"reward.endpoints={{{first}: ...}}: the reward does not say which endpoint it calls; {fix}.")
-    known = getattr(reward, "endpoints", None)
-    if not isinstance(known, list | tuple):
-        return
-    for name in limits.endpoints:
-        if name not in known:
-            hint = nearest(name, known) or f"; there are {', '.join(map(str, known))}."
-            raise ConfigError(f"reward.endpoints={{{name}: ...}}: the reward calls no such endpoint{hint}")
-
-
-class Waiting(Protocol):
-    """What stands in a line: its place (the smallest goes first), and whether it is still wanted."""
-
-    place: tuple[int, int, int]
+    priority: tuple[int, int, int]
     endpoint: str
     tokens: int
 
@@ -91,34 +31,120 @@ class Waiting(Protocol):
     def wanted(self) -> bool: ...
 
 
-class Permits(Protocol):
-    """An endpoint's limits that several agents share: requests wait for it in a line of its making."""
+class EndpointQueue(Protocol):
+    """Items that wait for one endpoint, and the calls in flight there.
 
-    def line(self, limits: Limits, changed: Callable[[], None], on_bug: Callable[[Exception], None]) -> Line:
-        """Returns the line; ``on_bug`` is told when those who wait there would wait in vain."""
-        ...
+    Attributes:
+        name: of the endpoint; empty for that of all items without one.
+        limit: current limit of calls in flight; a float, since it grows by fractions.
+        running: calls in flight.
+        waited_s: seconds that items at the head waited for a rate limit.
+        overloads: calls that ended since the service was overloaded.
+    """
+
+    name: str
+    limit: float
+    running: int
+    waited_s: float
+    overloads: int
+
+    def push(self, item: Queued) -> None:
+        """Adds an item."""
+
+    def ready(self) -> Queued | None:
+        """Returns the item that may start now, if any."""
+
+    def pop(self) -> None:
+        """Removes the item that :meth:`ready` returned, and counts it as running."""
+
+    def end(self, begun: float, overloaded: bool, extra_tokens: int, error: BaseException | None) -> None:
+        """Counts a call as ended.
+
+        Args:
+            begun: when it began, in seconds of ``clock.now()``.
+            overloaded: whether it ended since the service was overloaded.
+            extra_tokens: tokens it used beyond its estimate.
+            error: its error, if it failed.
+        """
+
+    def pause(self, seconds: float) -> None:
+        """Starts nothing for a while, as the server asked."""
+
+    def refresh(self) -> None:
+        """Called when items or slots elsewhere have changed."""
+
+    def waiting(self) -> int:
+        """Returns the number of queued items that are wanted."""
+
+    def take_changes(self) -> list[tuple[float, int]]:
+        """Returns (seconds of ``clock.now()``, limit) of each change since the last call."""
+
+    def close(self) -> None:
+        """Releases timers, tasks and connections."""
+
+
+QueueFactory = Callable[[str, Limits, Callable[[], None], Callable[[Exception], None]], EndpointQueue]
+"""Makes the queue of an endpoint, from its name, its limits, and two callbacks: ``on_change`` when an item may have
+become ready, ``on_bug`` when queued items can no longer start."""
+
+
+class Pause:
+    """A time in which a queue starts nothing.
+
+    Args:
+        on_end: called at its end.
+    """
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def active(self) -> bool:
+        return self._timer is not None
+
+    def extend(self, seconds: float) -> None:
+        """Pauses for some seconds from now on, unless it lasts longer already."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        if self._timer is not None:
+            if self._timer.when() >= until:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(until, self._end)
+
+    def _end(self) -> None:
+        self._timer = None
+        self._on_end()
+
+    def cancel(self) -> None:
+        """Ends it without calling ``on_end``."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def _rates(limits: Limits) -> tuple[Rates, ...]:
     return () if limits.rpm is None and limits.tpm is None else (Rates(limits.rpm, limits.tpm),)
 
 
-class Line:
-    """One endpoint: those who wait for it, and how many may be in flight there.
+class LocalQueue:
+    """The queue of an endpoint whose limits belong to one agent; an :class:`EndpointQueue`.
 
-    Attributes:
-        limit: calls in flight, now; a float, since it rises by fractions.
-        running: calls in flight.
-        waited_s: how long requests at its head waited for their permit.
-        changes: (seconds of ``clock.now()``, limit) since they were last taken out.
+    Args:
+        name: of the endpoint.
+        limits: of the endpoint.
+        rates: rates that its calls must keep to; other queues may share them.
+        on_change: called when an item may have become ready.
+        on_bug: called with an error after which queued items would wait for ever.
     """
 
     def __init__(
         self,
         name: str,
         limits: Limits,
-        permits: Sequence[Rates],
-        changed: Callable[[], None],
+        rates: Sequence[Rates],
+        on_change: Callable[[], None],
         on_bug: Callable[[Exception], None],
     ) -> None:
         self.name = name
@@ -126,164 +152,149 @@ class Line:
         self.limit = float(limits.concurrency)
         self.running = 0
         self.waited_s = 0.0
-        self.throttled = 0
-        self.changes: list[tuple[float, int]] = []
-        self._heap: list[tuple[int, int, int, int, Waiting]] = []
+        self.overloads = 0
+        self._changes: list[tuple[float, int]] = []
+        self._heap: list[tuple[int, int, int, int, Queued]] = []
         self._sequence = 0
-        self._changed = changed
-        self._cut_at = 0.0
-        self._paused: asyncio.TimerHandle | None = None
-        self._permits = permits
-        self._permit: int | None = None  # the tokens it is for
-        self._wake = asyncio.Event()
+        self._on_change = on_change
         self._on_bug = on_bug
-        self._pump = asyncio.get_running_loop().create_task(self._take()) if permits else None
+        self._cut_at = 0.0
+        self._pause = Pause(self._resume)
+        self._rates = rates
+        self._permit: int | None = None
+        """Tokens of the held permit to begin one request."""
+        self._wake = asyncio.Event()
+        self._permits_task = asyncio.get_running_loop().create_task(self._acquire_permits()) if rates else None
 
-    def push(self, item: Waiting) -> None:
+    def push(self, item: Queued) -> None:
         self._sequence += 1
-        heapq.heappush(self._heap, (*item.place, self._sequence, item))
+        heapq.heappush(self._heap, (*item.priority, self._sequence, item))
         self._wake.set()
 
-    def head(self) -> Waiting | None:
-        """Returns who is next, whether it may start or not."""
+    def _head(self) -> Queued | None:
+        """Returns the wanted item with the best priority, whether it may start or not."""
         heap = self._heap
         while heap and not heap[0][-1].wanted:
             heapq.heappop(heap)
         return heap[0][-1] if heap else None
 
-    def ready(self) -> Waiting | None:
-        """Returns who may start now."""
-        if self._paused is not None or self.running >= int(self.limit):
+    def ready(self) -> Queued | None:
+        if self._pause.active or self.running >= int(self.limit):
             return None
-        head = self.head()
-        if self._permits and head is not None and not self._permitted(head):
+        head = self._head()
+        if self._rates and head is not None and not self._permit_covers(head):
             return None
         return head
 
-    def _permitted(self, head: Waiting) -> bool:
-        """Whether the permit at hand is for it: one that came later may stand before the one it was fetched for."""
+    def _permit_covers(self, head: Queued) -> bool:
+        """True if the held permit covers ``head``, which may have overtaken the item it was acquired for."""
         if self._permit is not None and head.tokens > self._permit:
-            self._drop()
+            self._drop_permit()
             self._wake.set()
         return self._permit is not None
 
     def pop(self) -> None:
-        """The head starts."""
         item = heapq.heappop(self._heap)[-1]
         self.running += 1
-        if self._permits:
+        if self._rates:
             self._permit = None
-            for permits in self._permits:
-                permits.begin(item.tokens)
+            for rates in self._rates:
+                rates.begin(item.tokens)
             self._wake.set()
 
     def waiting(self) -> int:
         return sum(entry[-1].wanted for entry in self._heap)
 
+    def take_changes(self) -> list[tuple[float, int]]:
+        changes, self._changes = self._changes, []
+        return changes
+
     def pause(self, seconds: float) -> None:
-        """Starts nothing for a while, as the server asked."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        if self._paused is not None:
-            if self._paused.when() >= until:
-                return
-            self._paused.cancel()
-        self._paused = loop.call_at(until, self._go_on)
-        self.woken()
+        self._pause.extend(seconds)
+        self.refresh()
 
-    def _go_on(self) -> None:
-        self._paused = None
+    def _resume(self) -> None:
         self._wake.set()
-        self._changed()
+        self._on_change()
 
-    def ended(self, begun: float, throttled: bool, extra_tokens: int, error: BaseException | None) -> None:
-        """A call has ended.
-
-        Args:
-            begun: when, in seconds of ``clock.now()``.
-            throttled: whether it ended because the service is asked too much.
-            extra_tokens: tokens it used beyond its estimate.
-            error: what it ended with.
-        """
+    def end(self, begun: float, overloaded: bool, extra_tokens: int, error: BaseException | None) -> None:
         saturated = self.running + 1 > int(self.limit)
         self.running -= 1
-        self.throttled += throttled
-        for permits in self._permits:
-            permits.give(extra_tokens, clock.now() - begun)
+        self.overloads += overloaded
+        for rates in self._rates:
+            rates.correct(extra_tokens, clock.now() - begun)
         if self.limits.adaptive:
-            self._adapt(begun, throttled, saturated and error is None)
+            self._adapt(begun, overloaded, saturated and error is None)
 
-    def _adapt(self, begun: float, throttled: bool, well: bool) -> None:
+    def _adapt(self, begun: float, overloaded: bool, well: bool) -> None:
         before = int(self.limit)
-        if throttled:
-            # A whole flight that is turned away is one piece of news: only calls begun since the cut tell more.
+        if overloaded:
+            # Calls that were in flight together count once: after a cut only calls begun since then cut again.
             if begun >= self._cut_at:
                 self.limit = max(float(self.limits.floor), self.limit * BACK_OFF)
                 self._cut_at = clock.now()
         elif well:
             self.limit = min(float(self.limits.concurrency), self.limit + 1 / self.limit)
         if int(self.limit) != before:
-            self.changes.append((clock.now(), int(self.limit)))
+            self._changes.append((clock.now(), int(self.limit)))
 
-    async def _take(self) -> None:
-        """Keeps one permit at hand while anyone waits."""
+    async def _acquire_permits(self) -> None:
+        """Holds one permit of the rates while an item could start with it."""
         try:
-            await self._take_on()
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                if self._permit is None and self._may_start():
+                    await self._acquire_permit()
         except Exception as error:
             self._on_bug(error)
 
-    async def _take_on(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            if self._permit is not None or not self._may_start():
-                continue
-            begin, tokens = time.perf_counter(), self._heap[0][-1].tokens
-            for permits in self._permits:
-                await permits.take(tokens)
-            self.waited_s += time.perf_counter() - begin
-            self._permit = tokens
-            self.woken()
-            self._changed()
+    async def _acquire_permit(self) -> None:
+        begin, tokens = time.perf_counter(), self._heap[0][-1].tokens
+        for rates in self._rates:
+            await rates.acquire(tokens)
+        self.waited_s += time.perf_counter() - begin
+        self._permit = tokens
+        self.refresh()
+        self._on_change()
 
     def _may_start(self) -> bool:
-        """Whether one could start here if it had a permit, and a slot of the whole."""
-        return self._paused is None and self.running < int(self.limit) and self.head() is not None
+        """Whether an item could start here with a permit and a slot of the agent."""
+        return not self._pause.active and self.running < int(self.limit) and self._head() is not None
 
-    def _drop(self) -> None:
+    def _drop_permit(self) -> None:
         self._permit = None
-        for permits in self._permits:
-            permits.drop()
+        for rates in self._rates:
+            rates.drop()
 
-    def woken(self) -> None:
-        """Something has changed: a permit that cannot be used is left to other lines, or the next one fetched."""
+    def refresh(self) -> None:
+        """Leaves a permit that cannot be used to other queues, or has the next one acquired."""
         if self._permit is not None and not self._may_start():
-            self._drop()
-        elif self._permits:
+            self._drop_permit()
+        elif self._rates:
             self._wake.set()
 
     def close(self) -> None:
-        if self._pump is not None:
-            self._pump.cancel()
-        if self._paused is not None:
-            self._paused.cancel()
+        if self._permits_task is not None:
+            self._permits_task.cancel()
+        self._pause.cancel()
 
 
 class Limiter:
-    """All lines of an agent.
+    """Grants the slots of an agent to the items of its queues.
 
     Args:
-        limits: of the whole, and of single endpoints.
-        start: called with what may start and its line; the slot is taken.
-        shared: permits that several agents share, by endpoint; None where the agent is alone.
-        on_bug: told of an error that would leave whoever waits in a line waiting for ever.
+        limits: of all calls and of single endpoints.
+        start: called with an item and its queue, when its slot is taken.
+        shared: makes queues whose limits several agents share; None for an agent with limits of its own.
+        on_bug: called with an error after which queued items would wait for ever.
     """
 
     def __init__(
         self,
         limits: Limits,
-        start: Callable[[Any, Line], None],
-        shared: Callable[[str], Permits] | None = None,
+        start: Callable[[Any, EndpointQueue], None],
+        shared: QueueFactory | None = None,
         on_bug: Callable[[Exception], None] | None = None,
     ) -> None:
         self.limits = limits
@@ -291,48 +302,53 @@ class Limiter:
         self._filling = False
         self.running = 0
         self.peak = 0
-        self.lines: dict[str, Line] = {}
-        self._on_bug = tell = on_bug or _raise
-        whole = _rates(limits)
+        self.queues: dict[str, EndpointQueue] = {}
+        self._on_bug = report = on_bug or _raise
+        common = _rates(limits)
         for name, own in {"": limits, **limits.endpoints}.items():
             if shared is not None:
-                self.lines[name] = shared(name).line(own, self.fill, tell)
+                self.queues[name] = shared(name, own, self.fill, report)
             else:
-                self.lines[name] = Line(name, own, whole if own is limits else _rates(own) + whole, self.fill, tell)
-        self._all = list(self.lines.values())
-        self._here: Line | None = None
+                rates = common if own is limits else _rates(own) + common
+                self.queues[name] = LocalQueue(name, own, rates, self.fill, report)
+        self._all = list(self.queues.values())
+        self._local: LocalQueue | None = None
 
-    def push(self, item: Waiting) -> None:
-        """Puts it in line; ``fill`` starts it."""
-        self.lines.get(item.endpoint, self.lines[""]).push(item)
+    def queue_of(self, endpoint: str) -> EndpointQueue:
+        """Returns the queue of an endpoint; those without limits of their own share one."""
+        return self.queues.get(endpoint, self.queues[""])
 
-    def push_here(self, item: Waiting) -> None:
-        """Puts in line what takes a slot, but asks no service: no rate, pause or lowered limit is for it."""
-        if self._here is None:
-            self._here = Line("", Limits(self.limits.concurrency), (), self.fill, self._on_bug)
-            self._all.append(self._here)
-        self._here.push(item)
+    def push(self, item: Queued) -> None:
+        """Queues an item; :meth:`fill` starts it."""
+        self.queue_of(item.endpoint).push(item)
+
+    def push_local(self, item: Queued) -> None:
+        """Queues an item that needs a slot but no service: rates, pauses and lowered limits do not apply to it."""
+        if self._local is None:
+            self._local = LocalQueue("", Limits(self.limits.concurrency), (), self.fill, self._on_bug)
+            self._all.append(self._local)
+        self._local.push(item)
 
     def fill(self) -> None:
-        """Starts the oldest that may start, while there are free slots."""
+        """Starts the items with the best priority that may start, while there are free slots."""
         if self._filling:
             return  # a start that ends at once comes back here
         self._filling = True
         try:
             while self.running < self.limits.concurrency:
-                best: tuple[tuple[int, int, int], Line, Waiting] | None = None
-                for line in self._all:
-                    item = line.ready()
-                    if item is not None and (best is None or item.place < best[0]):
-                        best = item.place, line, item
+                best: tuple[tuple[int, int, int], EndpointQueue, Queued] | None = None
+                for queue in self._all:
+                    item = queue.ready()
+                    if item is not None and (best is None or item.priority < best[0]):
+                        best = item.priority, queue, item
                 if best is None:
                     return
-                _place, line, item = best
-                line.pop()
+                _priority, queue, item = best
+                queue.pop()
                 self.running += 1
                 self.peak = max(self.peak, self.running)
                 try:
-                    self._start(item, line)
+                    self._start(item, queue)
                 except Exception as error:
                     self._on_bug(error)
         finally:
@@ -340,36 +356,35 @@ class Limiter:
 
     def release(
         self,
-        line: Line,
+        queue: EndpointQueue,
         begun: float,
-        throttled: bool = False,
+        overloaded: bool = False,
         extra_tokens: int = 0,
         error: BaseException | None = None,
     ) -> None:
-        """A call has ended: its slot is free."""
+        """Frees the slot of a call that has ended; see :meth:`EndpointQueue.end`."""
         self.running -= 1
-        line.ended(begun, throttled, extra_tokens, error)
-        for other in self.lines.values():
-            other.woken()
+        queue.end(begun, overloaded, extra_tokens, error)
+        for other in self.queues.values():
+            other.refresh()
         self.fill()
 
-    def full(self, line: Line) -> bool:
-        """Whether all slots are taken: whoever took the last one had waited for it, others for their rate."""
-        return self.running >= self.limits.concurrency or line.running >= int(line.limit)
+    def full(self, queue: EndpointQueue) -> bool:
+        """Whether all slots are taken, so that the item which took the last one had waited for it."""
+        return self.running >= self.limits.concurrency or queue.running >= int(queue.limit)
 
     def waiting(self) -> int:
-        return sum(line.waiting() for line in self._all)
+        """Returns the number of queued items that are wanted."""
+        return sum(queue.waiting() for queue in self._all)
 
     def changes(self) -> list[tuple[float, str, int]]:
-        """Returns each change of a limit since the last call: seconds of ``clock.now()``, endpoint, limit."""
-        found = [(at, line.name, limit) for line in self.lines.values() for at, limit in line.changes]
-        for line in self.lines.values():
-            line.changes = []
-        return sorted(found)
+        """Returns (seconds of ``clock.now()``, endpoint, limit) of each change of a limit since the last call."""
+        return sorted((at, name, limit) for name, queue in self.queues.items() for at, limit in queue.take_changes())
 
     def close(self) -> None:
-        for line in self.lines.values():
-            line.close()
+        """Closes all queues."""
+        for queue in self.queues.values():
+            queue.close()
 
 
 def _raise(error: Exception) -> None:

@@ -1,7 +1,7 @@
-"""Rates: how many requests and tokens may go out a minute.
+"""Rates: how many requests and tokens may be sent a minute.
 
-A leaky bucket sees to it that they go out evenly, a count of the last minute that no 60 seconds hold more than they
-may, however they are cut. What is known only afterwards, the tokens that a call used, is settled in both.
+A leaky bucket spaces them evenly, and a sliding window keeps any 60 seconds within the limit. The tokens that a call
+really used are known only at its end, and corrected in both.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from bisect import bisect_right, insort
 from aiolimiter import AsyncLimiter
 
 _REQUEST_BURST_S, _TOKEN_BURST_S = 1.0, 5.0
-"""Seconds' worth that may go out at once. A request has many tokens, so a second's worth may not be enough for one."""
+"""Burst, in seconds of the rate. Larger for tokens, since one request may use more than a second's worth."""
 
 
 class Rates:
-    """Requests and tokens a minute.
+    """Permits for requests and tokens a minute.
 
-    Several lines may share them. They take turns: a permit is one line's until its request begins, or it is dropped;
-    so none has to let others by for ever, and no permits pile up that would all be used at once.
+    Queues that share them take turns: a permit is held by one queue until its request begins or the permit is dropped.
+    So no queue starves, and no permits accumulate that would all be used at once.
 
     Args:
         rpm: requests that may begin in 60 seconds; None for no limit.
-        tpm: tokens that they may use.
+        tpm: tokens that may be used in 60 seconds; None for no limit.
     """
 
     def __init__(self, rpm: float | None, tpm: float | None) -> None:
@@ -32,8 +32,8 @@ class Rates:
         self._tokens = None if tpm is None else Meter(tpm, _TOKEN_BURST_S)
         self._turn = asyncio.Lock()
 
-    async def take(self, tokens: int) -> None:
-        """Waits until one request may begin; :meth:`begin` or :meth:`drop` must follow."""
+    async def acquire(self, tokens: int) -> None:
+        """Waits for a permit to begin one request; :meth:`begin` or :meth:`drop` must follow."""
         await self._turn.acquire()
         if self._requests is not None:
             await self._requests.wait(1)
@@ -41,7 +41,7 @@ class Rates:
             await self._tokens.wait(tokens)
 
     def begin(self, tokens: int) -> None:
-        """One begins, with no more tokens than were waited for."""
+        """Uses the permit, for no more tokens than it was acquired for."""
         if self._requests is not None:
             self._requests.begin(1)
         if self._tokens is not None:
@@ -49,24 +49,30 @@ class Rates:
         self._turn.release()
 
     def drop(self) -> None:
-        """None begins."""
+        """Gives the permit back unused."""
         for meter in (self._requests, self._tokens):
             if meter is not None:
                 meter.drop()
         self._turn.release()
 
-    def give(self, tokens: int, age_s: float) -> None:
-        """One that began so many seconds ago has ended; ``tokens`` are those it used beyond what it began with."""
+    def correct(self, tokens: int, age_s: float) -> None:
+        """Corrects the tokens of a call that has ended.
+
+        Args:
+            tokens: tokens it used beyond its estimate; negative if it used fewer.
+            age_s: seconds since it began.
+        """
         if self._tokens is not None and tokens:
             self._tokens.correct(tokens, age_s)
 
 
 class Meter:
-    """Lets so much begin in any 60 seconds; who waits for it must not be joined before it has begun or dropped.
+    """Limits the amount that begins in any 60 seconds, for one caller at a time.
 
     Args:
-        most: in 60 seconds. What is larger begins when nothing else counts, and counts for as many minutes itself.
-        burst_s: seconds' worth that may begin at once.
+        most: amount in 60 seconds. A larger amount begins when nothing else is counted, and is then counted for a
+            proportionally longer time.
+        burst_s: amount that may begin at once, in seconds of the rate.
     """
 
     def __init__(self, most: float, burst_s: float) -> None:
@@ -75,12 +81,12 @@ class Meter:
         self._paid = self._owed = 0.0
         self._most = most
         self._begun: list[tuple[float, float]] = []
-        """Sorted (the loop's time from which it counts no more, amount)."""
+        """Sorted (time of the loop until which it counts, amount)."""
         self._sum = 0.0
         self._freed = asyncio.Event()
 
     async def wait(self, amount: float) -> None:
-        """Waits until so much more may begin."""
+        """Waits until this amount may begin; :meth:`begin` or :meth:`drop` must follow."""
         owed, self._paid = amount + self._owed, amount
         self._owed = min(owed, 0.0)
         while owed > 0:
@@ -100,12 +106,12 @@ class Meter:
         return not self._begun or self._sum + amount <= self._most
 
     def begin(self, amount: float) -> None:
-        """So much begins now."""
+        """Counts an amount that begins now."""
         self._owed += amount - self._paid
         self._count(amount, 0.0)
 
     def drop(self) -> None:
-        """What was waited for does not begin."""
+        """Gives back the amount that was waited for."""
         self._owed -= self._paid
 
     def _count(self, amount: float, age_s: float) -> None:
@@ -114,13 +120,13 @@ class Meter:
         self._sum += amount
 
     def correct(self, more: float, age_s: float) -> None:
-        """What began so many seconds ago was more than was said, or less."""
+        """Corrects the amount that began ``age_s`` seconds ago by ``more``, which may be negative."""
         self._owed += more
         if more > 0:
             self._count(more, age_s)
             return
         own = bisect_right(self._begun, (asyncio.get_running_loop().time() - age_s + 60, math.inf))
-        # What is not found there is taken from older ones, which count no longer than it.
+        # The rest is taken from older amounts, which stop counting earlier.
         while more < 0 and own:
             own -= 1
             until, amount = self._begun[own]

@@ -1,13 +1,13 @@
-"""The limit server: hands out the permits of one job to the agents that are connected to it.
+"""The limit server: grants slots of one job's limits to the agents that are connected to it.
 
-All their requests stand in line in one :class:`~dataflow.rewards.limits.queues.Limiter`, the oldest step first, whoever
-asks; so concurrency, rates and an adaptive limit hold for the job. The other side is in rewards/limits/shared.py.
+The requests of all agents wait in one :class:`~dataflow.rewards.limits.queues.Limiter`, the oldest step first; so
+concurrency, rates and adaptive limits hold for the whole job. The agents' side is in rewards/limits/shared.py.
 
 Invariants:
 
-* A request has a permit from when it may start until its agent says that its slot is free, and none is in two hands.
-* A permit belongs to a connection. When that ends, however its process ended, its permits are free.
-* Nothing polls: what one turn of the event loop brings goes out as one message to each agent.
+* A request holds its slot from its grant until its agent reports its end.
+* A slot belongs to a connection. It is freed when the connection ends, however the process ended.
+* Nothing polls: the grants of one turn of the event loop are sent as one message to each agent.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from dataflow.errors import DataflowError
-from dataflow.rewards.limits.queues import Limiter, Limits, Line
+from dataflow.rewards.limits.limits import Limits
+from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.system import clock
 
 _HELLO_BYTES = 4096
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
-"""So the kernel finds out within half a minute that a machine is gone; that a process is, it knows at once."""
+"""The kernel detects a lost machine within half a minute; it detects a process that ended at once."""
 
 Message = dict[str, Any]
 
 
 class Address(NamedTuple):
-    """Where a limit server listens, and what whoever connects must show."""
+    """Where a limit server listens, and the key that a client must send."""
 
     host: str
     port: int
@@ -44,16 +45,18 @@ class Wire(asyncio.Protocol):
     """A connection on which each line is a JSON object.
 
     Args:
-        heard: told of each message.
-        ended: told once that the connection is over, and why where it broke.
+        on_message: called with each message.
+        on_end: called once when the connection ends, with its error if it broke.
     """
 
-    def __init__(self, heard: Callable[[Wire, Message], None], ended: Callable[[Wire, Exception | None], None]) -> None:
-        self._heard = heard
-        self._ended = ended
+    def __init__(
+        self, on_message: Callable[[Wire, Message], None], on_end: Callable[[Wire, Exception | None], None]
+    ) -> None:
+        self._on_message = on_message
+        self._on_end = on_end
         self._buffer = b""
-        self.known = False
-        """Whether the other side has shown the key; until then it may not say much."""
+        self.trusted = False
+        """Whether the other side has sent the key; until then its messages are limited in size."""
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -67,15 +70,15 @@ class Wire(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
-            self._heard(self, json.loads(line))
-        if not self.known and len(self._buffer) > _HELLO_BYTES:
+            self._on_message(self, json.loads(line))
+        if not self.trusted and len(self._buffer) > _HELLO_BYTES:
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._ended(self, exc)
+        self._on_end(self, exc)
 
-    def say(self, message: Message) -> None:
-        """Sends it, at once where the kernel takes it."""
+    def send(self, message: Message) -> None:
+        """Sends a message."""
         if not self._transport.is_closing():
             self._transport.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
@@ -85,36 +88,36 @@ class Wire(asyncio.Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """An agent's request, in line at the server; ``line`` is there once it has its permit."""
+    """An agent's request at the server; ``queue`` is set when its slot is granted."""
 
     holder: _Holder
     number: int
     endpoint: str
-    place: tuple[int, int, int]
+    priority: tuple[int, int, int]
     tokens: int
     wanted: bool = True
-    line: Line | None = None
+    queue: EndpointQueue | None = None
 
 
 @dataclass(eq=False)
 class _Holder:
-    """An agent, as the server knows it."""
+    """The server's state of one agent."""
 
     name: str
     wire: Wire
     requests: dict[int, _Request] = field(default_factory=dict)
-    """Those that wait and those that have a permit, by the agent's number."""
+    """Waiting and granted requests, by the number that the agent gave them."""
     grants: list[int] = field(default_factory=list)
     levels: list[tuple[float, str, int]] = field(default_factory=list)
     waited_s: dict[str, float] = field(default_factory=dict)
-    """Rate-limit waits that it knows of, by endpoint."""
+    """Rate-limit waits sent to it, by endpoint."""
 
     def running(self) -> int:
-        return sum(request.line is not None for request in self.requests.values())
+        return sum(request.queue is not None for request in self.requests.values())
 
 
 class LimitServer:
-    """Hands out the permits of one job.
+    """Grants the slots of one job.
 
     Args:
         limits: of the whole job.
@@ -125,7 +128,7 @@ class LimitServer:
         self._key = secrets.token_hex(16)
         self._holders: dict[Wire, _Holder] = {}
         self._wires: set[Wire] = set()
-        self._news: dict[_Holder, None] = {}
+        self._updates: dict[_Holder, None] = {}
         self._server: asyncio.Server
         self._limiter: Limiter
 
@@ -137,20 +140,20 @@ class LimitServer:
         return Address(host, self._server.sockets[0].getsockname()[1], self._key)
 
     def stats(self) -> dict[str, Any]:
-        """Returns what is in flight job-wide, at most at once so far, by agent; the limits and what waits for them."""
+        """Returns the calls in flight, their peak and their number by agent, the limits, and the waiting requests."""
         limiter = self._limiter
         return {
             "running": limiter.running,
             "peak": limiter.peak,
             "waiting": limiter.waiting(),
-            "limit": {name: int(line.limit) for name, line in limiter.lines.items()},
-            "throttled": sum(line.throttled for line in limiter.lines.values()),
-            "rate_limit_wait_s": sum(line.waited_s for line in limiter.lines.values()),
+            "limit": {name: int(queue.limit) for name, queue in limiter.queues.items()},
+            "overloads": sum(queue.overloads for queue in limiter.queues.values()),
+            "rate_limit_wait_s": sum(queue.waited_s for queue in limiter.queues.values()),
             "holders": {holder.name: holder.running() for holder in self._holders.values()},
         }
 
     async def close(self) -> None:
-        """Ends all connections: whoever still waits for a permit hears that the server is gone."""
+        """Ends all connections; agents fail the requests that still wait."""
         self._stop(None)
         await self._server.wait_closed()
 
@@ -161,11 +164,11 @@ class LimitServer:
             wire.close()
 
     def _connected(self) -> Wire:
-        wire = Wire(self._heard, self._left)
+        wire = Wire(self._on_message, self._on_lost)
         self._wires.add(wire)
         return wire
 
-    def _heard(self, wire: Wire, message: Message) -> None:
+    def _on_message(self, wire: Wire, message: Message) -> None:
         holder = self._holders.get(wire)
         if holder is None:
             self._admit(wire, message)
@@ -178,79 +181,79 @@ class LimitServer:
             return
         name = str(hello["name"])
         for other in [holder for holder in self._holders.values() if holder.name == name]:
-            other.wire.say({"over": f"another agent has come under its name, '{name}'; give each its own"})
+            other.wire.send({"over": f"another agent has come under its name, '{name}'; give each its own"})
             other.wire.close()
-            self._left(other.wire, None)
-        wire.known = True
+            self._on_lost(other.wire, None)
+        wire.trusted = True
         self._holders[wire] = _Holder(name, wire)
 
     def _take(self, holder: _Holder, message: Message) -> None:
-        """Reads what an agent has to say. What wants a slot comes before what frees one: the oldest is to have it."""
+        """Handles an agent's message: new requests before ended ones, so that a freed slot goes to the oldest."""
         for number in message.get("drops", ()):
             self._end(holder, number, dropped=True)
         for endpoint, seconds in message.get("pauses", ()):
-            self._line(endpoint).pause(seconds)
-        for number, endpoint, place, tokens in message.get("wants", ()):
-            request = _Request(holder, number, endpoint, tuple(place), tokens)
+            self._limiter.queue_of(endpoint).pause(seconds)
+        for number, endpoint, priority, tokens in message.get("wants", ()):
+            request = _Request(holder, number, endpoint, tuple(priority), tokens)
             holder.requests[number] = request
             self._limiter.push(request)
-        # Once: the second of a message must not seem to have begun after the cut that the first one made.
+        # Read once: the second call of a message must not seem to have begun after the cut that the first one caused.
         now = clock.now()
-        for number, seconds, throttled, failed, tokens in message.get("ends", ()):
-            self._end(holder, number, now - seconds, throttled, failed, tokens)
+        for number, seconds, overloaded, failed, tokens in message.get("ends", ()):
+            self._end(holder, number, now - seconds, overloaded, failed, tokens)
         self._limiter.fill()
-        self._tell_levels()
+        self._send_levels()
 
     def _end(
         self,
         holder: _Holder,
         number: int,
         begun: float = 0.0,
-        throttled: bool = False,
+        overloaded: bool = False,
         failed: bool = False,
         tokens: int = 0,
         dropped: bool = False,
     ) -> None:
-        """A request has ended, or is wanted no more, whether it has its permit yet or not."""
+        """Ends a request, or removes one that is not wanted any more, granted or not."""
         request = holder.requests.pop(number, None)
         if request is None:
             return
-        if request.line is None:
+        if request.queue is None:
             request.wanted = False
             return
-        # What never ran says nothing about the service, and used none of its tokens.
+        # A request that never ran is no measure of the service, and used no tokens.
         tokens = -request.tokens if dropped else tokens
-        error = _NO_NEWS if dropped or failed else None
-        self._limiter.release(request.line, begun, throttled, tokens, error)
+        error = _NO_RESULT if dropped or failed else None
+        self._limiter.release(request.queue, begun, overloaded, tokens, error)
 
-    def _grant(self, request: _Request, line: Line) -> None:
-        request.line = line
+    def _grant(self, request: _Request, queue: EndpointQueue) -> None:
+        request.queue = queue
         request.holder.grants.append(request.number)
-        self._tell_soon(request.holder)
+        self._send_soon(request.holder)
 
-    def _tell_levels(self) -> None:
+    def _send_levels(self) -> None:
         if levels := self._limiter.changes():
             for holder in self._holders.values():
                 holder.levels += levels
-                self._tell_soon(holder)
+                self._send_soon(holder)
 
-    def _tell_soon(self, holder: _Holder) -> None:
-        if not self._news:
-            asyncio.get_running_loop().call_soon(self._tell)
-        self._news[holder] = None
+    def _send_soon(self, holder: _Holder) -> None:
+        if not self._updates:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._updates[holder] = None
 
-    def _tell(self) -> None:
-        news, self._news = self._news, {}
-        waited_s = {name: line.waited_s for name, line in self._limiter.lines.items() if line.waited_s}
-        for holder in news:
+    def _send(self) -> None:
+        updates, self._updates = self._updates, {}
+        waited_s = {name: queue.waited_s for name, queue in self._limiter.queues.items() if queue.waited_s}
+        for holder in updates:
             message: Message = {"grants": holder.grants, "levels": holder.levels}
             if waited_s != holder.waited_s:
                 message["waited_s"] = holder.waited_s = waited_s
             holder.grants, holder.levels = [], []
-            holder.wire.say(message)
+            holder.wire.send(message)
 
-    def _left(self, wire: Wire, _error: Exception | None) -> None:
-        """A connection is over: its permits are free."""
+    def _on_lost(self, wire: Wire, _error: Exception | None) -> None:
+        """Frees the slots of a connection that has ended."""
         self._wires.discard(wire)
         holder = self._holders.pop(wire, None)
         if holder is None:
@@ -261,8 +264,5 @@ class LimitServer:
             self._end(holder, number, dropped=True)
         self._limiter.fill()
 
-    def _line(self, endpoint: str) -> Line:
-        return self._limiter.lines.get(endpoint, self._limiter.lines[""])
 
-
-_NO_NEWS = DataflowError("its end says nothing of the service")
+_NO_RESULT = DataflowError("its end is no measure of the service")

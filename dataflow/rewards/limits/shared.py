@@ -1,11 +1,11 @@
-"""Shared limits: the agents of one job, in any number of processes, stay within its limits together.
+"""Shared limits: the agents of one job, in any number of processes, keep to its limits together.
 
-Each agent has one connection to the limit server (rewards/limits/server.py), on which it says what waits and what has
-ended, and hears what may start; all of one turn of the event loop in one message. So a request costs about one
-message in each direction, and fewer under load. They go through a socket and not as calls of a Ray actor, each of
-which takes either process a millisecond of CPU time: more than all else that is done for a request.
+Each agent has one connection to the limit server (rewards/limits/server.py). It sends its new and ended requests and
+receives grants; all of one turn of the event loop in one message, so that a request costs about one message in each
+direction, and fewer under load. They use a socket instead of calls of a Ray actor, each of which takes a millisecond of
+CPU time in both processes: more than everything else that is done for a request.
 
-An agent that loses the server hears of it at once: nobody waits for a permit that cannot come.
+An agent that loses the server fails at once, so that no request waits for a grant that cannot come.
 """
 
 from __future__ import annotations
@@ -13,122 +13,125 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from dataflow.errors import DataflowError, RewardFailed
-from dataflow.rewards.limits.queues import Limits, Line, Waiting
+from dataflow.rewards.limits.limits import Limits
+from dataflow.rewards.limits.queues import Pause, Queued
 from dataflow.rewards.limits.server import Address, LimitServer, Message, Wire
 from dataflow.system import clock
+from dataflow.system.redaction import redact_logs
 
 _CONNECT_S = 30.0
-_STEPS = 64  # in flight at once, at most, for what they count from to be known
+_STEPS = 64  # steps in flight whose first sequence number is remembered
 
 
 class SharedLimits:
-    """An agent's connection to the limit server, for ``RewardAgent(shared=SharedLimits(address, "agent 1"))``.
+    """An agent's connection to the limit server, for ``RewardAgent(shared=SharedLimits(address, "agent 1").queue)``.
 
-    The agent's own ``limits`` must be the job's: their endpoints have lines, and no agent starts more than the job may.
+    The agent's own ``limits`` must be the job's, since their endpoints have queues and they bound each agent.
 
     Args:
         address: of the server.
-        name: of the agent; one that comes later under the same name takes its place.
+        name: of the agent; a later agent with the same name replaces it.
     """
 
     def __init__(self, address: Address, name: str) -> None:
         self.address = address
         self.name = name
-        self._lines: dict[str, SharedLine] = {}
-        self._waiting: dict[int, tuple[SharedLine, Waiting]] = {}
+        self._queues: dict[str, SharedQueue] = {}
+        self._waiting: dict[int, tuple[SharedQueue, Queued]] = {}
         self._number = 0
         self._first: dict[tuple[int, int], int] = {}
-        self._news: dict[str, list[Any]] = {}
+        self._unsent: dict[str, list[Any]] = {}
         self._wire: Wire | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._over = False
-        self._changed: Callable[[], None]
+        self._closed = False
+        self._on_change: Callable[[], None]
         self._on_bug: Callable[[Exception], None]
 
-    def __call__(self, endpoint: str) -> SharedPermits:
-        return SharedPermits(self, endpoint)
-
-    def open(self, line: SharedLine, changed: Callable[[], None], on_bug: Callable[[Exception], None]) -> None:
-        """Takes one more line; with the first it connects."""
-        self._lines[line.name] = line
-        self._changed, self._on_bug = changed, on_bug
+    def queue(
+        self, name: str, limits: Limits, on_change: Callable[[], None], on_bug: Callable[[Exception], None]
+    ) -> SharedQueue:
+        """Returns the queue of an endpoint, and connects with the first; a ``QueueFactory``."""
+        queue = self._queues[name] = SharedQueue(name, limits, self, on_change)
+        self._on_change, self._on_bug = on_change, on_bug
         if self._connecting is None:
             self._connecting = asyncio.get_running_loop().create_task(self._connect())
+        return queue
 
     async def _connect(self) -> None:
         loop, (host, port, key) = asyncio.get_running_loop(), self.address
         try:
             async with asyncio.timeout(_CONNECT_S):
-                _transport, wire = await loop.create_connection(lambda: Wire(self._heard, self._ended), host, port)
+                _transport, wire = await loop.create_connection(
+                    lambda: Wire(self._on_message, self._on_lost), host, port
+                )
         except OSError as error:
             self._lose(error)
             return
-        self._wire, wire.known = wire, True
-        wire.say({"key": key, "name": self.name})
+        self._wire, wire.trusted = wire, True
+        wire.send({"key": key, "name": self.name})
         self._flush()
 
-    def want(self, line: SharedLine, item: Waiting) -> None:
-        """Asks for a permit."""
+    def request(self, queue: SharedQueue, item: Queued) -> None:
+        """Requests a grant for an item."""
         self._number += 1
-        self._waiting[self._number] = line, item
-        self.say("wants", [self._number, line.name, self._place(item), item.tokens])
+        self._waiting[self._number] = queue, item
+        self.send("wants", [self._number, queue.name, self._priority(item), item.tokens])
 
-    def _place(self, item: Waiting) -> tuple[int, int, int]:
-        """Returns its place among those of all agents, each of which counts a step's requests from the first."""
-        kind, step, sequence = item.place
+    def _priority(self, item: Queued) -> tuple[int, int, int]:
+        """Returns the item's priority among all agents, each of which counts a step's requests from its first."""
+        kind, step, sequence = item.priority
         first = self._first.setdefault((kind, step), sequence)
         if len(self._first) > _STEPS:
             del self._first[next(iter(self._first))]
         return kind, step, sequence - first
 
-    def say(self, kind: str, what: Any) -> None:
-        """Tells the server, with all else of this turn of the loop."""
-        if not self._news and self._wire is not None:
+    def send(self, kind: str, what: Any) -> None:
+        """Sends something to the server, in one message with everything else of this turn of the loop."""
+        if not self._unsent and self._wire is not None:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._news.setdefault(kind, []).append(what)
+        self._unsent.setdefault(kind, []).append(what)
 
     def _flush(self) -> None:
-        news, self._news = self._news, {}
-        if news and self._wire is not None:
-            self._wire.say(news)
+        unsent, self._unsent = self._unsent, {}
+        if unsent and self._wire is not None:
+            self._wire.send(unsent)
 
-    def _heard(self, _wire: Wire, message: Message) -> None:
+    def _on_message(self, _wire: Wire, message: Message) -> None:
         if "over" in message:
             self._lose(DataflowError(message["over"]))
             return
         for at, endpoint, limit in message["levels"]:
-            if line := self._lines.get(endpoint):
-                line.limit = limit
-                line.changes.append((at, limit))
+            if queue := self._queues.get(endpoint):
+                queue.set_limit(at, limit)
         for endpoint, seconds in message.get("waited_s", {}).items():
-            if line := self._lines.get(endpoint):
-                line.waited_s = seconds
+            if queue := self._queues.get(endpoint):
+                queue.waited_s = seconds
         granted = [(number, *self._waiting.pop(number)) for number in message["grants"] if number in self._waiting]
-        for number, line, item in granted:
-            line.grant(number, item)
-        if not all(item.wanted for _number, _line, item in granted):
+        for number, queue, item in granted:
+            queue.grant(number, item)
+        if not all(item.wanted for _number, _queue, item in granted):
             self._drop_unwanted()
-        self._changed()
+        self._on_change()
 
     def _drop_unwanted(self) -> None:
-        """What is wanted no more shows only when its turn comes; then others of its kind may wait behind it."""
-        for number, (_line, item) in list(self._waiting.items()):
+        """Removes cancelled items; their cancellation is noticed only when one of them is granted."""
+        for number, (_queue, item) in list(self._waiting.items()):
             if not item.wanted:
                 del self._waiting[number]
-                self.say("drops", number)
+                self.send("drops", number)
 
-    def waiting(self, line: SharedLine) -> int:
-        return sum(item.wanted for of, item in self._waiting.values() if of is line)
+    def waiting(self, queue: SharedQueue) -> int:
+        """Returns the number of wanted items of a queue that are not granted."""
+        return sum(item.wanted for of, item in self._waiting.values() if of is queue)
 
-    def _ended(self, _wire: Wire, error: Exception | None) -> None:
+    def _on_lost(self, _wire: Wire, error: Exception | None) -> None:
         self._lose(error or ConnectionError("it closed the connection"))
 
     def _lose(self, error: Exception) -> None:
-        if self._over:
+        if self._closed:
             return
         self.close()
         host, port, _key = self.address
@@ -141,8 +144,8 @@ class SharedLimits:
         self._on_bug(failed)
 
     def close(self) -> None:
-        """Ends the connection, and with it the agent's permits."""
-        self._over = True
+        """Ends the connection, which frees the agent's slots."""
+        self._closed = True
         if self._wire is not None:
             self._flush()
             self._wire.close()
@@ -150,77 +153,85 @@ class SharedLimits:
             self._connecting.cancel()
 
 
-class SharedPermits:
-    """One endpoint of :class:`SharedLimits`."""
+class SharedQueue:
+    """The queue of an endpoint whose limits agents share; an :class:`~dataflow.rewards.limits.queues.EndpointQueue`.
 
-    def __init__(self, shared: SharedLimits, endpoint: str) -> None:
+    Its items wait at the server. Here are only the granted ones that have not started.
+
+    Args:
+        name: of the endpoint.
+        limits: of the whole job at this endpoint.
+        shared: the connection to the server.
+        on_change: called when an item may have become ready.
+    """
+
+    def __init__(self, name: str, limits: Limits, shared: SharedLimits, on_change: Callable[[], None]) -> None:
+        self.name = name
+        self.limit = float(limits.concurrency)
+        self.running = 0
+        self.waited_s = 0.0
+        self.overloads = 0
+        self._changes: list[tuple[float, int]] = []
         self._shared = shared
-        self._endpoint = endpoint
+        self._pause = Pause(on_change)
+        self._granted: deque[tuple[int, Queued]] = deque()
+        self._running: deque[int] = deque()
 
-    def line(self, limits: Limits, changed: Callable[[], None], on_bug: Callable[[Exception], None]) -> Line:
-        line = SharedLine(self._endpoint, limits, self._shared, changed, on_bug)
-        self._shared.open(line, changed, on_bug)
-        return line
+    def push(self, item: Queued) -> None:
+        self._shared.request(self, item)
 
-
-class SharedLine(Line):
-    """A line whose requests stand at the server; here are only those that have a permit and have not started."""
-
-    def __init__(
-        self,
-        name: str,
-        limits: Limits,
-        shared: SharedLimits,
-        changed: Callable[[], None],
-        on_bug: Callable[[Exception], None],
-    ) -> None:
-        super().__init__(name, replace(limits, adaptive=False), (), changed, on_bug)
-        self._shared = shared
-        self._granted: deque[tuple[int, Waiting]] = deque()
-        self._live: deque[int] = deque()
-
-    def push(self, item: Waiting) -> None:
-        self._shared.want(self, item)
-
-    def grant(self, number: int, item: Waiting) -> None:
-        """The server lets it start."""
+    def grant(self, number: int, item: Queued) -> None:
+        """Adds an item that the server lets start."""
         self._granted.append((number, item))
 
-    def ready(self) -> Waiting | None:
+    def set_limit(self, at: float, limit: int) -> None:
+        """Takes over a change of the job's limit."""
+        self.limit = limit
+        self._changes.append((at, limit))
+
+    def ready(self) -> Queued | None:
         while self._granted and not self._granted[0][1].wanted:
-            self._shared.say("drops", self._granted.popleft()[0])
-        return self._granted[0][1] if self._granted and self._paused is None else None
+            self._shared.send("drops", self._granted.popleft()[0])
+        return self._granted[0][1] if self._granted and not self._pause.active else None
 
     def pop(self) -> None:
-        self._live.append(self._granted.popleft()[0])
+        self._running.append(self._granted.popleft()[0])
         self.running += 1
 
     def waiting(self) -> int:
         return self._shared.waiting(self) + sum(item.wanted for _number, item in self._granted)
 
-    def pause(self, seconds: float) -> None:
-        super().pause(seconds)
-        self._shared.say("pauses", [self.name, seconds])
+    def take_changes(self) -> list[tuple[float, int]]:
+        changes, self._changes = self._changes, []
+        return changes
 
-    def ended(self, begun: float, throttled: bool, extra_tokens: int, error: BaseException | None) -> None:
+    def pause(self, seconds: float) -> None:
+        self._pause.extend(seconds)
+        self._shared.send("pauses", [self.name, seconds])
+
+    def end(self, begun: float, overloaded: bool, extra_tokens: int, error: BaseException | None) -> None:
         self.running -= 1
-        self.throttled += throttled
-        # Which of the permits is the same to the server, as it is told how long ago the call began.
+        self.overloads += overloaded
+        # Any number of a running call will do, as the server also gets the age of the call.
         seconds = clock.now() - begun
-        self._shared.say("ends", [self._live.popleft(), seconds, throttled, error is not None, extra_tokens])
+        self._shared.send("ends", [self._running.popleft(), seconds, overloaded, error is not None, extra_tokens])
+
+    def refresh(self) -> None:
+        """Does nothing: the server decides which item may start."""
 
     def close(self) -> None:
-        super().close()
+        self._pause.cancel()
         self._shared.close()
 
 
 class LimitActor:
-    """A limit server in a Ray actor of its own."""
+    """A limit server in its own Ray actor."""
 
     async def open(self, limits: Limits, anchor: clock.Anchor) -> Address:
         """Listens on this node's address."""
         import ray
 
+        redact_logs()
         clock.adopt(anchor)
         self.server = LimitServer(limits)
         return await self.server.open(ray.util.get_node_ip_address())
@@ -229,7 +240,7 @@ class LimitActor:
         return self.server.stats()
 
     async def alive(self) -> None:
-        """Does not return: whoever waits for it hears of the actor's death."""
+        """Never returns; its call fails when the actor dies."""
         await asyncio.Event().wait()
 
 

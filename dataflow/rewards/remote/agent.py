@@ -1,57 +1,96 @@
-"""The reward agent in Ray actors: the same object to whoever submits and collects, with the requests tried elsewhere.
+"""The reward agent in Ray actors: the interface of the local agent, with the requests scored elsewhere.
 
-Each actor serves whole groups of every step with an agent of its own, and all stay within the limits of one. What
-is whole comes back as columns and is handed out here, by the code of the local agent; so first come, next by id,
-spare groups, sets, cancelling and failing mean the same. Nothing polls: one call to each actor waits for its news.
+Each actor serves whole groups of every step with a local agent of its own, and all keep to one agent's limits. Finished
+groups come back as columns and are handed out here by the same class as in the local agent, so that order of arrival
+or index, extra groups, chunks, cancelling and failing mean the same. Nothing polls: one call to each actor waits for
+its news.
 
 Invariants:
 
 * A group is handed out once, whatever died and was sent again.
 * A step that fails in one actor has failed in all.
-* When an actor dies, its part goes to a new one if the agents journal, so that no answer is paid for twice; else
-  the agent stops and says so. Nobody is left waiting.
+* When an actor dies, its groups go to a new one if the agents have a ledger, so that no answer is paid for twice;
+  otherwise the agent stops with an error. No waiter is left waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from dataclasses import dataclass, field
+from typing import Any
 
 from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.cluster.answer import cause, died, fetch, last_words
+from dataflow.cluster.log import Lines, log_lines
 from dataflow.cluster.pickling import pickled
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
-from dataflow.reward_agent import RewardAgent
-from dataflow.rewards.asks import Asks
-from dataflow.rewards.latencies import Latencies
 from dataflow.rewards.limits.server import Address
 from dataflow.rewards.limits.shared import start_limits
-from dataflow.rewards.remote.host import Arrival, Facts, Failure
-from dataflow.rewards.remote.shard import Part, Shard, answers, hosted, needed, start
-from dataflow.rewards.requests import NOTES, Request, Step, StepRequests, Ticket
+from dataflow.rewards.records import Latencies
+from dataflow.rewards.remote.host import Arrival, Facts, Failure, answers, hosted, needed, start
+from dataflow.rewards.requests import Order, Request, RequestState, Step, StepRequests, Ticket
+from dataflow.rewards.steps import Steps
 from dataflow.system import clock
 
 _CLOSE_S = 10.0
+_OWN = ("requested", "scored", "failed", "cancelled", "cached", "shared")
+"""Counts that are kept here; the actors have the others."""
+_NONE_YET: Mapping[str, Any] = dict.fromkeys(
+    ("retried", "hedged", "timed_out", "throttled", "running", "peak", "strays", "tokens", "rate_limit_wait_s"), 0
+)
 
 
-class RemoteAgent(RewardAgent):
-    """An agent whose requests are sent by Ray actors; used as :class:`~dataflow.reward_agent.RewardAgent` is.
+@dataclass(eq=False)
+class Assignment:
+    """The groups of a step that one actor scores, of all its chunks."""
 
-    What differs: what an actor refuses (token ids that it cannot decode) fails at ``collect``, as ``submit`` does not
-    wait for the actors. The user's object lives in the actors, one in each: its ``log`` is told of groups as they
-    arrive, its budget and equal requests in flight count in each actor by itself. ``stats``
-    is as each actor said with the last groups that it had of a step, or at :meth:`refresh`.
+    owed: dict[int, Any] = field(default_factory=dict)
+    """Groups that have not come back, each with the object ref of its chunk's samples."""
+    sends: list[asyncio.Task[None]] = field(default_factory=list)
+    """Each ends when the actor has a chunk."""
+
+
+@dataclass(eq=False)
+class Shard:
+    """One actor, or the one that replaced it."""
+
+    name: str
+    actor: Any
+    steps: dict[Step, Assignment] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def owed(self) -> int:
+        """Number of groups that have not come back."""
+        return sum(len(assignment.owed) for assignment in self.steps.values())
+
+    def submit(self, state: StepRequests, owed: Mapping[int, Any]) -> list[Any]:
+        """Sends the samples of groups, chunk by chunk; returns the refs of the calls."""
+        chunks: dict[Any, list[int]] = {}
+        for group, samples in owed.items():
+            chunks.setdefault(samples, []).append(group)
+        submit = self.actor.submit.remote
+        return [submit(state.key, samples, groups, state.more) for samples, groups in chunks.items()]
+
+
+class RemoteAgent:
+    """An agent whose requests are sent by Ray actors; it is used like :class:`~dataflow.reward_agent.RewardAgent`.
+
+    Differences: samples that an actor refuses (token ids that it cannot decode) fail at ``collect``, since ``submit``
+    does not wait for the actors. The user's object exists once in each actor: its ``log`` is called with groups as they
+    arrive, and its budget and equal requests in flight are counted in each actor separately. ``stats`` is what each
+    actor sent with the last groups of a step, or at :meth:`refresh`.
 
     Args:
-        factory: returns the agent; called in each actor. ``functools.partial`` of
+        factory: returns the local agent; called in each actor. ``functools.partial`` of
             :func:`~dataflow.rewards.build.build_agent`, or any function that can be pickled.
-        actors: how many share the groups of a step, and the limits of one agent.
-        restarts: how often an actor that died is replaced, in all.
-        shared: a limit server that others use too; None starts one where there are several actors.
-        name: of the agent, for whoever shares its limits.
+        actors: number of actors, which share the groups of a step and the limits of one agent.
+        restarts: how many actors that died are replaced, in all.
+        shared: a limit server that others use too; None starts one if there are several actors.
+        name: of the agent, for others that share its limits.
         options: of the actors, over ``num_cpus=0`` and this node, where the file of a ledger is.
 
     Raises:
@@ -60,7 +99,7 @@ class RemoteAgent(RewardAgent):
 
     def __init__(
         self,
-        factory: Callable[[], RewardAgent],
+        factory: Callable[[], Any],
         *,
         actors: int = 1,
         restarts: int = 3,
@@ -77,57 +116,79 @@ class RemoteAgent(RewardAgent):
         self._shards = [Shard(f"{name} {i}", start(self._options)) for i in range(actors)]
         self._limits_actor: Any = None
         self._facts, self._address = self._open(shared)
+        self.limits = self._facts.limits
+        self.steps = Steps(self._facts.rule, self._facts.max_failed_share, _ignore, self._on_end)
+        self._latency_s = Latencies()
+        self._limit_changes: list[tuple[float, str, int]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        limits, share = self._facts.limits, self._facts.max_failed_share
-        super().__init__(_There(), limits=limits, decode=_elsewhere, max_failed_share=share)
-        self.rule = self._facts.rule
-        self._asks = cast(Asks, _Elsewhere())
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, step: Step, samples: Batch, *, spare: int = 0, more: bool = False) -> Ticket:
+        """Sends each actor its share of the groups; see ``RewardAgent.submit``."""
         import ray
 
-        ticket = super().submit(step, samples, spare=spare, more=more)
-        state, sent, actors = self._steps[step], needed(samples), len(self._shards)
-        # In turn over all of the step: of small sets, too, each actor gets as many groups as another.
-        before = len(state.seen) - len(ticket.groups)
+        self.steps.check(step, samples, spare, more)
+        sent = needed(samples)
+        self._bind()
+        state, _requests, ticket = self.steps.add(step, samples, spare, more)
+        # In turn over all chunks of the step, so that small chunks give each actor as many groups as another.
+        before, actors = len(state.seen) - len(ticket.groups), len(self._shards)
         for i, shard in enumerate(self._shards):
             if groups := ticket.groups[(i - before) % actors :: actors]:
                 owed = dict.fromkeys(groups, ray.put(sent.select(groups)))
-                shard.parts.setdefault(state.key, Part()).owed |= owed
+                shard.steps.setdefault(step, Assignment()).owed |= owed
                 self._send(shard, state, owed)
         return ticket
 
-    def stats(self) -> dict[str, Any]:
-        """Returns the local agent's numbers: added up, and the latencies of all; limits are the job's.
+    async def collect(self, step: Step, k: int | None = None, order: Order = "arrival", *, last: bool = False) -> Batch:
+        """Waits for the next k groups of a step and returns their rewards; see ``RewardAgent.collect``."""
+        if self._loop is not None:
+            self._bind()
+        batch = await self.steps.collect(step, k, order, last)
+        batch.meta["limits"], self._limit_changes = sorted(self._limit_changes), []
+        return batch
 
-        ``peak`` is the sum of the actors', which they need not have had at once.
+    def cancel(self, step: Step) -> int:
+        """Cancels the rest of a step; see ``RewardAgent.cancel``."""
+        return self.steps.cancel(step)
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the local agents' numbers, summed, and the latencies of all; limits are the job's.
+
+        ``peak`` is the sum of the actors' peaks, which need not have been at the same time.
         """
-        said = [shard.stats for shard in self._shards if shard.stats]
-        names = dict.fromkeys(name for stats in said for name in stats if name not in ("limit", "latency_s"))
-        added: dict[str, Any] = {name: sum(stats.get(name, 0) for stats in said) for name in names}
-        for stats in said:
-            added["limit"] = stats.get("limit", added.get("limit", {}))
+        latest = [shard.stats for shard in self._shards if shard.stats]
+        names = dict.fromkeys(name for stats in latest for name in stats if name not in ("limit", "latency_s"))
+        added: dict[str, Any] = {name: sum(stats.get(name, 0) for stats in latest) for name in names}
+        added["limit"] = {
+            name: limits.concurrency for name, limits in {"": self.limits, **self.limits.endpoints}.items()
+        }
+        for stats in latest:
+            added["limit"] = stats.get("limit", added["limit"])
         if self._address is not None:
-            # Each says the job's, as it last heard it.
-            added["rate_limit_wait_s"] = max((stats.get("rate_limit_wait_s", 0.0) for stats in said), default=0.0)
-        own = ("requested", "scored", "failed", "cancelled", "cached", "shared")
-        now = {name: self.counts[name] for name in own} | {"steps": len(self._steps), "actors_died": self._deaths}
-        return super().stats() | added | now | {"latency_s": self._asks.latency_s.summary()}
+            # Each actor reports the whole job's wait, as of its last message.
+            added["rate_limit_wait_s"] = max((stats.get("rate_limit_wait_s", 0.0) for stats in latest), default=0.0)
+        own = {name: self.steps.counts[name] for name in _OWN}
+        now = {"steps": len(self.steps.live), "actors_died": self._deaths, "latency_s": self._latency_s.summary()}
+        return {**_NONE_YET, "waiting": self.steps.waiting(), **added, **own, **now}
+
+    def used(self, stats: Mapping[str, Any]) -> dict[str, float]:
+        """Returns how much the sums among the stats have grown since the last call; see ``RewardAgent.used``."""
+        return self.steps.used(stats)
 
     async def refresh(self) -> dict[str, Any]:
-        """Asks the actors for their stats, and returns those of all."""
+        """Fetches the actors' stats, and returns their sum."""
 
-        async def ask(shard: Shard) -> None:
+        async def fetch_stats(shard: Shard) -> None:
             shard.stats = await shard.actor.stats.remote()
 
-        await asyncio.gather(*map(ask, self._shards))
+        await asyncio.gather(*map(fetch_stats, self._shards))
         return self.stats()
 
     async def close(self) -> None:
         """Cancels everything, closes the user's objects and ends the actors. May be called twice."""
-        if self._closed:
+        if not self.steps.close():
             return
-        await super().close()
         for task in self._tasks:
             task.cancel()
         closing = [asyncio.ensure_future(fetch(shard.actor.close.remote())) for shard in self._shards]
@@ -135,14 +196,21 @@ class RemoteAgent(RewardAgent):
         for task in late:
             task.cancel()
         self._kill()
-        errors = [error for task in closing if task not in late and (error := task.exception()) and not died(error)]
+        errors = []
+        for task in closing:
+            if task not in late:
+                if (error := task.exception()) is None:
+                    lines: Lines = await task
+                    log_lines(lines)
+                elif not died(error):
+                    errors.append(error)
         if errors:
             raise cause(errors[0])
 
     # --- actors ---------------------------------------------------------------------------------------------
 
     def _open(self, shared: Address | None) -> tuple[Facts, Address | None]:
-        """Builds the agents, side by side, and lets them share their limits."""
+        """Builds the agents in parallel, and lets them share their limits."""
         try:
             facts = answers([self._build(shard, shared) for shard in self._shards])[0]
             if shared is None and len(self._shards) > 1:
@@ -163,15 +231,24 @@ class RemoteAgent(RewardAgent):
             if actor is not None and ray.is_initialized():
                 ray.kill(actor)
 
-    def _bind(self) -> asyncio.AbstractEventLoop:
-        first = self._loop is None
-        loop = super()._bind()
-        if first:
+    def _bind(self) -> None:
+        """Binds the agent to the running event loop.
+
+        Raises:
+            DataflowError: none runs, or the agent is bound to another one.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError as error:
+            raise DataflowError("reward agent: submit and collect must be called on a running event loop.") from error
+        if self._loop is None:
+            self._loop = loop
             for shard in self._shards:
-                self._spawn(self._pump, shard)
+                self._spawn(self._receive, shard)
             if self._limits_actor is not None:
                 self._spawn(self._watch_limits)
-        return loop
+        if self._loop is not loop:
+            raise DataflowError("reward agent: it lives on another event loop; use one agent a loop.")
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *values: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._guarded(work, *values))
@@ -183,170 +260,138 @@ class RemoteAgent(RewardAgent):
         try:
             await work(*values)
         except Exception as error:
-            self._bug(error)
+            self.steps.on_bug(error)
 
-    async def _pump(self, shard: Shard) -> None:
-        """Takes an actor's news, and replaces it when it dies."""
+    async def _receive(self, shard: Shard) -> None:
+        """Handles an actor's news, and replaces it when it dies."""
         while True:
             try:
-                news = await shard.actor.news.remote()
+                news, lines = await shard.actor.news.remote()
             except Exception as error:
                 if not died(error):
                     raise
                 if not self._replace(shard, error):
                     return
                 continue
+            log_lines(lines)
             for item in news:
                 if isinstance(item, Failure):
-                    self._failed(item.step, RewardFailed(item.message))
+                    self._fail(item.step, RewardFailed(item.message))
                 else:
-                    self._arrived(shard, item)
+                    self._on_arrival(shard, item)
 
     async def _watch_limits(self) -> None:
         try:
             await self._limits_actor.alive.remote()
         except Exception as error:
             words = f"the actor that holds the shared limits of '{self._shards[0].name}' and others died"
-            self.halt(f"{words} ({last_words(error)}); start the run again.", error)
+            self.steps.halt(f"{words} ({last_words(error)}); start the run again.", error)
 
     def _replace(self, shard: Shard, error: Exception) -> bool:
-        """Starts an actor in place of one that died and sends it what that still owed; returns whether it could."""
+        """Starts an actor in place of one that died and sends it the groups that it owed; returns whether it could."""
         import ray
 
         self._deaths += 1
-        owed = shard.owed
+        owed, halt = shard.owed, self.steps.halt
         words = f"the actor of reward agent '{shard.name}' died with {owed} groups to come ({last_words(error)})"
-        if self._halted is not None:
+        if self.steps.halted is not None:
             return False
         if owed and not self._facts.ledger:
-            self.halt(f"{words}; with a ledger (reward.ledger=true) a new one could take them over.", error)
+            halt(f"{words}; with a ledger (reward.ledger=true) a new one could take them over.", error)
         elif self._deaths > self._restarts:
-            self.halt(f"{words}, after {self._restarts} that were replaced; see what ends it.", error)
+            halt(f"{words}, after {self._restarts} that were replaced; see what ends it.", error)
         else:
             logger.warning("{}; a new one takes over.", words)
-            ray.kill(shard.actor)  # one that only seemed dead
+            ray.kill(shard.actor)  # it may only have seemed dead
             shard.actor = start(self._options)
-            self._spawn(self._built, self._build(shard, self._address))
-            for step, part in shard.parts.items():
-                self._send(shard, self._steps[step], part.owed)
+            self._spawn(self._await_build, self._build(shard, self._address))
+            for step, assignment in shard.steps.items():
+                self._send(shard, self.steps.live[step], assignment.owed)
             return True
         return False
 
-    async def _built(self, ref: Any) -> None:
+    async def _await_build(self, ref: Any) -> None:
         try:
             await ref
         except Exception as error:
-            if not died(error):  # of a death the news tell
-                self.halt(f"no new reward agent could be built: {cause(error)}", cause(error))
+            if not died(error):  # a death is handled where the news are received
+                self.steps.halt(f"no new reward agent could be built: {cause(error)}", cause(error))
 
     # --- steps ----------------------------------------------------------------------------------------------
 
     def _send(self, shard: Shard, state: StepRequests, owed: Mapping[int, Any]) -> None:
-        sends = [self._spawn(self._sent, state.key, ref) for ref in shard.submit(state, owed)]
-        shard.parts[state.key].sends += sends
+        sends = [self._spawn(self._await_send, state.key, ref) for ref in shard.submit(state, owed)]
+        shard.steps[state.key].sends += sends
 
-    async def _sent(self, step: Step, ref: Any) -> None:
+    async def _await_send(self, step: Step, ref: Any) -> None:
         try:
             await ref
         except Exception as error:
             if not died(error):
-                self._failed(step, cause(error))
+                self._fail(step, cause(error))
 
-    def _failed(self, step: Step, error: BaseException) -> None:
-        if (state := self._steps.get(step)) is not None:
-            self.fail(state, str(error), error)
+    def _fail(self, step: Step, error: BaseException) -> None:
+        if (state := self.steps.live.get(step)) is not None:
+            self.steps.fail(state, str(error), error)
 
-    def _arrived(self, shard: Shard, arrival: Arrival) -> None:
-        """Groups are whole: they are as if they had been scored here."""
+    def _on_arrival(self, shard: Shard, arrival: Arrival) -> None:
+        """Hands out finished groups as if they had been scored here."""
         shard.stats = arrival.stats or shard.stats
-        for at, endpoint, limit in arrival.limits:
-            self._level(at, endpoint, limit)
-        state, part = self._steps.get(arrival.step), shard.parts.get(arrival.step)
-        if state is None or part is None:
+        # Every actor reports the changes of a shared limit.
+        self._limit_changes += [change for change in arrival.limits if change not in self._limit_changes]
+        state, assignment = self.steps.live.get(arrival.step), shard.steps.get(arrival.step)
+        if state is None or assignment is None:
             return
-        state.story = arrival.story or state.story
-        came: dict[int, list[Request]] = {}
+        state.last_failure = arrival.last_failure or state.last_failure
+        rows: dict[int, list[int]] = {}
         for row, record in enumerate(arrival.records):
-            request = state.groups[record["group"]][record["sample"]]
-            _fill_in(request, arrival, row, record)
-            came.setdefault(request.group, []).append(request)
-        for group, requests in came.items():
-            part.owed.pop(group, None)
+            rows.setdefault(record["group"], []).append(row)
+        for group, of_group in rows.items():
+            assignment.owed.pop(group, None)
             if not state.over:
-                self._whole(state, group, requests)
-        if not state.over and (passed := self.failures.passed(state.more)):
-            self.halt(passed, None)
-        self._groups.serve(state)
+                self._end_group(state, group, arrival, of_group)
+        if not state.over:
+            self.steps.check_failed_share(state, None)
+        self.steps.serve(state)
 
-    def _whole(self, state: StepRequests, group: int, requests: Sequence[Request]) -> None:
-        dropped = state.rule.kind == "replace_group" and not requests[0].kept
-        failed = next((request for request in requests if request.how == "failed"), None)
-        for request in requests:
+    def _end_group(self, state: StepRequests, group: int, arrival: Arrival, rows: Sequence[int]) -> None:
+        failed: Request | None = None
+        for row in rows:
+            request = state.groups[group][arrival.records[row]["sample"]]
+            state.end(request, arrival.fill_in(request, row))
             self._count(request)
-            if not dropped or request is not failed:
-                request.ended = True
-                state.open -= 1
-        if dropped and failed is not None:
-            self._groups._leave_out(failed, RewardFailed(state.story))
+            if failed is None and request.state is RequestState.FAILED:
+                failed = request
+        if failed is not None and state.rule.kind == "replace_group":
+            self.steps.drop_group(failed, RewardFailed(state.last_failure))
         else:
-            del state.unfinished[group]
-            state.arrived.append(group)
+            state.finish(group)
 
     def _count(self, request: Request) -> None:
-        if request.how != "cancelled":
-            self.failures.ended((request.step.story or str(request)) if request.how == "failed" else "")
-        self.counts[request.how if request.how in ("failed", "cancelled") else "scored"] += 1
-        if request.how in ("ledger", "shared"):
-            self.counts["cached" if request.how == "ledger" else "shared"] += 1
-        elif request.how not in ("failed", "cancelled"):
-            self._asks.latency_s.append(request.end - request.begin)
+        counts, failures = self.steps.counts, self.steps.failures
+        counts[request.state.value] += 1
+        if request.state is RequestState.SCORED:
+            failures.ended()
+            if request.source in ("ledger", "shared"):
+                counts["cached" if request.source == "ledger" else "shared"] += 1
+            else:
+                self._latency_s.append(request.end - request.begin)
+        elif request.state is RequestState.FAILED:
+            failures.ended(request.step.last_failure or str(request))
 
-    def _level(self, at: float, endpoint: str, limit: int) -> None:
-        """Of a shared limit's changes each actor tells."""
-        line = self._limiter.lines.get(endpoint) or self._limiter.lines[""]
-        if (at, limit) not in line.changes:
-            line.changes.append((at, limit))
-
-    def _end(self, state: StepRequests, kind: type[DataflowError], message: str, error: BaseException | None) -> None:
-        super()._end(state, kind, message, error)
+    def _on_end(self, state: StepRequests) -> None:
+        """Cancels a step that has ended in the actors that still have groups of it."""
         for shard in self._shards:
-            part = shard.parts.pop(state.key, None)
-            if part is not None and (part.owed or state.more) and not self._closed:
-                self._spawn(self._cancel_there, shard, state.key, part.sends)
+            assignment = shard.steps.pop(state.key, None)
+            if assignment is not None and (assignment.owed or state.more) and not self.steps.closed:
+                self._spawn(self._cancel_there, shard, state.key, assignment.sends)
 
     async def _cancel_there(self, shard: Shard, step: Step, sends: Sequence[asyncio.Task[None]]) -> None:
-        """Tells an actor that nobody wants more of a step, once all its sets are there: Ray keeps no order of calls."""
-        await asyncio.wait(sends)
-        await self._sent(step, shard.actor.cancel.remote(step))
+        """Cancels a step in an actor, once that has all its chunks: Ray does not keep the order of calls."""
+        if sends:
+            await asyncio.wait(sends)
+        await self._await_send(step, shard.actor.cancel.remote(step))
 
 
-class _Elsewhere:
-    """The asks of an agent that has none: its actors have them."""
-
-    def __init__(self) -> None:
-        self.latency_s = Latencies()
-
-    def add(self, *_arguments: Any) -> None:
-        """Nothing of a new step is tried here."""
-
-    def detach(self, request: Request) -> None:
-        request.ended = True
-
-
-def _elsewhere(*_arguments: Any, **_keywords: Any) -> NoReturn:
-    raise DataflowError("reward agent: rewards are scored in its actors.")
-
-
-class _There:
-    """Stands in for the reward object: each actor has one, and has seen to it that the limits are for its endpoints."""
-
-    compute_score = endpoint = staticmethod(_elsewhere)
-
-
-def _fill_in(request: Request, arrival: Arrival, row: int, record: Mapping[str, Any]) -> None:
-    request.score = arrival.scores[row]
-    request.extras = {name: column[row] for name, column in arrival.extras.items()}
-    request.kept = arrival.kept is None or arrival.kept[row]
-    request.begin, request.end = record["begin"], record["end"]
-    request.tries, request.how = record.get("tries", 1), record.get("how", "")
-    request.notes = {name: record[name] for name in NOTES if name in record}
+def _ignore(_request: Request) -> None:
+    """Nothing is to be cancelled here for a single request: the actors have the calls."""

@@ -1,34 +1,42 @@
-"""The actor's side of a remote agent: serves its part of each step with an agent of its own, and tells what is whole.
+"""The actor of a remote agent: scores its groups of each step with a local agent, and reports finished groups.
 
-Samples come as columns and rewards go back as columns, many groups at a time; nothing travels once per sample. The
+Samples come as columns and rewards go back as columns, many groups at a time; nothing is sent once per sample. The
 other side is in rewards/remote/agent.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from dataflow.batch import Batch
+from dataflow.cluster.answer import cause
+from dataflow.cluster.log import KEPT, Lines, keep_lines
 from dataflow.cluster.process import settle_memory
-from dataflow.errors import DataflowError
+from dataflow.errors import ConfigError, DataflowError, RunError
+from dataflow.graph import Hosted
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.failure import FailedShare, FailureRule
-from dataflow.rewards.limits.queues import Limits
+from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.server import Address
 from dataflow.rewards.limits.shared import SharedLimits
-from dataflow.rewards.requests import Step, StepRequests
+from dataflow.rewards.remote.metrics import in_ray_worker
+from dataflow.rewards.requests import NOTES, Request, RequestState, Step, StepRequests
 from dataflow.system import clock
 from dataflow.system.children import restore_path
+from dataflow.system.redaction import redact_logs
 from dataflow.usercode.load import describe
 
-_GATHER_S = 0.05  # a message costs more than many groups: not one for each
+_BUILD_S = 600.0
+_COLUMNS = ("data_source", "ground_truth", "extra_info", "raw_prompt", "response_mask")
+_GATHER_S = 0.05  # finished groups are collected for this long, since a message costs more than many groups
 
 
 class Facts(NamedTuple):
-    """What the other side must know of an agent: its limits and failure rules, and whether it journals."""
+    """What the other side needs of an agent: its limits and failure rules, and whether it has a ledger."""
 
     limits: Limits
     rule: FailureRule
@@ -38,14 +46,14 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Whole groups of a step, as columns.
+    """Finished groups of a step, as columns.
 
     Attributes:
-        records: of each sample, see :func:`~dataflow.rewards.requests.record`.
-        kept: whether a loss may use it; None where the rule leaves nothing out.
+        records: of each sample, see :func:`~dataflow.rewards.records.record`.
+        kept: whether a loss may use the sample; None under a rule that drops nothing.
         limits: changes of limits since the last arrival.
-        story: of the last failure that the step's rule took care of.
-        stats: of the agent, with the last groups that it has of the step.
+        last_failure: message of the last failure that the step's rule handled.
+        stats: of the agent, with the last groups of the step; else None.
     """
 
     step: Step
@@ -54,22 +62,39 @@ class Arrival:
     extras: dict[str, list[Any]]
     kept: list[bool] | None
     limits: list[tuple[float, str, int]]
-    story: str
+    last_failure: str
     stats: dict[str, Any] | None
+
+    def fill_in(self, request: Request, row: int) -> RequestState:
+        """Sets the score and the facts of a request from a row; returns the state that it ends in."""
+        record = self.records[row]
+        request.score = self.scores[row]
+        request.extras = {name: column[row] for name, column in self.extras.items()}
+        request.kept = self.kept is None or self.kept[row]
+        request.begin, request.end = record["begin"], record["end"]
+        request.tries, how = record.get("tries", 1), record.get("how", "")
+        request.notes = {name: record[name] for name in NOTES if name in record}
+        if how in (RequestState.FAILED.value, RequestState.CANCELLED.value):
+            return RequestState(how)
+        request.source = how
+        return RequestState.SCORED
 
 
 class Failure(NamedTuple):
-    """A step that ended in the actor, and why."""
+    """A step that failed in the actor, and why."""
 
     step: Step
     message: str
 
 
 class RewardHost:
-    """An agent in a process of its own."""
+    """A local agent in an actor."""
 
     def __init__(self) -> None:
         restore_path()
+        if in_ray_worker():
+            redact_logs()
+            keep_lines()
         self._built = asyncio.Event()
         self._news: list[Arrival | Failure] = []
         self._more = asyncio.Event()
@@ -83,9 +108,9 @@ class RewardHost:
 
         Args:
             blob: pickled :class:`~dataflow.graph.Hosted`, whose factory returns the agent.
-            name: of the agent, for whoever shares its limits.
+            name: of the agent, for others that share its limits.
             shared: the server of these limits.
-            anchor: of the clock of the process that starts it; None keeps its own.
+            anchor: of the clock of the process that starts it; None keeps this process's.
 
         Raises:
             ConfigError: as the factory does.
@@ -94,16 +119,16 @@ class RewardHost:
             clock.adopt(anchor)
         import cloudpickle  # type: ignore[import-untyped]
 
-        # What the first Batch to arrive would import: seconds that belong to start-up, not to a step.
+        # Imported here: it takes seconds, which would otherwise delay the first step.
         import torch  # noqa: F401
 
         spec, _stages = cloudpickle.loads(blob)
         self._agent = agent = spec.build()
-        facts = Facts(agent.limits, agent.rule, agent.failures.most, agent._ledger is not None)
-        agent.failures = FailedShare(1.0)  # the share is of all actors' requests, which only the other side sees
-        if agent.rule.kind == "replace_group":
-            # The other side replaces: only there is known which groups of the step are left.
-            agent.rule = FailureRule("drop_group")
+        facts = Facts(agent.limits, agent.steps.rule, agent.steps.failures.most, agent.ledger is not None)
+        agent.steps.failures = FailedShare(1.0)  # the share is of all actors' requests, which the other side counts
+        if agent.steps.rule.kind == "replace_group":
+            # The other side replaces groups, since it has all groups of the step.
+            agent.steps.rule = FailureRule("drop_group")
         if shared is not None:
             self.share(name, shared)
         settle_memory()
@@ -111,16 +136,16 @@ class RewardHost:
         return facts
 
     def share(self, name: str, shared: Address) -> None:
-        """Makes the limits those of a server, from the first request on."""
-        self._agent._shared = SharedLimits(shared, name)
+        """Shares the limits of a server, from the first request on."""
+        self._agent.share_limits(SharedLimits(shared, name).queue)
 
     async def submit(self, step: Step, samples: Batch, groups: Sequence[int] | None = None, more: bool = False) -> None:
-        """Queues a step, or these groups of it.
+        """Queues a step, or some groups of it.
 
         Args:
             step: as the agent's ``submit`` takes it.
             samples: likewise.
-            groups: of the samples, those to score; None for all.
+            groups: the groups to score; None for all of the samples.
             more: further groups may follow, in any order of the calls, until :meth:`cancel` ends the step.
 
         Raises:
@@ -131,32 +156,37 @@ class RewardHost:
             samples = samples.select(groups)
         self._agent.submit(step, samples, more=more)
         if step not in self._serving:
-            self._serving[step] = asyncio.create_task(self._serve(self._agent._steps[step]))
+            self._serving[step] = asyncio.create_task(self._serve(self._agent.steps.live[step]))
 
     async def cancel(self, step: Step) -> None:
-        """Cancels what is left of a step, of which nothing more is told."""
+        """Cancels the rest of a step, of which nothing more is reported."""
         await self._built.wait()
         if (serving := self._serving.pop(step, None)) is not None:
             serving.cancel()
         self._agent.cancel(step)
 
-    async def news(self) -> list[Arrival | Failure]:
-        """Waits until something has arrived or failed, and returns all that has; for one caller at a time."""
+    async def news(self) -> tuple[list[Arrival | Failure], Lines]:
+        """Waits until something has arrived or failed; for one caller at a time.
+
+        Returns:
+            Everything that has arrived or failed since the last call, and the warnings that were logged.
+        """
         await self._more.wait()
         self._more.clear()
         news, self._news = self._news, []
-        return news
+        return news, KEPT.take()
 
     async def stats(self) -> dict[str, Any]:
         await self._built.wait()
         return self._agent.stats()
 
-    async def close(self) -> None:
-        """Ends the agent well."""
+    async def close(self) -> Lines:
+        """Closes the agent; returns the warnings that were logged since the last news."""
         await self._built.wait()
         for task in self._serving.values():
             task.cancel()
         await self._agent.close()
+        return KEPT.take()
 
     async def _serve(self, state: StepRequests) -> None:
         step, ended = state.key, False
@@ -168,14 +198,14 @@ class RewardHost:
                 ended = "step" in came[-1].meta
                 stats = None if state.left else self._agent.stats()
                 self._put(*(self._arrival(state, each) for each in came[:-1]), self._arrival(state, came[-1], stats))
-        except Exception as error:  # whatever it is, whoever waits for the step must hear of it
+        except Exception as error:  # of any kind: it must reach the waiters of the step
             message = str(error) if isinstance(error, DataflowError) else f"step {step}: {describe(error)}"
             self._put(Failure(step, message))
         finally:
             self._serving.pop(step, None)
 
     async def _further(self, state: StepRequests) -> list[Batch]:
-        """Returns what else is whole after a while, or sooner if it is all there is."""
+        """Returns further groups that finish within a short time, or earlier if they are the last ones."""
         try:
             return [await asyncio.wait_for(self._agent.collect(state.key), _GATHER_S)]
         except TimeoutError:
@@ -191,10 +221,62 @@ class RewardHost:
             {name: list(column) for name, column in columns.items() if name != "kept"},
             columns["kept"].tolist() if "kept" in columns else None,
             meta["limits"],
-            state.story,
+            state.last_failure,
             stats,
         )
 
     def _put(self, *news: Arrival | Failure) -> None:
         self._news += news
         self._more.set()
+
+
+def hosted(factory: Callable[[], Any]) -> Hosted:
+    """Returns what an actor builds its agent from."""
+    if isinstance(factory, partial):
+        module, factory = factory.func.__module__, partial(factory)
+        factory.__module__ = module  # pickled by value if the actors could not import that module
+    return Hosted("reward", factory)
+
+
+def start(options: Mapping[str, Any]) -> Any:
+    """Starts an actor, without an agent yet.
+
+    Raises:
+        ConfigError: Ray does not run.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if not ray.is_initialized():
+        raise ConfigError("reward agent: Ray does not run here; call ray.init() before, or use RewardAgent.")
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    chosen = {"num_cpus": 0, "scheduling_strategy": here, **options}
+    return ray.remote(RewardHost).options(**chosen).remote()
+
+
+def answers(refs: Sequence[Any]) -> list[Any]:
+    """Returns the results of calls to actors that start.
+
+    Raises:
+        RunError: they are not up in time.
+    """
+    import ray
+
+    try:
+        return list(ray.get(list(refs), timeout=_BUILD_S))
+    except ray.exceptions.GetTimeoutError:
+        raise RunError(f"reward agent: its actors are not up after {_BUILD_S:g} s; see 'ray status'.") from None
+    except Exception as error:
+        raise cause(error) from None
+
+
+def needed(samples: Batch) -> Batch:
+    """Returns the columns that rewards are computed from, in their smallest types; the others are not sent."""
+    import torch
+
+    text = "response_text" if "response_text" in samples else "responses"
+    columns = {name: samples[name] for name in (*_COLUMNS, text) if name in samples}
+    for name, small in (("responses", torch.int32), ("response_mask", torch.bool)):
+        if isinstance(columns.get(name), torch.Tensor):
+            columns[name] = columns[name].to(small)
+    return samples.like(**columns)

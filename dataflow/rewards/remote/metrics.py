@@ -19,11 +19,11 @@ COUNTED = (
     "tokens",
     "rate_limit_wait_s",
 )
-GAUGED = {"running": "calls in flight", "waiting": "requests that wait for a slot", "strays": "abandoned calls"}
+GAUGED = {"running": "calls in flight", "waiting": "requests for which no call runs", "strays": "abandoned calls"}
 
 
 class RayMetrics:
-    """Tells Ray's metrics agent what changed.
+    """Reports the agent's stats to Ray's metrics agent.
 
     Args:
         run: the run's name, a label of every metric.
@@ -41,8 +41,8 @@ class RayMetrics:
         self._latency = Gauge(_name("latency_s"), "latency of a request", tag_keys=("run", "quantile"))
         self._before: dict[str, float] = {}
 
-    def tell(self, stats: Mapping[str, Any]) -> None:
-        """Takes the agent's stats."""
+    def report(self, stats: Mapping[str, Any]) -> None:
+        """Reports what has changed since the last call."""
         for name, counter in self._counters.items():
             now = float(stats.get(name, 0.0))
             grown = now - self._before.get(name, 0.0)
@@ -62,7 +62,7 @@ def _name(metric: str) -> str:
 
 
 def in_ray_worker() -> bool:
-    """Whether this process is one of Ray's, so that what is told gets anywhere."""
+    """Whether this process is a Ray worker."""
     import sys
 
     ray = sys.modules.get("ray")

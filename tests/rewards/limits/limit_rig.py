@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.rewards.limits.queues import Limiter, Limits, Line
+from dataflow.rewards.limits.limits import Limits
+from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.system import clock
 
 MINUTE = 60.0 - 1e-4
@@ -18,7 +19,7 @@ MINUTE = 60.0 - 1e-4
 
 @dataclass(eq=False)
 class Item:
-    place: tuple[int, int, int]
+    priority: tuple[int, int, int]
     endpoint: str = ""
     tokens: int = 0
     wanted: bool = True
@@ -42,18 +43,18 @@ class Rig:
         self.loop = asyncio.get_running_loop()
         self.limiter = Limiter(self.limits, self.start, on_bug=self.bugs.append)
 
-    def start(self, item: Item, line: Line) -> None:
+    def start(self, item: Item, queue: EndpointQueue) -> None:
         self.begun.append((self.loop.time(), item))
-        for name in {"all", line.name}:
+        for name in {"all", queue.name}:
             self.now[name] += 1
             self.most[name] = max(self.most[name], self.now[name])
         if item.seconds != math.inf:
-            self.loop.call_later(item.seconds, self.end, item, line, self.loop.time())
+            self.loop.call_later(item.seconds, self.end, item, queue, self.loop.time())
 
-    def end(self, item: Item, line: Line, begun: float, **how: Any) -> None:
+    def end(self, item: Item, queue: EndpointQueue, begun: float, **how: Any) -> None:
         self.ended += 1
-        self.now.subtract({"all", line.name})
-        self.limiter.release(line, clock.now() - (self.loop.time() - begun), **how)
+        self.now.subtract({"all", queue.name})
+        self.limiter.release(queue, clock.now() - (self.loop.time() - begun), **how)
 
     def push(self, count: int = 1, step: int = 1, **options: Any) -> list[Item]:
         items = []

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.limits.queues import BACK_OFF, Limiter, Limits, Line
+from dataflow.rewards.limits.limits import Limits
+from dataflow.rewards.limits.queues import BACK_OFF, EndpointQueue, Limiter
 from dataflow.system import clock
 from tests.rewards.limits.limit_rig import Item, Rig
 from tests.rigs.virtual_time import run_virtual
@@ -44,7 +45,7 @@ def test_the_oldest_of_all_lines_goes_first() -> None:
         for step, endpoint in [(3, "a"), (2, "b"), (1, "a"), (3, ""), (1, "b"), (2, "elsewhere")]:
             rig.push(1, step=step, endpoint=endpoint, seconds=1.0)
         await asyncio.sleep(20)
-        order = [(item.place[1], item.endpoint) for _at, item in rig.begun]
+        order = [(item.priority[1], item.endpoint) for _at, item in rig.begun]
         assert order == [(9, ""), (1, "a"), (1, "b"), (2, "b"), (2, "elsewhere"), (3, "a"), (3, "")]
 
     run_virtual(body)
@@ -110,12 +111,12 @@ def test_a_start_that_ends_at_once_neither_nests_nor_stalls() -> None:
     started: list[Item] = []
 
     async def body() -> None:
-        def start(item: Item, line: Line) -> None:
+        def start(item: Item, queue: EndpointQueue) -> None:
             nonlocal depth, most
             depth += 1
             most = max(most, depth)
             started.append(item)
-            limiter.release(line, clock.now())
+            limiter.release(queue, clock.now())
             depth -= 1
 
         limiter = Limiter(Limits(2), start)
@@ -135,7 +136,7 @@ def test_a_start_that_ends_at_once_neither_nests_nor_stalls() -> None:
 def test_a_paused_line_starts_nothing_and_the_others_go_on() -> None:
     async def body() -> None:
         rig = Rig(Limits(2, endpoints={"a": Limits(2)}))
-        rig.limiter.lines["a"].pause(30.0)
+        rig.limiter.queues["a"].pause(30.0)
         rig.push(3, endpoint="a", seconds=1.0)
         rig.push(3, seconds=1.0)
         await asyncio.sleep(60)
@@ -148,13 +149,13 @@ def test_a_paused_line_starts_nothing_and_the_others_go_on() -> None:
 def test_the_longest_pause_counts() -> None:
     async def body() -> None:
         rig = Rig(Limits(2))
-        line = rig.limiter.lines[""]
+        queue = rig.limiter.queues[""]
         for seconds in (10.0, 30.0, 5.0):
-            line.pause(seconds)
+            queue.pause(seconds)
         rig.push(1)
         await asyncio.sleep(40)
         assert rig.times() == pytest.approx([30], abs=1e-3)
-        line.pause(5.0)
+        queue.pause(5.0)
         rig.push(1)
         await asyncio.sleep(10)
         assert rig.times() == pytest.approx([30, 45], abs=1e-3), "a pause that is over leaves nothing behind"
@@ -166,28 +167,28 @@ def test_the_longest_pause_counts() -> None:
 
 
 class Flight:
-    """Calls of an adaptive line, begun and ended by hand; times of their begin are real ones."""
+    """Calls of an adaptive queue, begun and ended by hand; times of their begin are real ones."""
 
     def __init__(self, limits: Limits) -> None:
         self.rig = Rig(limits)
-        self.line = self.rig.limiter.lines[""]
+        self.queue = self.rig.limiter.queues[""]
         self.rig.push(5000, seconds=math.inf)
 
-    def end(self, count: int, throttled: bool = False, begun: float | None = None, **how: Any) -> None:
+    def end(self, count: int, overloaded: bool = False, begun: float | None = None, **how: Any) -> None:
         for _ in range(count):
-            self.rig.limiter.release(self.line, clock.now() if begun is None else begun, throttled=throttled, **how)
+            self.rig.limiter.release(self.queue, clock.now() if begun is None else begun, overloaded=overloaded, **how)
 
 
 def test_a_flight_that_is_turned_away_cuts_the_limit_once() -> None:
     async def body() -> None:
         flight = Flight(Limits(100, adaptive=True))
         before = clock.now()
-        flight.end(100, throttled=True, begun=before)
-        assert flight.line.limit == pytest.approx(100 * BACK_OFF)
+        flight.end(100, overloaded=True, begun=before)
+        assert flight.queue.limit == pytest.approx(100 * BACK_OFF)
         assert flight.rig.limiter.running == 70
-        assert flight.line.throttled == 100
-        flight.end(30, throttled=True)  # begun since the cut
-        assert flight.line.limit < 100 * BACK_OFF
+        assert flight.queue.overloads == 100
+        flight.end(30, overloaded=True)  # begun since the cut
+        assert flight.queue.limit < 100 * BACK_OFF
 
     run_virtual(body)
 
@@ -196,10 +197,10 @@ def test_the_limit_falls_to_its_floor_and_no_further() -> None:
     async def body() -> None:
         flight = Flight(Limits(100, adaptive=True, floor=7))
         for _ in range(50):
-            flight.end(1, throttled=True, begun=math.inf)
-        assert flight.line.limit == 7
-        flight.end(flight.line.running, error=ValueError())
-        assert flight.line.running == 7
+            flight.end(1, overloaded=True, begun=math.inf)
+        assert flight.queue.limit == 7
+        flight.end(flight.queue.running, error=ValueError())
+        assert flight.queue.running == 7
 
     run_virtual(body)
 
@@ -207,17 +208,17 @@ def test_the_limit_falls_to_its_floor_and_no_further() -> None:
 def test_the_limit_grows_by_one_a_round_up_to_its_ceiling() -> None:
     async def body() -> None:
         flight = Flight(Limits(40, adaptive=True))
-        flight.line.limit = 10.0
+        flight.queue.limit = 10.0
         flight.end(40, error=ValueError())
-        assert flight.line.running == 10
+        assert flight.queue.running == 10
         for _ in range(5):
-            before = flight.line.limit
+            before = flight.queue.limit
             flight.end(int(before))
-            assert 0.85 <= flight.line.limit - before <= 1.0
+            assert 0.85 <= flight.queue.limit - before <= 1.0
         for _ in range(100):
-            flight.end(int(flight.line.limit))
-        assert flight.line.limit == 40
-        assert flight.line.running == 40
+            flight.end(int(flight.queue.limit))
+        assert flight.queue.limit == 40
+        assert flight.queue.running == 40
 
     run_virtual(body)
 
@@ -225,19 +226,19 @@ def test_the_limit_grows_by_one_a_round_up_to_its_ceiling() -> None:
 def test_only_a_success_of_a_full_line_lets_the_limit_grow() -> None:
     async def body() -> None:
         rig = Rig(Limits(40, adaptive=True))
-        line = rig.limiter.lines[""]
-        line.limit = 10.0
+        queue = rig.limiter.queues[""]
+        queue.limit = 10.0
         rig.push(5, seconds=math.inf)
         for _ in range(5):
-            rig.limiter.release(line, clock.now())
-        assert line.limit == 10.0, "five of ten: nobody knows whether more would do"
+            rig.limiter.release(queue, clock.now())
+        assert queue.limit == 10.0, "five of ten: nobody knows whether more would do"
         rig.push(10, seconds=math.inf)
         for error in (ValueError(), asyncio.CancelledError()):
             rig.push(1, seconds=math.inf)
-            rig.limiter.release(line, clock.now(), error=error)
-        assert line.limit == 10.0
-        rig.limiter.release(line, clock.now())
-        assert line.limit > 10.0
+            rig.limiter.release(queue, clock.now(), error=error)
+        assert queue.limit == 10.0
+        rig.limiter.release(queue, clock.now())
+        assert queue.limit > 10.0
 
     run_virtual(body)
 
@@ -248,8 +249,8 @@ def test_changes_are_told_once_in_order() -> None:
         rig.push(50, seconds=math.inf)
         rig.push(50, endpoint="a", seconds=math.inf)
         before = clock.now()
-        rig.limiter.release(rig.limiter.lines[""], math.inf, throttled=True)
-        rig.limiter.release(rig.limiter.lines[""], math.inf, throttled=True)
+        rig.limiter.release(rig.limiter.queues[""], math.inf, overloaded=True)
+        rig.limiter.release(rig.limiter.queues[""], math.inf, overloaded=True)
         changes = rig.limiter.changes()
         assert [(name, limit) for _at, name, limit in changes] == [("", 7), ("", 4)]
         assert all(before <= at <= clock.now() for at, _name, _limit in changes)
@@ -261,8 +262,8 @@ def test_changes_are_told_once_in_order() -> None:
 def test_a_fixed_limit_stays() -> None:
     async def body() -> None:
         flight = Flight(Limits(10))
-        flight.end(5, throttled=True, begun=math.inf)
-        assert flight.line.limit == 10
+        flight.end(5, overloaded=True, begun=math.inf)
+        assert flight.queue.limit == 10
         assert flight.rig.limiter.changes() == []
 
     run_virtual(body)
@@ -276,9 +277,9 @@ def test_an_error_in_who_starts_is_told_and_does_not_stop_the_rest() -> None:
         bugs: list[Exception] = []
         started: list[int] = []
 
-        def start(item: Item, line: Line) -> None:
-            started.append(item.place[2])
-            if item.place[2] == 1:
+        def start(item: Item, queue: EndpointQueue) -> None:
+            started.append(item.priority[2])
+            if item.priority[2] == 1:
                 raise KeyError("ours")
 
         limiter = Limiter(Limits(4), start, on_bug=bugs.append)
@@ -296,10 +297,10 @@ def test_local_work_takes_a_slot_and_waits_for_nothing_else() -> None:
         rig = Rig(Limits(2, rpm=1))
         rig.push(1, seconds=5.0)
         await rig.settle()
-        rig.limiter.lines[""].pause(1000.0)
-        rig.limiter.lines[""].limit = 1.0
+        rig.limiter.queues[""].pause(1000.0)
+        rig.limiter.queues[""].limit = 1.0
         for i in range(4):
-            rig.limiter.push_here(Item((0, 1, i), seconds=1.0))
+            rig.limiter.push_local(Item((0, 1, i), seconds=1.0))
         rig.limiter.fill()
         assert rig.limiter.waiting() == 3, "one slot of two is left"
         await asyncio.sleep(20)
@@ -316,7 +317,7 @@ def test_close_leaves_nothing_behind() -> None:
         rig.push(3)
         rig.push(3, endpoint="a", tokens=5)
         await rig.settle()
-        rig.limiter.lines["a"].pause(100.0)
+        rig.limiter.queues["a"].pause(100.0)
         rig.limiter.close()
         await rig.settle()
         assert len(asyncio.all_tasks()) == 1

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.rewards.limits.queues import Limits
+from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.rates import Rates
 from tests.rewards.limits.limit_rig import Rig, tokens_of
 from tests.rigs.virtual_time import run_virtual
@@ -54,7 +54,7 @@ def test_a_permit_at_hand_while_the_line_is_paused_is_not_one_more() -> None:
         rig = Rig(Limits(1000, rpm=6))
         rig.push(40)
         await rig.settle()
-        rig.limiter.lines[""].pause(37.0)  # one permit comes meanwhile, and waits
+        rig.limiter.queues[""].pause(37.0)  # one permit comes meanwhile, and waits
         await asyncio.sleep(600)
         assert len(rig.begun) == 40
         assert rig.most_in_a_minute() <= 6
@@ -82,7 +82,7 @@ def test_the_whole_holds_with_more_lines_than_slots() -> None:
         rig = Rig(Limits(1, rpm=30, endpoints={name: Limits(1, rpm=30) for name in names}))
         for name in names:
             rig.push(20, endpoint=name, seconds=0.5)
-        rig.push(1, seconds=45.0)  # each line has a permit at hand while this one holds the only slot
+        rig.push(1, seconds=45.0)  # each queue has a permit at hand while this one holds the only slot
         await asyncio.sleep(60 * 8)
         assert len(rig.begun) == 121
         assert rig.most_in_a_minute() <= 30
@@ -120,7 +120,7 @@ def test_an_older_request_that_comes_while_a_permit_is_fetched_takes_it() -> Non
         await asyncio.sleep(5)
         rig.push(1, step=1)
         await asyncio.sleep(100)
-        assert [item.place[1] for _at, item in rig.begun] == [1, 1, 5, 5]
+        assert [item.priority[1] for _at, item in rig.begun] == [1, 1, 5, 5]
 
     run_virtual(body)
 
@@ -166,11 +166,11 @@ def test_everything_wanted_starts_and_no_limit_is_passed(
             rig.loop.call_at(at, push)
             wanted += stays
         for at, name, seconds in pauses:
-            rig.loop.call_at(at, rig.limiter.lines[name].pause, seconds)
+            rig.loop.call_at(at, rig.limiter.queues[name].pause, seconds)
         await asyncio.sleep(60 * 250)
         assert len(rig.begun) == wanted == rig.ended
         assert (rig.limiter.running, rig.limiter.waiting()) == (0, 0)
-        assert all(line.running == 0 for line in rig.limiter.lines.values())
+        assert all(queue.running == 0 for queue in rig.limiter.queues.values())
         assert rig.most["all"] <= slots
         assert rig.most["a"] <= 2
         assert rig.most_in_a_minute() <= (rpm or math.inf)
@@ -186,7 +186,7 @@ def test_rates_are_shared_in_turn() -> None:
         rates, order = Rates(None, 600), []
 
         async def take(name: str, tokens: int) -> None:
-            await rates.take(tokens)
+            await rates.acquire(tokens)
             await asyncio.sleep(0)
             order.append(name)
             rates.begin(tokens)
@@ -205,13 +205,13 @@ def test_a_permit_that_a_line_cannot_use_is_left_to_the_others(why: str) -> None
         item = rig.push(1, endpoint="a")[0]
         await asyncio.sleep(5)  # a has the permit at hand, and no slot
         rig.push(1, step=2, endpoint="b")
-        line = rig.limiter.lines["a"]
+        queue = rig.limiter.queues["a"]
         if why == "paused":
-            line.pause(1000.0)
+            queue.pause(1000.0)
         elif why == "not wanted":
             item.wanted = False
         else:
-            line.limit = 0.0
+            queue.limit = 0.0
         await asyncio.sleep(60)
         assert rig.times("b") == pytest.approx([30.0], abs=0.1)
         assert rig.times("a") == []
@@ -224,11 +224,11 @@ def test_what_is_dropped_takes_nothing() -> None:
     async def body() -> None:
         rates, loop = Rates(60, 600), asyncio.get_running_loop()
         for _ in range(100):
-            await rates.take(50)
+            await rates.acquire(50)
             rates.drop()
         assert loop.time() < 6, "it was paid for once at most"
         for _ in range(60):
-            await rates.take(1)
+            await rates.acquire(1)
             rates.begin(1)
         assert loop.time() <= 60 + 1
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.rewards.limits.queues import Limits, Line
+from dataflow.rewards.limits.limits import Limits
+from dataflow.rewards.limits.queues import EndpointQueue
 from dataflow.rewards.limits.rates import Meter, Rates
 from dataflow.system import clock
 from tests.rewards.limits.limit_rig import MINUTE, Item, Rig, tokens_of
@@ -61,8 +62,8 @@ class Wrong(Rig):
 
     used = 100
 
-    def end(self, item: Item, line: Line, begun: float, **how: Any) -> None:
-        super().end(item, line, begun, extra_tokens=self.used - item.tokens, **how)
+    def end(self, item: Item, queue: EndpointQueue, begun: float, **how: Any) -> None:
+        super().end(item, queue, begun, extra_tokens=self.used - item.tokens, **how)
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -95,12 +96,12 @@ def test_an_estimate_that_was_too_high_is_given_back(slots: int) -> None:
 def test_what_an_old_call_did_not_use_makes_no_room_now() -> None:
     async def body() -> None:
         rig = Rig(Limits(1000, tpm=600))
-        line = rig.limiter.lines[""]
+        queue = rig.limiter.queues[""]
         rig.push(1, tokens=600, seconds=math.inf)
         await asyncio.sleep(100)
         rig.push(1, tokens=600, seconds=math.inf)
         await asyncio.sleep(55)
-        rig.limiter.release(line, clock.now() - 155, extra_tokens=-600)
+        rig.limiter.release(queue, clock.now() - 155, extra_tokens=-600)
         rig.push(1, tokens=600, seconds=math.inf)
         await asyncio.sleep(4)
         assert len(rig.begun) == 2
@@ -157,7 +158,7 @@ def test_what_began_smaller_than_it_was_waited_for_is_given_back() -> None:
     async def body() -> None:
         rates, loop = Rates(None, 600), asyncio.get_running_loop()
         for _ in range(5):
-            await rates.take(50)
+            await rates.acquire(50)
             rates.begin(1)
         assert loop.time() < 1
 

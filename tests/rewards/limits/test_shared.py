@@ -18,7 +18,8 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import RewardAgent
-from dataflow.rewards.limits.queues import Limiter, Limits, Line
+from dataflow.rewards.limits.limits import Limits
+from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.rewards.limits.server import Address, LimitServer, Wire
 from dataflow.rewards.limits.shared import SharedLimits
 from dataflow.system import clock
@@ -38,7 +39,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]], deadline_s: float = 20.0)
 class Item:
     """A request as an agent has it."""
 
-    place: tuple[int, int, int]
+    priority: tuple[int, int, int]
     endpoint: str = ""
     tokens: int = 0
     wanted: bool = True
@@ -51,15 +52,15 @@ class Client:
     def __init__(self, limits: Limits, address: Address, name: str) -> None:
         self.shared = SharedLimits(address, name)
         self.lost: list[Exception] = []
-        self.live: list[tuple[Item, Line]] = []
+        self.live: list[tuple[Item, EndpointQueue]] = []
         self.started: list[Item] = []
         self.changed = asyncio.Event()
         self.limiter = Limiter(limits, self._start, self.shared, self._lose)
         self._sequence = itertools.count()
 
-    def _start(self, item: Item, line: Line) -> None:
+    def _start(self, item: Item, queue: EndpointQueue) -> None:
         item.begun = clock.now()
-        self.live.append((item, line))
+        self.live.append((item, queue))
         self.started.append(item)
         self.changed.set()
 
@@ -76,8 +77,8 @@ class Client:
 
     def end(self, count: int = 1, **how: Any) -> None:
         for _ in range(count):
-            item, line = self.live.pop(0)
-            self.limiter.release(line, item.begun, **how)
+            item, queue = self.live.pop(0)
+            self.limiter.release(queue, item.begun, **how)
 
     async def until(self, true: Callable[[], Any]) -> None:
         while not true():
@@ -198,7 +199,7 @@ def test_requests_a_minute_hold_for_the_job() -> None:
             assert b.started
             await quiet(server, a, b)
             assert server.stats()["rate_limit_wait_s"] > 0.5
-            assert a.limiter.lines[""].waited_s > 0.5
+            assert a.limiter.queues[""].waited_s > 0.5
 
     run(body)
 
@@ -230,7 +231,7 @@ def test_endpoints_have_limits_of_their_own_job_wide() -> None:
             await quiet(server, a, b)
             assert Counter(item.endpoint for item in a.started + b.started) == {"slow": 2, "": 3}
             assert server.stats()["running"] == 5
-            assert a.limiter.lines["slow"].waiting() + b.limiter.lines["slow"].waiting() == 4
+            assert a.limiter.queues["slow"].waiting() + b.limiter.queues["slow"].waiting() == 4
 
     run(body)
 
@@ -242,12 +243,12 @@ def test_an_adaptive_limit_falls_for_all_when_one_is_turned_away() -> None:
             b.push(20)
             await quiet(server, a, b)
             first = a if a.live else b
-            first.end(3, throttled=True, error=TimeoutError())  # one flight: one cut
+            first.end(3, overloaded=True, error=TimeoutError())  # one flight: one cut
             await quiet(server, a, b)
             assert server.stats()["limit"] == {"": 7}
             assert len(a.live) + len(b.live) == 7
             for client in (a, b):
-                assert int(client.limiter.lines[""].limit) == 7
+                assert int(client.limiter.queues[""].limit) == 7
                 assert [(name, limit) for _at, name, limit in client.limiter.changes()] == [("", 7)]
             for _ in range(3):
                 for client in (a, b):
@@ -264,9 +265,9 @@ def test_a_pause_that_one_was_told_holds_for_all() -> None:
             a.push(1)
             await a.until(lambda: a.live)
             begin = time.time()
-            a.limiter.lines[""].pause(0.5)
+            a.limiter.queues[""].pause(0.5)
             await quiet(server, a)
-            a.end(throttled=True, error=TimeoutError())
+            a.end(overloaded=True, error=TimeoutError())
             b.push(1)
             await b.until(lambda: b.live)
             assert b.started[0].begun - begin >= 0.45
@@ -447,18 +448,18 @@ def test_in_any_order_nothing_is_lost_and_no_limit_is_passed(seed: int) -> None:
                 if act < 0.4:
                     client.push(rng.randrange(1, 6), step=rng.randrange(4), endpoint=rng.choice(["", "e"]))
                 elif act < 0.75 and client.live:
-                    client.end(rng.randrange(1, len(client.live) + 1), throttled=rng.random() < 0.1)
+                    client.end(rng.randrange(1, len(client.live) + 1), overloaded=rng.random() < 0.1)
                 elif act < 0.9:
-                    for _line, item in list(client.shared._waiting.values())[:1]:
+                    for _queue, item in list(client.shared._waiting.values())[:1]:
                         item.wanted = False
                 elif turn > 60 and len(clients) > 1:
                     client.shared._wire._transport.abort()
                     clients.remove(client)
                     dead.append(client)
                 await asyncio.sleep(rng.choice([0, 0, 0.002]))
-                held = [(item, line) for c in clients for item, line in c.live]
+                held = [(item, queue) for c in clients for item, queue in c.live]
                 assert len(held) <= 6
-                assert sum(line.name == "e" for _item, line in held) <= 2
+                assert sum(queue.name == "e" for _item, queue in held) <= 2
             while any(c.live or c.limiter.waiting() for c in clients):
                 await asyncio.sleep(0.002)
                 for c in clients:
@@ -496,7 +497,7 @@ def test_two_agents_score_all_and_never_more_at_once_than_one_may() -> None:
         limits = Limits(8)
         server = LimitServer(limits)
         address = await server.open()
-        agents = [RewardAgent(score, limits=limits, shared=SharedLimits(address, f"{i}")) for i in range(2)]
+        agents = [RewardAgent(score, limits=limits, shared=SharedLimits(address, f"{i}").queue) for i in range(2)]
         for i, agent in enumerate(agents):
             agent.submit(1, samples(20, 4, first=100 * i))
             agent.submit("val:1", samples(5, 2))
@@ -525,7 +526,7 @@ def test_a_cancelled_step_of_one_agent_lets_the_other_go_on() -> None:
         limits = Limits(2)
         server = LimitServer(limits)
         address = await server.open()
-        a, b = (RewardAgent(score, limits=limits, shared=SharedLimits(address, name)) for name in "ab")
+        a, b = (RewardAgent(score, limits=limits, shared=SharedLimits(address, name).queue) for name in "ab")
         a.submit(1, samples(50, 2, first=100))
         waiting: Awaitable[Batch] = asyncio.ensure_future(a.collect(1))
         while a.stats()["running"] < 2:
@@ -550,7 +551,7 @@ def test_an_agent_that_loses_the_server_fails_its_steps() -> None:
     async def body() -> None:
         limits = Limits(2)
         server = LimitServer(limits)
-        agent = RewardAgent(score, limits=limits, shared=SharedLimits(await server.open(), "a"))
+        agent = RewardAgent(score, limits=limits, shared=SharedLimits(await server.open(), "a").queue)
         agent.submit(1, batch)
         while agent.stats()["running"] < 2:
             await asyncio.sleep(0.001)

@@ -50,7 +50,7 @@ class Actor:
             pass
         else:
             if name == "close":
-                self.host._agent._ledger = None  # which would be closed in a thread
+                self.host._agent.ledger = None  # which would be closed in a thread
             work = loop.create_task(self._run(getattr(self.host, name), values, next(self._delays_s)))
             self._calls[work] = answer
             work.add_done_callback(self._done)
@@ -86,9 +86,9 @@ class Actor:
         if not self.host._built.is_set():
             return
         agent = self.host._agent
-        agent._ledger = agent._asks._ledger = None  # what it hears of its calls from now on nobody learns
-        for state in list(agent._steps.values()):
-            agent.fail(state, "killed", None)
+        agent.ledger = agent._jobs._ledger = None  # what it hears of its calls from now on nobody learns
+        for state in list(agent.steps.live.values()):
+            agent.steps.fail(state, "killed", None)
 
     def _lose(self, answer: asyncio.Future[Any]) -> None:
         from ray.exceptions import RayActorError

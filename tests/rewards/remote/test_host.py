@@ -56,7 +56,7 @@ async def told(actor: RewardHost, groups: int) -> list[Arrival]:
     """Returns what arrives, up to so many groups."""
     got: list[Arrival] = []
     while len({(arrival.step, record["group"]) for arrival in got for record in arrival.records}) < groups:
-        got += await actor.news()  # type: ignore[arg-type]
+        got += (await actor.news())[0]  # type: ignore[arg-type]
     return got
 
 
@@ -75,7 +75,7 @@ def test_groups_come_back_as_columns_many_at_a_time() -> None:
             assert score == number if kept else score != score
         assert [text for arrival in got for text in arrival.extras["text"] if text is not None][-1] == "299"
         assert {arrival.step for arrival in got} == {3}
-        assert "no answer" in got[0].story
+        assert "no answer" in got[0].last_failure
         assert [arrival.stats is not None for arrival in got] == [False] * (len(got) - 1) + [True]
         assert got[-1].stats is not None
         assert got[-1].stats["scored"] == 299
@@ -118,7 +118,7 @@ def test_a_step_in_sets_is_served_until_it_is_cancelled() -> None:
         assert ({record["group"] for record in arrival.records}, arrival.stats) == ({4}, None)
         await actor.cancel(1)
         await actor.submit(2, samples(1))
-        assert [news.step for news in await actor.news()] == [2], "who cancels need not be told"
+        assert [news.step for news in (await actor.news())[0]] == [2], "who cancels need not be told"
         assert (await actor.stats())["steps"] == 0
         with pytest.raises(RewardFailed, match="step 1: its reward requests were cancelled"):
             await actor.submit(1, samples(1, first=6), more=True)
@@ -133,7 +133,7 @@ def test_a_set_that_fails_is_told_once() -> None:
         await actor.submit(1, samples(1), more=True)
         await told(actor, 1)
         await actor.submit(1, samples(1, first=1, ground_truth=["1", "bad"]), more=True)
-        (failure,) = await actor.news()
+        ((failure,), _lines) = await actor.news()
         assert isinstance(failure, Failure)
         assert failure.message.startswith("sample 1 of group 1 of step 1: 'compute_score' raised ValueError")
         with pytest.raises(RewardFailed, match="sample 1 of group 1"):
@@ -147,9 +147,9 @@ def test_a_step_that_fails_is_told_with_its_story() -> None:
     async def body() -> None:
         actor, _facts = await host()
         await actor.submit("val:1", samples(2, ground_truth=["1", "1", "1", "bad"]))
-        news = await actor.news()
+        news, _lines = await actor.news()
         while not isinstance(news[-1], Failure):
-            news += await actor.news()
+            news += (await actor.news())[0]
         assert news[-1].step == "val:1"
         assert news[-1].message.startswith("sample 1 of group 1 of step val:1: 'compute_score' raised ValueError")
         with pytest.raises(DataflowError, match="submitted before"):

@@ -174,7 +174,7 @@ def test_columns_of_requests_that_shared_a_call() -> None:
     samples = samples.merge(samples.like(response_text=["the same"] * 4))
     agent = RewardAgent(later, share_equal=True)
     rewards = rewards_of(agent, samples)
-    assert agent.counts["shared"] == 3
+    assert agent.steps.counts["shared"] == 3
     rewards["sizes"][0].append("spoilt")
     assert rewards["sizes"].tolist()[1:] == [CLEAN] * 3
 

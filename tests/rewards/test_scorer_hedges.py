@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.limits.queues import Limits
+from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.retry import Retry
 from dataflow.usercode.calls import TimedOut
-from tests.rewards.life_rig import AT_ONCE, BUSY, FOR_EVER, LOST, Does, Rig, error, life, lives, run_life
+from tests.rewards.scorer_rig import AT_ONCE, BUSY, FOR_EVER, LOST, Does, Rig, error, life, lives, run_life
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,7 +27,7 @@ def test_the_second_call_wins_and_the_first_is_cancelled() -> None:
     assert rig.times("a") == pytest.approx([0, 5], abs=1e-3)
     assert told.at == pytest.approx(7.0, abs=1e-3)
     assert rig.cancelled == {"a": 1}
-    assert (rig.asks["a"].tries, rig.life.counts) == (1, {"hedged": 1})
+    assert (rig.jobs["a"].tries, rig.scorer.counts) == (1, {"hedged": 1})
 
 
 def test_the_first_call_wins_and_the_second_is_cancelled() -> None:
@@ -40,7 +40,7 @@ def test_the_first_call_wins_and_the_second_is_cancelled() -> None:
 def test_a_call_that_is_quick_enough_has_no_second() -> None:
     rig, _told = life(Does(4.9), hedge_after=5.0)
     assert len(rig.begun) == 1
-    assert rig.life.counts == {}
+    assert rig.scorer.counts == {}
 
 
 @pytest.mark.parametrize("fails", [LOST, ValueError("no")], ids=["transient", "final"])
@@ -48,8 +48,8 @@ def test_the_first_fails_while_its_hedge_lives(fails: Exception) -> None:
     rig, told = life(Does(6.0, error=fails), Does(9.0, 7.0), hedge_after=5.0)
     assert (told.score, told.how) == (7.0, "hedged")
     assert told.at == pytest.approx(14.0, abs=1e-3)
-    assert rig.life.counts == {"hedged": 1}
-    assert rig.asks["a"].tries == 1
+    assert rig.scorer.counts == {"hedged": 1}
+    assert rig.jobs["a"].tries == 1
 
 
 def test_the_hedge_fails_while_the_first_lives() -> None:
@@ -69,8 +69,8 @@ def test_both_fail_and_the_next_try_is_hedged_anew() -> None:
     )
     assert (told.score, told.how) == (7.0, "hedged")
     assert rig.times("a") == pytest.approx([0, 5, 11, 16], abs=1e-2)
-    assert rig.life.counts == {"hedged": 2, "retried": 1}
-    assert rig.asks["a"].tries == 2
+    assert rig.scorer.counts == {"hedged": 2, "retried": 1}
+    assert rig.jobs["a"].tries == 2
 
 
 def test_a_hedge_that_still_stands_in_line_becomes_the_next_try() -> None:
@@ -83,8 +83,8 @@ def test_a_hedge_that_still_stands_in_line_becomes_the_next_try() -> None:
     assert rig.told["a"].score == 7.0
     assert rig.told["a"].how == ""
     assert rig.times("a") == pytest.approx([0, 6], abs=1e-2)
-    assert rig.asks["a"].tries == 2
-    assert rig.life.counts["retried"] == 1
+    assert rig.jobs["a"].tries == 2
+    assert rig.scorer.counts["retried"] == 1
 
 
 @pytest.mark.parametrize(("fails", "tries"), [(ValueError("no"), 4), (LOST, 1)], ids=["final", "no tries left"])
@@ -110,14 +110,14 @@ def test_the_first_wins_while_its_hedge_stands_in_line() -> None:
 def test_no_hedge_before_there_are_enough_latencies() -> None:
     plan = {f"{i:02}": [Does(1.0)] for i in range(19)}
     rig = lives(plan | {"slow": [Does(50.0)]}, hedge_after="p95")
-    assert "hedged" not in rig.life.counts
+    assert "hedged" not in rig.scorer.counts
     rig = lives(
         plan | {"19": [Does(1.0)], "20": [Does(1.0)], "slow": [FOR_EVER, Does(1.0, 7.0)]},
         limits=Limits(2),
         hedge_after="p90",
     )
     assert rig.told["slow"].how == "hedged"
-    assert rig.life.counts == {"hedged": 1}
+    assert rig.scorer.counts == {"hedged": 1}
 
 
 def test_the_percentile_is_of_what_first_calls_take() -> None:
@@ -127,11 +127,11 @@ def test_the_percentile_is_of_what_first_calls_take() -> None:
         plan = {str(i): [Does(100.0 if i % 10 == 0 else 1.0 + i % 10 / 10), Does(1.0)] for i in range(600)}
         rig = Rig(plan, Limits(1), Retry(**AT_ONCE), hedge_after="p85")
         rig.limiter.limits = Limits(4)
-        rig.limiter.lines[""].limit = 4.0
+        rig.limiter.queues[""].limit = 4.0
         rig.ask()
         await rig.end()
-        assert rig.life.counts["hedged"] <= 600 * 0.13
-        assert rig.life._hedging.after_s == pytest.approx(1.9, abs=0.05)
+        assert rig.scorer.counts["hedged"] <= 600 * 0.13
+        assert rig.scorer._hedge.after_s == pytest.approx(1.9, abs=0.05)
 
     run_life(body)
 
@@ -140,7 +140,7 @@ def test_a_hedge_that_is_cut_off_by_the_deadline() -> None:
     rig, told = life(FOR_EVER, hedge_after=5.0, retry=Retry(timeout_s=30.0, deadline_s=20.0))
     assert told.at == pytest.approx(20.0, abs=1e-2)
     assert isinstance(told.error, TimedOut)
-    assert rig.life.counts["timed_out"] == 2
+    assert rig.scorer.counts["timed_out"] == 2
 
 
 def test_when_to_hedge_must_make_sense() -> None:
@@ -230,15 +230,15 @@ def test_each_ask_ends_once_and_all_slots_are_free_in_the_end(
         await asyncio.sleep(2000)
         rig.idle()
         for name, told in rig.told.items():
-            ask = rig.asks[name]
+            ask = rig.jobs[name]
             assert told.times == 1 or int(name) in drops
             assert ask.tries <= tries
             assert len(rig.times(name)) <= 2 * tries
             assert (told.score is None) == bool(told.story) or not told.times
         assert rig.most <= slots
-        called = sum(ask.tries for ask in rig.asks.values()) + rig.life.counts["hedged"]
+        called = sum(ask.tries for ask in rig.jobs.values()) + rig.scorer.counts["hedged"]
         assert called - len(drops) <= len(rig.begun) <= called, "less those that were dropped before they ran"
-        assert rig.life.counts["retried"] >= sum(max(0, ask.tries - 1) for ask in rig.asks.values())
+        assert rig.scorer.counts["retried"] >= sum(max(0, ask.tries - 1) for ask in rig.jobs.values())
         rig.limiter.close()
         await rig.calls.close()
 

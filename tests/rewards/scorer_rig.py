@@ -1,4 +1,4 @@
-"""Lifecycles on a clock that takes no time: each ask's calls do what the test says, and all that is told is kept."""
+"""A scorer on virtual time: the calls of each job do what the test says, and all outcomes are kept."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from dataflow.rewards.lifecycle import Lifecycle
-from dataflow.rewards.limits.queues import Limiter, Limits
-from dataflow.rewards.requests import Ask
+from dataflow.rewards.limits.limits import Limits
+from dataflow.rewards.limits.queues import Limiter
+from dataflow.rewards.requests import JobState, Outcome, Scored, ScoringJob
 from dataflow.rewards.retry import Retry
+from dataflow.rewards.scorer import Scorer
 from dataflow.usercode.calls import Calls
 from tests.rigs.virtual_time import run_virtual
 
@@ -37,7 +38,7 @@ FOR_EVER = Does(math.inf)
 
 @dataclass
 class Told:
-    """How an ask ended."""
+    """How a job ended."""
 
     score: float | None = None
     extras: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +50,7 @@ class Told:
 
 
 class Rig:
-    """A lifecycle with its calls and limits.
+    """A scorer with its calls and limits.
 
     Args:
         plan: what the calls of each ask do, by its name; the last one again for all that follow.
@@ -69,20 +70,20 @@ class Rig:
         self.bugs: list[Exception] = []
         self.calls = Calls(self.strays.append, self.bugs.append)
         self.limiter = Limiter(
-            limits or Limits(), lambda ask, line: self.life.start(ask, line), on_bug=self.bugs.append
+            limits or Limits(), lambda job, queue: self.scorer.start(job, queue), on_bug=self.bugs.append
         )
-        self.life = Lifecycle(
+        self.scorer = Scorer(
             self.compute_score,
             self.calls,
             self.limiter,
             retry or Retry(backoff_s=0.0, max_backoff_s=0.0),
             hedge_after,
-            self,
+            self.on_outcome,
         )
         self.begun: list[tuple[float, str]] = []
         self.cancelled: Counter[str] = Counter()
         self.now = self.most = 0
-        self.asks: dict[str, Ask] = {}
+        self.jobs: dict[str, ScoringJob] = {}
         self.told: dict[str, Told] = {}
         self.changed = asyncio.Event()
 
@@ -104,44 +105,32 @@ class Rig:
         return does.result
 
     def ask(self, *names: str, step: int = 1, tokens: int = 0, endpoint: str = "") -> None:
-        """Asks for all in the plan, or for these."""
+        """Scores all jobs of the plan, or these."""
         for name in names or self.plan:
-            place = (0, step, len(self.asks))
-            self.asks[name] = Ask({"name": name}, None, place, [object()], endpoint, tokens)  # type: ignore[list-item]
-            self.told[name] = Told()
-            self.life.queue(self.asks[name])
-        self.life.fill()
-
-    def drop(self, name: str) -> None:
-        """Nobody wants it any more, as Asks.detach has it."""
-        self.asks[name].requests = []
-        self.life.drop(self.asks[name])
+            job = ScoringJob({"name": name}, None, (0, step, len(self.jobs)), [object()], endpoint, tokens)  # type: ignore[list-item]
+            self.jobs[name], self.told[name] = job, Told()
+            self.scorer.score(job)
         self.limiter.fill()
 
-    # --- Lifecycle's Outcome ----------------------------------------------------------------------------------
+    def drop(self, name: str) -> None:
+        """Cancels a job, as the agent does when no request needs it."""
+        if self.jobs[name].state is not JobState.DONE:
+            self.scorer.cancel(self.jobs[name])
+        self.limiter.fill()
 
-    def started(self, ask: Ask) -> None:
-        assert ask.tries == 1
-        assert self.told[ask.arguments["name"]].times == 0
-
-    def settled(self, ask: Ask, score: float, extras: dict[str, Any], how: str) -> None:
-        told = self._end(ask)
-        told.score, told.extras, told.how = score, extras, how
-
-    def gave_up(self, ask: Ask, story: str, error: BaseException) -> None:
-        told = self._end(ask)
-        told.story, told.error = story, error
-
-    def _end(self, ask: Ask) -> Told:
-        ask.requests = []
-        told = self.told[ask.arguments["name"]]
+    def on_outcome(self, job: ScoringJob, outcome: Outcome) -> None:
+        assert job.state is JobState.DONE
+        told = self.told[job.arguments["name"]]
         told.at = self.loop.time()
         told.times += 1
+        if isinstance(outcome, Scored):
+            told.score, told.extras, told.how = outcome.score, outcome.extras, outcome.source
+        else:
+            told.story, told.error = outcome.message, outcome.error
         self.changed.set()
-        return told
 
     async def end(self) -> None:
-        """Waits until all asks have ended, and their calls."""
+        """Waits until all jobs have ended, and their calls."""
         while not all(told.times for told in self.told.values()):
             self.changed.clear()
             await self.changed.wait()
@@ -153,8 +142,8 @@ class Rig:
         """Nothing is left behind."""
         assert self.bugs == []
         assert (self.limiter.running, self.limiter.waiting(), self.now) == (0, 0, 0)
-        assert all(line.running == 0 for line in self.limiter.lines.values())
-        assert all(ask.timer is None and not ask.live for ask in self.asks.values())
+        assert all(queue.running == 0 for queue in self.limiter.queues.values())
+        assert all(job.timer is None and not job.live for job in self.jobs.values())
         assert all(told.times <= 1 for told in self.told.values())
 
     def times(self, name: str) -> list[float]:
@@ -185,7 +174,7 @@ def run_life(body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 def lives(
     plan: dict[str, list[Does]], then: Callable[[Rig], Coroutine[Any, Any, Any]] | None = None, **how: Any
 ) -> Rig:
-    """Runs all asks of a plan to their end; returns what came of them."""
+    """Runs all jobs of a plan to their end; returns what came of them."""
 
     async def body() -> Rig:
         rig = Rig(plan, **how)

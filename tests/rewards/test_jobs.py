@@ -142,7 +142,7 @@ class Told:
     def __init__(self) -> None:
         self.all: list[Mapping[str, Any]] = []
 
-    def tell(self, stats: Mapping[str, Any]) -> None:
+    def report(self, stats: Mapping[str, Any]) -> None:
         self.all.append({name: stats[name] for name in ("requested", "scored", "running", "waiting", "cancelled")})
 
 
@@ -352,7 +352,7 @@ def test_no_more_responses_are_decoded_than_can_soon_start() -> None:
         await asyncio.sleep(1.0)
         assert len(reward.begun) == 200
         assert decode.rows < 600
-        asks = [request.ask for (request,) in agent._steps[1].groups.values() if request.ask]
+        asks = [request.job for (request,) in agent.steps.live[1].groups.values() if request.job]
         assert len({ask.queued_at for ask in asks}) == 1, "they wait since they were submitted"
         await agent.collect(1)
         assert reward.begun == [str(n) for n in range(1000)]

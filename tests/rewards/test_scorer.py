@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dataflow.rewards.lifecycle import BadScore
-from dataflow.rewards.limits.queues import Limits
+from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.retry import Retry
+from dataflow.rewards.scorer import BadScore
 from dataflow.usercode.calls import GRACE_S, TimedOut
-from tests.rewards.life_rig import AT_ONCE, BUSY, FOR_EVER, LOST, Does, Rig, error, life, lives, run_life
+from tests.rewards.scorer_rig import AT_ONCE, BUSY, FOR_EVER, LOST, Does, Rig, error, life, lives, run_life
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -33,7 +33,7 @@ def test_a_first_try_that_scores(result: Any, score: float, extras: dict[str, An
     rig, told = life(Does(3.0, result))
     assert (told.score, told.extras, told.how) == (score, extras, "")
     assert told.at == pytest.approx(3.0, abs=1e-3)
-    assert (rig.asks["a"].tries, rig.life.counts) == (1, {})
+    assert (rig.jobs["a"].tries, rig.scorer.counts) == (1, {})
 
 
 def test_tries_until_one_succeeds_and_the_waits_between_them_double() -> None:
@@ -45,8 +45,8 @@ def test_tries_until_one_succeeds_and_the_waits_between_them_double() -> None:
         retry=Retry(tries=4, backoff_s=8.0, max_backoff_s=100.0),
     )
     assert told.score == 5.0
-    assert rig.asks["a"].tries == 4
-    assert rig.life.counts == {"retried": 3, "throttled": 1}
+    assert rig.jobs["a"].tries == 4
+    assert rig.scorer.counts == {"retried": 3, "throttled": 1}
     waits = [b - a - 1.0 for a, b in zip(rig.times("a"), rig.times("a")[1:], strict=False)]
     assert all(-1e-3 <= wait <= most + 1e-3 for wait, most in zip(waits, (8, 16, 32), strict=True))
     assert len(set(waits)) == 3, "random"
@@ -78,10 +78,10 @@ def test_a_value_that_is_no_score_is_final_unless_the_predicate_says_otherwise()
     assert told.story == (
         "'compute_score' returned nan; return a finite number, (score, query, explanation) or a dict with 'score'."
     )
-    assert rig.asks["a"].tries == 1
+    assert rig.jobs["a"].tries == 1
     again = Retry(predicate=lambda error: isinstance(error, BadScore), **AT_ONCE)
     rig, told = life(Does(result=math.nan), Does(result=3), retry=again)
-    assert (told.score, rig.asks["a"].tries) == (3.0, 2)
+    assert (told.score, rig.jobs["a"].tries) == (3.0, 2)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_value_that_is_no_score_is_final_unless_the_predicate_says_otherwise()
 def test_an_error_that_will_not_change_is_not_tried_again(fails: BaseException) -> None:
     rig, told = life(Does(error=fails), Does())
     assert told.error is fails or isinstance(told.error, type(fails))
-    assert rig.asks["a"].tries == 1
+    assert rig.jobs["a"].tries == 1
     assert "on each of" not in told.story
 
 
@@ -100,7 +100,7 @@ def test_a_fatal_error_is_not_tried_again_whatever_else_it_says() -> None:
     fatal = error(status=503, fatal=True, retry=True, fix="give it more money")
     rig, told = life(Does(error=fatal), Does(), retry=Retry(predicate=lambda _error: True))
     assert told.error is fatal
-    assert rig.asks["a"].tries == 1
+    assert rig.jobs["a"].tries == 1
     assert told.story.endswith("; give it more money.")
 
 
@@ -112,7 +112,7 @@ def test_a_predicate_that_raises_ends_the_ask_with_its_own_error(raises: BaseExc
     rig, told = life(Does(error=LOST), Does(), retry=Retry(predicate=predicate))
     assert told.error is raises
     assert f"the predicate for retries raised {type(raises).__name__}" in told.story
-    assert rig.asks["a"].tries == 1
+    assert rig.jobs["a"].tries == 1
 
 
 # --- stories -------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_a_predicate_that_raises_ends_the_ask_with_its_own_error(raises: BaseExc
 
 def test_the_story_of_tries_that_all_failed_alike() -> None:
     _rig, told = life(Does(2.0, error=LOST), retry=Retry(tries=3, **AT_ONCE))
-    assert told.story.startswith("'compute_score' raised ConnectionResetError: reset (life_rig.py:")
+    assert told.story.startswith("'compute_score' raised ConnectionResetError: reset (scorer_rig.py:")
     assert " on each of 3 tries (last: 2.0 s); " in told.story
 
 
@@ -141,7 +141,7 @@ def test_the_story_of_a_time_out() -> None:
         "raise reward.timeout, or find out what delays the call."
     )
     assert told.at == pytest.approx(60.0, abs=1e-3)
-    assert rig.life.counts == {"timed_out": 2, "retried": 1}
+    assert rig.scorer.counts == {"timed_out": 2, "retried": 1}
 
 
 def test_the_story_of_a_deadline() -> None:
@@ -157,7 +157,7 @@ def test_no_try_is_begun_whose_wait_alone_passes_the_deadline() -> None:
     rig, told = life(Does(1.0, error=error(status=429, retry_after=60.0)), retry=Retry(deadline_s=30.0))
     assert "; its deadline of 30 s leaves no time for another; " in told.story
     assert told.at == pytest.approx(1.0, abs=1e-3), "it is told at once"
-    assert rig.asks["a"].tries == 1
+    assert rig.jobs["a"].tries == 1
 
 
 # --- times ---------------------------------------------------------------------------------------------------
@@ -275,13 +275,13 @@ def test_time_outs_and_throttles_lower_an_adaptive_limit_and_lost_races_do_not_r
     assert rig.most == 10
 
     async def drop(rig: Rig) -> None:
-        rig.limiter.lines[""].limit = 2.0
+        rig.limiter.queues[""].limit = 2.0
         await asyncio.sleep(1)
         for name in "ab":
             rig.drop(name)
             rig.told[name].times = 1
         await asyncio.sleep(GRACE_S)
-        assert rig.limiter.lines[""].limit == 2.0, "that they were cancelled says nothing of the service"
+        assert rig.limiter.queues[""].limit == 2.0, "that they were cancelled says nothing of the service"
 
     lives({"a": [FOR_EVER], "b": [FOR_EVER]}, drop, limits=Limits(4, adaptive=True))
 
@@ -295,5 +295,5 @@ def test_an_ask_that_stands_in_line_for_another_try_is_given_up_at_its_deadline(
     told = rig.told["a"]
     assert told.at == pytest.approx(30.0, abs=1e-2)
     assert len(rig.times("a")) == 1, "no call is begun that has no time"
-    assert "; its deadline of 30 s passed while it stood in line for another; " in told.story
+    assert "; its deadline of 30 s passed while it was queued for another; " in told.story
     assert told.error is BUSY

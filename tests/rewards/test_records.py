@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.rewards.latencies import ACCURACY, Latencies
+from dataflow.rewards.records import ACCURACY, Latencies
 
 
 @given(st.lists(st.floats(1e-5, 1e5), min_size=1, max_size=200))

@@ -1,0 +1,258 @@
+"""Scores jobs: tries, time-outs, backoff and hedges, until a job has exactly one outcome.
+
+A job holds a slot only while a call runs for it. Between two tries it waits on a timer, and is then queued again with
+its old priority, ahead of everything submitted later. :data:`~dataflow.rewards.requests.CHANGES` has the states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from dataflow.rewards.hedge import Hedge
+from dataflow.rewards.limits.queues import EndpointQueue, Limiter
+from dataflow.rewards.requests import Failed, JobState, Outcome, Scored, ScoringJob
+from dataflow.rewards.retry import Retry, is_overload, is_throttle, is_timeout, retry_after_s, status_of
+from dataflow.rewards.sentinel.sentinel import Kind
+from dataflow.rewards.user.results import read_result, tokens_used
+from dataflow.system import clock
+from dataflow.system.redaction import redact_known
+from dataflow.usercode.calls import Call, Calls
+from dataflow.usercode.copies import own_copy
+from dataflow.usercode.failures import attribute_of, is_ours, message_of, parts_of
+from dataflow.usercode.load import describe, fix_of, is_async, name_of
+
+
+class BadScore(ValueError):
+    """The value that a reward function returned is not a score."""
+
+    fix = "return a finite number, (score, query, explanation) or a dict with 'score'"
+
+
+class Scorer:
+    """Scores jobs with the user's function.
+
+    Args:
+        function: the user's function.
+        calls: runs it.
+        limiter: grants the slots; its ``start`` callback must call :meth:`start`.
+        retry: tries and time-outs of a job.
+        hedge_after: how long a first call may take before a second one is sent, see
+            :func:`~dataflow.rewards.hedge.parse_hedge`; None never sends one.
+        on_outcome: called once for each job that is not cancelled, when it is done.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        calls: Calls,
+        limiter: Limiter,
+        retry: Retry,
+        hedge_after: str | float | None,
+        on_outcome: Callable[[ScoringJob, Outcome], None],
+    ) -> None:
+        self._function = function
+        self._is_async = is_async(function)
+        self._calls = calls
+        self._limiter = limiter
+        self._retry = retry
+        limits_s = [limit for limit in (retry.timeout_s, retry.deadline_s) if limit is not None]
+        # The same for all first calls, so that they share a timer.
+        self._first_s = min(limits_s, default=None)
+        self._hedge = Hedge(hedge_after)
+        self._on_outcome = on_outcome
+        self.counts: Counter[str] = Counter()
+
+    def score(self, job: ScoringJob) -> None:
+        """Queues a new job; ``limiter.fill`` starts it."""
+        job.to(JobState.QUEUED)
+        self._limiter.push(job)
+
+    def reprioritise(self, job: ScoringJob) -> None:
+        """Moves a queued job to its new priority; one that is not queued has it at its next try."""
+        if job.queued:
+            self._limiter.push(job)
+
+    def start(self, job: ScoringJob, queue: EndpointQueue) -> None:
+        """Starts a call of a job whose slot is taken."""
+        loop = self._calls.loop
+        hedge = job.state is JobState.HEDGING
+        job.to(JobState.RUNNING)
+        timeout_s = self._first_s
+        if not job.tries:
+            job.begin = clock.now()
+            job.held_by = "slot" if self._limiter.full(queue) else "rate"
+            if self._retry.deadline_s is not None:
+                job.deadline = loop.time() + self._retry.deadline_s
+        elif timeout_s is not None:
+            self._stop_timer(job)
+            timeout_s = min(self._retry.timeout_s or math.inf, max(0.0, job.deadline - loop.time()))
+        if hedge:
+            self.counts["hedged"] += 1
+        else:
+            job.tries += 1
+        call = self._calls.start(
+            self._function,
+            own_copy(job.arguments),  # a try must not see what an earlier one, or another sample's, changed
+            on_done=partial(self._on_done, job, queue),
+            on_freed=partial(self._on_freed, job, queue),
+            timeout_s=timeout_s,
+            awaits=self._is_async,
+            mark=self._mark(job),
+        )
+        job.live[call] = hedge
+        threshold_s = None if hedge else self._hedge.after_s
+        if threshold_s is not None:
+            job.timer = loop.call_later(threshold_s, self._queue_hedge, job)
+
+    def cancel(self, job: ScoringJob) -> None:
+        """Ends a job without an outcome, and cancels its calls."""
+        job.to(JobState.DONE)
+        self._stop_timer(job)
+        calls, job.live = job.live, {}
+        for call in calls:
+            call.cancel()
+
+    def _finish(self, job: ScoringJob, outcome: Outcome) -> None:
+        self.cancel(job)
+        self._on_outcome(job, outcome)
+
+    def _on_freed(self, job: ScoringJob, queue: EndpointQueue, call: Call) -> None:
+        error = call.error
+        overloaded = error is not None and is_overload(error)
+        used = tokens_used(call.result) if isinstance(call.result, Mapping) else None
+        extra_tokens = 0 if used is None else used - job.tokens
+        self._limiter.release(queue, call.begin, overloaded, extra_tokens, error)
+        # The call itself is kept until its time-out; its result need not be.
+        call.result = call.error = None
+
+    def _on_done(self, job: ScoringJob, queue: EndpointQueue, call: Call) -> None:
+        hedge = job.live.pop(call)
+        error = call.error
+        if error is None:
+            try:
+                score, extras = read_result(call.result)
+                if extras:
+                    extras = redact_known(extras)  # these columns hold texts of servers, and are kept and shown
+            except BaseException as bad:  # reading it may run the user's code: a tensor's, a mapping's
+                if is_ours(bad):
+                    raise
+                known = type(bad) is ValueError
+                error = BadScore(message_of(bad) if known else f"what cannot be read: {describe(bad)}")
+            else:
+                self._hedge.answered(self._latency_s(job, call))
+                self._finish(job, Scored(score, extras, "hedged" if hedge else ""))
+                return
+        self._on_failed(job, queue, call, error)
+
+    def _latency_s(self, job: ScoringJob, call: Call) -> float:
+        """Returns the duration of the call, or of the slower one that it overtook, as far as it ran.
+
+        A percentile of the winners alone would keep falling, since the percentile decides which calls are hedged.
+        """
+        return max([call.seconds, *(clock.now() - slower.begin for slower in job.live)]) if job.live else call.seconds
+
+    def _on_failed(self, job: ScoringJob, queue: EndpointQueue, call: Call, error: BaseException) -> None:
+        job.errors.append(_brief(error))
+        job.error, job.last_s = error, call.seconds
+        if is_timeout(error):
+            self.counts["timed_out"] += 1
+        if is_overload(error):
+            # No longer than a deadline: jobs queued behind it must find out by their own tries that it is out of reach.
+            pause_s = min(retry_after_s(error), self._retry.deadline_s or math.inf)
+            if is_throttle(error):
+                self.counts["throttled"] += 1
+                job.throttled += 1
+            if pause_s:
+                queue.pause(pause_s)
+        if job.live:
+            return  # its other call may still succeed
+        self._stop_timer(job)
+        now = self._calls.loop.time()
+        try:
+            again = attribute_of(error, "fatal") is not True and self._is_worth_retrying(job, error)
+        except BaseException as own:
+            if is_ours(own):
+                raise
+            self._give_up(job, own, f"the predicate for retries raised {describe(own)}")
+            return
+        if not again or job.tries >= self._retry.tries:
+            self._give_up(job, error)
+            return
+        # A hedge that is still queued becomes the next try.
+        wait_s = 0.0 if job.queued else self._retry.wait_s(job.tries, error)
+        if now + wait_s >= job.deadline:
+            self._give_up(job, error, f"its deadline of {self._retry.deadline_s:g} s leaves no time for another")
+            return
+        self.counts["retried"] += 1
+        if job.queued:
+            job.to(JobState.QUEUED)
+            self._watch_deadline(job)
+        else:
+            job.to(JobState.BACKOFF)
+            job.timer = self._calls.loop.call_later(wait_s, self._queue_again, job)
+
+    def _mark(self, job: ScoringJob) -> bytes | None:
+        sentinel = self._calls.sentinel
+        if sentinel is None:
+            return None
+        request = job.requests[0]
+        return sentinel.mark(Kind.SCORE, request.step.key, request.group, request.sample, job.key)
+
+    def _is_worth_retrying(self, job: ScoringJob, error: BaseException) -> bool:
+        mark = self._mark(job) if job.requests else None
+        if mark is None or self._calls.sentinel is None:
+            return bool(self._retry.again(error))
+        with self._calls.sentinel.inside(mark):
+            return bool(self._retry.again(error))
+
+    def _queue_again(self, job: ScoringJob) -> None:
+        self._watch_deadline(job)
+        self.score(job)
+        self._limiter.fill()
+
+    def _watch_deadline(self, job: ScoringJob) -> None:
+        """Ends a queued try when the job's deadline passes."""
+        job.timer = None
+        if job.deadline < math.inf:
+            job.timer = self._calls.loop.call_at(job.deadline, self._calls.guarded, self._on_deadline, job)
+
+    def _stop_timer(self, job: ScoringJob) -> None:
+        if job.timer is not None:
+            job.timer.cancel()
+            job.timer = None
+
+    def _on_deadline(self, job: ScoringJob) -> None:
+        assert job.error is not None
+        why = f"its deadline of {self._retry.deadline_s:g} s passed while it was queued for another"
+        self._give_up(job, job.error, why)
+
+    def _queue_hedge(self, job: ScoringJob) -> None:
+        job.timer = None
+        if job.state is JobState.RUNNING:
+            job.to(JobState.HEDGING)
+            self._limiter.push(job)
+            self._limiter.fill()
+
+    def _give_up(self, job: ScoringJob, error: BaseException, why: str = "") -> None:
+        self._finish(job, Failed(self._message(job, error, why), error))
+
+    def _message(self, job: ScoringJob, error: BaseException, why: str) -> str:
+        """Returns what happened and how to fix it."""
+        name = f"'{name_of(self._function)}'"
+        verb = f"returned {error}" if isinstance(error, BadScore) else f"raised {describe(error)}"
+        if job.tries > 1 and len(set(job.errors)) > 1:
+            verb = f"failed on each of {job.tries} tries: {', '.join(job.errors)}; it {verb}"
+        elif job.tries > 1:
+            verb += f" on each of {job.tries} tries"
+        if job.tries > 1 or isinstance(error, TimeoutError):
+            verb += f" (last: {job.last_s:.1f} s)"
+        return f"{name} {verb}{'; ' + why if why else ''}; {fix_of(error)}."
+
+
+def _brief(error: BaseException) -> str:
+    names = [f"HTTP {status_of(one)}" if status_of(one) is not None else type(one).__name__ for one in parts_of(error)]
+    return " and ".join(dict.fromkeys(names))

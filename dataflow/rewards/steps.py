@@ -1,0 +1,325 @@
+"""The steps of a reward agent: submitted, collected, cancelled or failed; and the groups and waiters of each.
+
+:class:`~dataflow.reward_agent.RewardAgent` and :class:`~dataflow.rewards.remote.agent.RemoteAgent` each hold one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import numbers
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from loguru import logger
+
+from dataflow.batch import Batch
+from dataflow.errors import DataflowError, RewardFailed
+from dataflow.rewards.failure import FailedShare, FailureRule
+from dataflow.rewards.records import rewards_of, step_summary
+from dataflow.rewards.requests import Order, Request, RequestState, Scored, Step, StepRequests, Ticket, Waiter
+from dataflow.system import clock
+from dataflow.usercode.failures import attribute_of
+from dataflow.usercode.load import describe
+
+_REMEMBERED = 4096  # ended steps that keep their message for later collects
+_SUMS = ("throttled", "timed_out", "tokens", "cost", "rate_limit_wait_s")  # of the stats, beside the counts
+
+
+class Steps:
+    """Steps in flight, their failure rule, and whoever waits for their groups.
+
+    Args:
+        rule: what happens to samples without a score.
+        max_failed_share: see :class:`~dataflow.rewards.failure.FailedShare`.
+        on_cancel: called with each request that is cancelled, after it has ended.
+        on_end: called with each step that ends, after its open requests were cancelled.
+    """
+
+    def __init__(
+        self,
+        rule: FailureRule,
+        max_failed_share: float,
+        on_cancel: Callable[[Request], None],
+        on_end: Callable[[StepRequests], None],
+    ) -> None:
+        self.rule = rule
+        self.failures = FailedShare(max_failed_share)
+        self.counts: Counter[str] = Counter()
+        self.live: dict[Step, StepRequests] = {}
+        self.closed = False
+        self.halted: tuple[str, BaseException | None] | None = None
+        self._on_cancel = on_cancel
+        self._on_end = on_end
+        self._ended: OrderedDict[Step, tuple[type[DataflowError], str, BaseException | None]] = OrderedDict()
+        self._reported: dict[str, float] = {}
+
+    # --- submit -------------------------------------------------------------------------------------------------
+
+    def check(self, step: Step, samples: Batch, extra_groups: int, more: bool) -> None:
+        """Checks that samples can be submitted.
+
+        Raises:
+            DataflowError: see :meth:`RewardAgent.submit <dataflow.reward_agent.RewardAgent.submit>`.
+            RewardFailed: likewise.
+        """
+        if self.closed:
+            raise DataflowError(f"reward agent: step {step} was submitted after close().")
+        if self.halted is not None:
+            raise RewardFailed(self.halted[0]) from self.halted[1]
+        known = self.live.get(step)
+        if more and step in self._ended:
+            raise self._gone(step)
+        if step in self._ended or (known is not None and not (more and known.more)):
+            raise DataflowError(f"reward agent: step {step} was submitted before; submit each step once.")
+        if not len(samples):
+            raise DataflowError(f"reward agent: step {step} has no samples to score.")
+        ids = samples.ids
+        before = () if known is None else known.seen
+        if len({*ids, *before}) != len(ids) + len(before):
+            twice = next(group for group, count in Counter([*before, *ids]).items() if count > 1)
+            raise DataflowError(f"reward agent: step {step} holds group {twice} twice; sort rows by group.")
+        if extra_groups < 0 or (extra_groups >= len(ids) and not more):
+            raise DataflowError(f"reward agent: step {step} has {len(ids)} groups, {extra_groups} cannot be extra.")
+
+    def add(
+        self, step: Step, samples: Batch, extra_groups: int, more: bool
+    ) -> tuple[StepRequests, list[Request], Ticket]:
+        """Adds checked samples; returns their step, a request for each row, and their ticket."""
+        state = self.live.get(step)
+        if state is None:
+            training = isinstance(step, numbers.Integral)
+            priority = (0, int(step)) if training else (1, 0)
+            rule = self.rule if training else self.rule.for_validation()
+            state = self.live[step] = StepRequests(step, rule, priority, extra_groups, more)
+        requests = state.add(samples.groups.tolist())
+        self.counts["requested"] += len(samples)
+        self.failures.submitted(len(samples), state.rows)
+        return state, requests, Ticket(step, samples.ids, len(samples))
+
+    # --- requests and groups ------------------------------------------------------------------------------------
+
+    def scored(self, request: Request, outcome: Scored) -> bool:
+        """Ends a request with its score; returns whether that finishes its group."""
+        self.counts["scored"] += 1
+        self.failures.ended()
+        request.score, request.extras = outcome.score, outcome.extras
+        request.source = request.source or outcome.source
+        return self._end_request(request, RequestState.SCORED)
+
+    def failed(self, request: Request, message: str, error: BaseException) -> bool:
+        """Ends a request without a score and applies the rule of its step; returns whether that finishes its group."""
+        state = request.step
+        message = f"{request}: {message}"
+        self.counts["failed"] += 1
+        self.failures.ended(message)
+        state.last_failure = message
+        fatal = attribute_of(error, "fatal") is True
+        if fatal or state.rule.kind == "fail":
+            state.end(request, RequestState.FAILED)
+            if fatal:
+                self.halt(message, error)
+            else:
+                self.fail(state, message, error)
+            return False
+        if not state.failed:
+            # Only the first one of a step; the step's metrics have their number.
+            logger.warning("{} (reward.on_failure={})", message.rstrip("."), state.rule)
+        state.failed += 1
+        if state.rule.kind == "score":
+            request.score = state.rule.score
+        elif state.rule.kind == "drop_sample":
+            request.kept = False
+        else:
+            state.end(request, RequestState.FAILED)
+            self.drop_group(request, error)
+            return False
+        return self._end_request(request, RequestState.FAILED)
+
+    def check_failed_share(self, state: StepRequests, error: BaseException | None) -> None:
+        """Ends every step if too many requests have failed."""
+        if state.rule.kind != "fail" and (passed := self.failures.passed(state.more)):
+            self.halt(passed, error)
+
+    def _end_request(self, request: Request, how: RequestState) -> bool:
+        state, group = request.step, request.group
+        state.end(request, how)
+        state.unfinished[group] -= 1
+        return not state.unfinished[group]
+
+    def drop_group(self, failed: Request, error: BaseException) -> None:
+        """Drops the group of a failed request; under ``replace_group`` an extra one takes its place."""
+        state, group, now = failed.step, failed.group, clock.now()
+        for request in state.groups[group]:
+            if request.open:
+                self.counts["cancelled"] += 1
+                began = request.job.begin if request.job is not None else 0.0
+                request.begin, request.end = began or now, now
+                state.end(request, RequestState.CANCELLED)
+                self._on_cancel(request)
+            request.kept, request.score = False, float("nan")
+        if state.rule.kind == "drop_group":
+            self.arrive(state, group)
+            return
+        del state.unfinished[group]
+        replaced = state.groups.pop(group)
+        state.ended += replaced
+        state.replaced += replaced
+        state.lost += 1
+        state.extra_groups -= 1
+        if state.extra_groups < 0:
+            self.fail(state, _short_of_groups(state), error)
+        else:
+            self.serve(state)
+
+    def arrive(self, state: StepRequests, group: int) -> None:
+        """Makes a finished group available to collect."""
+        state.finish(group)
+        self.serve(state)
+
+    def serve(self, state: StepRequests) -> None:
+        """Wakes the waiters whose groups are there, first come, first served."""
+        while state.waiters:
+            waiter = state.waiters[0]
+            if not waiter.future.done():
+                chosen = state.pick(waiter.take, waiter.order)
+                if chosen is None:
+                    return
+                waiter.future.set_result(chosen)
+            state.waiters.popleft()
+
+    # --- collect ------------------------------------------------------------------------------------------------
+
+    async def collect(self, step: Step, k: int | None, order: Order, last: bool) -> Batch:
+        """Waits for the next k groups of a step and returns their rewards.
+
+        See :meth:`RewardAgent.collect <dataflow.reward_agent.RewardAgent.collect>`.
+        """
+        if order not in ("arrival", "index"):
+            raise DataflowError(f"reward agent: order '{order}' is unknown; give 'arrival' or 'index'.")
+        state = self.live.get(step)
+        if state is None:
+            raise self._gone(step)
+        take = state.left if k is None else k
+        if k is None and not take:
+            raise DataflowError(f"reward agent: all groups of step {step} are being collected already.")
+        if take < 1 or (take > state.left and not (state.more and k is not None)):
+            raise DataflowError(f"reward agent: step {step} has {state.left} groups left to collect, not {take}.")
+        chosen = await self._wait(state, take, order)
+        final = last if state.more else len(state.groups) <= state.extra_groups + len(chosen)
+        if final and state.more and not state.over and (passed := self.failures.passed()):
+            self.halt(passed, None)  # the share is known only now that the step is complete
+            raise self._gone(step)
+        batch = rewards_of(state, chosen)
+        if final and not state.over:
+            batch.meta["step"] = step_summary(state)
+            state.ended.clear()  # breaks the circle of requests and their step, for the garbage collector
+            self._end(state, DataflowError, f"reward agent: step {step} has been collected in full.", None)
+        return batch
+
+    async def _wait(self, state: StepRequests, take: int, order: Order) -> list[int]:
+        """Waits until groups have arrived and returns their ids."""
+        waiter = Waiter(take, order, asyncio.get_running_loop().create_future())
+        state.waiters.append(waiter)
+        self.serve(state)
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            # A cancelled waiter leaves its groups to the next one.
+            if waiter in state.waiters:
+                state.waiters.remove(waiter)
+            elif not waiter.future.cancelled() and not waiter.future.exception():
+                state.arrived = waiter.future.result() + state.arrived
+            self.serve(state)
+            raise
+
+    # --- ends of steps ------------------------------------------------------------------------------------------
+
+    def cancel(self, step: Step) -> int:
+        """Cancels the rest of a step; returns the number of requests that had not ended."""
+        state = self.live.get(step)
+        if state is None:
+            return 0
+        count = state.open
+        self.fail(state, f"step {step}: its reward requests were cancelled.", None)
+        return count
+
+    def fail(self, state: StepRequests, message: str, error: BaseException | None) -> None:
+        """Ends a step: present and future waiters get RewardFailed, and its open requests are cancelled."""
+        if not state.over:
+            self._end(state, RewardFailed, message, error)
+
+    def halt(self, message: str, error: BaseException | None) -> None:
+        """Ends every step, now and later, for a fault that is not that of one step."""
+        if self.halted is None:
+            self.halted = message, error
+        for state in list(self.live.values()):
+            self.fail(state, message, error)
+
+    def on_bug(self, error: Exception) -> None:
+        """Halts after an internal error, since nothing else would wake the waiters that depend on its result."""
+        if isinstance(error, DataflowError):
+            self.halt(str(error), error.__cause__)
+            return
+        logger.opt(exception=error).error("reward agent: {}", describe(error))
+        self.halt(f"reward agent: an error of its own, {describe(error)}; please report it with the log.", error)
+
+    def close(self) -> bool:
+        """Fails all steps; returns whether this was the first call."""
+        if self.closed:
+            return False
+        self.closed = True
+        for state in list(self.live.values()):
+            self.fail(state, f"step {state.key}: the reward agent was closed.", None)
+        return True
+
+    def _end(self, state: StepRequests, kind: type[DataflowError], message: str, cause: BaseException | None) -> None:
+        state.over = True
+        del self.live[state.key]
+        self._ended[state.key] = (kind, message, cause)
+        while len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+        for waiter in state.waiters:
+            if not waiter.future.done():
+                waiter.future.set_exception(self._gone(state.key))
+        state.waiters.clear()
+        self.counts["cancelled"] += state.open
+        state.unfinished.clear()
+        state.unadmitted.clear()
+        for requests in state.groups.values():
+            for request in requests:
+                if request.open:
+                    state.end(request, RequestState.CANCELLED)
+                    self._on_cancel(request)
+        self._on_end(state)
+
+    def _gone(self, step: Step) -> DataflowError:
+        """Returns why a step is not there; a new exception each time, as one raised twice mixes tracebacks."""
+        if step in self._ended:
+            kind, message, cause = self._ended[step]
+            error = kind(message)
+            error.__cause__ = cause
+            return error
+        live = ", ".join(map(str, self.live)) or "none"
+        return DataflowError(f"reward agent: step {step} was never submitted (in flight: {live}).")
+
+    # --- numbers ------------------------------------------------------------------------------------------------
+
+    def waiting(self) -> int:
+        """Returns the number of open requests for which no call runs."""
+        return sum(state.waiting() for state in self.live.values())
+
+    def used(self, stats: Mapping[str, Any]) -> dict[str, float]:
+        """Returns how much the sums among the stats have grown since the last call."""
+        now = {name: float(stats[name]) for name in _SUMS if name in stats}
+        # The sums of an agent in actors fall when one of these is replaced.
+        grown = {name: max(0.0, value - self._reported.get(name, 0.0)) for name, value in now.items()}
+        self._reported = now
+        return grown
+
+
+def _short_of_groups(state: StepRequests) -> str:
+    return (
+        f"step {state.key}: {state.lost} groups failed, one more than reward.spare_groups can replace; raise it. "
+        f"The last failure: {state.last_failure}"
+    )
