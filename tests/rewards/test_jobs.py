@@ -267,7 +267,7 @@ def test_what_is_asked_in_passing_must_not_be_async(name: str) -> None:
 
     reward = Reward()
     setattr(reward, name, later)
-    with pytest.raises(ConfigError, match=f"reward 'Reward': its '{name}' is async, .*; write it as plain def"):
+    with pytest.raises(ConfigError, match=f"reward 'Reward': its '{name}' is async, .*; write it as a plain def"):
         RewardAgent(reward)
 
 

@@ -191,17 +191,18 @@ class RemoteAgent:
             return
         for task in self._tasks:
             task.cancel()
-        closing = [asyncio.ensure_future(fetch(shard.actor.close.remote())) for shard in self._shards]
+        closing: list[asyncio.Future[Lines]] = [
+            asyncio.ensure_future(fetch(shard.actor.close.remote())) for shard in self._shards
+        ]
         _done, late = await asyncio.wait(closing, timeout=_CLOSE_S)
-        for task in late:
-            task.cancel()
+        for call in late:
+            call.cancel()
         self._kill()
         errors = []
-        for task in closing:
-            if task not in late:
-                if (error := task.exception()) is None:
-                    lines: Lines = await task
-                    log_lines(lines)
+        for call in closing:
+            if call not in late:
+                if (error := call.exception()) is None:
+                    log_lines(call.result())
                 elif not died(error):
                     errors.append(error)
         if errors:
