@@ -62,7 +62,7 @@ def test_lists_of_equal_length_stay_objects():
         ),
     ],
 )
-def test_what_is_wrong_is_said(make, message):
+def test_a_wrong_batch_is_an_error_that_names_the_cause(make, message):
     with pytest.raises(DataflowError, match=message):
         make()
 

@@ -356,7 +356,7 @@ def test_it_keeps_nothing_of_finished_steps():
     assert not runner._tasks
 
 
-def test_each_step_is_told_once_in_order():
+def test_each_step_is_reported_once_in_order():
     told: list[int] = []
     run(grpo(preset("both", 4), 7), on_step=lambda step, metrics: told.append(step))
     assert told == list(range(1, 8))
@@ -439,7 +439,7 @@ def test_check_trace_notices_two_in_one_slot_and_a_version_that_was_overwritten(
         check_trace(Trace(late, meta=trace.meta), wide)
 
 
-def test_what_runs_is_told_as_spans_until_now() -> None:
+def test_running_tasks_are_spans_until_now() -> None:
     seen: dict[str, list[Span]] = {}
     graph, trace = grpo(preset("both", 4), steps=3), Trace()
     runner: Runner

@@ -214,7 +214,7 @@ def report(responses, rewards, table): ...
 
 
 def spare(split: int) -> tuple[Scheduler, dict[str, tuple[int, ...] | None]]:
-    """Runs one step of four groups that was offered six; returns the scheduler and who worked on what."""
+    """Runs one step of four groups that was offered six; returns the scheduler and the groups of each task."""
     pipeline = Pipeline([*grpo_pipeline().stages, report], inputs=["prompts", "table"])
     scheduler = Scheduler(expand(pipeline, SchedulingPolicy(split), 1, 2, groups=4))
     taken = [(5, 0, 3, 4)] if split == 1 else [(5, 0), (4, 3)]

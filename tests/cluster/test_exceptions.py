@@ -68,7 +68,7 @@ async def behind_a_cause(prompts, *, which, tool):
 
 
 def failures_of(stages: Sequence[Stage], executor: Executor) -> list[str]:
-    """Runs each stage alone, all beside one tool, which outlives their failures; returns the messages."""
+    """Runs each stage alone, all in one service, which survives their failures; returns the messages."""
     tool = Hosted("tool", Tool, concurrent=True)
     found = []
 

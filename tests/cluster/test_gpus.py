@@ -1,4 +1,4 @@
-"""That hosts ask Ray for the GPUs they need. Ray hands out GPUs by count, so a machine without any can show it."""
+"""Services request the GPUs they need. Ray assigns GPUs by count, so no real one is needed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [
 
 
 class Process:
-    """Says which GPUs Ray gave it."""
+    """Returns the GPUs that Ray assigned to it."""
 
     def gpus(self) -> str:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -92,7 +92,7 @@ needs_vllm = pytest.mark.skipif(vllm_device() is None, reason="tensor parallel i
 
 
 @needs_vllm
-def test_an_engine_over_several_gpus_shares_them_with_the_ranks_and_is_built_anew_on_them(
+def test_an_engine_over_several_gpus_shares_them_with_the_ranks_and_is_rebuilt_on_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(choice, "vllm_device", lambda: "cuda")
@@ -175,7 +175,7 @@ class Logged:
             time.sleep(seconds if word == "begins" else 0)
 
 
-def test_who_measures_what_is_free_is_built_before_the_others_on_gpus(tmp_path: Path) -> None:
+def test_a_service_that_measures_free_memory_is_built_before_the_others_on_gpus(tmp_path: Path) -> None:
     log = tmp_path / "log"
     shared = [("trainer", 0.6, False), ("rollout", 0.3, True), ("judge", 0.1, False)]
     stages = [
@@ -232,7 +232,7 @@ def test_vllm_over_several_shared_gpus_uses_processes_of_its_own() -> None:
         gpus.release()
 
 
-def test_a_machine_without_gpus_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_gpus_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})

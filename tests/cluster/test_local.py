@@ -1,4 +1,4 @@
-"""The Ray of one run: on loopback, behind a token, with nothing that the run does not use."""
+"""The Ray of a single run: on loopback, behind a token, without anything that the run does not use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ except Exception as error:
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayExecutor]:
-    """One whose Ray is up, started in a directory that is on nobody's path."""
+    """An executor with a running Ray, started in a directory that is on no path."""
     here = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("here"))
     executor = RayExecutor(num_cpus=1)
@@ -54,7 +54,7 @@ def gcs() -> str:
 
 
 def ask(**environment: str) -> subprocess.CompletedProcess[str]:
-    """Asks the run's Ray for something, in a process with these variables."""
+    """Queries the run's Ray from a process with these environment variables."""
     given = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     return subprocess.run(
         [sys.executable, "-c", ASK, gcs()], env=given | environment, capture_output=True, text=True, timeout=60

@@ -39,7 +39,7 @@ def rollout(prompts: Batch) -> Batch:
 
 @stage(writes="rewards", on="reward", forms_parts=True)
 def collect(responses: Batch, *, plan: Plan, task: TaskInfo) -> Batch:
-    """Names what it was told to."""
+    """Names the groups of the plan."""
     return batch(plan[task.part])
 
 
@@ -183,7 +183,7 @@ def test_parts_are_made_of_whole_mini_batches() -> None:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(300)
-def test_on_ray_the_same_is_said(local_ray: None) -> None:
+def test_parts_are_checked_on_ray(local_ray: None) -> None:
     from dataflow.executors.ray import RayExecutor
 
     stages = [rollout, collect.bind(plan=[[0, 1]] * 4), update]

@@ -238,7 +238,7 @@ def test_a_process_that_dies_while_idle_fails_the_next_task(executor):
 
 
 class Mortal:
-    """Kills the second rank of its first life in the midst of a call."""
+    """Kills the second rank during a call, in its first life only."""
 
     def __init__(self, journal: str) -> None:
         self.journal = journal
@@ -265,7 +265,7 @@ def check_seven(out):
     assert out == 7
 
 
-def test_all_ranks_of_a_tool_are_built_anew(executor, tmp_path):
+def test_all_ranks_of_a_service_are_rebuilt(executor, tmp_path):
     journal = tmp_path / "journal"
     tool = Hosted("tool", Mortal, {"journal": str(journal)}, ranks=2, restarts=1)
     runner, _ = run(executor, [work.bind(tool=tool), check_seven])

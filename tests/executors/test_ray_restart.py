@@ -1,4 +1,4 @@
-"""A hosted tool that dies in the midst of a run and is built anew: each group is used once, none is lost."""
+"""A service that dies during a run and is rebuilt: each group is used once, and none is lost."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_killed_at_random_moments_the_run_uses_each_group_once(policy, seed, tmp
     assert gone(pids(journal))
 
 
-def test_what_was_handed_out_is_not_asked_for_again(tmp_path, warnings):
+def test_groups_that_were_handed_out_are_not_requested_again(tmp_path, warnings):
     journal = tmp_path / "journal"
 
     def kill_in_the_middle(run: Run, span: Span) -> None:
@@ -309,7 +309,7 @@ def test_what_was_handed_out_is_not_asked_for_again(tmp_path, warnings):
     assert gone(set(lives))
 
 
-def test_a_tool_that_dies_of_each_task_ends_the_run(tmp_path, warnings):
+def test_a_service_that_dies_of_each_task_ends_the_run(tmp_path, warnings):
     journal = tmp_path / "journal"
     with pytest.raises(StageFailed) as error:
         run(pipeline(journal, restarts=1, lives=["dies"]))
@@ -332,7 +332,7 @@ def test_a_tool_that_dies_of_each_task_ends_the_run(tmp_path, warnings):
     ],
     ids=["in build", "in submit"],
 )
-def test_a_new_tool_that_raises_ends_the_run(lives, message, tmp_path, warnings):
+def test_a_rebuilt_service_that_raises_ends_the_run(lives, message, tmp_path, warnings):
     journal = tmp_path / "journal"
     with pytest.raises(StageFailed) as error:
         run(pipeline(journal, lives=lives))
@@ -341,7 +341,7 @@ def test_a_new_tool_that_raises_ends_the_run(lives, message, tmp_path, warnings)
     assert gone(pids(journal))
 
 
-def test_an_interrupt_ends_the_building_of_a_new_tool(tmp_path, warnings):
+def test_an_interrupt_ends_the_rebuilding_of_a_service(tmp_path, warnings):
     journal = tmp_path / "journal"
     made = Run(pipeline(journal, lives=["dies", "hangs in build"]), SchedulingPolicy(PARTS), 1, None)
     os.mkfifo(f"{journal}.hangs")
@@ -367,7 +367,7 @@ def test_an_interrupt_ends_the_building_of_a_new_tool(tmp_path, warnings):
     assert gone(pids(journal))
 
 
-def test_a_death_between_tasks_is_seen_by_who_asks_and_one_in_close_by_nobody(tmp_path, warnings):
+def test_a_death_between_tasks_is_repaired_by_the_next_call_and_one_in_close_is_ignored(tmp_path, warnings):
     journal = tmp_path / "journal"
     executor = RayExecutor(num_cpus=2)
 

@@ -1,4 +1,4 @@
-"""What is kept for a tool that may be built anew: what was submitted, less what was handed out, while needed."""
+"""The record of submissions for a service that may be rebuilt: it keeps groups that were not handed out, while needed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_second_death_finds_what_the_first_left_over() -> None:
     submit(kept, submitted(1))
     hand_out(kept, 1, 0, 4, (0, 1))
     (again,) = kept.left()
-    submit(kept, again)  # as it ends in the new tool
+    submit(kept, again)  # as it ends in the rebuilt service
     assert kept.left() == [again]
     hand_out(kept, 1, 1, 4, (6, 7))
     assert [s.groups for s in kept.left()] == [(2, 3, 4, 5)]
@@ -95,7 +95,7 @@ def test_several_submissions_of_a_step_each_for_its_rest() -> None:
     submit(kept, submitted(1, (2, 3), 1, 3))
     hand_out(kept, 1, 0, 3, (0, 1, 2))
     assert [(s.task.id.part, s.groups) for s in kept.left()] == [(1, (3,))]
-    # The third one had reached the tool, which handed a group of it out, but its answer was lost.
+    # The third one had reached the service, which handed out a group of it, but its answer was lost.
     hand_out(kept, 1, 1, 3, (4,))
     under_way = submitted(1, (4, 5), 2, 3)
     call = kept.narrowed(under_way.task, under_way.call)
@@ -180,6 +180,6 @@ def test_of_a_state_the_newest_counts_whatever_its_step() -> None:
     assert [s.values for s in kept.left()] == [("weights 2",)]
 
 
-def test_a_stage_that_leaves_neither_groups_nor_a_state_is_told() -> None:
+def test_a_stage_that_replays_leaves_groups_or_a_state() -> None:
     with pytest.raises(DataflowError, match="'request' replays, so it must read a Batch"):
         submit(usual(), submitted(1, ()))

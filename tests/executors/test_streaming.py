@@ -145,7 +145,7 @@ def test_each_group_is_scored_and_used_once(executor: Any, name: str, order: Any
         first = min(span.begin for task, span in spans.items() if task.startswith(f"reward_request[{step}."))
         assert min(emitted) <= first + 0.02
         assert min(emitted) < spans[f"rollout[{step}]"].end
-        if isinstance(executor, InlineExecutor):  # between processes it takes its time to be told
+        if isinstance(executor, InlineExecutor):  # between processes a chunk arrives later
             assert first < spans[f"rollout[{step}]"].end, "rewards start while others are still sampled"
 
 
@@ -185,7 +185,7 @@ def test_spare_groups_stream_too(order: Any) -> None:
 @pytest.mark.heavy
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("lost", [False, True], ids=["killed", "by its own word"])
-def test_an_engine_that_dies_in_mid_rollout_is_synced_anew_and_samples_only_the_rest(
+def test_an_engine_that_dies_in_mid_rollout_is_synced_again_and_samples_only_the_rest(
     local_ray: None, tmp_path: Path, lost: bool
 ) -> None:
     from dataflow.executors.ray import RayExecutor
@@ -240,7 +240,7 @@ WRONGS = {
     [*(("inline", how) for how in WRONGS), pytest.param("ray", "raises", marks=pytest.mark.heavy)],
     indirect=["executor"],
 )
-def test_a_stage_that_streams_wrongly_is_told_how(executor: Any, how: str) -> None:
+def test_a_stage_that_streams_wrongly_fails_with_the_fix(executor: Any, how: str) -> None:
     graph = expand(
         Pipeline([wrongly.bind(how=how), follow], inputs=["prompts"]),
         SchedulingPolicy(stream_rollout=True),
@@ -263,7 +263,7 @@ def test_a_stage_that_streams_wrongly_is_told_how(executor: Any, how: str) -> No
 
 @pytest.mark.heavy
 @pytest.mark.timeout(60)
-def test_a_tool_that_runs_one_call_at_a_time_cannot_stream(local_ray: None) -> None:
+def test_a_service_that_runs_one_call_at_a_time_cannot_stream(local_ray: None) -> None:
     from dataflow.executors.ray import RayExecutor
 
     with pytest.raises(DataflowError, match=r"'rollout' runs one call at a time; give Hosted\(concurrent=True\)"):

@@ -1,4 +1,4 @@
-"""vLLM's process is killed in the midst of a run: it is built anew with the newest weights, and nothing is lost."""
+"""vLLM's process is killed during a run: it is rebuilt with the newest weights, and nothing is lost."""
 
 from __future__ import annotations
 
