@@ -406,7 +406,7 @@ def moved(span: Span, by: float = 0.0, **other) -> Span:
 BROKEN = {
     "ran twice": lambda spans: [*spans, spans[0]],
     "never ran": lambda spans: spans[:-1],
-    "is no task": lambda spans: [*spans, moved(spans[0], stage="other")],
+    "is not a task": lambda spans: [*spans, moved(spans[0], stage="other")],
     r"old_log_prob\[2\] began before rollout\[2\] ended": lambda spans: [
         moved(s, by=-14.0) if s.task == "old_log_prob[2]" else s for s in spans
     ],

@@ -1,4 +1,4 @@
-"""The record of submissions for a service that may be rebuilt: it keeps groups that were not handed out, while needed."""
+"""The record of submissions for a service that may be rebuilt: groups that were not handed out, while needed."""
 
 from __future__ import annotations
 
