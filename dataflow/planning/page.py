@@ -1,4 +1,4 @@
-"""The plan as a page to look around in: the panels of `dataflow.planning.picture`, by plotly."""
+"""The plan as an interactive page: the bars and panels of `dataflow.planning.chart`, drawn with bokeh."""
 
 from __future__ import annotations
 
@@ -6,179 +6,248 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dataflow.drawing.style import HATCHED, WIDTH
-from dataflow.planning.picture import BESIDE, BOUND, GPU, Bars, Line, Panel, Style, change_of, seconds_of, styles_of
+from dataflow.drawing.page import BUTTONS, FAINT, INK, LINE, bokeh_scripts, embedded, read_embedded, renumbered, shell
+from dataflow.drawing.style import HATCHED, WIDTH, columns_that_fit
+from dataflow.planning.chart import BESIDE, BOUND, GPU, Bars, Panel, PolicyLine, Style, change_of, seconds_of, styles_of
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
+    from bokeh.models import CheckboxButtonGroup
+    from bokeh.plotting import figure
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ margin: 1rem auto; max-width: 1400px; min-width: 720px; }}
-@media (prefers-color-scheme: dark) {{ .main-svg > g:not(.hoverlayer) text {{ fill: #d0d0d0 !important; }} }}
-</style>
-</head>
-<body>
-{figure}
-</body>
-</html>
+_HINT = (
+    "Point at a bar or a marker for its numbers. A button switches a policy off in all panels. "
+    "The tools at the right of a chart zoom and move it."
+)
+_TIP = '<div style="max-width: 34em; font: 12px/1.45 system-ui, sans-serif">@hover{safe}</div>'
+_SWITCH = "groups.forEach((group, i) => group.forEach((model) => { model.visible = cb_obj.active.includes(i) }))"
+_START = """
+async function start(item, themed) {
+  await Bokeh.embed.embed_item(item, "plan")
+  const doc = Bokeh.documents[Bokeh.documents.length - 1]
+  const dark = matchMedia("(prefers-color-scheme: dark)")
+  const theme = () => {
+    for (const [name, property, light, darker] of themed) {
+      doc.get_model_by_name(name)[property] = dark.matches ? darker : light
+    }
+  }
+  theme()
+  dark.addEventListener("change", theme)
+  document.documentElement.dataset.ready = "yes"
+}
 """
 
 
 def page(bars: Bars, panels: Sequence[Panel], title: str) -> str:
-    import plotly.graph_objects as go
-    from plotly.io import to_html
-    from plotly.subplots import make_subplots
+    """Returns the page: one HTML file that loads nothing; the same plan gives the same text.
+
+    Args:
+        bars: the policies' time per step.
+        panels: one per sweep.
+        title: over the page; none if empty.
+    """
+    from bokeh.embed import json_item
+    from bokeh.layouts import column, row
 
     across = (len(panels) if len(panels) <= 3 else 2) or 1
-    down = -(-len(panels) // across)
-    tall, gap, high = 40 * len(bars.rows) + 10, 150, 320  # pixels
-    inside = tall + down * (gap + high)
-    first: list[Any] = [{"colspan": across}, *[None] * (across - 1)]
-    figure = make_subplots(
-        rows=1 + down,
-        cols=across,
-        specs=[first, *([{}] * across for _ in range(down))],
-        row_heights=[tall, *[high] * down],
-        vertical_spacing=gap / inside if down else 0,
-        horizontal_spacing=0.07,
-    )
     styles = styles_of(panels)
-    _add_bars(figure, bars, inside)
-    known: set[str] = set()
-    for i, panel in enumerate(panels):
-        _add_sweep(figure, panel, styles, (2 + i // across, 1 + i % across), WIDTH / across, known)
+    drawn = _Drawn()
+    rows: list[Any] = [drawn.bars(bars)]
+    figures = [drawn.sweep(panel, styles, WIDTH / across) for panel in panels]
+    if figures:
+        rows.append(drawn.switches(styles))
+    rows += [row(*figures[at : at + across], sizing_mode="stretch_width") for at in range(0, len(figures), across)]
+    item: Any = renumbered(json_item(column(*rows, sizing_mode="stretch_width")))
+    body = f"<h1>{html.escape(title)}</h1>\n" if title else ""
+    body += f'<div id="plan"></div><p class="hint">{_HINT}</p>'
     if any(panel.crowded for panel in panels):
-        # A line of its own in the legend, that shows nothing but its name.
-        figure.add_trace(
-            go.Scatter(x=[None], y=[None], mode="markers", marker={"opacity": 0}, name=BESIDE), row=2, col=1
+        body += f'<p class="hint">{html.escape(BESIDE.capitalize())}.</p>'
+    data = f"\n{embedded('item', item)}\n{embedded('themed', drawn.themed)}\n"
+    start = f"start({read_embedded('item')}, {read_embedded('themed')})"
+    return shell(title or "plan", body, f"{data}{bokeh_scripts()}\n<script>{_START}{start}\n</script>")
+
+
+class _Drawn:
+    """The figures of one page.
+
+    Attributes:
+        themed: (model, property, light, dark) of each colour that differs between light and dark.
+        groups: what each switch shows and hides, by the switch's label.
+    """
+
+    def __init__(self) -> None:
+        self.themed: list[tuple[str, str, str, str]] = []
+        self.groups: dict[str, list[Any]] = {}
+
+    def bars(self, bars: Bars) -> figure:
+        """Returns the chart of what each policy's step consists of."""
+        from bokeh.models import ColumnDataSource, FixedTicker, Legend, LegendItem, PlainText, Range1d
+
+        count = len(bars.rows)
+        names = [str(name) for name in (*bars.names.values(), "lower bound")]
+        columns = columns_that_fit(names, WIDTH - 3)
+        height = 40 * count + 130 + 24 * -(-len(names) // columns)
+        made = self._figure("bars", "predicted time per step, and its change against baseline", height)
+        made.x_range, made.y_range = Range1d(0, bars.longest * 1.2), Range1d(count - 0.5, -0.5)
+        whole = [
+            f"{seconds_of(row.step_s)} a step, {change_of(row)} against baseline<br>"
+            f"lower bound {seconds_of(bound)} ({html.escape(row.bound_by)})"
+            for row, bound in zip(bars.rows, bars.bounds, strict=True)
+        ]
+        items: list[LegendItem] = []
+        left = [0.0] * count
+        for what, seconds in bars.parts:
+            look: dict[str, Any] = {"fill_color": GPU}
+            if what in bars.hatching:
+                tint, _, pattern = bars.hatching[what]
+                look = {"fill_color": tint, "hatch_pattern": pattern, "hatch_color": HATCHED["edgecolor"]}
+                look |= {"hatch_scale": 7, "hatch_weight": 1}
+            label = bars.names[what]
+            hover = [
+                f"<b>{html.escape(row.policy)}</b><br>{html.escape(label)}: {seconds_of(s)}<br>{facts}"
+                for row, s, facts in zip(bars.rows, seconds, whole, strict=True)
+            ]
+            right = [a + s for a, s in zip(left, seconds, strict=True)]
+            data = {"y": list(range(count)), "left": left, "right": right, "seconds": seconds, "hover": hover}
+            bar = made.hbar(y="y", left="left", right="right", height=0.62, source=ColumnDataSource(data),
+                            line_color=None, muted_alpha=0.1, name=f"bar-{label}", **look)  # fmt: skip
+            self._hover(made, bar)
+            items.append(LegendItem(label={"value": label}, renderers=[bar]))
+            left = right
+        marks = made.segment(x0=bars.bounds, x1=bars.bounds, y0=[at - 0.44 for at in range(count)],
+                             y1=[at + 0.44 for at in range(count)], line_width=2.5, line_dash=[4, 3],
+                             line_color="#6F6F6F")  # fmt: skip
+        items.append(LegendItem(label={"value": "lower bound"}, renderers=[marks]))
+        ends = [max(row.step_s, bound) for row, bound in zip(bars.rows, bars.bounds, strict=True)]
+        texts = made.text(x=ends, y=list(range(count)), text=bars.labels, x_offset=8, text_baseline="middle",
+                          text_font_size="13px")  # fmt: skip
+        self._theme(texts.glyph, "labels", text_color=INK)
+        # Plain text: bokeh would set a name between dollar signs as TeX.
+        made.yaxis.ticker = FixedTicker(ticks=list(range(count)))
+        made.yaxis.major_label_overrides = {at: PlainText(text=row.policy) for at, row in enumerate(bars.rows)}
+        made.yaxis.update(major_tick_in=0, major_tick_out=0)
+        made.ygrid.visible = False
+        made.xaxis.axis_label = "seconds a step"
+        legend = Legend(items=items, location="left", orientation="horizontal", ncols=columns, click_policy="mute",
+                        border_line_color=None, background_fill_color=None, label_text_font_size="12px", margin=0,
+                        spacing=14,
+                        padding=4)  # fmt: skip
+        made.add_layout(legend, "below")
+        self._theme(legend, "legend", label_text_color=INK)
+        return made
+
+    def sweep(self, panel: Panel, styles: Mapping[str, Style], inches: float) -> figure:
+        """Returns the chart of one sweep: a line and markers for each policy, dashes for the lower bounds."""
+        from bokeh.models import ColumnDataSource, FixedTicker, PlainText, Range1d
+
+        made = self._figure(f"sweep-{panel.knob}-{len(self.themed)}", panel.knob, 400)
+        made.x_range, made.y_range = Range1d(*panel.range), Range1d(0, panel.highest * 1.06)
+        for line in panel.lines:
+            style = styles[line.policy]
+            stroke = made.line(panel.places, line.times, line_color=style.colour, line_width=style.thickness * 1.3)
+            self.groups.setdefault(line.policy, []).append(stroke)
+        for name, lines in sorted(panel.bounds().items()):
+            xs, ys = ([[point[axis] for point in points] for points in lines] for axis in (0, 1))
+            colour = styles[name].colour if name else BOUND
+            dashes = made.multi_line(xs, ys, line_color=colour, line_width=2, line_dash=[5, 4])
+            self.groups.setdefault(_bound(name), []).append(dashes)
+        for line, places in zip(panel.lines, panel.beside(inches), strict=True):
+            style = styles[line.policy]
+            hover = [_facts(panel, line, at) for at in range(len(places))]
+            data = {"x": places, "y": line.times, "hover": hover}
+            markers = made.scatter("x", "y", source=ColumnDataSource(data), marker=style.symbol,
+                                   size=style.pixels, fill_color=style.colour, line_color="white",
+                                   name=f"markers-{line.policy}")  # fmt: skip
+            self.groups[line.policy].append(markers)
+            self._hover(made, markers)
+        shown = panel.labelled(inches)
+        made.xaxis.ticker = FixedTicker(ticks=[panel.places[at] for at in shown])
+        made.xaxis.major_label_overrides = {panel.places[at]: PlainText(text=panel.words[at]) for at in shown}
+        made.xaxis.axis_label, made.yaxis.axis_label = panel.unit, "predicted seconds a step"
+        return made
+
+    def switches(self, styles: Mapping[str, Style]) -> CheckboxButtonGroup:
+        """Returns the legend of all panels: a button for each policy and each lower bound."""
+        from bokeh.models import CheckboxButtonGroup, CustomJS, InlineStyleSheet
+
+        labels = [*styles, *(name for name in (_bound(n) for n in ("", *styles)) if name in self.groups)]
+        buttons = CheckboxButtonGroup(
+            name="policies",
+            labels=labels,
+            active=list(range(len(labels))),
+            stylesheets=[InlineStyleSheet(css=BUTTONS + _marks(labels, styles))],
+            sizing_mode="stretch_width",
+            margin=(20, 5, 5, 5),
         )
-    top = 90 if title else 50
-    figure.update_layout(
-        template="none",
-        height=inside + top + (130 if panels else 110),
-        margin={"l": 60, "r": 20, "t": top, "b": 130 if panels else 110},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"family": "system-ui, sans-serif", "size": 13, "color": "#666666"},
-        barmode="stack",
-        hovermode="closest",
-        hoverlabel={"align": "left"},
-        legend={"orientation": "h", "x": 0, "y": -75 / inside, "yanchor": "top"},
-    )
-    if title:
-        bold = f"<b>{html.escape(title)}</b>"
-        figure.update_layout(title={"text": bold, "x": 0, "xanchor": "left", "xref": "paper", "y": 1, "yanchor": "top",
-                                    "pad": {"t": 18}, "font": {"size": 18}})  # fmt: skip
-    figure.update_xaxes(gridcolor="rgba(128,128,128,0.25)", zeroline=False, linecolor=BOUND, ticks="outside")
-    figure.update_yaxes(gridcolor="rgba(128,128,128,0.25)", zeroline=False)
-    options = {"displaylogo": False, "responsive": True}
-    # With an id of its own, the same plan gives the same file.
-    body = to_html(figure, config=options, include_plotlyjs=True, full_html=False, div_id="plan")
-    return _PAGE.format(title=html.escape(title or "plan"), figure=body)
+        groups = [self.groups[label] for label in labels]
+        buttons.js_on_change("active", CustomJS(args={"groups": groups}, code=_SWITCH))
+        return buttons
+
+    def _figure(self, name: str, title: str, height: int) -> figure:
+        from bokeh.models import BasicTickFormatter, PlainText, Title
+        from bokeh.plotting import figure
+
+        made = figure(
+            name=name,
+            title=Title(text=PlainText(text=title), text_font_size="14px"),
+            height=height,
+            sizing_mode="stretch_width",
+            tools="pan,box_zoom,wheel_zoom,save,reset",
+            active_drag="box_zoom",
+            toolbar_location="right",
+            background_fill_color=None,
+            border_fill_color=None,
+            outline_line_color=None,
+        )
+        made.toolbar.logo = None
+        self._theme(made.title, f"{name}-title", text_color=INK)
+        for axis, side in ((made.xaxis[0], "x"), (made.yaxis[0], "y")):
+            axis.formatter = BasicTickFormatter(use_scientific=False)
+            axis.update(minor_tick_line_color=None, axis_label_text_font_style="normal",
+                        axis_label_text_font_size="12px", major_label_text_font_size="12px")  # fmt: skip
+            self._theme(axis, f"{name}-{side}", axis_label_text_color=FAINT, major_label_text_color=INK,
+                        major_tick_line_color=FAINT, axis_line_color=FAINT)  # fmt: skip
+        for grid, side in ((made.xgrid[0], "x"), (made.ygrid[0], "y")):
+            self._theme(grid, f"{name}-{side}-grid", grid_line_color=LINE)
+        return made
+
+    def _hover(self, made: figure, renderer: Any) -> None:
+        from bokeh.models import HoverTool
+
+        # `hover` is HTML, in which all names are escaped.
+        tips = HoverTool(renderers=[renderer], tooltips=_TIP, point_policy="follow_mouse", visible=False)
+        made.add_tools(tips)
+
+    def _theme(self, model: Any, name: str, **colours: tuple[str, str]) -> None:
+        model.name = name
+        for attribute, (light, dark) in colours.items():
+            if getattr(model, attribute) is None:
+                continue
+            setattr(model, attribute, light)
+            self.themed.append((name, attribute, light, dark))
 
 
-def _heading(figure: go.Figure, row: int, column: int, text: str) -> None:
-    where = {
-        "x": 0,
-        "xref": "x domain",
-        "xanchor": "left",
-        "y": 1,
-        "yref": "y domain",
-        "yanchor": "bottom",
-        "yshift": 6,
-    }
-    figure.add_annotation(text=f"<b>{text}</b>", showarrow=False, row=row, col=column, **where)
+def _bound(policy: str) -> str:
+    return f"lower bound of {policy}" if policy else "lower bound"
 
 
-def _add_bars(figure: go.Figure, bars: Bars, inside: int) -> None:
-    import plotly.graph_objects as go
+def _marks(labels: Iterable[str], styles: Mapping[str, Style]) -> str:
+    """Returns the style sheet of the switches' marks: the policies' markers, dashes for the lower bounds."""
+    rules = []
+    bounds = {_bound(name): style.colour for name, style in styles.items()}
+    for i, label in enumerate(labels, start=1):
+        if label in styles:
+            style = styles[label]
+            rule = f'content: "{style.sign}"; color: {style.colour}; font-size: 15px; line-height: 12px;'
 
-    names = [html.escape(row.policy) for row in bars.rows]
-    count = len(names)
-    whole = [
-        f"{seconds_of(row.step_s)} a step, {change_of(row)} against baseline<br>"
-        f"lower bound {seconds_of(bound)} ({html.escape(row.bound_by)})"
-        for row, bound in zip(bars.rows, bars.bounds, strict=True)
-    ]
-    for what, seconds in bars.parts:
-        look: dict[str, Any] = {"color": GPU}
-        if what in bars.hatching:
-            tint, _, shape = bars.hatching[what]
-            pattern = {"shape": shape, "fgcolor": HATCHED["edgecolor"], "bgcolor": tint, "size": 7, "solidity": 0.2}
-            look = {"color": tint, "pattern": pattern}
-        said = html.escape(bars.names[what])
-        hover = [f"<b>{n}</b><br>{said}: {seconds_of(s)}<br>{w}" for n, s, w in zip(names, seconds, whole, strict=True)]
-        bar = go.Bar(x=seconds, y=list(range(count)), orientation="h", width=0.62, name=said, marker=look,
-                     hovertext=hover, hoverinfo="text", legend="legend2")  # fmt: skip
-        figure.add_trace(bar, row=1, col=1)
-    xs: list[float | None] = []
-    ys: list[float | None] = []
-    for at, bound in enumerate(bars.bounds):
-        xs += [bound, bound, None]
-        ys += [at - 0.44, at + 0.44, None]
-    line = {"color": "#6F6F6F", "width": 2.5, "dash": "4px,3px"}
-    marks = go.Scatter(x=xs, y=ys, mode="lines", line=line, name="lower bound", hoverinfo="skip", legend="legend2")
-    figure.add_trace(marks, row=1, col=1)
-    for at, (row, label) in enumerate(zip(bars.rows, bars.labels, strict=True)):
-        end = max(row.step_s, bars.bounds[at])
-        figure.add_annotation(x=end, y=at, text=label, showarrow=False, xanchor="left", xshift=8, row=1, col=1)
-    figure.update_xaxes(range=[0, bars.longest * 1.2], title="seconds a step", tickformat=",~g", row=1, col=1)
-    ticks = {"tickvals": list(range(count)), "ticktext": names, "showgrid": False, "automargin": True}
-    figure.update_yaxes(range=[count - 0.5, -0.5], ticksuffix=" ", **ticks, row=1, col=1)
-    _heading(figure, 1, 1, "predicted time per step, and its change against baseline")
-    bottom = figure.layout.yaxis.domain[0]
-    figure.update_layout(legend2={"orientation": "h", "x": 0, "y": bottom - 56 / inside, "yanchor": "top"})
+        else:
+            colour = bounds.get(label, BOUND)
+            rule = f"width: 20px; height: 0; border-top: 2px dashed {colour}; border-radius: 0; vertical-align: 4px;"
+
+        rules.append(f".bk-btn:nth-child({i})::before {{ {rule} }}\n")
+    return "".join(rules)
 
 
-def _add_sweep(
-    figure: go.Figure,
-    panel: Panel,
-    styles: Mapping[str, Style],
-    at: tuple[int, int],
-    inches: float,
-    known: set[str],
-) -> None:
-    import plotly.graph_objects as go
-
-    row, column = at
-
-    def add(name: str, points: Iterable[tuple[float | None, float | None]], named: bool = True, **facts: Any) -> None:
-        xs, ys = zip(*points, strict=True)
-        shown = named and name not in known
-        known.update([name] if named else [])
-        line = go.Scatter(x=xs, y=ys, name=html.escape(name), legendgroup=name, showlegend=shown, **facts)
-        figure.add_trace(line, row=row, col=column)
-
-    for line in panel.lines:
-        stroke = {"color": styles[line.policy].colour, "width": styles[line.policy].thickness * 1.3}
-        points = zip(panel.places, line.times, strict=True)
-        add(line.policy, points, named=False, mode="lines", line=stroke, hoverinfo="skip")
-    for name, lines in sorted(panel.bounds().items()):
-        dashes = {"color": styles[name].colour if name else BOUND, "width": 2, "dash": "5px,4px"}
-        gaps = [p for points in lines for p in (*points, (None, None))]
-        add(f"lower bound of {name}" if name else "lower bound", gaps, mode="lines", line=dashes, hoverinfo="skip")
-    for line, places in zip(panel.lines, panel.beside(inches), strict=True):
-        style = styles[line.policy]
-        edge = {"color": "white", "width": 1}
-        marker = {"color": style.colour, "symbol": style.symbol, "size": style.size * 1.3, "line": edge}
-        hover = [_hover(panel, line, i) for i in range(len(places))]
-        facts = {"mode": "markers", "marker": marker, "hovertext": hover, "hoverinfo": "text", "cliponaxis": False}
-        add(line.policy, zip(places, line.times, strict=True), **facts)
-    _heading(figure, row, column, html.escape(panel.knob))
-    ticks = {"tickvals": panel.places, "ticktext": panel.words, "title": html.escape(panel.unit)}
-    figure.update_xaxes(range=list(panel.range), **ticks, row=row, col=column)
-    title = "predicted seconds a step"
-    figure.update_yaxes(range=[0, panel.highest * 1.06], title=title, tickformat=",~g", row=row, col=column)
-
-
-def _hover(panel: Panel, line: Line, at: int) -> str:
+def _facts(panel: Panel, line: PolicyLine, at: int) -> str:
     row = line.rows[at]
     return (
         f"<b>{html.escape(line.policy)}</b>, {html.escape(panel.knob)} = {panel.words[at]}<br>"

@@ -1,77 +1,40 @@
-"""The plan as a picture: what each policy's step is made of, and how it changes over each knob."""
+"""The plan as a picture: what each policy's step consists of, and its time over each knob."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.style import HATCHED, INK, WIDTH, columns_that_fit, save
 from dataflow.errors import DataError
 from dataflow.files import replaced
+from dataflow.planning.chart import BESIDE, BOUND, GPU, Bars, Panel, Style, styles_of
 from dataflow.planning.planner import Prediction, Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours again, in tones that show on white and on black: colour, marker, its size in points (so that
-# all look as large), the same marker in plotly.
-_POLICIES = {
-    "baseline": ("#D55E00", "o", 8.5, "circle"),
-    "mini-batch": ("#E69F00", "s", 8.0, "square"),
-    "off-policy": ("#56B4E9", "D", 7.5, "diamond"),
-    "both": ("#0072B2", "^", 9.5, "triangle-up"),
-    "both+stream": ("#009E73", "P", 9.5, "cross"),
-}
-_SPARE = (
-    ("#CC79A7", "v", 9.5, "triangle-down"),
-    ("#8C6D1F", "X", 9.5, "x"),
-    ("#6A51A3", "p", 9.5, "pentagon"),
-    ("#B0413E", "<", 9.5, "triangle-left"),
-)
 KINDS = (".png", ".svg", ".html")
-GPU = "#5F7A8A"
-BOUND = "#808080"
 _DASHES = (0, (3, 2))
-# Cause of a wait: the tint under its hatching, the hatching, the same one in plotly.
-_CAUSES = {
-    "rewards": ("#FBE3AE", "////", "/"),
-    "controller": ("#E3DAF0", "\\\\\\\\", "\\"),
-    "dispatch": ("#D5E8DC", "....", "."),
-    "start-up": (HATCHED["facecolor"], "xxxx", "x"),
-    "io": ("#DCE6F2", "----", "-"),
-    "other": (HATCHED["facecolor"], "||||", "|"),
-}
-_SPARE_CAUSES = (("#F2D9D2", "++++", "+"), ("#E2E5C4", "||||", "|"), ("#D3E6E9", "////", "/"))
-BESIDE = "markers side by side: (nearly) the same time"
-_NEAR = 0.012  # of the highest line: markers nearer than that hide each other
-_SEEN = 0.004  # of the longest bar or the highest line: less cannot be seen
-_KNOBS = {
-    "reward.concurrency": "reward requests in flight at most",
-    "reward.rpm": "reward requests a minute at most",
-    "mini_batches": "mini-batches (optimizer steps) a step",
-}
 
 
 def draw_plan(
     rows: Sequence[Prediction], sweeps: Sequence[Sweep], path: str | os.PathLike[str], title: str = ""
 ) -> None:
-    """Draws a plan: a bar for each policy, then a panel for each sweep.
+    """Draws a plan into a file: a bar for each policy, then a panel for each sweep.
 
     Args:
         rows: a prediction for each policy.
-        sweeps: of knobs, or none.
-        path: ends in ``.png`` (1400 pixels wide), ``.svg`` or ``.html`` (one file that needs no network); replaced in
-            one go.
-        title: over the whole picture.
+        sweeps: predictions over the values of knobs; may be empty.
+        path: file name, ending in ``.png`` (1400 pixels wide), ``.svg`` or ``.html`` (one file that opens offline);
+            an existing file is replaced atomically.
+        title: over the whole drawing; none if empty.
 
     Raises:
-        DataError: another kind of file, or nothing to draw.
+        DataError: the file name has another ending, or there is nothing to draw.
     """
     target = Path(path)
     if target.suffix.lower() not in KINDS:
@@ -93,154 +56,6 @@ def draw_plan(
             temporary.write_text(text, encoding="utf-8")
     else:
         save(_figure(bars, panels, title), target, kind)
-
-
-# --- what is drawn, whatever draws it ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Style:
-    """How a policy's line looks; each is thinner than the one below it, so that both show where they coincide."""
-
-    colour: str
-    marker: str
-    size: float
-    symbol: str
-    thickness: float
-
-
-@dataclass(frozen=True)
-class Line:
-    """A policy over the values of a knob: seconds a step."""
-
-    policy: str
-    times: list[float]
-    bounds: list[float]
-    rows: list[Prediction]
-
-
-class Bars:
-    """The policies: of what a step is made, seconds a step, as (what, seconds of each policy)."""
-
-    def __init__(self, rows: Sequence[Prediction]) -> None:
-        self.rows = list(rows)
-        self.bounds = [row.lower_bound_step_s for row in rows]
-        self.longest = max(*(row.step_s for row in rows), *self.bounds) or 1.0
-        waits = [row.exposed_wait_by_cause for row in rows]
-        most = {cause: max(w.get(cause, 0.0) for w in waits) for cause in dict.fromkeys(c for w in waits for c in w)}
-        seen = sorted((c for c in most if most[c] >= _SEEN * self.longest), key=lambda c: -most[c])
-        self.parts = [("GPU work", [row.step_s - row.exposed_wait_s for row in rows])]
-        self.parts += [(cause, [w.get(cause, 0.0) for w in waits]) for cause in seen]
-        # A sliver of each of many causes would be all legend and no picture; their sum completes the bar.
-        rest = [row.exposed_wait_s - sum(w.get(c, 0.0) for c in seen) for row, w in zip(rows, waits, strict=True)]
-        if max(rest) >= _SEEN * self.longest:
-            self.parts.append(("other", rest))
-        self.labels = [_ends_in(row) for row in rows]
-        own = sorted(what for what, _ in self.parts[1:] if what not in _CAUSES)
-        spare = {cause: _SPARE_CAUSES[i % len(_SPARE_CAUSES)] for i, cause in enumerate(own)}
-        self.hatching = {what: _CAUSES.get(what) or spare[what] for what, _ in self.parts[1:]}
-        self.names = {what: f"exposed wait: {what}" if what in self.hatching else what for what, _ in self.parts}
-
-
-class Panel:
-    """A sweep: where its values stand on an axis that is linear in what is drawn, and a line for each policy."""
-
-    def __init__(self, sweep: Sweep) -> None:
-        self.knob = sweep.knob
-        self.even = sweep.knob == "mini_batches"
-        self.places = [float(i) if self.even else math.log2(v) for i, v in enumerate(sweep.values)]
-        self.words = [f"{v:,.10g}" for v in sweep.values]
-        self.unit = _KNOBS.get(sweep.knob, sweep.knob) + ("" if self.even else " (log2)")
-        columns = list(zip(*sweep.rows, strict=True))
-        self.lines = [
-            Line(c[0].policy, [r.step_s for r in c], [r.lower_bound_step_s for r in c], list(c)) for c in columns
-        ]
-        self.highest = max(y for line in self.lines for y in (*line.times, *line.bounds)) or 1.0
-        self.gap = min((b - a for a, b in pairwise(self.places)), default=1.0) or 1.0
-        pad = 0.05 * (self.places[-1] - self.places[0]) or 0.5
-        self.range = (self.places[0] - pad, self.places[-1] + pad)
-
-    def beside(self, inches: float) -> list[list[float]]:
-        """Returns where each line's markers stand on a panel so wide: side by side where they would hide each other."""
-        inch = (self.range[1] - self.range[0]) / inches
-        found = [list(self.places) for _ in self.lines]
-        for i in range(len(self.places)):
-            order = sorted(range(len(self.lines)), key=lambda at: self.lines[at].times[i])
-            groups: list[list[int]] = []
-            for at in order:
-                if groups and self.lines[at].times[i] - self.lines[groups[-1][-1]].times[i] < _NEAR * self.highest:
-                    groups[-1].append(at)
-                else:
-                    groups.append([at])
-            for group in groups:
-                step = min(0.125 * inch, 0.85 * self.gap / len(group))
-                for nth, at in enumerate(sorted(group)):
-                    found[at][i] += (nth - (len(group) - 1) / 2) * step
-        return found
-
-    @property
-    def crowded(self) -> bool:
-        """Whether any markers stand side by side."""
-        return any(at != self.places for at in self.beside(WIDTH))
-
-    def same(self, a: float, b: float) -> bool:
-        """Whether an eye cannot tell two times apart."""
-        return abs(a - b) < _SEEN * self.highest
-
-    def bounds(self) -> dict[str, list[list[tuple[float, float]]]]:
-        """Returns the lower bounds to draw: policy -> lines of points; under "" those that several policies share.
-
-        Bounds may part along the way, so this goes by the pieces between one value and the next.
-        """
-        places, heights = self.places, [line.bounds for line in self.lines]
-        if len(places) == 1:
-            places, heights = [places[0] - 0.2, places[0] + 0.2], [h * 2 for h in heights]
-        found: dict[str, list[list[tuple[float, float]]]] = {}
-        for i in range(len(places) - 1):
-            groups: list[list[int]] = []
-            for at, h in enumerate(heights):
-                near = (g for g in groups if all(self.same(heights[g[0]][j], h[j]) for j in (i, i + 1)))
-                if (group := next(near, None)) is None:
-                    groups.append([at])
-                else:
-                    group.append(at)
-            for group in groups:
-                begin, end = ((places[j], heights[group[0]][j]) for j in (i, i + 1))
-                lines = found.setdefault("" if len(group) > 1 else self.lines[group[0]].policy, [])
-                for line in lines:
-                    # A line that goes on is one line, or its dashes would start anew at each value.
-                    if line[-1][0] == begin[0] and self.same(line[-1][1], begin[1]):
-                        line.append(end)
-                        break
-                else:
-                    lines.append([begin, end])
-        return found
-
-
-def seconds_of(value: float) -> str:
-    """Returns a time as it is written beside a bar."""
-    return f"{value:,.1f} s" if value >= 10 else f"{value:.3g} s"
-
-
-def change_of(row: Prediction) -> str:
-    """Returns a policy's change against baseline."""
-    return f"{row.change:+.1%}".replace("-0.0%", "+0.0%").replace("-", "−")
-
-
-def _ends_in(row: Prediction) -> str:
-    # The baseline is what the others are compared with.
-    return seconds_of(row.step_s) + ("" if row.policy == "baseline" else f"  ({change_of(row)})")
-
-
-def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:
-    """Returns how each policy of some sweeps looks, in all of them."""
-    names = list(dict.fromkeys(line.policy for panel in panels for line in panel.lines))
-    own = [n for n in names if n not in _POLICIES]
-    looks = {**_POLICIES, **{name: _SPARE[i % len(_SPARE)] for i, name in enumerate(own)}}
-    return {name: Style(*looks[name], 3.4 - 1.8 * i / max(1, len(names) - 1)) for i, name in enumerate(names)}
-
-
-# --- matplotlib -------------------------------------------------------------------------------------------------------
 
 
 def _figure(bars: Bars, panels: Sequence[Panel], title: str) -> Figure:
@@ -361,23 +176,10 @@ def _draw_sweep(axis: Axes, panel: Panel, styles: Mapping[str, Style], inches: f
             axis.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, linestyle=_DASHES, zorder=3)
     axis.set_xlim(panel.range)
     axis.set_ylim(0, panel.highest * 1.06)
-    shown = _that_fit(panel, inches)
+    shown = panel.labelled(inches)
     axis.set_xticks([panel.places[i] for i in shown], [panel.words[i] for i in shown])
     axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.6g}")
     axis.tick_params(axis="y", length=0)
     axis.grid(color="#DDDDDD", linewidth=0.6)
     axis.set_xlabel(panel.unit, color=INK, fontsize=10)
     axis.set_ylabel("predicted seconds a step", color=INK, fontsize=10)
-
-
-def _that_fit(panel: Panel, inches: float) -> list[int]:
-    """Indices of the values whose labels have room, from the last back."""
-    inch = inches / (panel.range[1] - panel.range[0])
-    shown: list[int] = []
-    for i in reversed(range(len(panel.places))):
-        if shown:
-            room = 0.045 * (len(panel.words[i]) + len(panel.words[shown[-1]])) + 0.08
-            if (panel.places[shown[-1]] - panel.places[i]) * inch < room:
-                continue
-        shown.append(i)
-    return shown[::-1]

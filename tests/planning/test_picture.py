@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from dataflow.errors import DataError
-from dataflow.planning.picture import Bars, Panel, draw_plan
+from dataflow.planning.chart import Bars, Panel
+from dataflow.planning.picture import draw_plan
 from dataflow.planning.planner import ROWS, Prediction, Sweep
 
 STEPS = 10
@@ -57,39 +58,58 @@ def size(path: Path) -> tuple[int, int]:
 
 
 class Page(HTMLParser):
-    """The scripts of a page: what they load, and what stands in them."""
+    """What a page loads, and the data embedded in it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.loads: list[str] = []
-        self.scripts: list[str] = []
+        self.embedded: dict[str, str] = {}
         self.title = ""
-        self._tag = ""
+        self.heading = ""
+        self._tag = self._id = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._tag = tag
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag == "script":
-            self.scripts.append("")
+        self._tag, self._id = tag, dict(attrs).get("id") or ""
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href") and value != "data:,"]
 
     def handle_endtag(self, tag: str) -> None:
         self._tag = ""
 
     def handle_data(self, data: str) -> None:
-        if self._tag == "script":
-            self.scripts[-1] += data
+        if self._tag == "script" and self._id:
+            self.embedded[self._id] = self.embedded.get(self._id, "") + data
+        if self._tag == "h1":
+            self.heading += data
         if self._tag == "title":
             self.title += data
 
-    def figure(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Lines and bars, and layout."""
-        text = self.scripts[-1]
-        text = text[text.index("Plotly.newPlot(") :]
-        decoder = json.JSONDecoder()
-        data, end = decoder.raw_decode(text, text.index("["))
-        layout, _ = decoder.raw_decode(text, text.index("{", end))
-        return data, layout
+    def data(self, name: str) -> Any:
+        """The data embedded in an element."""
+        return json.loads(self.embedded[name])
+
+    def models(self, kind: str, name: str = "") -> list[dict[str, Any]]:
+        """The attributes of bokeh's models of a kind, those alone whose names begin with ``name``."""
+        found: list[dict[str, Any]] = []
+
+        def walk(value: Any) -> None:
+            if isinstance(value, dict):
+                attributes = value.get("attributes", {})
+                if value.get("name") == kind and str(attributes.get("name", "")).startswith(name):
+                    found.append(attributes)
+                for each in value.values():
+                    walk(each)
+            elif isinstance(value, list):
+                for each in value:
+                    walk(each)
+
+        walk(self.data("item"))
+        return found
+
+    def columns(self, name: str) -> list[dict[str, Any]]:
+        """The columns that renderers of some name draw."""
+        sources = [renderer["data_source"]["attributes"]["data"] for renderer in self.models("GlyphRenderer", name)]
+        return [dict(source["entries"]) for source in sources]
 
 
 def page(path: Path, rows: Sequence[Prediction] = PLAN, sweeps: Sequence[Sweep] = SWEEPS, title: str = "") -> Page:
@@ -131,12 +151,11 @@ def test_the_page_loads_nothing_and_says_what_is_where(tmp_path: Path) -> None:
     found = page(tmp_path / "plan.html", title="<a> & b")
     assert found.loads == []
     assert found.title == "<a> & b"
-    data, layout = found.figure()
-    names = {line["name"] for line in data}
-    assert names >= {"GPU work", "exposed wait: rewards", "exposed wait: start-up", "lower bound", *ROWS}
-    assert layout["title"]["text"] == "<b>&lt;a&gt; &amp; b</b>"
-    assert "420.0 s  (−16.0%)" in [note["text"] for note in layout["annotations"]]
-    hover = [text for line in data if line["name"] == "both" for text in line.get("hovertext", ())]
+    assert found.heading == "<a> & b"
+    items = [item["label"]["value"] for item in found.models("LegendItem")]
+    assert items == ["GPU work", "exposed wait: rewards", "exposed wait: start-up", "lower bound"]
+    assert "420.0 s  (−16.0%)" in json.dumps(found.data("item"), ensure_ascii=False)
+    hover = [text for columns in found.columns("markers-both") for text in columns["hover"] if "<b>both</b>" in text]
     assert len(hover) == 4 + 5
     assert hover[1].startswith("<b>both</b>, reward.concurrency = 128<br>265.0 s a step, −47.0% against baseline")
     before = (tmp_path / "plan.html").read_bytes()
@@ -146,16 +165,25 @@ def test_the_page_loads_nothing_and_says_what_is_where(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_every_policy_once_in_its_legend_and_every_second_of_a_step(tmp_path: Path) -> None:
-    data, layout = page(tmp_path / "plan.html").figure()
-    legend = [line["name"] for line in data if line.get("showlegend", True) and line.get("legend") != "legend2"]
-    assert sorted(set(legend)) == sorted(legend)
-    assert set(legend) >= set(ROWS)
-    bars = [line["x"] for line in data if line["type"] == "bar"]
+    found = page(tmp_path / "plan.html")
+    [switches] = found.models("CheckboxButtonGroup", "policies")
+    assert switches["labels"] == [*ROWS, "lower bound"]
+    assert switches["active"] == list(range(len(ROWS) + 1))
+    bars = [columns["seconds"] for columns in found.columns("bar-")]
     assert [sum(parts) for parts in zip(*bars, strict=True)] == [row.step_s for row in PLAN]
-    assert [layout[axis]["range"][0] for axis in ("yaxis2", "yaxis3")] == [0, 0]
-    assert layout["xaxis2"]["ticktext"] == ["64", "128", "256", "512"]
-    assert layout["xaxis2"]["tickvals"] == [6, 7, 8, 9]
-    assert layout["xaxis3"]["tickvals"] == [0, 1, 2, 3, 4]
+    charts = found.models("Figure", "sweep-")
+    assert [chart["y_range"]["attributes"].get("start", 0) for chart in charts] == [0, 0]
+    axes = [axis for axis in found.models("LinearAxis", "sweep-") if axis["name"].endswith("-x")]
+    ticks = [axis["ticker"]["attributes"]["ticks"] for axis in axes]
+    assert ticks == [[6, 7, 8, 9], [0, 1, 2, 3, 4]]
+
+
+def test_every_colour_for_the_dark_belongs_to_one_model(tmp_path: Path) -> None:
+    found = page(tmp_path / "plan.html")
+    themed = found.data("themed")
+    for name in {name for name, *_ in themed}:
+        assert json.dumps(found.data("item")).count(f'"name": "{name}"') == 1
+    assert len(themed) > 10
 
 
 @pytest.mark.parametrize("kind", ["svg", "html"])
@@ -246,7 +274,7 @@ def test_markers_that_would_hide_each_other_stand_side_by_side() -> None:
 
 
 def test_importing_it_loads_no_picture_library() -> None:
-    heavy = ("matplotlib", "plotly")
+    heavy = ("matplotlib", "bokeh")
     names = "dataflow.planning.picture, dataflow.planning.page"
     code = f"import sys, {names}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dataflow.drawing.page import BUTTONS, FAINT, INK, LINE
 from dataflow.drawing.style import HATCHED, contrast
 from dataflow.timeline.page.tracks import Columns, Sheet
 
@@ -32,21 +33,20 @@ _TYPE_OF = {name: kind for kind, names in _TYPES.items() for name in names}
 PATH = "#E0007A"
 """The critical path: no stage is of this colour."""
 # model, property: in the light, in the dark
-_INK, _FAINT, _LINE = ("#222222", "#E4E4E4"), ("#666666", "#A2A2A2"), ("#DDDDDD", "#3A3A3A")
 THEMED: dict[tuple[str, str], tuple[str, str]] = {
-    ("seconds", "axis_label_text_color"): _FAINT,
-    ("seconds", "major_label_text_color"): _FAINT,
-    ("seconds", "major_tick_line_color"): _FAINT,
-    ("seconds", "axis_line_color"): _FAINT,
-    ("resources", "major_label_text_color"): _INK,
-    ("grid", "grid_line_color"): _LINE,
+    ("seconds", "axis_label_text_color"): FAINT,
+    ("seconds", "major_label_text_color"): FAINT,
+    ("seconds", "major_tick_line_color"): FAINT,
+    ("seconds", "axis_line_color"): FAINT,
+    ("resources", "major_label_text_color"): INK,
+    ("grid", "grid_line_color"): LINE,
     ("wait-glyph", "fill_color"): ("#F1F1F1", "#2A2A2A"),
     ("wait-glyph", "hatch_color"): (HATCHED["edgecolor"], "#8F8F8F"),
     ("request-glyph", "line_color"): ("#5C4300", "#FFE9B0"),
     ("lead-glyph", "line_color"): ("#5C4300", "#FFE9B0"),
     ("arrow-glyph", "fill_color"): ("#5C4300", "#FFE9B0"),
     ("step-glyph", "line_color"): ("#777777", "#9A9A9A"),
-    ("number-glyph", "text_color"): _FAINT,
+    ("number-glyph", "text_color"): FAINT,
     ("window", "fill_color"): ("#0072B2", "#9CCBEA"),
     ("window", "line_color"): ("#0072B2", "#9CCBEA"),
 }
@@ -58,20 +58,6 @@ SHOWN = ("exposed waits", "rewards in flight", "slowest group of a mini-batch", 
 """What can be switched, the last one off at first."""
 _TIP = """<div style="max-width: 34em; font: 12px/1.45 system-ui, sans-serif">
 <b>@row{head}</b><div style="white-space: pre-wrap; tab-size: 28">@row{said}</div></div>"""
-_BUTTONS = """
-.bk-btn-group { flex-wrap: wrap; gap: 4px; }
-.bk-btn-group .bk-btn {
-  border: 1px solid var(--edge, #c8c8c8) !important; border-radius: 4px !important; padding: 3px 9px 3px 7px;
-  background: transparent !important; color: var(--ink, #222) !important; font: 12.5px system-ui, sans-serif;
-  box-shadow: none !important; margin: 0 !important; flex: none;
-}
-.bk-btn-group .bk-btn:not(.bk-active) { opacity: 0.5; text-decoration: line-through; }
-.bk-btn-group .bk-btn:focus-visible { outline: 2px solid #0072B2; }
-.bk-btn::before {
-  content: ""; display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 6px;
-  vertical-align: -1px;
-}
-"""
 _SLIDER = """
 :host, .bk-slider-title { color: var(--ink, #222); font: 12.5px system-ui, sans-serif; }
 """
@@ -102,14 +88,14 @@ def chart(sheet: Sheet, colour: Mapping[str, str]) -> LayoutDOM:
         name="stages",
         labels=sheet.stages,
         active=list(range(len(sheet.stages))),
-        stylesheets=[InlineStyleSheet(css=_BUTTONS + chips)],
+        stylesheets=[InlineStyleSheet(css=BUTTONS + chips)],
         sizing_mode="stretch_width",
     )
     shown = CheckboxButtonGroup(
         name="shown",
         labels=list(SHOWN),
         active=list(range(len(SHOWN) - 1)),
-        stylesheets=[InlineStyleSheet(css=_BUTTONS + _MARKS)],
+        stylesheets=[InlineStyleSheet(css=BUTTONS + _MARKS)],
         sizing_mode="stretch_width",
     )
     switches: list[LayoutDOM] = [shown]
@@ -151,9 +137,9 @@ def themed(sheet: Sheet, palette: Sequence[str]) -> list[tuple[str, str, Any, An
     """Returns (model, property, in the light, in the dark) for all that changes."""
     own: dict[tuple[str, str], Any] = {(name, "palette"): both for name, both in _palettes(palette).items()}
     for i in range(len(sheet.bands)):
-        own |= {(f"band-glyph-{i}", "fill_color"): _BAND, (f"most-{i}", "text_color"): _INK}
+        own |= {(f"band-glyph-{i}", "fill_color"): _BAND, (f"most-{i}", "text_color"): INK}
     if len(sheet.names) > 1:
-        own |= {(f"head-{i}", "text_color"): _INK for i in range(len(sheet.names))}
+        own |= {(f"head-{i}", "text_color"): INK for i in range(len(sheet.names))}
     return [(*key, *value) for key, value in {**THEMED, **own}.items()]
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
-from itertools import count
 from pathlib import Path
 from typing import Any
 
+from dataflow.drawing.page import bokeh_scripts, embedded, read_embedded, renumbered, shell
 from dataflow.drawing.style import colours
 from dataflow.errors import DataError
 from dataflow.files import replaced
@@ -84,9 +83,9 @@ def text(
     for name, trace in traces.items():
         found = panel.panel(trace, numbers[name], facts.get(name, {}))
         parts.append(f"<h2>{escape(name)}</h2>{panel.headline(trace, numbers[name])}{found}" if several else found)
-    data = f"{_json('item', item)}\n{_json('facts', script_facts(drawn, colour))}"
-    start = f"timeline.start({_read('item')}, {_read('facts')}, {'true' if live else 'false'})"
-    scripts = f"{_bokeh()}\n<script>\n{_asset('page.js')}{start}\n</script>"
+    data = f"{embedded('item', item)}\n{embedded('facts', script_facts(drawn, colour))}"
+    start = f"timeline.start({read_embedded('item')}, {read_embedded('facts')}, {'true' if live else 'false'})"
+    scripts = f"{bokeh_scripts()}\n<script>\n{_asset('page.js')}{start}\n</script>"
     return _shell(title, "\n".join(parts) + f"\n{data}\n{scripts}", version)
 
 
@@ -97,23 +96,9 @@ def waiting(name: str, why: str, version: int) -> str:
 
 
 def _shell(title: str, body: str, version: int | None) -> str:
-    live = "" if version is None else f"\n<script>\n{_asset('follow.js')}</script>"
-    mark = "" if version is None else f' data-version="{version}"'
-    return f"""<!doctype html>
-<html lang="en"{mark}>
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{escape(title)}</title>
-<style>
-{_asset("page.css")}</style>
-</head>
-<body>
-{body}{live}
-</body>
-</html>
-"""
+    if version is None:
+        return shell(title, body)
+    return shell(title, body, f"\n<script>\n{_asset('follow.js')}</script>", f' data-version="{version}"')
 
 
 def _named(note: str, name: str) -> str:
@@ -122,40 +107,3 @@ def _named(note: str, name: str) -> str:
 
 def _asset(name: str) -> str:
     return (files("dataflow.timeline.page") / name).read_text(encoding="utf-8")
-
-
-def _bokeh() -> str:
-    """Bokeh's own scripts, in the page: it loads nothing from anywhere."""
-    from bokeh.resources import Resources
-
-    scripts = Resources(mode="inline", components=["bokeh", "bokeh-widgets"]).js_raw
-    return "\n".join(f"<script>\n{script}\n</script>" for script in scripts)
-
-
-def _json(name: str, value: Any) -> str:
-    """Data in the page: no text in it can end its element."""
-    words = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return f'<script type="application/json" id="{name}">{words}</script>'
-
-
-def _read(name: str) -> str:
-    return f'JSON.parse(document.getElementById("{name}").textContent)'
-
-
-def renumbered(item: Any) -> Any:
-    """Returns a bokeh item with ids counted from 1: bokeh itself counts on from one page of a process to the next."""
-    numbers = count(1)
-    known: dict[str, str] = {}
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: _number(v) if k in ("id", "root_id") and isinstance(v, str) else walk(v)
-                    for k, v in value.items()}  # fmt: skip
-        return [walk(v) for v in value] if isinstance(value, list | tuple) else value
-
-    def _number(old: str) -> str:
-        if old not in known:
-            known[old] = f"p{next(numbers)}"
-        return known[old]
-
-    return walk(item)

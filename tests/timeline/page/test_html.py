@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from dataflow.drawing.page import renumbered
 from dataflow.errors import DataError
 from dataflow.testing.runs import made_up
 from dataflow.timeline.culprits import last_requests
-from dataflow.timeline.page.html import page, renumbered, text, waiting
+from dataflow.timeline.page.html import page, text, waiting
 from dataflow.timeline.page.tracks import sheet, staleness_of, step_ends, thin, versions_of
 from dataflow.timeline.spans import Mark, Span, Trace
 from tests.timeline.test_culprits import two_parts
