@@ -280,21 +280,12 @@ class RewardAgent:
             if self._sentinel is not None:
                 self._sentinel.start(loop)
             self._loop = loop
-            on_bug, retry = self.steps.on_bug, self.retry
-            self._calls = Calls(self._on_abandoned, on_bug, self._sentinel)
-            self._limiter = Limiter(self.limits, self._start, self._shared, on_bug)
-            self._scorer = Scorer(
-                self._function, self._calls, self._limiter, retry, self._hedge_after, self._on_outcome
-            )
-            self._groups = GroupCalls(
-                self._post_process,
-                getattr(self._reward, "log", None),
-                self._calls,
-                self._limiter,
-                retry.timeout_s,
-                self._frozen,
-                self.steps,
-            )
+            retry, on_bug = self.retry, self.steps.on_bug
+            calls = self._calls = Calls(self._on_abandoned, on_bug, self._sentinel)
+            limiter = self._limiter = Limiter(self.limits, self._start, self._shared, on_bug)
+            self._scorer = Scorer(self._function, calls, limiter, retry, self._hedge_after, self._on_outcome)
+            post, log = self._post_process, getattr(self._reward, "log", None)
+            self._groups = GroupCalls(post, log, calls, limiter, retry.timeout_s, self._frozen, self.steps)
         if self._loop is not loop:
             raise DataflowError("reward agent: it lives on another event loop; use one agent a loop.")
 

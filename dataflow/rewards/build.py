@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dataflow.rewards.remote.agent import RemoteAgent
 
 _ASIDE = ("url", "api_key_env", "timeout", "client", "max_tokens", "max_cost", "price_per_million", "max_reply_bytes")
-"""Options of a judge that say how it is asked, not what it is asked."""
+"""Options of a judge that change how it is called, not what it is asked."""
 
 
 def build_agent(
@@ -52,7 +52,7 @@ def build_agent(
         tokenizer: path of the tokenizer that wrote the responses, for managers that want one.
 
     Raises:
-        ConfigError: the function cannot be loaded or built, or an option does not fit.
+        ConfigError: the function cannot be loaded or built, or an option does not suit it.
     """
     if options is None:
         from dataflow.config.reward import RewardConfig
@@ -93,7 +93,7 @@ def build_agent(
 
 
 def _sentinel(options: RewardConfig, timeout_s: float | None, record: Path | None) -> Sentinel | None:
-    """Returns what ends a frozen agent: after its calls' time-out, unless another time is configured."""
+    """Returns the sentinel that ends a frozen agent, by default after the time-out of its calls."""
     after_s = timeout_s if options.frozen_after is None else options.frozen_after
     inline = not in_ray_worker()
     if options.frozen_after == 0 or (after_s is None and not inline):
@@ -102,14 +102,14 @@ def _sentinel(options: RewardConfig, timeout_s: float | None, record: Path | Non
 
 
 def host_agent(options: RewardConfig, **given: Any) -> RewardAgent | RemoteAgent:
-    """Returns the agent of a run: in this process, or in as many actors of its own as ``options`` say.
+    """Returns the agent of a run: in this process, or in actors if ``options.actors`` is above 1.
 
     Args:
         options: section ``reward`` of the configuration.
-        given: what else :func:`build_agent` takes.
+        given: further arguments of :func:`build_agent`.
 
     Raises:
-        ConfigError: as there; or there are to be actors, and Ray does not run.
+        ConfigError: as there; or Ray, which actors need, does not run.
     """
     build = partial(build_agent, options=options, **given)
     if options.actors == 1:
@@ -124,15 +124,15 @@ def host_agent(options: RewardConfig, **given: Any) -> RewardAgent | RemoteAgent
 
 
 def check_reward(custom: Mapping[str, Any], judge: Mapping[str, Any], options: RewardConfig) -> None:
-    """Sees to it that :func:`build_agent` will succeed, as far as can be told without starting anything.
+    """Checks that :func:`build_agent` can succeed, without starting anything.
 
     Args:
         custom: as there.
-        judge: keyword arguments of the judge; without ``url`` the run starts one of its own.
+        judge: keyword arguments of the judge; without ``url`` the run starts its own.
         options: as there.
 
     Raises:
-        ConfigError: it will not.
+        ConfigError: it cannot.
     """
     keep_secrets([custom, judge, options.manager_kwargs])
     find_manager(options.manager, options.manager_path, options.manager_kwargs)
@@ -147,7 +147,7 @@ def check_reward(custom: Mapping[str, Any], judge: Mapping[str, Any], options: R
 
 
 def limits_of(options: RewardConfig, declared: Mapping[str, Any] | None = None) -> Limits:
-    """Returns the limits that the configuration, or else the reward object itself, declares."""
+    """Returns the limits of the configuration; those that it does not set come from the reward object."""
     own = declared or {}
     given = options.model_fields_set
 
@@ -162,13 +162,13 @@ def limits_of(options: RewardConfig, declared: Mapping[str, Any] | None = None) 
 
 
 def retry_of(options: RewardConfig, timeout_s: float | None = None) -> Retry:
-    """Returns the tries that the configuration declares."""
+    """Returns the tries and time-outs of the configuration."""
     own = timeout_s if timeout_s is not None and "timeout" not in options.model_fields_set else options.timeout
     return Retry(options.tries, own, options.deadline, options.backoff, options.max_backoff)
 
 
 def _scorer(custom: Mapping[str, Any] | None, default: Mapping[str, Any], options: RewardConfig) -> str:
-    """Returns what tells one way to score from another: an answer by a changed file or prompt is another answer."""
+    """Returns a text that identifies the way to score; a changed file or prompt changes it."""
     manager = [options.manager, _content(options.manager_path), dict(options.manager_kwargs)]
     if custom is not None and custom.get("path"):
         what: list[Any] = [
@@ -184,7 +184,7 @@ def _scorer(custom: Mapping[str, Any] | None, default: Mapping[str, Any], option
 
 
 def _content(value: Any) -> Any:
-    """Returns a hash of the file that a value names, else the value itself."""
+    """Returns a hash of the file that a value names, or the value itself if it names none."""
     if not isinstance(value, str) or not value.endswith((".py", ".txt", ".md")):
         return value
     file = Path(value).expanduser()
@@ -198,13 +198,13 @@ def _ledger(options: RewardConfig, run: str, path: str | None) -> Ledger | None:
 
 
 def _configured(options: RewardConfig) -> dict[str, Any]:
-    """Returns the values of verl's further keywords as they are configured: of the tokenizer, its path."""
+    """Returns the configured values of verl's further keywords; for the tokenizer, its path."""
     values = {name: getattr(options, key.removeprefix("reward.")) for name, key in CONTEXT.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _context(options: RewardConfig) -> dict[str, Any]:
-    """Returns what a function with verl's further keywords is called with."""
+    """Returns the arguments for verl's further keywords."""
     context, tokenizer = _configured(options), "reward_model_tokenizer"
     if tokenizer in context:
         context[tokenizer] = load_tokenizer(context[tokenizer], "reward.model_tokenizer")

@@ -1,4 +1,4 @@
-"""What becomes of a sample that cannot be scored: a rule that the user declares, never one that is implied."""
+"""The failure rule: what happens to a sample that cannot be scored. The user declares it; none is implied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.user.results import MOST
 
-_LATEST = 100  # requests of which a share says something
+_LATEST = 100  # smallest number of requests that a share is computed from
 
 Kind = Literal["fail", "score", "drop_sample", "drop_group", "replace_group"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -21,9 +21,9 @@ class FailureRule:
     """A parsed rule.
 
     Attributes:
-        kind: ``fail`` ends the run with the story of the request; ``score`` gives the sample a fixed score;
-            ``drop_sample`` leaves it out of the loss and of its group's baseline; ``drop_group`` leaves its whole
-            group out; ``replace_group`` lets another finished group take its group's place.
+        kind: ``fail`` ends the run with the request's message; ``score`` gives the sample a fixed score;
+            ``drop_sample`` excludes it from the loss and from its group's baseline; ``drop_group`` excludes its whole
+            group; ``replace_group`` replaces its group by another finished one.
         score: of kind ``score``.
     """
 
@@ -35,11 +35,11 @@ class FailureRule:
 
     @property
     def drops(self) -> bool:
-        """Whether what is collected may hold samples that no loss may use."""
+        """Whether collected rewards may contain samples that no loss may use."""
         return self.kind in ("drop_sample", "drop_group")
 
     def for_validation(self) -> FailureRule:
-        """Returns the rule of a validation stream: it has no spare groups, so it leaves out what it would replace."""
+        """Returns the rule of a validation, which drops groups instead of replacing them: it has no extra ones."""
         return FailureRule("drop_group") if self.kind == "replace_group" else self
 
 
@@ -71,16 +71,16 @@ def parse_rule(text: str) -> FailureRule:
 
 
 class FailedShare:
-    """Whether so many of an agent's requests have failed that the fault is the service's and not a sample's.
+    """Detects that the share of failed requests is too large for faults of single samples.
 
-    The share is of the latest requests that ended, as many as the largest step has, and at least 100: a service that
-    dies is found out as soon after a thousand good steps as after one. While fewer were submitted it is of those.
+    The share is of the latest ended requests: as many as the largest step has, and at least 100, so that a dead service
+    is detected as early after a thousand good steps as after one. While fewer were submitted, the share is of those.
 
     Args:
-        most: share that may fail, 0 to 1.
+        most: largest share that may fail, 0 to 1.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: ``most`` is out of range.
     """
 
     def __init__(self, most: float) -> None:
@@ -91,31 +91,31 @@ class FailedShare:
         self._latest = _LATEST
         self._ends: deque[bool] = deque()
         self._failed = 0
-        self._story = ""
+        self._message = ""
 
     def submitted(self, rows: int, of_step: int) -> None:
-        """Takes note of requests, and of how many their step has by now."""
+        """Counts ``rows`` submitted requests, whose step has ``of_step`` requests now."""
         self._submitted += rows
         self._latest = max(self._latest, of_step)
 
     def ended(self, failure: str = "") -> None:
-        """A request has ended: well, or so."""
+        """Counts an ended request; ``failure`` is its message if it failed."""
         failed = bool(failure)
-        self._story = failure or self._story
+        self._message = failure or self._message
         self._ends.append(failed)
         self._failed += failed
         if len(self._ends) > self._latest:
             self._failed -= self._ends.popleft()
 
     def passed(self, more: bool = False) -> str:
-        """Returns what to say if too many have failed, else nothing.
+        """Returns an error message if too many requests have failed, else nothing.
 
         Args:
-            more: whether further requests of the step may come: of a few that came first the share says nothing.
+            more: whether further chunks of the step may follow; the share of a few first ones would be misleading.
         """
         known = min(self._submitted, self._latest)
         if self._failed <= self.most * (max(known, _LATEST) if more else known):
             return ""
         of = f"the last {known}" if self._submitted > known else f"{known}"
         most = f"more than reward.max_failed_share={self.most:g} allows"
-        return f"{self._failed} of {of} reward requests have failed, {most}; the last one: {self._story}"
+        return f"{self._failed} of {of} reward requests have failed, {most}; the last one: {self._message}"

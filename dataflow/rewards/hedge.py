@@ -1,4 +1,4 @@
-"""Hedge: when a request that is slow gets a second one sent beside it."""
+"""Hedge: when a second call is sent for a slow request."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from dataflow.errors import ConfigError
 
 _WINDOW, _EVERY, _ENOUGH = 1000, 25, 20
-"""Latencies that the running percentile is of, after how many it is taken anew, and how many it needs."""
+"""Latencies that the percentile is computed from, how often it is updated, and how many it needs."""
 
 
 class Hedge:
-    """How long a first call may take before a second one is sent.
+    """The time after which a second call is sent.
 
     Args:
         after: see :func:`parse_hedge`.
@@ -24,10 +24,10 @@ class Hedge:
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._seen = 0
         self.after_s = self._number if self._kind == "s" else None
-        """Seconds; None while no call is to be hedged."""
+        """Seconds; None while no call is hedged."""
 
     def answered(self, seconds: float) -> None:
-        """Takes the latency of a call that was answered."""
+        """Adds the latency of a successful call, in seconds."""
         if self._kind != "p":
             return
         self._recent.append(seconds)
@@ -37,13 +37,13 @@ class Hedge:
 
 
 def parse_hedge(text: str | float | None) -> tuple[str, float]:
-    """Reads when to hedge: seconds, or a percentile of the latencies so far.
+    """Parses ``hedge_after``: seconds, or a percentile of the latencies so far.
 
     Returns:
         ``("s", seconds)``, ``("p", percentile)`` or ``("", 0)`` for never.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: it is neither.
 
     >>> parse_hedge("p95"), parse_hedge(2), parse_hedge(None)
     (('p', 95.0), ('s', 2.0), ('', 0.0))

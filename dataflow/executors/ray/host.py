@@ -19,6 +19,7 @@ from dataflow.executors.calling import answer, make_chunk, prepare
 from dataflow.graph import Hosted, Stage, TaskInfo
 from dataflow.system import clock
 from dataflow.system.children import restore_path
+from dataflow.system.redaction import redact_logs
 from dataflow.usercode.failures import Contained
 
 
@@ -46,6 +47,7 @@ class Host:
             gpus: ids of the GPUs that the service may use; those that Ray assigned to the actor if none is given.
         """
         restore_path()
+        redact_logs()
         keep_lines()
         clock.adopt(anchor)
         os.environ.update(environment)

@@ -6,11 +6,13 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dataflow.batch import Batch
+from dataflow.cluster.log import KeptLines
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.remote.agent import RemoteAgent
@@ -125,7 +127,7 @@ def test_what_is_collected_is_what_an_agent_here_gives(seed: int, monkeypatch: p
         await asyncio.sleep(5)
         assert agent.stats()["actors_died"] <= len(plan.kills), "one that is dead already is not killed again"
         for host in hosts(agent):
-            assert not host._steps, "nobody wants more of it"
+            assert not host.steps.live, "nobody wants more of it"
         assert max(Counter(reward.begun).values()) <= 1 + len(plan.kills)
         await agent.close()
         return parts
@@ -160,7 +162,7 @@ def test_an_actor_that_dies_between_sets_is_given_the_next_one_alone(remote_of: 
         assert (await agent.collect(1, 4, last=True)).ids == (4, 5, 6, 7)
         assert sorted(reward.begun) == names(range(8))
         assert agent.stats()["actors_died"] == 2
-        assert [host.counts["requested"] for host in hosts(agent)] == [4, 4]
+        assert [host.steps.counts["requested"] for host in hosts(agent)] == [4, 4]
         await agent.close()
 
     run_virtual(body)
@@ -217,7 +219,7 @@ def test_a_cancel_between_sets_ends_the_step_everywhere(remote_of: Callable[...,
             await waiting
         await asyncio.sleep(1)
         assert reward.cancelled == ["1.1"]
-        assert [(host._steps, host._limiter.running) for host in hosts(agent)] == [({}, 0)] * 2
+        assert [(host.steps.live, host._limiter.running) for host in hosts(agent)] == [({}, 0)] * 2
         with pytest.raises(RewardFailed, match="step 1: its reward requests were cancelled"):
             agent.submit(1, samples(1, first=2), more=True)
         assert sorted(reward.begun) == names(range(2))
@@ -239,7 +241,7 @@ def test_a_cancel_comes_after_what_it_cancels(monkeypatch: pytest.MonkeyPatch, m
         await asyncio.sleep(1)
         agent.cancel(1)
         await asyncio.sleep(20)
-        assert [(host._steps, host._limiter.running) for host in hosts(agent)] == [({}, 0)] * 2
+        assert [(host.steps.live, host._limiter.running) for host in hosts(agent)] == [({}, 0)] * 2
         assert sorted(reward.cancelled) == sorted(reward.begun)
         await agent.close()
 
@@ -254,7 +256,7 @@ def test_actors_share_small_sets_evenly(remote_of: Callable[..., RemoteAgent]) -
             agent.submit(1, samples(groups, first=begin), more=True)
             begin += groups
         await agent.collect(1, 9, last=True)
-        assert [host.counts["requested"] for host in hosts(agent)] == [6, 6, 6]
+        assert [host.steps.counts["requested"] for host in hosts(agent)] == [6, 6, 6]
         await agent.close()
 
     run_virtual(body)
@@ -265,7 +267,7 @@ def test_a_step_of_one_set_ends_in_its_actors_by_itself(remote_of: Callable[...,
         agent = remote_of(Reward())
         agent.submit(1, samples(3))
         assert (await agent.collect(1)).meta["step"]["scored"] == 6
-        assert [host._steps for host in hosts(agent)] == [{}, {}]
+        assert [host.steps.live for host in hosts(agent)] == [{}, {}]
         await agent.close()
 
     run_virtual(body)
@@ -283,5 +285,28 @@ def test_limits_of_endpoints_hold_in_actors_whose_reward_names_them(remote_of: C
         agent.submit(1, samples(4))
         assert (await agent.collect(1)).ids == (0, 1, 2, 3)
         await agent.close()
+
+    run_virtual(body)
+
+
+def test_warnings_of_an_actor_reach_the_runs_log(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str], remote_of: Callable[..., RemoteAgent]
+) -> None:
+    kept = KeptLines()
+    monkeypatch.setattr("dataflow.rewards.remote.host.KEPT", kept)
+
+    class Message:
+        def __init__(self) -> None:
+            self.record = {"message": "the service is slow", "level": SimpleNamespace(name="WARNING")}
+
+    async def body() -> None:
+        agent = remote_of(Reward())
+        kept(Message())
+        agent.submit(1, samples(2))
+        await agent.collect(1)
+        assert logged == ["WARNING the service is slow\n"]
+        kept(Message())
+        await agent.close()
+        assert logged == ["WARNING the service is slow\n"] * 2, "also those after the last news"
 
     run_virtual(body)
