@@ -47,7 +47,7 @@ def drive(steps: int, policy: str = "both") -> int:
     while running:
         task = running.popleft()
         part = task.id.part
-        groups = tuple(range(part * 4, part * 4 + 4)) if task.stage.forms_parts else None
+        groups = tuple(range(part * 4, part * 4 + 4)) if task.stage.collects else None
         take(scheduler.handle(TaskFinished(task.id, 1.0, groups)))
         tasks += 1
     return tasks

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from dataflow.drawing.mermaid import stages_chart
 from dataflow.errors import PipelineError, nearest
-from dataflow.stage import Carried, Grain, Hosted, Lag, Latest, Read, Stage, TaskInfo, stage
+from dataflow.stage import Carried, Grain, Hosted, Lag, Latest, Read, Role, Stage, TaskInfo, stage
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -26,6 +25,7 @@ __all__ = [
     "Latest",
     "Pipeline",
     "Read",
+    "Role",
     "Stage",
     "Task",
     "TaskGraph",
@@ -85,10 +85,11 @@ class Pipeline:
                     f"stage '{s.name}' streams, but '{held[0]}' is a state that a later step reads; "
                     "a state changes at the end of a task, so let another stage write it."
                 )
-        formers = [s.name for s in self.stages if s.forms_parts]
-        if len(formers) > 1:
-            raise PipelineError(f"stages {' and '.join(map(repr, formers))} both form the parts of a step.")
-        self.former: Stage | None = self.by_name[formers[0]] if formers else None
+        collectors = self.with_role("collects")
+        if len(collectors) > 1:
+            names = " and ".join(repr(s.name) for s in collectors)
+            raise PipelineError(f"stages {names} both have the role 'collects', which forms the parts of a step.")
+        self.collector: Stage | None = collectors[0] if collectors else None
         self.order = self._topological()
 
     def _check(self, s: Stage) -> None:
@@ -130,11 +131,15 @@ class Pipeline:
             )
         if s.every is not None and s.every < 1:
             raise PipelineError(f"stage '{s.name}': every={s.every}; give 1 or more.")
-        if s.forms_parts and s.every is not None:
+        if s.collects and s.every is not None:
             raise PipelineError(
-                f"stage '{s.name}' forms the parts of every step, so it cannot run only every {s.every}."
+                f"stage '{s.name}' collects the rewards of every step, so it cannot run only every {s.every}."
             )
         _ = s.host
+
+    def with_role(self, role: Role) -> tuple[Stage, ...]:
+        """Returns the stages with a role, in the order given."""
+        return tuple(s for s in self.stages if s.role == role)
 
     @functools.cached_property
     def edges(self) -> tuple[tuple[Stage, Stage, str, Lag], ...]:
@@ -171,7 +176,7 @@ class Pipeline:
                 "writes": list(s.writes),
                 "on": s.on,
                 "grain": s.grain,
-                "forms_parts": s.forms_parts,
+                "role": s.role,
                 "streams": s.streams,
                 "after": list(s.after),
                 "every": s.every,
@@ -263,10 +268,6 @@ class Pipeline:
             if s.writes:
                 lines.append(f"{'':<{wide}}    writes {', '.join(s.writes)}")
         return "\n".join(lines)
-
-    def draw(self, critical: Sequence[str] = ()) -> str:
-        """Returns the stages as a mermaid flowchart; see :func:`dataflow.drawing.mermaid.stages_chart`."""
-        return stages_chart(self, critical)
 
 
 class TaskId(NamedTuple):

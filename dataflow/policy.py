@@ -169,10 +169,10 @@ def _check_stages(pipeline: Pipeline, policy: SchedulingPolicy) -> None:
         sources = [pipeline.writer[r.field].name for r in s.reads if r.lag == "none" and r.field in pipeline.writer]
         if s.grain == "emission":
             continue  # it runs before the parts are formed; a stage that reads all chunks waits for all
-        if s.grain != "step" and pipeline.former is None and policy.split > 1:
+        if s.grain != "step" and pipeline.collector is None and policy.split > 1:
             raise PipelineError(
                 f"stage '{s.name}' runs once a {s.grain}, but no stage forms the parts; "
-                "mark the one that collects rewards with forms_parts=True."
+                "give the one that collects rewards role='collects'."
             )
         if s.grain != "step" and policy.split > 1:
             for name in sources:

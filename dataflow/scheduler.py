@@ -214,7 +214,7 @@ class Scheduler:
         entry.state = "done"
         entry.history.append("done")
         self._learn(task, event.elapsed)
-        if task.stage.forms_parts:
+        if task.stage.collects:
             if event.groups is None:
                 raise DataflowError(f"scheduler: {task} collects a part but named no groups.")
             self._groups[task.id] = event.groups

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -16,16 +19,22 @@ from dataflow.usercode.numeric import real_number
 
 Grain: TypeAlias = Literal["step", "emission", "part", "mini-batch"]
 Lag: TypeAlias = Literal["none", "latest", "carried"]
+Role: TypeAlias = Literal["samples", "requests", "collects", "trains", "syncs", "validates", "saves"]
+ROLES: tuple[Role, ...] = typing.get_args(Role)
 SAMPLED = "groups sampled"
 """The level of a trace that says how many groups of a rollout have ended."""
 
 
 class Carried:
-    """Marks a field that a stage reads from an earlier step: 1 + max_staleness steps back (rollout's weights)."""
+    """Marks a field of an earlier step, 1 + max_staleness steps back (the weights that a rollout samples with).
+
+    Samples are then at most max_staleness steps old: step 5 of a run with max_staleness=1 samples with the weights of
+    step 3, where an on-policy step samples with those of step 4.
+    """
 
 
 class Latest:
-    """Marks a field that a stage reads from the step before, whatever the staleness (the trainer's weights)."""
+    """Marks a field of the step before, whatever the staleness (the weights that a trainer goes on from)."""
 
 
 class Read(NamedTuple):
@@ -147,7 +156,7 @@ class Stage:
     writes: tuple[str, ...]
     on: str
     grain: Grain = "step"
-    forms_parts: bool = False
+    role: Role | None = None
     streams: bool = False
     after: tuple[str, ...] = ()
     every: int | None = None
@@ -156,6 +165,11 @@ class Stage:
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None
     imports: tuple[str, ...] = ()
     replays: bool = False
+
+    @property
+    def collects(self) -> bool:
+        """Whether its output decides which groups a part of the step is made of."""
+        return self.role == "collects"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the plain function, as a test of it would."""
@@ -236,8 +250,8 @@ def stage(
     *,
     writes: str | Sequence[str] = (),
     on: str,
+    role: Role | None = None,
     splittable: bool = False,
-    forms_parts: bool = False,
     per_mini_batch: bool = False,
     streams: bool = False,
     per_emission: bool = False,
@@ -246,15 +260,19 @@ def stage(
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None,
     imports: Sequence[str] = (),
     replays: bool = False,
+    forms_parts: None = None,
 ) -> Callable[[Callable[..., Any]], Stage]:
     """Makes a stage of a function: parameters before ``*`` are fields it reads, after ``*`` tools.
 
     Args:
         writes: fields it returns, in order; one name for a single value.
         on: resource it occupies.
+        role: what the stage is to the rest of the system, which never goes by its name. ``samples`` draws responses,
+            ``requests`` sends them to be scored, ``collects`` returns scored groups, ``trains`` takes optimizer steps,
+            ``syncs`` brings new weights to the engine, ``validates`` and ``saves`` are what they say. The groups that
+            a stage with the role ``collects`` returns make up a part of the step: ``task.take`` whole groups of its
+            input that no earlier part of the step had; anything else fails the run.
         splittable: runs once for each part that the policy splits a step in, on the groups of that part.
-        forms_parts: the stage whose output decides which groups a part is made of (reward_collect): ``task.take``
-            whole groups of its input that no earlier part of the step named; anything else fails the run.
         per_mini_batch: runs once for each optimizer step.
         streams: can hand on whole groups as they finish, if the policy streams (rollout).
         per_emission: runs once for each set of groups that a streaming stage hands on, if the policy streams.
@@ -265,6 +283,11 @@ def stage(
         replays: leaves in its tool's memory the groups it reads, for a later stage of the tool to hand out
             (reward_request), or the state it writes (sync_weights); a tool that died and was built anew is given
             again the groups that it still owes, and the newest state.
+        forms_parts: not used any more: give role="collects".
+
+    Raises:
+        PipelineError: a role that there is not, a parameter without a name, or an annotation that cannot be resolved
+            (it may say that the field comes from an earlier step).
 
     >>> @stage(writes="length", on="controller")
     ... def measure(text, *, scale=1):
@@ -274,8 +297,12 @@ def stage(
     """
 
     grain: Grain = "emission" if per_emission else "mini-batch" if per_mini_batch else "step"
-    if splittable or forms_parts:
+    if splittable or role == "collects":
         grain = "part"
+    if forms_parts is not None:
+        raise PipelineError('stage(forms_parts=True) is stage(role="collects") now; change it.')
+    if role is not None and role not in ROLES:
+        raise PipelineError(f"stage(role={role!r}): there is no such role{nearest(str(role), ROLES) or '.'}")
 
     def wrap(fn: Callable[..., Any]) -> Stage:
         if streams and grain != "step":
@@ -284,12 +311,14 @@ def stage(
             )
         reads: list[Read] = []
         tools: list[str] = []
+        # Names of the enclosing function's are in no closure of a function that only its annotations use them in.
+        around = sys._getframe(1).f_locals
         for name, parameter in inspect.signature(fn).parameters.items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 if name != "task":
                     tools.append(name)
             elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-                reads.append(Read(name, _lag(parameter.annotation)))
+                reads.append(Read(name, _lag(fn, parameter, around)))
             else:
                 raise PipelineError(f"stage '{fn.__name__}': parameter '*{name}' has no name to be a field.")
         return Stage(
@@ -299,7 +328,7 @@ def stage(
             writes=(writes,) if isinstance(writes, str) else tuple(writes),
             on=on,
             grain=grain,
-            forms_parts=forms_parts,
+            role=role,
             streams=streams,
             after=tuple(after),
             every=every,
@@ -312,7 +341,54 @@ def stage(
     return wrap
 
 
-def _lag(annotation: Any) -> Lag:
-    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    lags: dict[str, Lag] = {"Carried": "carried", "Latest": "latest"}
-    return lags.get(name.rpartition(".")[2], "none")
+def _lag(fn: Callable[..., Any], parameter: inspect.Parameter, around: Mapping[str, Any]) -> Lag:
+    """Returns how far back a field is read, by the type that its parameter is annotated with."""
+    if parameter.annotation is inspect.Parameter.empty:
+        return "none"
+    where = f"stage '{fn.__name__}': the annotation '{_text(parameter.annotation)}' of field '{parameter.name}'"
+    alone = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
+    plain = inspect.unwrap(fn)
+    try:
+        kind = typing.get_type_hints(alone, getattr(plain, "__globals__", {}), dict(around), include_extras=True)
+    except Exception as error:
+        raise PipelineError(
+            f"{where} cannot be resolved ({error}), and might say that the field comes from an earlier step; import "
+            "its names where the stage is made, not under TYPE_CHECKING."
+        ) from error
+    found = list(dict.fromkeys(_lags(kind[parameter.name])))
+    if len(found) > 1:
+        raise PipelineError(f"{where} says both Carried and Latest; give one of them.")
+    if not found and any(_mentions(kind[parameter.name])):
+        raise PipelineError(
+            f"{where} has Carried or Latest inside another type; write Annotated[TYPE, Carried], or Carried alone."
+        )
+    return found[0] if found else "none"
+
+
+def _lags(kind: Any) -> Iterator[Lag]:
+    """Yields the lags that a type says: itself, as metadata of Annotated, in a union, or behind an alias."""
+    lags: dict[Any, Lag] = {Carried: "carried", Latest: "latest"}
+    if isinstance(kind, type) and issubclass(kind, (Carried, Latest)):
+        yield "carried" if issubclass(kind, Carried) else "latest"
+    elif metadata := getattr(kind, "__metadata__", ()):
+        yield from _lags(kind.__origin__)
+        for item in metadata:
+            if (lag := lags.get(item if isinstance(item, type) else type(item))) is not None:
+                yield lag
+    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
+        for item in typing.get_args(kind):
+            yield from _lags(item)
+    else:
+        for alias in ("__value__", "__supertype__"):  # of a type statement, of a NewType
+            if (behind := getattr(kind, alias, None)) is not None:
+                yield from _lags(behind)
+
+
+def _mentions(kind: Any) -> Iterator[bool]:
+    for item in typing.get_args(kind):
+        yield from (True for _ in _lags(item))
+        yield from _mentions(item)
+
+
+def _text(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

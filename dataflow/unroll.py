@@ -104,22 +104,22 @@ class Unroller:
         me = self._ids(s, step)
         inputs = tuple(self._input(s, step, part, read) for read in s.reads)
         deps = [source for item in inputs for source in item.sources]
-        former = self.pipeline.former
+        collector = self.pipeline.collector
         chosen_by: tuple[TaskId, ...] = ()
         share = (0, 1)
         if s.grain == "emission" and self.tasks[s.name] > 1:
             chosen_by = (next(d for d in deps if d.parts > 1 and self.pipeline.by_name[d.stage].streams),)
-        elif former is not None and s.grain in ("part", "mini-batch") and not s.forms_parts:
-            chosen_by = (self._beside(former, s, step, part)[0],)
+        elif collector is not None and s.grain in ("part", "mini-batch") and not s.collects:
+            chosen_by = (self._beside(collector, s, step, part)[0],)
             each = self.tasks[s.name] // self.split
             share = (part % each, each)
             deps += chosen_by
-        elif former is not None and self._gathers(s):
-            chosen_by = tuple(self._ids(former, step))
+        elif collector is not None and self._gathers(s):
+            chosen_by = tuple(self._ids(collector, step))
         for name in s.after:
             deps += self._beside(self.pipeline.by_name[name], s, step, part)
         writes_state = any(w in self.pipeline.states for w in s.writes)
-        if part and (s.forms_parts or writes_state):
+        if part and (s.collects or writes_state):
             deps.append(me[part - 1])
         elif writes_state:
             deps += self._overwrites(s, step)
@@ -130,7 +130,7 @@ class Unroller:
             inputs=inputs,
             chosen_by=chosen_by,
             share=share,
-            take=self.take if s.forms_parts else None,
+            take=self.take if s.collects else None,
             emits=self.chunks if s.streams else 1,
             aligned=tuple(w for w in s.writes if w in self.grouped and w in self.read),
             keeps=s.name not in self.leading,
@@ -153,8 +153,8 @@ class Unroller:
 
 def _behind(pipeline: Pipeline) -> frozenset[str]:
     """Returns the stages downstream of the collector within the step."""
-    former = pipeline.former
-    return frozenset(s.name for s in _downstream(pipeline, former.writes)) if former else frozenset()
+    collector = pipeline.collector
+    return frozenset(s.name for s in _downstream(pipeline, collector.writes)) if collector else frozenset()
 
 
 def _grouped(pipeline: Pipeline) -> frozenset[str]:
@@ -162,7 +162,7 @@ def _grouped(pipeline: Pipeline) -> frozenset[str]:
 
     Other fields hold other groups that only share the ids, such as the prompts of a validation.
     """
-    found = set(pipeline.former.writes) if pipeline.former else set()
+    found = set(pipeline.collector.writes) if pipeline.collector else set()
     for s in reversed(pipeline.order):
         if found.intersection(s.writes):
             found.update(_values(pipeline, s))
@@ -171,9 +171,9 @@ def _grouped(pipeline: Pipeline) -> frozenset[str]:
 
 def _leading(pipeline: Pipeline) -> frozenset[str]:
     """Returns the collector and the stages upstream of it, which may choose groups."""
-    if pipeline.former is None:
+    if pipeline.collector is None:
         return frozenset()
-    found, stages = set(_values(pipeline, pipeline.former)), {pipeline.former.name}
+    found, stages = set(_values(pipeline, pipeline.collector)), {pipeline.collector.name}
     for s in reversed(pipeline.order):
         if found.intersection(s.writes):
             found.update(_values(pipeline, s))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dataflow.drawing.mermaid import stages_chart
 from dataflow.errors import PipelineError
 from dataflow.graph import Carried, Hosted, Latest, Pipeline, Read, TaskId, TaskInfo, stage
 from dataflow.policy import SchedulingPolicy, expand
@@ -73,8 +74,8 @@ def test_explain_says_what_feeds_what():
     assert "on reward, every 3 steps" in text
 
 
-def test_draw_gives_mermaid():
-    lines = grpo_pipeline().draw().splitlines()
+def test_stages_chart_gives_mermaid():
+    lines = stages_chart(grpo_pipeline()).splitlines()
     assert lines[0] == "flowchart LR"
     assert "    prompts --> rollout" in lines
     assert "    rollout -->|responses| old_log_prob" in lines
@@ -172,9 +173,9 @@ WRONG = {
         "stage 'reads_back' reads 'accuracy' of an earlier step, but 'validate' runs only every 3 steps; "
         "let it run on every step.",
     ),
-    "optional former": (
-        build(*GRPO, plain("collect", writes="r", on="reward", forms_parts=True, every=2)),
-        "stage 'collect' forms the parts of every step, so it cannot run only every 2.",
+    "optional collector": (
+        build(*GRPO, plain("collect", writes="r", on="reward", role="collects", every=2)),
+        "stage 'collect' collects the rewards of every step, so it cannot run only every 2.",
     ),
     "missing tool": (
         build(*GRPO, scale),
@@ -197,9 +198,9 @@ WRONG = {
         build(*GRPO, plain("mine", writes="m", on="io", every=0)),
         "stage 'mine': every=0; give 1 or more.",
     ),
-    "two formers": (
-        build(*GRPO, *(plain(n, writes=n, on="reward", forms_parts=True) for n in ("collect", "take"))),
-        "stages 'collect' and 'take' both form the parts of a step.",
+    "two collectors": (
+        build(*GRPO, *(plain(n, writes=n, on="reward", role="collects") for n in ("collect", "take"))),
+        "stages 'collect' and 'take' both have the role 'collects', which forms the parts of a step.",
     ),
     "nameless fields": (star, "stage 'starred': parameter '*fields' has no name to be a field."),
 }

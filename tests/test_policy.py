@@ -187,7 +187,7 @@ def test_grpo_expands_to_the_parts_and_versions_of_its_policy(staleness, mini_ba
             part = m * split // mini_batches
             assert update.chosen_by == (TaskId(step, "reward_collect", part, split),)
             assert update.share == (m % (mini_batches // split), mini_batches // split)
-        assert [t.take for t in graph.unroll(step) if t.stage.forms_parts] == [groups // split] * split
+        assert [t.take for t in graph.unroll(step) if t.stage.collects] == [groups // split] * split
 
 
 @pytest.mark.parametrize("split", [1, 2])

@@ -35,7 +35,7 @@ def some_graph(dice: random.Random) -> TaskGraph:
 
 
 def chosen(task: Task, groups: int, order: list[int]) -> tuple[int, ...] | None:
-    if not task.stage.forms_parts:
+    if not task.stage.collects:
         return None
     each = task.take or groups
     return tuple(order[task.id.part * each : (task.id.part + 1) * each])
@@ -225,7 +225,7 @@ def spare(split: int) -> tuple[Scheduler, dict[str, tuple[int, ...] | None]]:
         if isinstance(instruction, Start):
             task = instruction.task
             worked[str(task)] = instruction.groups
-            groups = taken[task.id.part] if task.stage.forms_parts else None
+            groups = taken[task.id.part] if task.stage.collects else None
             todo += scheduler.handle(TaskFinished(task.id, 1.0, groups))
             scheduler.check()
     return scheduler, worked

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dataflow.drawing.mermaid import CRITICAL, tasks_chart
+from dataflow.drawing.mermaid import CRITICAL, stages_chart, tasks_chart
 from dataflow.drawing.style import colours, contrast, save
 from dataflow.errors import ConfigError
 from dataflow.files import replaced, unwritable
@@ -40,11 +40,12 @@ def draw_graph(
     shown = stages(pipeline) if graph is None else graph.window()
     critical = critical_path(pipeline, shown, seconds)
     if path.suffix == ".mmd":
-        text = pipeline.draw(critical) if graph is None else tasks_chart(shown, critical)
+        text = stages_chart(pipeline, critical) if graph is None else tasks_chart(shown, critical)
         with replaced(path) as temporary:
             temporary.write_text(text + "\n", encoding="utf-8")
     else:
-        _draw(shown, path, critical)
+        roles = {s.name: s.role for s in pipeline.stages if s.role}
+        _draw(shown, path, critical, colours([s.name for s in pipeline.stages], roles))
 
 
 def check_out(path: Path) -> None:
@@ -96,7 +97,7 @@ def _trains(pipeline: Pipeline, stage: str) -> bool:
     return pipeline.by_name[stage].every is None
 
 
-def _draw(graph: nx.DiGraph, path: Path, critical: list[Any]) -> None:
+def _draw(graph: nx.DiGraph, path: Path, critical: list[Any], colour: Mapping[str, str]) -> None:
     import networkx as nx
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -110,7 +111,6 @@ def _draw(graph: nx.DiGraph, path: Path, critical: list[Any]) -> None:
             slim.nodes[node]["layer"] = layer
     place = nx.multipartite_layout(slim, subset_key="layer")
     layers = 1 + max((facts["layer"] for _, facts in slim.nodes(data=True)), default=0)
-    colour = colours(facts["stage"] for _, facts in slim.nodes(data=True))
     figure = Figure(figsize=(max(8.0, 1.35 * layers), 5.0), layout="constrained")
     axis = figure.add_subplot()
     axis.set_axis_off()

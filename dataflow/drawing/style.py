@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +11,24 @@ from dataflow.files import replaced
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish; related stages share a hue, light and dark.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; stages of one role share a hue, light and dark.
 COLOURS = {
-    "rollout": "#0072B2",
-    "old_log_prob": "#009E73",
-    "ref_log_prob": "#7CCFB0",
-    "actor_update": "#D55E00",
-    "gather_weights": "#E3B7CF",
-    "sync_weights": "#C06A9B",
-    "reward_request": "#8C6D1F",
-    "reward_collect": "#E69F00",
-    "advantage": "#4D4D4D",
-    "val_rollout": "#56B4E9",
-    "val_score": "#B5DDF5",
+    "samples": ("#0072B2",),
+    "requests": ("#8C6D1F",),
+    "collects": ("#E69F00",),
+    "trains": ("#D55E00", "#B3461F"),
+    "syncs": ("#E3B7CF", "#C06A9B"),
+    "validates": ("#56B4E9", "#B5DDF5"),
+    "saves": ("#7A7A7A", "#A8A8A8"),
 }
-_SPARE = ("#6A51A3", "#B2912F", "#117733", "#882255", "#44AA99", "#999933", "#332288", "#AA4466")
+"""Colours of the stages with a role: the first such stage has the first one."""
+
+OTHERS = (
+    "#009E73", "#7CCFB0", "#4D4D4D", "#6A51A3", "#B2912F", "#117733", "#882255", "#44AA99", "#999933", "#332288",
+    "#AA4466",
+)  # fmt: skip
+"""Colours of the other stages, in turn."""
+
 HATCHED: dict[str, Any] = {"facecolor": "#F4F4F4", "edgecolor": "#8A8A8A", "hatch": "////", "linewidth": 0}
 """An exposed wait: keyword arguments of a matplotlib patch."""
 INK = "#222222"
@@ -35,12 +38,22 @@ WIDTH = 14.0
 """Width of a picture, in inches."""
 
 
-def colours(stages: Iterable[str]) -> dict[str, str]:
-    """Returns a colour for each stage; user-defined stages get spare colours, in the order of their names."""
-    stages = list(stages)
-    own = sorted(s for s in stages if s not in COLOURS)
-    spare = {stage: _SPARE[i % len(_SPARE)] for i, stage in enumerate(own)}
-    return {stage: COLOURS.get(stage) or spare[stage] for stage in stages}
+def colours(stages: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
+    """Returns a colour for each stage.
+
+    Args:
+        stages: in the order of the pipeline, so that two runs of one pipeline look alike.
+        roles: of those that have one.
+    """
+    taken: dict[str, int] = {}
+    found: dict[str, str] = {}
+    for stage in dict.fromkeys(stages):
+        role = roles.get(stage, "")
+        palette = COLOURS.get(role, OTHERS)
+        key = role if role in COLOURS else ""
+        found[stage] = palette[taken.get(key, 0) % len(palette)]
+        taken[key] = taken.get(key, 0) + 1
+    return found
 
 
 def contrast(colour: str) -> str:

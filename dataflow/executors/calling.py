@@ -211,7 +211,7 @@ def report(stage: Stage, info: TaskInfo, results: Sequence[Any], begin: float, e
             ids = value.ids
             written[name] = shared.setdefault(ids, ids)
     groups = None
-    if stage.forms_parts:
+    if stage.collects:
         if not batches:
             raise DataflowError(f"stage '{stage.name}' forms the parts of a step and so must return a Batch.")
         (first, groups), *others = written.items()

@@ -38,9 +38,9 @@ class Parts:
     def __init__(self, graph: TaskGraph) -> None:
         self._pipeline: Pipeline = graph.pipeline
         self._in_order = graph.order == "index"
-        former = self._pipeline.former
+        collector = self._pipeline.collector
         optimizer_steps = [graph.parts[s.name] for s in self._pipeline.stages if s.grain == "mini-batch"]
-        self._shares = max(1, max(optimizer_steps, default=1) // graph.parts[former.name]) if former else 1
+        self._shares = max(1, max(optimizer_steps, default=1) // graph.parts[collector.name]) if collector else 1
         self._written: dict[int, dict[str, set[int]]] = {}
         self._formed: dict[int, dict[int, Sequence[int]]] = {}
         self._chunks: dict[int, dict[str, dict[int, Sequence[int]]]] = {}
@@ -99,7 +99,7 @@ class Parts:
         written = written or {}
         if task.emits > 1:
             self._check_chunks(task, written)
-        if task.stage.forms_parts:
+        if task.stage.collects:
             self._form(task, groups)
         for field, ids in written.items():
             self.written(task.id.step, field, ids)

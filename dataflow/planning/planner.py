@@ -215,13 +215,14 @@ def simulate(
     trace = Trace(meta={"resources": dict(pipeline.resources), "steps": workload.steps, "status": "predicted"})
     account = Account(trace, workload.steps, begin=min(costs.begin(t) for t in graph.unroll(1) if not t.deps))
     left_out = policy.max_staleness if workload.uncounted else 0
+    sampling = {s.name for s in pipeline.with_role("samples")}
     executor = VirtualExecutor(costs)
     ends: dict[int, float] = {}
 
     def on_span(span: Span) -> None:
         account.add(span)
         ends[span.step] = max(ends.get(span.step, 0.0), span.end)
-        if span.stage == "rollout" and span.step == left_out:
+        if span.step == left_out and span.stage in sampling:
             account.leave_out(span)
 
     def on_step(step: int, metrics: dict[str, float]) -> None:

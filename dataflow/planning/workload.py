@@ -5,6 +5,7 @@ Pure: times are distributions or what was measured, and who draws from them brin
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -121,9 +122,17 @@ class Validation:
 class Roles:
     """Which stages send the reward requests, collect them, and score a validation. None: there is no such stage."""
 
-    request: str | None = "reward_request"
-    collect: str | None = "reward_collect"
-    score: str | None = "val_score"
+    request: str | None
+    collect: str | None
+    score: str | None
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> Roles:
+        """Returns those of a pipeline: a validation's scores come from where the rewards do."""
+        requests, collector = pipeline.with_role("requests"), pipeline.collector
+        scoring = [s.name for s in pipeline.with_role("validates") if collector is not None and s.on == collector.on]
+        return cls(requests[0].name if requests else None, collector.name if collector else None,
+                   scoring[0] if scoring else None)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,6 @@ class Workload:
         times: of each stage that takes time.
         rewards: the reward service.
         validation: None where there is none.
-        roles: what the reward service has to do with which stage.
         dispatch_s: stage -> seconds from a task's being ready until its worker begins; 0 for those left out.
         ends: the share of a rollout's time after which each of its groups has ended, in order; () for evenly.
         uncounted: the rollouts of the first ``max_staleness`` steps come before what is counted, as in verl's logs.
@@ -157,7 +165,6 @@ class Workload:
     times: Mapping[str, StageTime]
     rewards: Rewards
     validation: Validation | None = None
-    roles: Roles = field(default_factory=Roles)
     dispatch_s: Mapping[str, float] = field(default_factory=dict)
     ends: tuple[float, ...] = ()
     uncounted: bool = False
@@ -165,14 +172,19 @@ class Workload:
     logged: tuple[str, float, int] | None = None
     seed: int = 0
 
+    @functools.cached_property
+    def roles(self) -> Roles:
+        """What the reward service has to do with which stage."""
+        return Roles.of(self.pipeline)
+
     def overlapping(self) -> Workload:
         """Returns it with validation and checkpoints beside training, where they stopped it."""
         if self.validation is None or self.validation.overlap:
             return self
-        of = self.pipeline.by_name
-        saved = of["save_checkpoint"].every if "save_checkpoint" in of else None
+        saving = self.pipeline.with_role("saves")
+        saved = saving[0].every if saving else None
         validation = replace(self.validation, overlap=True)
-        pipeline = grpo("ref_log_prob" in of, validation, saved)
+        pipeline = grpo("ref_log_probs" in self.pipeline.writer, validation, saved)
         if TRAINER in self.pipeline.resources:
             pipeline = placed(pipeline, "disaggregated")
         return replace(self, pipeline=pipeline, validation=validation)
@@ -249,11 +261,11 @@ class Workload:
 # --- the stages of GRPO, as the planner knows them: pipelines/gsm8k_grpo.py without engines behind it -----------------
 
 
-@stage(writes="responses", on="gpu", streams=True)
+@stage(writes="responses", on="gpu", role="samples", streams=True)
 def rollout(prompts: object, weights: Carried) -> None: ...
 
 
-@stage(writes="reward_ticket", on="controller", per_emission=True)
+@stage(writes="reward_ticket", on="controller", role="requests", per_emission=True)
 def reward_request(responses: object) -> None: ...
 
 
@@ -265,7 +277,7 @@ def old_log_prob(responses: object, actor: Latest) -> None: ...
 def ref_log_prob(responses: object) -> None: ...
 
 
-@stage(writes="rewards", on="reward", forms_parts=True)
+@stage(writes="rewards", on="reward", role="collects")
 def reward_collect(reward_ticket: object) -> None: ...
 
 
@@ -273,23 +285,23 @@ def reward_collect(reward_ticket: object) -> None: ...
 def advantage(responses: object, rewards: object) -> None: ...
 
 
-@stage(writes="actor", on="gpu", per_mini_batch=True)
+@stage(writes="actor", on="gpu", role="trains", per_mini_batch=True)
 def actor_update(responses: object, old_log_probs: object, advantages: object, actor: Latest) -> None: ...
 
 
-@stage(writes="weights", on="gpu")
+@stage(writes="weights", on="gpu", role="syncs")
 def sync_weights(actor: object) -> None: ...
 
 
-@stage(writes="val_responses", on="gpu")
+@stage(writes="val_responses", on="gpu", role="validates")
 def val_rollout(weights: object) -> None: ...
 
 
-@stage(writes="val_scores", on="reward")
+@stage(writes="val_scores", on="reward", role="validates")
 def val_score(val_responses: object) -> None: ...
 
 
-@stage(on="gpu")
+@stage(on="gpu", role="saves")
 def save_checkpoint(actor: object) -> None: ...
 
 
@@ -328,8 +340,8 @@ def grpo(reference: bool = True, validation: Validation | None = None, checkpoin
         stages.append(end_step.bind(after=["sync_weights", *last]))
         # The next rollout and the next log-probs wait for the loop to come round.
         for at, s in enumerate(stages):
-            if s.name == "rollout":
+            if s.role == "samples":
                 stages[at] = s.also_reads("turn", "carried")
-            elif s.name == "old_log_prob":
+            elif s is old_log_prob:
                 stages[at] = s.also_reads("turn", "latest")
     return Pipeline(stages, inputs=["prompts"], resources={"gpu": 1, "reward": None, "controller": 1, "io": 1})

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.style import colours
-from dataflow.timeline.spans import Span, Trace
+from dataflow.timeline.spans import Span, Trace, looks
 from dataflow.timeline.text import chart
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def picture(trace: Trace, width: int) -> Text:
 
     newest = max(s.step for s in trace.spans)
     drawn = chart(trace, width, (newest - STEPS + 1, newest))
-    colour = colours(trace.stages)
+    colour = colours(*looks([trace]))
     look = {letter: f"white on {colour[stage]}" for stage, letter in drawn.letter.items()}
     left = max(len(name) for name, _ in drawn.rows) + 2
     text = Text(no_wrap=True, overflow="crop")

@@ -36,7 +36,6 @@ from dataflow.system.supervisor import report
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.writer import TraceWriter
 
-VALIDATION = ("val_rollout", "val_score")
 SHOWN_S = 0.5
 """Seconds between two pictures of a run on a terminal."""
 
@@ -209,7 +208,7 @@ class Session:
         try:
             with self.progress.phase("starting workers"):
                 await executor.open(graph.pipeline)
-            if set(VALIDATION) <= graph.pipeline.by_name.keys():
+            if graph.pipeline.with_role("validates"):
                 with self.progress.phase("evaluating"):
                     await self._evaluate(executor)
             # Both executors' clocks are unix time, by which the trace can be laid over others.
@@ -309,7 +308,7 @@ class Session:
 
     async def _evaluate(self, executor: Executor) -> None:
         """Scores the held-out problems with the initial weights, as step 0, outside the run's clock."""
-        pipeline = self.graph.pipeline.subset(VALIDATION)
+        pipeline = self.graph.pipeline.subset(s.name for s in self.graph.pipeline.with_role("validates"))
         await executor.open(pipeline)
         graph = expand(pipeline, SchedulingPolicy(), steps=0, first=0)
         inputs: Mapping[str, Callable[[int], Any]] = {**self.inputs, "weights": lambda step: 0}

@@ -21,19 +21,15 @@ from dataflow.errors import ConfigError, nearest
 from dataflow.files import replaced, written
 from dataflow.system.children import safe_path
 from dataflow.timeline.attribution import pool_waits
-from dataflow.timeline.spans import Span, Trace, covered
+from dataflow.timeline.spans import POOLS, Span, Trace, covered
 
 if TYPE_CHECKING:
     from verl.utils.tracking import Tracking
 
-# verl's names of what our stages do; any other stage goes by its own.
-TIMINGS = {
-    "rollout": "gen",
-    "ref_log_prob": "ref",
-    "advantage": "adv",
-    "actor_update": "update_actor",
-    "val_rollout": "testing",
-}
+# verl's names of what stages of a role do; any other stage goes by its own.
+TIMINGS = {"samples": "gen", "trains": "update_actor"}
+FIELDS = {"old_log_probs": "old_log_prob", "ref_log_probs": "ref", "advantages": "adv", "values": "values"}
+"""verl's names of stages that are known by what they write."""
 
 _PACKAGES = {"clearml": "clearml", "mlflow": "mlflow", "swanlab": "swanlab", "tensorboard": "tensorboard"}
 _PACKAGES |= {"trackio": "trackio", "wandb": "wandb"}
@@ -274,8 +270,9 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
     by_stage: dict[str, list[Span]] = {}
     for span in own:
         by_stage.setdefault(span.stage, []).append(span)
+    names = timing_names(trace)
     metrics = {
-        f"timing_s/{TIMINGS.get(stage, stage)}": covered([(s.begin, s.end) for s in spans], -math.inf, math.inf)
+        f"timing_s/{names.get(stage, stage)}": covered([(s.begin, s.end) for s in spans], -math.inf, math.inf)
         for stage, spans in by_stage.items()
     }
     waits = pool_waits(trace, (begin, end))
@@ -285,6 +282,14 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
     metrics["overlap/exposed_wait_s"] = waited
     metrics["overlap/gpu_busy_frac"] = 1 - waited / (end - begin) if end > begin else 0.0
     return metrics
+
+
+def timing_names(trace: Trace) -> dict[str, str]:
+    """Returns verl's name of each stage that verl times, too; a validation is timed while it samples."""
+    placed = trace.placed
+    names = {stage: TIMINGS[role] for stage, role in trace.roles.items() if role in TIMINGS}
+    names |= {stage: "testing" for stage in trace.with_role("validates") if placed.get(stage) in POOLS}
+    return names | {s["name"]: FIELDS[field] for s in trace.declared for field in s["writes"] if field in FIELDS}
 
 
 def _finite(value: Any) -> Any:

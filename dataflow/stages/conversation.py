@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dataflow.tools.toolbox import Toolbox
 
 
-@stage(writes="responses", on="gpu", streams=True)
+@stage(writes="responses", on="gpu", role="samples", streams=True)
 async def conversation(
     prompts: Batch,
     weights: Carried,
@@ -87,7 +87,7 @@ async def conversation(
     return responses
 
 
-@stage(writes="val_responses", on="gpu")
+@stage(writes="val_responses", on="gpu", role="validates")
 async def val_conversation(
     val_prompts: Batch,
     weights: Any,

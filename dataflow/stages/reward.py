@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dataflow.graph import stage
-
-if TYPE_CHECKING:
-    from dataflow.batch import Batch
-    from dataflow.graph import TaskInfo
-    from dataflow.reward_agent import RewardAgent, Ticket
+from dataflow.batch import Batch
+from dataflow.graph import TaskInfo, stage
+from dataflow.reward_agent import RewardAgent, Ticket
 
 _NOW = ("running", "waiting", "strays")
 """What of the agent's stats is logged with each step, as it stands then."""
 
 
-@stage(writes="reward_ticket", on="controller", per_emission=True, replays=True)
+@stage(writes="reward_ticket", on="controller", role="requests", per_emission=True, replays=True)
 async def reward_request(responses: Batch, *, agent: RewardAgent, spare: int = 0, task: TaskInfo) -> Ticket:
     """Hands the responses to the agent and returns at once; the calls go on behind it. Where the rollout streams, they
     come in sets.
@@ -27,7 +24,7 @@ async def reward_request(responses: Batch, *, agent: RewardAgent, spare: int = 0
     return agent.submit(task.step, responses, spare=spare, more=task.parts > 1)
 
 
-@stage(writes="rewards", on="reward", forms_parts=True)
+@stage(writes="rewards", on="reward", role="collects")
 async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: TaskInfo) -> Batch:
     """Waits for the next groups of the step: their ids make up the part.
 
@@ -47,7 +44,7 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
     return _bare(rewards)
 
 
-@stage(writes="val_scores", on="reward")
+@stage(writes="val_scores", on="reward", role="validates")
 async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo) -> Batch:
     """Scores the validation responses, behind every waiting training request.
 
@@ -74,8 +71,6 @@ async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo)
 
 def _bare(rewards: Batch) -> Batch:
     """Returns the columns alone: what is marked need not travel on in the meta of every later batch."""
-    from dataflow.batch import Batch
-
     return Batch(rewards.groups, rewards.columns)
 
 

@@ -20,7 +20,7 @@ from dataflow.system import clock
 VALIDATION_SEED = 1 << 40
 
 
-@stage(writes="responses", on="gpu", streams=True)
+@stage(writes="responses", on="gpu", role="samples", streams=True)
 async def rollout(
     prompts: Batch,
     weights: Carried,
@@ -57,7 +57,7 @@ async def rollout(
     return responses
 
 
-@stage(writes="val_responses", on="gpu")
+@stage(writes="val_responses", on="gpu", role="validates")
 async def val_rollout(
     val_prompts: Batch,
     weights: Any,

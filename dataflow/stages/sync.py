@@ -8,13 +8,13 @@ from dataflow.engines.base import RolloutEngine, Trainer
 from dataflow.graph import TaskInfo, stage
 
 
-@stage(writes="actor_weights", on="gpu")
+@stage(writes="actor_weights", on="gpu", role="syncs")
 def gather_weights(actor: Any, *, trainer: Trainer) -> dict[str, Any]:
     """Returns the full weights on CPU by parameter name, gathered over the ranks, after the step's last update."""
     return trainer.weights()
 
 
-@stage(writes="weights", on="gpu", replays=True)
+@stage(writes="weights", on="gpu", role="syncs", replays=True)
 async def sync_weights(actor_weights: dict[str, Any], *, engine: RolloutEngine, task: TaskInfo) -> int:
     """Loads the weights into the rollout engine; returns their version, which is the step that made them."""
     await engine.sync(actor_weights, task.step)

@@ -66,7 +66,7 @@ def _update(trainer: Trainer, groups: int, task: TaskInfo, actor: Any, responses
     return trained
 
 
-@stage(writes="actor", on="gpu", per_mini_batch=True)
+@stage(writes="actor", on="gpu", role="trains", per_mini_batch=True)
 def actor_update(
     responses: Batch,
     old_log_probs: Batch,
@@ -95,7 +95,7 @@ def actor_update(
     return _update(trainer, groups, task, actor, responses, old_log_probs, advantages)
 
 
-@stage(writes="actor", on="gpu", per_mini_batch=True)
+@stage(writes="actor", on="gpu", role="trains", per_mini_batch=True)
 def actor_update_kl(
     responses: Batch,
     old_log_probs: Batch,

@@ -48,19 +48,19 @@ SECONDS = {
 }
 
 
-@stage(writes="responses", on="gpu", streams=True)
+@stage(writes="responses", on="gpu", role="samples", streams=True)
 def rollout(prompts: Any, weights: Carried) -> Any:
     """Returns the version that it sampled from."""
     return weights or 0
 
 
-@stage(writes="ticket", on="controller", per_emission=True)
+@stage(writes="ticket", on="controller", role="requests", per_emission=True)
 def reward_request(responses: Any) -> Any:
     """Returns its input."""
     return responses
 
 
-@stage(writes="rewards", on="reward", forms_parts=True)
+@stage(writes="rewards", on="reward", role="collects")
 def reward_collect(ticket: Any) -> Any:
     """Collects the parts of a step; only the virtual executor can run it."""
 
@@ -77,30 +77,30 @@ def advantage(responses: Any, rewards: Any) -> Any:
     return rewards
 
 
-@stage(writes="actor", on="gpu", per_mini_batch=True)
+@stage(writes="actor", on="gpu", role="trains", per_mini_batch=True)
 def actor_update(responses: Any, old_log_probs: Any, advantages: Any, actor: Latest) -> Any:
     """Returns nothing; only the virtual executor can run it."""
 
 
-@stage(writes="actor_weights", on="gpu")
+@stage(writes="actor_weights", on="gpu", role="syncs")
 def gather_weights(actor: Any) -> Any:
     """Returns its input."""
     return actor
 
 
-@stage(writes="weights", on="gpu")
+@stage(writes="weights", on="gpu", role="syncs")
 def sync_weights(actor_weights: Any) -> Any:
     """Returns its input."""
     return actor_weights
 
 
-@stage(writes="val_responses", on="gpu")
+@stage(writes="val_responses", on="gpu", role="validates")
 def val_rollout(prompts: Any, weights: Any) -> Any:
     """Returns the version that its own step synced."""
     return weights
 
 
-@stage(writes="accuracy", on="reward")
+@stage(writes="accuracy", on="reward", role="validates")
 def val_score(val_responses: Any) -> Any:
     """Returns its input."""
     return val_responses
@@ -140,20 +140,20 @@ def random_pipeline(dice: random.Random) -> Pipeline:
         "io": dice.choice([1, 2, 3]),
     }
     count = dice.randint(2, 7)
-    former = dice.choice([None, *range(1, count)])
+    collector = dice.choice([None, *range(1, count)])
     needs_all: set[int] = set()  # stages downstream of one that needs all parts
     split: set[int] = set()
     stages: list[Stage] = []
     for n in range(count):
-        every = dice.choice([None, None, None, 2, 3]) if n and n != former else None
+        every = dice.choice([None, None, None, 2, 3]) if n and n != collector else None
         known = [m for m in range(n) if stages[m].every in (None, every)]
         sources = [m for m in known if dice.random() < 0.5]
         gathers = any(m in needs_all for m in sources)
         grain: Grain = "step"
-        if n == former:
+        if n == collector:
             grain = "part"
             sources = [m for m in sources if m not in needs_all]
-        elif former is not None and n > former and not gathers:
+        elif collector is not None and n > collector and not gathers:
             grain = dice.choice(["step", "part", "mini-batch"])
         if grain != "step":
             split.add(n)
@@ -168,12 +168,12 @@ def random_pipeline(dice: random.Random) -> Pipeline:
                 writes=(f"f{n}",),
                 on=dice.choice(list(resources)),
                 grain=grain,
-                forms_parts=n == former,
+                role="collects" if n == collector else None,
                 after=tuple(f"s{m}" for m in known[:1] if not split and dice.random() < 0.3),
                 every=every,
             )
         )
-    _stream(stages, dice, former or count, needs_all)
+    _stream(stages, dice, collector or count, needs_all)
     for _ in range(dice.randint(0, 3)):
         # States: any stage may read them from an earlier step, their writer included.
         writer = dice.choice([m for m in range(count) if stages[m].every is None and not stages[m].streams] or [-1])
@@ -207,7 +207,7 @@ def random_graph(dice: random.Random) -> TaskGraph:
     """
     pipeline = random_pipeline(dice)
     mini_batches = dice.choice([1, 2, 3, 4, 6])
-    split = dice.choice(divisors(mini_batches)) if pipeline.former else 1
+    split = dice.choice(divisors(mini_batches)) if pipeline.collector else 1
     streams = dice.random() < 0.5
     policy = SchedulingPolicy(split, dice.randint(0, 4), dice.choice(["arrival", "index"]), streams)
     groups = mini_batches * dice.randint(1, 3)
@@ -288,7 +288,7 @@ class RandomCosts(Costs):
         i = task.id
         dice = random.Random(f"{self.seed}/{i}")
         seconds = dice.randrange(6) * self.grain if self.grain else dice.expovariate(1.0)
-        if not task.stage.forms_parts:
+        if not task.stage.collects:
             return End(now + seconds, chunks=chunks_of(task, self.groups, now, now + seconds))
         ids = list(range(self.groups))
         if self.order == "arrival":

@@ -7,7 +7,7 @@ update that waited a millisecond for its advantages, which waited ten seconds fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,24 +15,6 @@ from dataflow.timeline.spans import POOLS, Span, Trace, by_task, union
 
 CAUSES = {"reward": "rewards"}
 """Causes that are not called as the resource is."""
-
-WEIGHTS = ("gather_weights", "sync_weights")
-"""Stages that bring weights from the trainer to the engine: a wait for one is for weights, wherever it runs."""
-
-RESOURCES = {
-    "rollout": "gpu",
-    "reward_request": "controller",
-    "reward_collect": "reward",
-    "old_log_prob": "gpu",
-    "ref_log_prob": "gpu",
-    "advantage": "controller",
-    "actor_update": "gpu",
-    "gather_weights": "gpu",
-    "sync_weights": "gpu",
-    "val_rollout": "gpu",
-    "val_score": "reward",
-}
-"""Where the usual stages run, for a task that was waited for but left no span."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +58,7 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
     near = trace if window is None else Trace([s for s in trace.spans if s.end >= begin])
     spans = near.on(resource)
     known = by_task(near.spans)
-    on = {**RESOURCES, **{s.stage: s.resource for s in trace.spans}}
+    on, syncs = trace.placed, trace.with_role("syncs")
     first = min((s.begin for s in trace.spans if s.resource == resource), default=float("inf"))
 
     def find(name: str) -> Span | None:
@@ -107,7 +89,7 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
             if start_up > at:
                 waits.append(Wait(at, start_up, "start-up", name))
             if until > start_up:
-                waits += _walk(start_up, until, ended_by, resource, find, on)
+                waits += _walk(start_up, until, ended_by, resource, find, on, syncs)
         at = max(at, min(busy_to, end))
     return waits
 
@@ -134,13 +116,15 @@ def _walk(
     resource: str,
     find: Callable[[str], Span | None],
     on: Mapping[str, str],
+    syncs: Collection[str],
 ) -> list[Wait]:
     """Splits a gap by cause, from its end back to its begin along what each task waited for last."""
 
     def cause_of(stage: str, where: str) -> str:
         if where == resource:
             return "dispatch"
-        return "weights" if stage in WEIGHTS else CAUSES.get(where, where)
+        # A wait for new weights is one wherever they are gathered and loaded.
+        return "weights" if stage in syncs else CAUSES.get(where, where)
 
     name = span.task if span else ""
     cause, by = (cause_of(span.stage, span.resource), name) if span else ("dispatch", "")

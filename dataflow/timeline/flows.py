@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dataflow.errors import PipelineError
-from dataflow.graph import Pipeline
 from dataflow.timeline.spans import Span, Trace, emissions
-
-CHAIN = ("rollout", "reward_collect", "actor_update")
-"""The stages that sample, collect rewards and train, of a trace that does not say what its pipeline was."""
 
 
 def flows(trace: Trace) -> Iterator[tuple[Span, float, Span, Span]]:
@@ -37,17 +32,11 @@ def flows(trace: Trace) -> Iterator[tuple[Span, float, Span, Span]]:
 
 def chain(trace: Trace) -> tuple[str, str, str] | None:
     """Returns the stages that sample, collect rewards and train; None if the pipeline has no such."""
-    try:
-        pipeline = Pipeline.from_facts(trace.meta["job"]["pipeline"])
-    except (KeyError, TypeError, AttributeError, ValueError, PipelineError):
-        return CHAIN
-    update = next((s for s in pipeline.stages if s.grain == "mini-batch"), None)
-    if pipeline.former is None or update is None:
-        return None
-    source = pipeline.former
-    while before := [pipeline.writer[r.field] for r in source.reads if r.lag == "none" and r.field in pipeline.writer]:
-        source = before[0]
-    return source.name, pipeline.former.name, update.name
+    role_of = trace.roles
+    first = {role: name for name, role in reversed(role_of.items())}
+    chosen = [first.get(role) for role in ("samples", "collects", "trains")]
+    sampling, collecting, training = chosen
+    return (sampling, collecting, training) if sampling and collecting and training else None
 
 
 def _overlap(one: Span, other: Span) -> bool:

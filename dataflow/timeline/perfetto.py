@@ -19,7 +19,7 @@ from typing import Any
 
 from dataflow.errors import DataError, nearest
 from dataflow.files import decoded, replaced
-from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace
+from dataflow.timeline.spans import USUAL, VERSION, Level, Mark, Span, Trace
 from dataflow.timeline.writer import FORMAT, LEVEL, MARK, PID, REQUEST, SPAN, TASK, TraceWriter
 
 _SHARE = 1000  # items that are written at once
@@ -88,6 +88,10 @@ def read(path: str | os.PathLike[str]) -> Trace:
     if not isinstance(meta, dict):
         raise DataError(f"trace {path} does not say of what run it is; give the trace.json of another run.")
     trace = Trace(meta=meta)
+    for stage in trace.declared:
+        # A trace of before says which stage formed parts, and no other role.
+        usual = "collects" if stage.pop("forms_parts", False) else USUAL.get(stage.get("name", ""), ("", ""))[0]
+        stage.setdefault("role", usual or None)
     for event in events:
         try:
             _take(trace, event)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dataflow.drawing.style import COLOURS, HATCHED, INK, PIXELS, WIDTH, colours, columns_that_fit, contrast, save
 from dataflow.errors import DataError
 from dataflow.timeline.attribution import exposed_waits, pool_waits, waits_after
-from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes
+from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes, looks
 from dataflow.timeline.text import extent, named, tick
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def draw(
         raise DataError(f"picture {path}: no such kind, '{target.suffix}'; give a name in .png or .svg.")
     runs = named(traces, f"picture {path}")
     panels = [_Panel(name, trace, steps) for name, trace in runs.items()]
-    colour = colours(dict.fromkeys(s for p in panels for s in p.trace.stages))
+    colour = colours(*looks(p.trace for p in panels))
     longest = max(p.end - p.begin for p in panels) or 1.0
     inches = [p.height for p in panels]
     handles = _handles(panels, colour)
@@ -86,7 +86,7 @@ class _Panel:
             on = [s for s in spans if s.resource == resource]
             if resource == "reward" and self.levels:
                 # The band shows the requests; of the tasks that wait for them, their ends say enough.
-                on = [s for s in on if s.stage != "reward_collect"]
+                on = [s for s in on if s.stage not in trace.with_role("collects")]
             rows = lanes(on)
             if rows or (resource == "reward" and self.levels):
                 height = _HEIGHTS.get(resource, _THIN)
@@ -184,8 +184,9 @@ class _Panel:
         times = [time - self.begin for time, _ in self.levels]
         tops = [below + level / most * room for _, level in self.levels]
         axis.fill_between(times, below, tops, step="post", color=_BAND, linewidth=0)
-        ends = [s.end - self.begin for s in self.trace.spans if s.stage == "reward_collect"]
-        axis.vlines(ends, below, below + room, color=COLOURS["reward_request"], linewidth=1.3)
+        collects = self.trace.with_role("collects")
+        ends = [s.end - self.begin for s in self.trace.spans if s.stage in collects]
+        axis.vlines(ends, below, below + room, color=COLOURS["requests"][0], linewidth=1.3)
 
 
 def _handles(panels: Sequence[_Panel], colour: Mapping[str, str]) -> list[Any]:
@@ -193,13 +194,12 @@ def _handles(panels: Sequence[_Panel], colour: Mapping[str, str]) -> list[Any]:
     from matplotlib.patches import Patch
 
     shown = {s.stage for p in panels for _, rows, _ in p.rows for lane in rows for s in lane}
-    order = [*COLOURS, *sorted(s for s in shown if s not in COLOURS)]
-    handles: list[Any] = [Patch(color=colour[s], label=s) for s in order if s in shown]
+    handles: list[Any] = [Patch(color=colour[s], label=s) for s in colour if s in shown]
     handles.append(Patch(**HATCHED, label="exposed wait"))
     if any(p.levels for p in panels):
         most = max(level for p in panels for _, level in p.levels)
         handles.append(Patch(color=_BAND, label=f"rewards in flight (at most {most})"))
-        stroke = Line2D([], [], color=COLOURS["reward_request"], marker="|", markersize=11, linestyle="none")
+        stroke = Line2D([], [], color=COLOURS["requests"][0], marker="|", markersize=11, linestyle="none")
         stroke.set_label("rewards of a part complete")
         handles.append(stroke)
     handles.append(Line2D([], [], color=INK, linewidth=1.2, linestyle=(0, (3, 2)), label="end of training"))

@@ -84,6 +84,22 @@ class Level:
     value: float
 
 
+USUAL = {
+    "rollout": ("samples", "gpu"),
+    "reward_request": ("requests", "controller"),
+    "reward_collect": ("collects", "reward"),
+    "old_log_prob": ("", "gpu"),
+    "ref_log_prob": ("", "gpu"),
+    "advantage": ("", "controller"),
+    "actor_update": ("trains", "gpu"),
+    "gather_weights": ("syncs", "gpu"),
+    "sync_weights": ("syncs", "gpu"),
+    "val_rollout": ("validates", "gpu"),
+    "val_score": ("validates", "reward"),
+    "save_checkpoint": ("saves", "gpu"),
+}
+"""Role and resource of the stages of traces that do not say them: those of before, and those without a pipeline."""
+
 UNFINISHED = ("running", "interrupted", "failed", "cut off")
 """What the status of a trace says of a run whose last steps may not be whole."""
 
@@ -164,12 +180,34 @@ class Trace:
         if self.meta.get("status", "finished") not in UNFINISHED:
             return steps
         parts = {s.stage: s.parts for s in training}
-        declared = ((self.meta.get("job") or {}).get("pipeline") or {}).get("stages") or ()
-        needed = {stage["name"]: 1 for stage in declared if stage.get("every") is None} | parts
+        needed = {stage["name"]: 1 for stage in self.declared if stage.get("every") is None} | parts
         ended: dict[tuple[int, str], int] = {}
         for s in training:
             ended[s.step, s.stage] = ended.get((s.step, s.stage), 0) + 1
         return [step for step in steps if all(ended.get((step, name), 0) >= n for name, n in needed.items())]
+
+    @property
+    def declared(self) -> list[dict[str, Any]]:
+        """The stages of the run's pipeline, as of ``Pipeline.facts``; none if the trace does not have them."""
+        return list(((self.meta.get("job") or {}).get("pipeline") or {}).get("stages") or ())
+
+    @property
+    def placed(self) -> dict[str, str]:
+        """The resource of each stage, also of one that left no span."""
+        declared = {s["name"]: s["on"] for s in self.declared} or {name: on for name, (_, on) in USUAL.items()}
+        return declared | {s.stage: s.resource for s in self.spans}
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """The role of each stage that has one, as its pipeline says, or the usual one of its name."""
+        declared = self.declared
+        if declared:
+            return {s["name"]: s["role"] for s in declared if s.get("role")}
+        return {name: role for name, (role, _) in USUAL.items() if role}
+
+    def with_role(self, role: str) -> frozenset[str]:
+        """Returns the names of the stages with a role."""
+        return frozenset(name for name, of in self.roles.items() if of == role)
 
     @property
     def stages(self) -> list[str]:
@@ -189,6 +227,18 @@ class Trace:
     def busy(self, resource: str) -> float:
         """Returns the seconds of :attr:`window` in which at least one task was on the resource."""
         return covered([(s.begin, s.end) for s in self.spans if s.resource == resource], *self.window)
+
+
+def looks(traces: Iterable[Trace]) -> tuple[list[str], dict[str, str]]:
+    """Returns the stages of traces and the roles of these, in an order that is the same for all runs of a pipeline."""
+    stages: dict[str, None] = {}
+    roles: dict[str, str] = {}
+    for trace in traces:
+        ran = set(trace.stages)
+        known = [name for name in ([s["name"] for s in trace.declared] or USUAL) if name in ran]
+        stages |= dict.fromkeys([*known, *sorted(ran.difference(known))])
+        roles |= trace.roles
+    return list(stages), roles
 
 
 def by_task(spans: Iterable[Span]) -> dict[str, Span]:

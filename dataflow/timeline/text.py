@@ -9,38 +9,45 @@ from dataclasses import dataclass
 from dataflow.errors import DataError
 from dataflow.timeline.attribution import Wait, exposed_waits, summary, waits_after
 from dataflow.timeline.culprits import Culprit, culprits
-from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes
+from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes, looks
 
 LETTERS = {
-    "rollout": "R",
-    "reward_request": "Q",
-    "reward_collect": "C",
-    "old_log_prob": "L",
-    "ref_log_prob": "F",
-    "advantage": "A",
-    "actor_update": "U",
-    "gather_weights": "G",
-    "sync_weights": "S",
-    "val_rollout": "V",
-    "val_score": "v",
+    "samples": "R",
+    "requests": "Q",
+    "collects": "C",
+    "trains": "U",
+    "syncs": "GS",
+    "validates": "Vv",
+    "saves": "K",
 }
-_SPARE = "BDEHIJKMNOPTWXYZabcdefghijklmnopqrstuwxyz"
+"""Letters of the stages with a role: the first such stage has the first one, unless another begins its name."""
+
+_SPARE = "BDEHJKMNPTWXYZabcdefghijkmnpqrstuwxyz"  # O, I, o and l look like digits
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def letters(stages: Iterable[str]) -> dict[str, str]:
-    """Returns a letter for each stage: a user's own gets one of its name that is free, or any that is.
+def letters(stages: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
+    """Returns a letter for each stage: that of its role, or one of its name that is free, or any that is.
 
-    >>> letters(["rollout", "penalise_length"])
-    {'rollout': 'R', 'penalise_length': 'P'}
+    Args:
+        stages: in the order of the pipeline.
+        roles: of those that have one.
+
+    >>> letters(["draw", "penalise_length"], {"draw": "samples"})
+    {'draw': 'R', 'penalise_length': 'P'}
     """
-    named = {stage: LETTERS[stage] for stage in stages if stage in LETTERS}
-    used = set(LETTERS.values())
+    stages, named = list(stages), dict[str, str]()
+    free = {role: [*of] for role, of in LETTERS.items()}
+    for stage in stages:
+        if of := free.get(roles.get(stage, "")):
+            named[stage] = stage[0].upper() if stage[0].upper() in of else of[0]
+            of.remove(named[stage])
+    used = set("".join(LETTERS.values()))
     for stage in stages:
         if stage in named:
             continue
         wanted = [*stage.upper(), *stage.lower(), *_SPARE]
-        named[stage] = next((c for c in wanted if c.isalpha() and c.isascii() and c not in used), "?")
+        named[stage] = next((c for c in wanted if c.isalpha() and c.isascii() and c not in {*used, *"OIol"}), "?")
         used.add(named[stage])
     return {stage: named[stage] for stage in stages}
 
@@ -100,7 +107,7 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
     def column(time: float) -> int:
         return min(columns, max(0, round((time - begin) * scale)))
 
-    letter = letters(sorted(trace.stages))
+    letter = letters(*looks([trace]))
     drawn: list[tuple[str, str]] = []
     for name, lane, waits in rows:
         cells = [" "] * columns

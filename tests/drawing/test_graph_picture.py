@@ -18,7 +18,7 @@ from dataflow.policy import SchedulingPolicy, expand
 def rollout(prompts, actor: Carried): ...
 
 
-@stage(writes="rewards", on="reward", forms_parts=True)
+@stage(writes="rewards", on="reward", role="collects")
 def collect(responses): ...
 
 

@@ -85,7 +85,7 @@ def reward_request(responses, *, agent, task):
     return agent.submit(task.step, responses)
 
 
-@stage(writes="rewards", on="reward", forms_parts=True)
+@stage(writes="rewards", on="reward", role="collects")
 async def reward_collect(ticket, *, agent, task):
     batch = await agent.collect(ticket, task.take)
     now = clock.now()
@@ -377,7 +377,7 @@ def too_few(prompts):
 
 @pytest.mark.timeout(60)
 def test_a_stage_that_forms_parts_delivers_as_many_groups_as_asked(executor):
-    collect = stage(writes="rewards", on="reward", forms_parts=True)(too_few)
+    collect = stage(writes="rewards", on="reward", role="collects")(too_few)
     graph = expand(Pipeline([collect], inputs=["prompts"]), SchedulingPolicy(2), 1, 2, groups=8)
     with pytest.raises(StageFailed, match=r"stage 'too_few' was to deliver 4 groups \(task.take\), not 1"):
         run(executor, graph)

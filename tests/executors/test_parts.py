@@ -37,7 +37,7 @@ def rollout(prompts: Batch) -> Batch:
     return batch(prompts.ids)
 
 
-@stage(writes="rewards", on="reward", forms_parts=True)
+@stage(writes="rewards", on="reward", role="collects")
 def collect(responses: Batch, *, plan: Plan, task: TaskInfo) -> Batch:
     """Names the groups of the plan."""
     return batch(plan[task.part])
@@ -61,7 +61,7 @@ class Planned(Costs):
         self.plan = plan
 
     def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End:
-        return End(now + 1, groups=tuple(self.plan[task.id.part]) if task.stage.forms_parts else None)
+        return End(now + 1, groups=tuple(self.plan[task.id.part]) if task.stage.collects else None)
 
 
 def run(
@@ -194,7 +194,7 @@ def test_parts_are_checked_on_ray(local_ray: None) -> None:
 # --- several Batches of one stage ----------------------------------------------------------------------------
 
 
-@stage(writes=("rewards", "notes"), on="reward", forms_parts=True)
+@stage(writes=("rewards", "notes"), on="reward", role="collects")
 def collect_two(responses: Batch, *, task: TaskInfo) -> tuple[Batch, Batch]:
     return batch(RIGHT[task.part]), batch(RIGHT[(task.part + 1) % SPLIT])
 
@@ -232,7 +232,7 @@ def request(responses: Batch) -> tuple[int, ...]:
     return responses.ids
 
 
-@stage(writes="rewards", on="reward", forms_parts=True)
+@stage(writes="rewards", on="reward", role="collects")
 def collect_all(responses: Batch) -> Batch:
     return responses
 

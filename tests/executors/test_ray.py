@@ -159,7 +159,7 @@ def make(prompts):
     return Batch(rows.groups, {"logits": torch.zeros(len(rows), WIDE)}, {"weights_version": 0})
 
 
-@stage(writes="rewards", on="reward", forms_parts=True)
+@stage(writes="rewards", on="reward", role="collects")
 async def collect(responses, *, task):
     groups = range(task.part * task.take, (task.part + 1) * task.take)
     return responses.select(groups)

@@ -146,7 +146,7 @@ async def request(responses, *, desk, task):
     return desk.submit(task.step, responses)
 
 
-@stage(writes="rewards", on="reward", forms_parts=True)
+@stage(writes="rewards", on="reward", role="collects")
 async def collect(ticket, *, desk, task):
     return await desk.collect(ticket, task.take)
 

@@ -18,7 +18,7 @@ GROUPS = tuple(range(8))
 def request(prompts, *, desk): ...
 
 
-@stage(writes="rewards", on="reward", forms_parts=True)
+@stage(writes="rewards", on="reward", role="collects")
 def collect(ticket, *, desk): ...
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dataflow.errors import ConfigError
+from dataflow.planning.workload import Validation, grpo
 from dataflow.running.tracking import Tracker, step_metrics, write_summary
 from dataflow.timeline.attribution import exposed_waits
 from dataflow.timeline.spans import Span, Trace
@@ -94,7 +95,7 @@ def test_an_unknown_or_missing_backend_is_said_and_leaves_no_trace(
 
 def run() -> Trace:
     """Two steps on-policy in two parts, with a write to disk at the end of the first."""
-    trace = Trace()
+    trace = Trace(meta={"job": {"pipeline": grpo(validation=Validation(every=1)).facts()}})
     at = 1.0
     for step in (1, 2):
         trace.add(

@@ -115,7 +115,7 @@ def test_the_stages_declare_their_place() -> None:
         [s.bind(agent=object()) for s in (reward_request, reward_collect, val_score)],
         inputs=["responses", "val_responses"],
     )
-    assert pipeline.former is pipeline.by_name["reward_collect"]
+    assert pipeline.collector is pipeline.by_name["reward_collect"]
     assert {name: s.on for name, s in pipeline.by_name.items()} == {
         "reward_request": "controller",
         "reward_collect": "reward",

@@ -280,7 +280,8 @@ def test_a_step_that_was_interrupted_counts_for_nothing() -> None:
     whole, cut = Trace(tasks, meta={"status": "finished"}), Trace(tasks[:-1], meta={"status": "interrupted"})
     assert (whole.steps, summary(whole)["step_s"], summary(whole)["wall_s"]) == (3, 4, 12)
     assert (cut.steps, summary(cut)["step_s"], summary(cut)["wall_s"]) == (2, 4, 10)
-    stages = [{"name": name, "every": 2 if name == "val" else None} for name in ("rollout", "actor_update", "val")]
+    names = ("rollout", "actor_update", "val")
+    stages = [{"name": name, "on": "gpu", "every": 2 if name == "val" else None} for name in names]
     first = Trace(tasks[:1], meta={"status": "failed", "job": {"pipeline": {"stages": stages}}})
     assert (first.steps, summary(first)["step_s"], summary(first)["wall_s"]) == (0, 0, 2)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.drawing.style import COLOURS, colours, columns_that_fit
+from dataflow.drawing.style import COLOURS, OTHERS, colours, columns_that_fit
 from dataflow.errors import DataError
 from dataflow.timeline.picture import draw
 from dataflow.timeline.spans import Mark, Span, Trace
@@ -89,11 +89,11 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
 
 
 def test_users_stages_have_colours_of_their_own() -> None:
-    named = colours(["rollout", "b", "a", "c"])
-    assert named["rollout"] == COLOURS["rollout"]
-    assert len(set(named.values())) == 4
-    assert named == colours(["c", "a", "b", "rollout"])
-    assert len(set(COLOURS.values())) == len(COLOURS)
+    named = colours(["b", "draw", "a", "draw_again", "c"], {"draw": "syncs", "draw_again": "syncs"})
+    assert [named["draw"], named["draw_again"]] == list(COLOURS["syncs"])
+    assert [named["b"], named["a"], named["c"]] == list(OTHERS[:3])
+    every = [colour for of in [*COLOURS.values(), OTHERS] for colour in of]
+    assert len(set(every)) == len(every)
 
 
 def test_a_legend_of_long_names_takes_fewer_columns() -> None:

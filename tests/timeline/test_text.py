@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.timeline.spans import Mark, Span, Trace
+from dataflow.timeline.spans import USUAL, Mark, Span, Trace
 from dataflow.timeline.text import LETTERS, gantt, idle_lines, letters, table, tick
 
 
@@ -88,17 +88,19 @@ def test_too_short_for_a_column_shows_where_nothing_else_is() -> None:
 
 def test_letters_of_users_stages_are_their_own_and_stay() -> None:
     own = [f"stage_{i}" for i in range(12)]
-    named = letters([*LETTERS, *own])
-    assert {k: named[k] for k in LETTERS} == LETTERS
+    roles = {f"{role}_{i}": role for role, of in LETTERS.items() for i in range(len(of))}
+    named = letters([*own, *roles], roles)
+    assert {named[stage] for stage in roles} == {*"".join(LETTERS.values())}
     assert len(set(named.values())) == len(named)
-    assert letters(["penalise_length", "rollout"])["penalise_length"] == "P"
-    assert letters([f"s{i}" for i in range(99)])["s98"] == "?"
+    assert letters(["penalise_length", "draw"], {"draw": "samples"})["penalise_length"] == "P"
+    assert letters(["a", "b"], {"a": "samples", "b": "samples"}) == {"a": "R", "b": "B"}
+    assert letters([f"s{i}" for i in range(99)], {})["s98"] == "?"
 
 
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([*LETTERS, "own"]),
+            st.sampled_from([*USUAL, "own"]),
             st.floats(0, 50),
             st.floats(0, 20),
             st.sampled_from(["gpu", "io"]),

@@ -14,8 +14,8 @@ from dataflow.planning.config import PlanConfig
 from dataflow.planning.workload import STAGES, Drawn, Rewards, Validation, Workload, grpo
 from dataflow.policy import check_batch
 
-TIMED = [s.name for s in STAGES if s.name not in ("reward_collect", "val_score")]
-NEEDED = ("rollout", "actor_update")
+TIMED = [s.name for s in STAGES if s.on != "reward"]
+NEEDED = [s.name for s in STAGES if s.role in ("samples", "trains")]
 
 
 def values(path: Path) -> Mapping[str, Any]:

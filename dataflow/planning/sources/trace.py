@@ -34,7 +34,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         raise DataError(f"trace {source} holds no task; give a run that trained at least one step.")
     _refuse(config, source)
     pipeline = Pipeline.from_facts(job["pipeline"])
-    roles = _roles(pipeline)
+    roles = Roles.of(pipeline)
     steps = config.steps or int(trace.meta.get("steps") or max(s.step for s in trace.spans))
     waits = {roles.collect, roles.score}
     spans: dict[str, dict[int, list[Span]]] = {}
@@ -82,7 +82,6 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         times=times,
         rewards=Rewards(distribution, concurrency, config.reward.rpm, config.reward.agent, bool(config.balance_batch)),
         validation=validation,
-        roles=roles,
         dispatch_s=dispatch,
         ends=ends,
         assumptions=tuple(said),
@@ -129,15 +128,6 @@ def _ends(trace: Trace, stage: str | None) -> tuple[float, ...]:
     if not shares or len(set(map(len, shares))) > 1:
         return ()  # a rollout that was started anew, or a trace of before
     return tuple(statistics.fmean(column) for column in zip(*shares, strict=True))
-
-
-def _roles(pipeline: Pipeline) -> Roles:
-    former = pipeline.former
-    if former is None:
-        return Roles(None, None, None)
-    senders = [pipeline.writer[r.field].name for r in former.reads if r.field in pipeline.writer]
-    scoring = [s.name for s in pipeline.stages if s.every and s.on == former.on]
-    return Roles(senders[0] if senders else None, former.name, scoring[0] if scoring else None)
 
 
 def _dispatch(trace: Trace) -> dict[str, float]:

@@ -134,7 +134,7 @@ def _rewards(
         said.append(
             f"{what} is fitted to the log: a step's rewards took {wait:.1f} s, which {concurrency} in flight make "
             f"of a mean of {distribution.mean:.2f} s ({distribution})"
-            + (", use it as it is by reward.fit=false." if spec.latency else ".")
+            + ("; reward.fit=false takes reward.latency as given." if spec.latency else ".")
         )
     scattered = config.balance_batch is not False
     return Rewards(distribution, concurrency, spec.rpm, spec.agent, scattered), request

@@ -17,7 +17,7 @@ from dataflow.timeline.attribution import summary
 from dataflow.timeline.page import panel
 from dataflow.timeline.page.chart import chart, script_facts
 from dataflow.timeline.page.tracks import sheet
-from dataflow.timeline.spans import Trace
+from dataflow.timeline.spans import Trace, looks
 from dataflow.timeline.text import named
 
 _HINT = (
@@ -66,7 +66,7 @@ def text(
 
     facts, live = facts or {}, version is not None
     drawn = sheet(traces)
-    colour = colours(drawn.stages)
+    colour = colours(*looks(traces.values()))
     item: Any = renumbered(json_item(chart(drawn, colour)))
     numbers = {name: summary(trace) for name, trace in traces.items()}
     several = len(traces) > 1

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from dataflow.timeline.culprits import Culprit, culprits
-from dataflow.timeline.page.tracks import staleness_of, versions_of
+from dataflow.timeline.page.tracks import Versions
 from dataflow.timeline.spans import Trace, called
 from dataflow.timeline.text import extent
 
@@ -218,10 +218,10 @@ def _busy(numbers: Numbers) -> str:
 
 
 def _staleness(trace: Trace) -> str:
-    versions = versions_of(trace)
+    versions, trains = Versions(trace), trace.with_role("trains")
     counts: dict[int, int] = {}
     for span in trace.spans:
-        if span.stage == "actor_update" and (stale := staleness_of(span, versions)) is not None:
+        if span.stage in trains and (stale := versions.staleness(span)) is not None:
             counts[stale] = counts.get(stale, 0) + 1
     if not counts:
         return ""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from dataflow.timeline.attribution import WEIGHTS, Wait
+from dataflow.timeline.attribution import Wait
 from dataflow.timeline.critical import critical_path
 from dataflow.timeline.culprits import Culprit, culprits, last_requests
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes
@@ -123,7 +123,7 @@ class _Run:
         made = self.made
         made.heads.append(made.height + HEAD / 2)
         top = made.height = made.height + HEAD + STRIP
-        versions, tries = versions_of(self.trace), _tries(self.trace.marks)
+        versions, tries = Versions(self.trace), _tries(self.trace.marks)
         for resource in self.trace.resources:
             self._row(resource, versions, tries)
         self._waits()
@@ -132,7 +132,7 @@ class _Run:
         for step, at in step_ends(self.trace).items():
             _add(made.steps, self.index, at - self.begin, top, made.height, top - STRIP / 2, step)
 
-    def _row(self, resource: str, versions: Mapping[int, int], tries: Mapping[tuple[int, int], str]) -> None:
+    def _row(self, resource: str, versions: Versions, tries: Mapping[tuple[int, int], str]) -> None:
         made, top = self.made, self.made.height
         small = -1
         if resource in (self.trace.pools or self.trace.resources[:1]):
@@ -160,14 +160,12 @@ class _Run:
         above: float,
         below: float,
         small: int,
-        versions: Mapping[int, int],
+        versions: Versions,
         tries: Mapping[tuple[int, int], str],
     ) -> None:
         rest = dict(span.args)
-        version = rest.pop("weights_version", None)
-        if version is None and span.stage == "actor_update":
-            version = versions.get(span.step)
-        stale = staleness_of(span, versions)
+        rest.pop("weights_version", None)
+        version, stale = versions.of(span), versions.staleness(span)
         samples, optional = rest.pop("samples", None), rest.pop("optional", False)
         rest.pop("staleness", None)
         if times := rest.pop("emitted_s", ()):
@@ -285,31 +283,42 @@ def thin(levels: Sequence[tuple[float, int]], points: int) -> Sequence[tuple[flo
     return kept
 
 
-def versions_of(trace: Trace) -> dict[int, int]:
-    """Returns the weights version that each step's samples are of: the oldest, where a step has several."""
-    found: dict[int, int] = {}
-    for span in trace.spans:
+class Versions:
+    """Which weights the samples of each step were drawn with.
+
+    Attributes:
+        of_step: the version of each step's samples: the oldest, where a step has several.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trains, self._syncs = trace.with_role("trains"), trace.with_role("syncs")
+        self.of_step: dict[int, int] = {}
+        for span in trace.spans:
+            version = span.args.get("weights_version")
+            if isinstance(version, int) and not span.optional and span.stage not in self._syncs:
+                self.of_step[span.step] = min(version, self.of_step.get(span.step, version))
+
+    def of(self, span: Span) -> int | None:
+        """Returns the version that a span's samples, or those that it trains on, were drawn with."""
         version = span.args.get("weights_version")
-        if isinstance(version, int) and not span.optional and span.stage not in WEIGHTS:
-            found[span.step] = min(version, found.get(span.step, version))
-    return found
+        if version is None and span.stage in self._trains:
+            version = self.of_step.get(span.step)
+        return version if isinstance(version, int) else None
 
-
-def staleness_of(span: Span, versions: Mapping[int, int]) -> int | None:
-    """Returns how many steps older a training task's samples are than the weights its step's update starts from."""
-    if span.optional or span.stage in WEIGHTS:
-        return None
-    if isinstance(said := span.args.get("staleness"), int | float):
-        return round(said)
-    version = span.args.get("weights_version")
-    if version is None and span.stage == "actor_update":
-        version = versions.get(span.step)
-    return span.step - 1 - version if isinstance(version, int) else None
+    def staleness(self, span: Span) -> int | None:
+        """Returns how many steps older a task's samples are than the weights that its step's update starts from."""
+        if span.optional or span.stage in self._syncs:
+            return None
+        if isinstance(said := span.args.get("staleness"), int | float):
+            return round(said)
+        version = self.of(span)
+        return None if version is None else span.step - 1 - version
 
 
 def step_ends(trace: Trace) -> dict[int, float]:
     """Returns when each step's training was over: at the end of the last part of the stage that ends the first one."""
-    training = [s for s in trace.spans if not s.optional and s.stage not in WEIGHTS]
+    syncs = trace.with_role("syncs")
+    training = [s for s in trace.spans if not s.optional and s.stage not in syncs]
     pooled = [s for s in training if s.resource in POOLS] or training
     if not pooled:
         return {}
@@ -324,10 +333,11 @@ def step_ends(trace: Trace) -> dict[int, float]:
 
 def _updates(trace: Trace, asked: Collection[str]) -> Callable[[int, int], Span | None]:
     """Finds the update that a part's rewards go to: the first that trains on them."""
+    trains = trace.with_role("trains")
     updates: dict[int, dict[int, Span]] = {}
     shares: dict[int, int] = {}
     for span in trace.spans:
-        if span.stage == "actor_update":
+        if span.stage in trains:
             updates.setdefault(span.step, {})[span.part] = span
         elif span.resource in asked:
             shares[span.step] = max(shares.get(span.step, 1), span.parts)

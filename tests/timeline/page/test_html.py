@@ -16,7 +16,7 @@ from dataflow.errors import DataError
 from dataflow.testing.runs import made_up
 from dataflow.timeline.culprits import last_requests
 from dataflow.timeline.page.html import page, text, waiting
-from dataflow.timeline.page.tracks import sheet, staleness_of, step_ends, thin, versions_of
+from dataflow.timeline.page.tracks import Versions, sheet, step_ends, thin
 from dataflow.timeline.spans import Mark, Span, Trace
 from tests.timeline.test_culprits import two_parts
 
@@ -230,9 +230,9 @@ def test_staleness_is_of_the_samples_an_update_trains_on() -> None:
         Span("val_rollout", 3, 0, 1, "gpu", 3, 4, {"weights_version": 0, "optional": True}),
         Span("sync_weights", 3, 0, 1, "gpu", 4, 5, {"weights_version": 3}),
     )
-    versions = versions_of(trace)
-    assert versions == {3: 1}
-    assert [staleness_of(span, versions) for span in trace.spans] == [1, 1, 2, None, None]
+    versions = Versions(trace)
+    assert versions.of_step == {3: 1}
+    assert [versions.staleness(span) for span in trace.spans] == [1, 1, 2, None, None]
 
 
 def test_steps_end_with_their_last_update_and_a_step_that_was_cut_off_does_not() -> None:
