@@ -225,14 +225,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(options: argparse.Namespace) -> tuple[Any, Any]:
-    from dataflow.config.run import load_pipeline_file, parse_overrides
+    from dataflow.config.pipeline_file import load_pipeline_file
+    from dataflow.config.run import parse_overrides
 
     module = load_pipeline_file(options.pipeline)
     return module, parse_overrides(module.Config, options.overrides)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from dataflow.config.run import RunConfig, describe, load_pipeline_file
+    from dataflow.config.pipeline_file import load_pipeline_file
+    from dataflow.config.run import RunConfig, describe
 
     if options.keys:
         print(describe(load_pipeline_file(options.pipeline).Config if options.pipeline else RunConfig))

@@ -368,7 +368,7 @@ class RewardAgent:
 
     def _on_abandoned(self, count: int) -> None:
         if count > self._max_strays and not self.steps.closed:
-            name, limit = name_of(self._function), f"more than reward.max_strays={self._max_strays} allows"
+            name, limit = name_of(self._function), f"more than reward.max_abandoned={self._max_strays} allows"
             fix = "give its own requests a time-out, or raise reward.timeout"
             self.steps.halt(f"{count} calls of '{name}' go on running after their time is over, {limit}; {fix}.", None)
 

@@ -188,6 +188,8 @@ def _unknown(cls: type[BaseModel], key: str) -> str:
     same_section = [k for k in keys if section and k.startswith(f"{section}.")]
     # A name that is right in verl, or nearly so, must not be taken for a misspelt one of another meaning.
     elsewhere = getattr(cls, "elsewhere", lambda key, exactly=False: None)
+    if (now := getattr(cls, "renamed", {}).get(key)) is not None:
+        return f"unknown key '{key}'; it is called '{now}' now."
     if (said := elsewhere(key, exactly=True)) is not None:
         return f"unknown key '{key}'; {said}"
     guess = f"; did you mean '{section}'?" if section in keys and not same_section else ""

@@ -1,14 +1,60 @@
-"""Calls of a pipeline file's functions, whose results are checked and whose errors name the file and line."""
+"""Loads a pipeline file and calls its functions; results are checked, and errors name the file and line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dataflow.config.run import RunConfig, line_in
-from dataflow.errors import ConfigError, DataflowError, PipelineError
+from dataflow.config.run import RunConfig
+from dataflow.errors import ConfigError, DataflowError, PipelineError, UserError, nearest
 from dataflow.graph import Pipeline
+from dataflow.usercode.failures import is_interrupt, message_of
+
+
+def load_pipeline_file(path: str | Path) -> ModuleType:
+    """Runs a pipeline file and returns it as a module with ``pipeline(config)`` and ``Config``.
+
+    Raises:
+        ConfigError: the file is missing, is no Python file, cannot be imported (its error is chained), or
+            lacks one of the two.
+    """
+    import sys
+    from importlib.machinery import SourceFileLoader
+
+    file = Path(path)
+    if not file.is_file():
+        guess = nearest(str(path), [str(f) for f in sorted(file.parent.glob("*.py"))])
+        raise ConfigError(f"no pipeline file '{path}'{guess or '; give the path of a .py file.'}")
+    if file.suffix != ".py":
+        raise ConfigError(f"pipeline file '{path}' is not a .py file.")
+    loader = SourceFileLoader(f"dataflow_pipeline_{file.stem}", str(file.resolve()))
+    module = ModuleType(loader.name)
+    module.__file__ = loader.path
+    # Classes look their module up while they are made. Afterwards it leaves, so that cloudpickle sends the
+    # file's own functions to Ray workers by value: they could not import it.
+    sys.modules[loader.name] = module
+    try:
+        loader.exec_module(module)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        said = message_of(error).rstrip(".")
+        raise ConfigError(
+            f"pipeline file '{path}' cannot be loaded{_line_in(error, file)}: "
+            f"{type(error).__name__}{f': {said}' if said else ''}."
+        ) from error
+    finally:
+        del sys.modules[loader.name]
+    if not callable(getattr(module, "pipeline", None)):
+        raise ConfigError(f"pipeline file '{path}' lacks 'pipeline'; define pipeline(config) -> Pipeline.")
+    config = getattr(module, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, RunConfig)):
+        raise ConfigError(f"pipeline file '{path}' lacks 'Config'; define 'class Config(RunConfig)'.")
+    return module
 
 
 def pipeline_of(module: ModuleType, config: RunConfig) -> Pipeline:
@@ -65,7 +111,7 @@ def _called(module: ModuleType, name: str, config: RunConfig) -> Any:
         said = " ".join(str(error).split()).rstrip(".")
         raise kind(
             f"pipeline file '{module.__file__}': {name}(config) raised {type(error).__name__}"
-            f"{f': {said}' if said else ''}{line_in(error, module.__file__ or '')}."
+            f"{f': {said}' if said else ''}{_line_in(error, module.__file__ or '')}."
         ) from error
 
 
@@ -73,3 +119,13 @@ def _kind(value: object) -> str:
     if value is None:
         return "None"
     return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+
+
+def _line_in(error: BaseException, file: str | Path) -> str:
+    """Returns the line of the pipeline file that the error came through last."""
+    import traceback
+
+    file = Path(file)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file.resolve())]
+    return f" (line {lines[-1]})" if lines else ""

@@ -63,10 +63,10 @@ class RewardConfig(Section):
     """What becomes of a failed sample: fail, score:X, drop_sample, drop_group or replace_group."""
     max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The run stops when more than this share of its latest reward requests has failed."""
-    spare_groups: NonNegativeInt = 0
-    """Prompt groups a step makes beyond data.prompts, to take the place of failed ones (replace_group)."""
-    max_strays: NonNegativeInt | None = None
-    """Calls that may go on running after their time is over; null for as many as may be in flight."""
+    extra_groups: NonNegativeInt = 0
+    """Prompt groups that a step samples beyond data.prompts, to replace failed ones (replace_group)."""
+    max_abandoned: NonNegativeInt | None = None
+    """Calls that may still run after their time-out; null for as many as may be in flight."""
     ledger: bool = True
     """Journal requests and answers in the run's directory, so that nothing is paid for twice."""
     share_equal: bool = True
@@ -107,11 +107,20 @@ class RewardConfig(Section):
         return after
 
     @model_validator(mode="after")
-    def _spares_fit_the_rule(self) -> RewardConfig:
-        if (self.on_failure == "replace_group") != bool(self.spare_groups):
+    def _extra_groups_fit_the_rule(self) -> RewardConfig:
+        if (self.on_failure == "replace_group") != bool(self.extra_groups):
             raise ValueError(
-                "reward.on_failure=replace_group and reward.spare_groups go together: "
+                "reward.on_failure=replace_group and reward.extra_groups go together: "
                 "give the groups that a step makes to replace failed ones, 1 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _deadline_allows_a_try(self) -> RewardConfig:
+        if self.timeout is not None and self.deadline is not None and self.deadline < self.timeout:
+            raise ValueError(
+                f"reward.deadline={self.deadline:g} ends a request before its first try may time out "
+                f"(reward.timeout={self.timeout:g}); raise reward.deadline or lower reward.timeout"
             )
         return self
 

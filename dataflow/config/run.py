@@ -1,4 +1,4 @@
-"""The configuration of a run: a pydantic model per section, ``key=value`` overrides, and pipeline files.
+"""The configuration of a run: a pydantic model per section, and its whole as YAML.
 
 A pipeline file defines a ``Config`` that derives from :class:`RunConfig` and may add keys or other defaults.
 Whatever is wrong with a key or value is a ConfigError of one sentence that names both.
@@ -7,9 +7,8 @@ Whatever is wrong with a key or value is a ConfigError of one sentence that name
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import (
@@ -29,13 +28,12 @@ from dataflow.config.placement import Placement
 from dataflow.config.reward import CustomRewardConfig, JudgeConfig, RewardConfig
 from dataflow.config.section import Section, Text
 from dataflow.config.tools import ToolsConfig
-from dataflow.errors import ConfigError, UserError, nearest
-from dataflow.usercode.failures import is_interrupt, message_of
+from dataflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from dataflow.policy import SchedulingPolicy
 
-__all__ = ["RunConfig", "Section", "describe", "dump_yaml", "load_pipeline_file", "parse_overrides"]
+__all__ = ["RunConfig", "Section", "describe", "dump_yaml", "parse_overrides"]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
@@ -259,6 +257,12 @@ class RunConfig(Section):
     elsewhere: ClassVar[Callable[..., str | None]] = staticmethod(verl_keys.hint)
     """Says what a key that is unknown here, and known to verl, is called here."""
 
+    renamed: ClassVar[Mapping[str, str]] = {
+        "reward.spare_groups": "reward.extra_groups",
+        "reward.max_strays": "reward.max_abandoned",
+    }
+    """Keys of earlier versions, and what they are called now."""
+
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     steps: PositiveInt = 30
     """Training steps."""
@@ -340,57 +344,3 @@ def dump_yaml(config: RunConfig) -> str:
     values = redact_values(config.model_dump(mode="json"))
     values["policy"] |= dataclasses.asdict(policy)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def load_pipeline_file(path: str | Path) -> ModuleType:
-    """Runs a pipeline file and returns it as a module with ``pipeline(config)`` and ``Config``.
-
-    Raises:
-        ConfigError: the file is missing, is no Python file, cannot be imported (its error is chained), or
-            lacks one of the two.
-    """
-    import sys
-    from importlib.machinery import SourceFileLoader
-
-    file = Path(path)
-    if not file.is_file():
-        guess = nearest(str(path), [str(f) for f in sorted(file.parent.glob("*.py"))])
-        raise ConfigError(f"no pipeline file '{path}'{guess or '; give the path of a .py file.'}")
-    if file.suffix != ".py":
-        raise ConfigError(f"pipeline file '{path}' is not a .py file.")
-    loader = SourceFileLoader(f"dataflow_pipeline_{file.stem}", str(file.resolve()))
-    module = ModuleType(loader.name)
-    module.__file__ = loader.path
-    # Classes look their module up while they are made. Afterwards it leaves, so that cloudpickle sends the
-    # file's own functions to Ray workers by value: they could not import it.
-    sys.modules[loader.name] = module
-    try:
-        loader.exec_module(module)
-    except (UserError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        said = message_of(error).rstrip(".")
-        raise ConfigError(
-            f"pipeline file '{path}' cannot be loaded{line_in(error, file)}: "
-            f"{type(error).__name__}{f': {said}' if said else ''}."
-        ) from error
-    finally:
-        del sys.modules[loader.name]
-    if not callable(getattr(module, "pipeline", None)):
-        raise ConfigError(f"pipeline file '{path}' lacks 'pipeline'; define pipeline(config) -> Pipeline.")
-    config = getattr(module, "Config", None)
-    if not (isinstance(config, type) and issubclass(config, RunConfig)):
-        raise ConfigError(f"pipeline file '{path}' lacks 'Config'; define 'class Config(RunConfig)'.")
-    return module
-
-
-def line_in(error: BaseException, file: str | Path) -> str:
-    """Returns the line of the pipeline file that the error came through last."""
-    import traceback
-
-    file = Path(file)
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(file.resolve())]
-    return f" (line {lines[-1]})" if lines else ""

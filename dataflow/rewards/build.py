@@ -13,6 +13,7 @@ from dataflow.errors import ConfigError
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.judge.judge import Judge
+from dataflow.rewards.ledger.file import check_file
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.limits import Limits, check_endpoints
 from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
@@ -82,7 +83,7 @@ def build_agent(
         hedge_after=options.hedge_after,
         on_failure=options.on_failure,
         max_failed_share=options.max_failed_share,
-        max_strays=options.max_strays,
+        max_strays=options.max_abandoned,
         ledger=_ledger(options, run, ledger),
         share_equal=options.share_equal,
         scorer=_scorer(custom, default, options),
@@ -138,6 +139,8 @@ def check_reward(custom: Mapping[str, Any], judge: Mapping[str, Any], options: R
     find_manager(options.manager, options.manager_path, options.manager_kwargs)
     limits_of(options)
     retry_of(options)
+    if options.cache is not None:
+        check_file(Path(options.cache).expanduser().absolute())
     if custom.get("path"):
         load_reward(custom["path"], custom["name"], custom["reward_kwargs"], _configured(options))
     else:

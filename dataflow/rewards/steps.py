@@ -320,6 +320,6 @@ class Steps:
 
 def _short_of_groups(state: StepRequests) -> str:
     return (
-        f"step {state.key}: {state.lost} groups failed, one more than reward.spare_groups can replace; raise it. "
+        f"step {state.key}: {state.lost} groups failed, one more than reward.extra_groups can replace; raise it. "
         f"The last failure: {state.last_failure}"
     )

@@ -147,7 +147,8 @@ def run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
         ConfigError: ``policy`` or ``name`` is among the overrides.
         DataflowError: a run did not end well; it has said why.
     """
-    from dataflow.config.run import load_pipeline_file, parse_overrides
+    from dataflow.config.pipeline_file import load_pipeline_file
+    from dataflow.config.run import parse_overrides
 
     given = [text for text in overrides if text.split("=")[0] in ("policy", "name")]
     if given:

@@ -11,15 +11,8 @@ import yaml
 from pydantic import ValidationError
 
 from dataflow.config.overrides import build, fields
-from dataflow.config.run import (
-    EngineConfig,
-    PolicyConfig,
-    RunConfig,
-    describe,
-    dump_yaml,
-    load_pipeline_file,
-    parse_overrides,
-)
+from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.run import EngineConfig, PolicyConfig, RunConfig, describe, dump_yaml, parse_overrides
 from dataflow.errors import ConfigError, DataflowError, PipelineError, PolicyError, UserError
 from dataflow.policy import SchedulingPolicy
 
@@ -296,3 +289,33 @@ def test_a_missing_pipeline_file_names_the_nearest(tmp_path: Path) -> None:
 def test_a_rule_of_a_whole_section_names_its_keys_and_no_internals() -> None:
     with pytest.raises(ConfigError, match=r"^reward\.on_failure=replace_group and "):
         parse_overrides(RunConfig, ["reward.on_failure=replace_group"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("reward.spare_groups", "reward.extra_groups"), ("reward.max_strays", "reward.max_abandoned")]
+)
+def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_one(old: str, new: str) -> None:
+    said = f"^unknown key '{old}'; it is called '{new}' now.$".replace(".", r"\.")
+    with pytest.raises(ConfigError, match=said):
+        parse_overrides(RunConfig, [f"{old}=2"])
+    section, _, leaf = old.partition(".")
+    with pytest.raises(ConfigError, match=said):
+        build(RunConfig, {section: {leaf: 2}})
+
+
+@pytest.mark.parametrize(
+    ("args", "allowed"),
+    [
+        (["reward.deadline=60"], False),
+        (["reward.timeout=700"], False),
+        (["reward.deadline=120"], True),
+        (["reward.deadline=60", "reward.timeout=null"], True),
+        (["reward.deadline=null", "reward.timeout=700"], True),
+    ],
+)
+def test_a_deadline_must_allow_one_try(args: list[str], allowed: bool) -> None:
+    if allowed:
+        parse_overrides(RunConfig, args)
+        return
+    with pytest.raises(ConfigError, match=r"^reward\.deadline=\d+ ends a request .* \(reward\.timeout=\d+\); raise "):
+        parse_overrides(RunConfig, args)

@@ -21,8 +21,9 @@ import yaml
 
 from dataflow.batch import Batch
 from dataflow.config.overrides import fields
+from dataflow.config.pipeline_file import load_pipeline_file
 from dataflow.config.reward import EndpointConfig
-from dataflow.config.run import load_pipeline_file, parse_overrides
+from dataflow.config.run import parse_overrides
 from dataflow.errors import RewardFailed
 from dataflow.planning.config import PlanConfig
 from dataflow.reward_agent import Limits, RewardAgent

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dataflow.batch import Batch
-from dataflow.config.run import load_pipeline_file, parse_overrides
+from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.run import parse_overrides
 from dataflow.data.problems import generate
 from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
 from dataflow.graph import TaskInfo

@@ -108,7 +108,7 @@ def test_another_group_takes_the_place_of_a_failed_one() -> None:
 def test_more_failed_groups_than_can_be_replaced() -> None:
     message = fails(Reward(_1_0=BROKEN, _3_1=BROKEN, _0_0="never"), "replace_group", groups=4, spare=1)
     assert message.startswith(
-        "step 1: 2 groups failed, one more than reward.spare_groups can replace; raise it. The last failure: "
+        "step 1: 2 groups failed, one more than reward.extra_groups can replace; raise it. The last failure: "
         "sample 1 of group 3 of step 1: 'compute_score' raised ValueError: broken"
     )
 

@@ -223,7 +223,7 @@ class Model:
         else:
             step.spare -= 1
         if step.spare < 0:
-            self.end(step, "one more than reward.spare_groups can replace")
+            self.end(step, "one more than reward.extra_groups can replace")
         else:
             self.serve(step)
 

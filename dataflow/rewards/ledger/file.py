@@ -20,12 +20,14 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from errno import EACCES
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import ConfigError, RunError
+from dataflow.files import unmakable
 from dataflow.rewards.user.results import read_number, read_result
 
 Row = tuple[Any, ...]
@@ -138,10 +140,7 @@ class LedgerFile:
         self.path = path
         opened: list[sqlite3.Connection] = []
         try:
-            if path.is_dir():
-                raise ConfigError(f"reward ledger {path}: it is a directory; name a file.")
-            if path.exists() and not path.is_file():
-                raise ConfigError(f"reward ledger {path}: it is a device or a pipe; name a file.")
+            _check_kind(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             with _alone(path.parent):
                 opened += [_connect(path), _connect(path)]
@@ -255,6 +254,47 @@ def _rows_of(found: str | None) -> tuple[list[Found], list[Found]]:
     return good, bad
 
 
+def check_file(path: Path) -> None:
+    """Checks that a ledger can be opened at a path, without making or changing a file there.
+
+    Args:
+        path: absolute.
+
+    Raises:
+        ConfigError: it is no ledger, or it cannot be opened and written.
+    """
+    try:
+        _check_kind(path)
+        if not path.exists():
+            if (why := unmakable(path.parent)) is not None:
+                raise ConfigError(f"reward ledger {path}: {why}")
+            return
+        with closing(_connect(path)) as db:
+            _check_ours(db, path)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(EACCES, os.strerror(EACCES))
+    except (OSError, sqlite3.Error, ValueError) as error:  # ValueError: a path with a null character
+        raise ConfigError(_message(path, "it cannot be opened", error)) from error
+
+
+def _check_kind(path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"reward ledger {path}: it is a directory; name a file.")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"reward ledger {path}: it is a device or a pipe; name a file.")
+
+
+def _check_ours(db: sqlite3.Connection, path: Path) -> None:
+    (owner,) = db.execute("PRAGMA application_id").fetchone()
+    (layout,) = db.execute("PRAGMA user_version").fetchone()
+    (tables,) = db.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()
+    if owner != _OURS and (tables or layout):
+        raise ConfigError(f"reward ledger {path}: it is another program's database; name another file.")
+    if layout > _LAYOUT:
+        newer = f"a newer dataflow made it (layout {layout}, this one knows {_LAYOUT})"
+        raise ConfigError(f"reward ledger {path}: {newer}; update dataflow or name another file.")
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     # Statements differ by their number of rows: keeping many would only cost memory.
     return sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=8)
@@ -293,14 +333,7 @@ def _wait_for(handle: int, directory: Path) -> None:
 
 def _prepare(db: sqlite3.Connection, path: Path) -> None:
     """Sets the file up, which also shows that it can be written."""
-    (owner,) = db.execute("PRAGMA application_id").fetchone()
-    (layout,) = db.execute("PRAGMA user_version").fetchone()
-    (tables,) = db.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()
-    if owner != _OURS and (tables or layout):
-        raise ConfigError(f"reward ledger {path}: it is another program's database; name another file.")
-    if layout > _LAYOUT:
-        newer = f"a newer dataflow made it (layout {layout}, this one knows {_LAYOUT})"
-        raise ConfigError(f"reward ledger {path}: {newer}; update dataflow or name another file.")
+    _check_ours(db, path)
     (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
     if mode != "wal":
         raise ConfigError(f"reward ledger {path}: its file system cannot share it; name a file on a local disk.")
