@@ -186,7 +186,7 @@ def request(responses, *, offer, task):
     return task.step
 
 
-@stage(writes="rewards", on="reward", forms_parts=True)
+@stage(writes="rewards", on="reward", role="collects")
 async def collect(ticket, *, offer, task):
     await asyncio.sleep(0)
     taken = [offer.open[ticket].pop() for _ in range(task.take)]

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(280)]
 
 def test_the_agent_does_what_the_model_does(request: pytest.FixtureRequest) -> None:
     profile = request.config.getoption("--hypothesis-profile") or "full"
-    file = Path(__file__).with_name("reward_machine.py")
+    file = Path(__file__).parents[1] / "rigs" / "reward_machine.py"
     command = [sys.executable, "-m", "pytest", "-q", str(file), f"--hypothesis-profile={profile}"]
-    done = subprocess.run(command, cwd=file.parents[1], capture_output=True, text=True, timeout=270, check=False)
+    done = subprocess.run(command, cwd=file.parents[2], capture_output=True, text=True, timeout=270, check=False)
     assert done.returncode == 0, done.stdout[-8000:]
