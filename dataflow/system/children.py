@@ -1,7 +1,7 @@
-"""How Python processes are started: none of them imports from the working directory.
+"""Starts Python processes that do not import from the working directory.
 
-A process that is started with ``-m`` or ``-c``, as all of multiprocessing's are, looks for modules in the working
-directory first: a ``json.py`` that lies there would be executed. ``-P`` keeps that directory out.
+A process started with ``-m`` or ``-c``, as those of multiprocessing are, looks for modules in the working directory
+first: a ``json.py`` there would be executed. ``-P`` excludes that directory.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _NAME = "PYTHONSAFEPATH"
-_OURS = "dataflow"  # any text means yes to Python; this one can be told from a user's setting
+_OURS = "dataflow"  # any text enables it; this one differs from a user's setting
 _lock = threading.Lock()
 _open = 0
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Returns the command line that runs a module of ours in a process of its own."""
+    """Returns the command line that runs one of our modules as a process."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Starts a block in which libraries start Python processes; what these start themselves is covered too.
+    """Excludes the working directory from the imports of Python processes that libraries start within the block.
 
-    The processes inherit a variable of the environment, which :func:`restore_path` removes there. May be nested, and
-    used by several threads at a time.
+    These processes, and those that they start, inherit an environment variable; :func:`restore_path` removes it there.
+    May be nested and used by several threads.
     """
     global _open
     with _lock:
@@ -44,10 +44,10 @@ def safe_path() -> Iterator[None]:
 
 
 def restore_path() -> None:
-    """Call it in a process started under :func:`safe_path`, before code of the user's runs there.
+    """Removes the variable of :func:`safe_path`; called in a process started under it, before user code runs.
 
-    This process stays as it was started, and so do those that its multiprocessing starts. A program that the user's
-    code starts finds the modules beside it again.
+    This process and those that its multiprocessing starts are not affected. Programs that user code starts can import
+    the modules beside them again.
     """
     with _lock:
         if not _open:
@@ -60,6 +60,6 @@ def _remove() -> None:
 
 
 def working_directory_imported() -> bool:
-    """Whether this process imports from the working directory, as one started with ``python -m`` does."""
+    """Whether this process imports from the working directory, as with ``python -m``."""
     here = os.getcwd()
     return any(os.path.abspath(path) == here for path in sys.path)

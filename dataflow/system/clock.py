@@ -1,9 +1,9 @@
-"""The clock of spans and reward requests: unix time that goes on evenly, whatever happens to the system's clock.
+"""The clock of spans and reward requests: unix time that advances evenly even if the system's clock is set.
 
-A process reads the system's clock once, and from then on adds what the monotonic clock has advanced. So a difference of
-two times is a duration even if the system's clock was set meanwhile, and a trace can still be laid over other profiles.
-The processes of one machine share its monotonic clock: the process that starts others hands them its :func:`anchor`, so
-that they agree although the system's clock was set between their starts. A process on another machine keeps its own.
+A process reads the system's clock once and then adds the advance of the monotonic clock. So a difference of two times
+is a duration, and traces can be compared with other profiles. The processes of one machine share its monotonic clock: a
+process passes its :func:`anchor` to those that it starts, so that they agree even if the system's clock is set between
+their starts. A process on another machine uses its own.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 
 class Anchor(NamedTuple):
-    """Where the monotonic clock of a machine stands in unix time.
+    """The offset of a machine's monotonic clock to unix time.
 
     Attributes:
-        machine: names the monotonic clock, see :func:`machine`.
+        machine: identifies the monotonic clock, see :func:`machine`.
         offset_s: unix time minus the monotonic clock.
     """
 
@@ -25,9 +25,9 @@ class Anchor(NamedTuple):
 
 
 def machine() -> str:
-    """Returns a name of the monotonic clock that this process reads; "" where the system does not tell.
+    """Returns an identifier of this process's monotonic clock; "" if the system provides none.
 
-    It starts with the kernel, and a container may have one of its own (a time namespace).
+    The clock starts with the kernel; a container may have its own (a time namespace).
     """
     import os
 
@@ -42,11 +42,11 @@ def machine() -> str:
         return boot
 
 
-_monotonic = time.monotonic  # looked up once: an agent reads the clock some times for each request
+_monotonic = time.monotonic  # bound once, as an agent reads the clock several times per request
 
 
 def _measured_s() -> float:
-    """Returns unix time minus the monotonic clock; of three readings the one that was interrupted the least."""
+    """Returns unix time minus the monotonic clock, from the fastest of three readings."""
     readings = []
     for _ in range(3):
         before, unix, after = time.monotonic(), time.time(), time.monotonic()
@@ -58,17 +58,17 @@ _offset_s = _measured_s()
 
 
 def now() -> float:
-    """Returns the unix time in seconds; of two calls on one machine the later one never returns less."""
+    """Returns the unix time in seconds; it never decreases on one machine."""
     return _offset_s + _monotonic()
 
 
 def anchor() -> Anchor:
-    """Returns this process's anchor, for processes that it starts."""
+    """Returns this process's anchor, to be passed to processes that it starts."""
     return Anchor(machine(), _offset_s)
 
 
 def adopt(other: Anchor) -> None:
-    """Takes the anchor of another process, if both run on one machine. Call it before anything reads the clock."""
+    """Uses the anchor of another process if both run on one machine; call it before the first :func:`now`."""
     global _offset_s
     if other.machine and other.machine == machine():
         _offset_s = other.offset_s

@@ -1,4 +1,4 @@
-"""What the processes of one machine say to each other stays on its loopback interface."""
+"""Keeps the traffic between the processes of one machine on its loopback interface."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import socket
 
 ADDRESS = "127.0.0.1"
+"""Where servers of a run listen."""
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is this machine's own; a host name other than ``localhost`` counts as another's."""
+    """Whether an address is a loopback address; of host names only ``localhost`` is."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -18,7 +19,7 @@ def is_loopback(address: str) -> bool:
 
 
 def stay_on_loopback() -> None:
-    """Has gloo and NCCL listen on the loopback interface alone; a user's choice of another stays."""
+    """Makes gloo and NCCL listen on the loopback interface only, unless the user has chosen another."""
     names = {name for _index, name in socket.if_nameindex()}
     for name in ("lo", "lo0"):  # Linux, macOS
         if name in names:

@@ -1,8 +1,8 @@
-"""Masks API keys and passwords in every text that a run keeps or shows.
+"""Masks API keys and passwords in all texts that a run stores or shows.
 
-Two kinds of text are masked: secrets that are known (registered with :func:`keep_secret`, or in an environment
-variable whose name ends in KEY, TOKEN, SECRET or PASSWORD), in the encodings in which servers echo them and in parts;
-and what looks like a secret: authorization headers, keys with a well-known prefix, passwords in addresses.
+Two kinds of text are masked. Known secrets are registered with :func:`keep_secret`, or are the value of an environment
+variable whose name ends in KEY, TOKEN, SECRET or PASSWORD; they are also found in parts, and in the encodings that
+servers echo them in. Likely secrets are authorization headers, keys with a common prefix, and passwords in addresses.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from urllib.parse import quote, quote_plus
 MASK = "***"
 
 _SHORTEST = 4  # a shorter value would mask ordinary text
-_SEARCHED = 1 << 16  # characters of a text in which guesses are made: none that long is shown
-_WORD = 8  # a shorter value is masked only where it stands alone
-_PIECE, _STRIDE = 8, 4  # of a known value: a part of 11 characters or more always holds such a piece
+_SEARCHED = 1 << 16  # characters searched for likely secrets; longer texts are not shown
+_WORD = 8  # a shorter value is masked only as a separate word
+_PIECE, _STRIDE = 8, 4  # of a known value: any part of 11 characters contains such a piece
 
 _VARIABLES = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
 _NAME = (
@@ -47,7 +47,7 @@ _PREFIXES = (
 )
 _OF_ADDRESSES = ("key", "sig", "signature", "auth")
 
-# Each with words of which a text, in lower case, must hold one to be searched at all.
+# Each with words, one of which the text in lower case must contain for the pattern to be tried.
 _PATTERNS: tuple[tuple[tuple[str, ...], re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (("://",), re.compile(r"(?<=://)[^\s/?#'\"<>]{1,512}@"), f"{MASK}@"),
     (
@@ -74,7 +74,7 @@ _VALUE = re.compile(r"((?:bearer|basic|token|digest)\s{1,4})?([^\s\"'&,;<>}\\]{3
 
 
 def _mask_named(text: str) -> str:
-    """Masks the values of what is named like a secret: headers, keys of JSON, parameters of an address."""
+    """Masks values with the name of a secret: headers, keys of JSON, parameters of an address."""
     parts, done = [], 0
     for found in _ASSIGNMENT.finditer(text):
         before, name = found[1], found[2]
@@ -83,7 +83,7 @@ def _mask_named(text: str) -> str:
         value = _VALUE.match(text, found.end())
         if value is None or value[2].startswith(MASK):
             continue
-        # Of many other things one says "token: x", too.
+        # "token: x" also occurs where x is not a secret.
         random = len(value[2]) >= 12 and any(c.isdigit() for c in value[2]) and any(c.isalpha() for c in value[2])
         if before or value[1] or random or not name.lower().endswith("token"):
             parts += [text[done : value.start(2)], MASK]
@@ -92,22 +92,22 @@ def _mask_named(text: str) -> str:
 
 
 class Secrets:
-    """The secrets that are known, and how to find them in a text."""
+    """The known secrets; finds them in texts."""
 
     def __init__(self) -> None:
         self._values: set[str] = set()
         self._pieces: tuple[tuple[str, int, str], ...] = ()
-        """A piece, where it stands in an encoding of a value, and that encoding."""
+        """A piece, its position in an encoding of a value, and that encoding."""
         self._environment: dict[str, str] = {}
 
     def add(self, value: str | None) -> None:
-        """Registers a secret; a value too short to be one is passed over."""
+        """Registers a secret; a value of less than 4 characters is ignored."""
         if value and len(value) >= _SHORTEST and value not in self._values:
             self._values.add(value)
             self._pieces = (*self._pieces, *_pieces_of(value))
 
     def look(self) -> None:
-        """Registers what the environment holds now."""
+        """Registers the secrets in the current environment."""
         for name in os.environ:
             if name.upper().endswith(_VARIABLES) and self._environment.get(name) != (value := os.environ.get(name, "")):
                 self._environment[name] = value
@@ -115,28 +115,28 @@ class Secrets:
                     self.add(value)
 
     def mask(self, text: str) -> str:
-        """Returns the text with every known secret masked, also where only a part of one is left."""
-        there = [piece for piece in self._pieces if piece[0] in text]
-        spans = sorted(span for piece in there for span in _found(text, *piece))
+        """Returns the text with every known secret and every part of one masked."""
+        present = [piece for piece in self._pieces if piece[0] in text]
+        spans = sorted(span for piece in present for span in _found(text, *piece))
         parts, done = [], -1
         for begin, end in spans:
-            if begin > done:  # else it touches the one before
+            if begin > done:  # else it overlaps or touches the previous span
                 parts += [text[max(done, 0) : begin], MASK]
             done = max(done, end)
         return "".join([*parts, text[done:]]) if spans else text
 
 
 SECRETS = Secrets()
-"""Those of this process."""
+"""The secrets of this process."""
 
 
 def keep_secret(value: str | None) -> None:
-    """Registers a secret of this process, so that no text shows it."""
+    """Registers a secret, to be masked in all texts of this process."""
     SECRETS.add(value)
 
 
 def keep_secrets(values: Any) -> None:
-    """Registers the texts of a configuration that are secrets by their names, such as ``api_key``."""
+    """Registers the values in a configuration that have the name of a secret, such as ``api_key``."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             if isinstance(value, str) and _NAMES_A_SECRET.fullmatch(str(name)):
@@ -149,7 +149,7 @@ def keep_secrets(values: Any) -> None:
 
 
 def redact_known(value: Any) -> Any:
-    """Returns a value with the secrets that are known masked in its texts: for data, where a guess could do harm."""
+    """Returns a value with known secrets masked. For data, which masking likely secrets could damage."""
     if type(value) is str:
         return SECRETS.mask(value)
     if isinstance(value, dict):
@@ -158,7 +158,7 @@ def redact_known(value: Any) -> Any:
 
 
 def redact(text: str) -> str:
-    """Returns a text without secrets: those that are known, and what looks like one.
+    """Returns a text with known and likely secrets masked.
 
     >>> redact("https://me:pass@host/v1 refused 'Authorization: Bearer abc123'")
     "https://***@host/v1 refused 'Authorization: Bearer ***'"
@@ -168,7 +168,7 @@ def redact(text: str) -> str:
 
 
 def redact_reply(text: str) -> str:
-    """As :func:`redact`, without another look at the environment: for what comes with every request."""
+    """As :func:`redact`, without checking the environment again: for texts of every request."""
     text = SECRETS.mask(text)
     if len(text) > _SEARCHED:
         return redact_reply(text[:_SEARCHED]) + text[_SEARCHED:]
@@ -180,7 +180,7 @@ def redact_reply(text: str) -> str:
 
 
 def redact_values(values: Any) -> Any:
-    """Returns a configuration with the secrets in its texts masked, and those that are secrets by their names."""
+    """Returns a configuration with secrets masked, in texts and by the names of keys."""
     if isinstance(values, Mapping):
         return {redact_values(name): _value(name, value) for name, value in values.items()}
     if isinstance(values, list | tuple):
@@ -195,7 +195,7 @@ def _value(name: Any, value: Any) -> Any:
 
 
 def redact_error(error: BaseException) -> None:
-    """Masks secrets in the texts of an exception and of all that are chained to it."""
+    """Masks secrets in an exception and those chained to it, in place."""
     SECRETS.look()
     ahead: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -205,20 +205,20 @@ def redact_error(error: BaseException) -> None:
             continue
         seen.add(id(one))
         ahead += [one.__cause__, one.__context__]
-        # A class of the user's may do anything here; the texts that are made of such an error are masked as well.
+        # A user's class may raise here; texts made from the error are masked as well.
         with suppress(BaseException):
             ahead += getattr(one, "exceptions", ())
         with suppress(BaseException):
             if (args := _masked(one.args)) is not one.args:
                 one.args = args
-        for name, value in list(vars(one).items()):  # its notes are among them
+        for name, value in list(vars(one).items()):  # includes its notes
             with suppress(BaseException):
                 if (masked := _masked(value)) is not value:
                     _set(one, name, masked)
 
 
 def redact_logs() -> None:
-    """Has loguru's own handler, where nobody has set up another, write without secrets."""
+    """Replaces loguru's default handler, if it is still installed, by one that masks secrets."""
     import sys
 
     from loguru import logger
@@ -231,11 +231,11 @@ def redact_logs() -> None:
     def write(line: str) -> None:
         sys.stderr.write(redact(line))
 
-    logger.add(write, diagnose=False)  # which shows the values of variables
+    logger.add(write, diagnose=False)  # diagnose shows values of variables
 
 
 def _masked(value: Any) -> Any:
-    """Returns the same object where there is nothing to mask."""
+    """Returns a value with secrets masked; the same object if there are none."""
     if isinstance(value, str):
         text = redact_reply(str(value))
         return value if text == value else text
@@ -260,7 +260,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 
 def _forms(value: str) -> set[str]:
-    """Returns the encodings in which a server may send a value back."""
+    """Returns the encodings of a value that a server may echo."""
     raw = value.encode("utf-8", "surrogatepass")
     forms = {value, quote(raw), quote(raw, safe=""), quote_plus(raw), html.escape(value), repr(value)[1:-1]}
     forms |= {
@@ -270,7 +270,7 @@ def _forms(value: str) -> set[str]:
     forms |= {form.replace("/", "\\/") for form in list(forms)}
     if len(raw) >= _WORD:
         forms |= {raw.hex(), raw.hex().upper()}
-        for shift in range(3):  # in base64 the text before it decides how a value looks
+        for shift in range(3):  # its base64 depends on the length of the text before it
             text = base64.b64encode(b"\0" * shift + raw).decode()
             text = text[(0, 2, 3)[shift] : len(text) - (0, 3, 2)[(shift + len(raw)) % 3]]
             forms |= {text, text.replace("+", "-").replace("/", "_")}
@@ -278,14 +278,14 @@ def _forms(value: str) -> set[str]:
 
 
 def _pieces_of(value: str) -> Iterator[tuple[str, int, str]]:
-    """Yields what to look for: all of a short form, pieces of a long one."""
+    """Yields the pieces to search for: whole short encodings, and pieces of long ones."""
     for form in sorted(_forms(value)):
         yield form, 0, form
         size, stride = (_PIECE, _STRIDE) if form == value else (2 * _PIECE, 2 * _PIECE)
         if len(form) >= 2 * _PIECE:
             for at in range(0, len(form) - size + 1, stride):
                 piece = form[at : at + size]
-                # Words that a value is made of stand in other texts too.
+                # Plain words in a value also occur in other texts.
                 if any(c.isdigit() for c in piece) or not (piece.islower() or piece.isupper()):
                     yield piece, at, form
 

@@ -1,7 +1,7 @@
-"""What SIGHUP, SIGINT and SIGTERM do to a command: the first one ends it, and further ones change nothing.
+"""Handlers of SIGHUP, SIGINT and SIGTERM: the first signal ends a command, further ones have no effect.
 
-Python's own handlers differ by signal and by moment: SIGTERM ends the interpreter without any cleaning up, and a
-second Ctrl-C interrupts the cleaning up of the first.
+Python's default handlers differ: SIGTERM ends the interpreter without clean-up, and a second Ctrl-C interrupts the
+clean-up of the first.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 ORPHAN_S = 4
-"""Seconds that a run may take to end after its supervisor was killed."""
+"""Seconds that a run may take to end after its supervisor is killed."""
 
 
 class Stopping:
-    """The handlers of the signals that end a command; a context manager that may be entered again.
+    """Installs the signal handlers; a reentrant context manager.
 
     Outside of :meth:`deferred` the first signal raises KeyboardInterrupt. A signal that is ignored when the handlers
-    are installed (SIGHUP under nohup) stays so.
+    are installed (SIGHUP under nohup) stays ignored.
 
     Attributes:
-        received: the first signal, None before it.
+        received: the first signal; None before it.
     """
 
     def __init__(self) -> None:
@@ -51,29 +51,29 @@ class Stopping:
             self._before.clear()
 
     def install(self) -> None:
-        """Installs the handlers; does nothing outside of the main thread."""
+        """Installs the handlers; has no effect outside the main thread."""
         for number in SIGNALS:
             handler = signal.getsignal(number)
             if handler == signal.SIG_IGN:
                 continue
             with contextlib.suppress(ValueError):  # only the main thread may install handlers
-                # Also if it is Python's own handler already: a library in C++ replaces it behind Python's back.
+                # Also if it is our handler already: a C++ library may have replaced it without Python's knowledge.
                 signal.signal(number, self._handle)
                 if handler != self._handle:
                     self._before.setdefault(number, handler)
 
     def reinstall(self) -> None:
-        """Installs the handlers again, if they were installed and a library has replaced them."""
+        """Installs the handlers again if they are in use, as a library may have replaced them."""
         if self._depth:
             self.install()
 
     def supervised_by(self, pid: int) -> None:
-        """Tells which parent process ends this one if it does not end by itself."""
+        """Sets the parent process that ends this one if it does not end by itself."""
         self._supervisor = pid
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Lets a signal be recorded, and raise nothing; :meth:`calls` says what else it does."""
+        """Within the block a signal does not raise: it is recorded and calls what :meth:`calls` sets."""
         self._deferred = True
         try:
             yield
@@ -82,14 +82,14 @@ class Stopping:
             self._on_stop = None
 
     def calls(self, on_stop: Callable[[], None] | None) -> None:
-        """Sets what the first signal calls, from the main thread; calls it at once if the signal has come."""
+        """Sets a function that the first signal calls in the main thread; calls it now if there was a signal."""
         self._on_stop = on_stop
         if self.received is not None and on_stop is not None:
             on_stop()
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports of a command that the signal ended; of SIGINT if there was none."""
+        """The exit code of a shell for a command that the signal ended; that of SIGINT if there was none."""
         return 128 + (self.received or signal.SIGINT)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -97,7 +97,7 @@ class Stopping:
             return
         self.received = signal.Signals(number)
         if self._supervisor and os.getppid() != self._supervisor:
-            # Nothing else ends a run that hangs: the kernel does, whatever Python is busy with.
+            # The supervisor is gone: let the kernel end this process if it hangs.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(ORPHAN_S)
         if self._on_stop is not None:
@@ -107,4 +107,4 @@ class Stopping:
 
 
 stopping = Stopping()
-"""Of this process: signals belong to the process, and so do their handlers."""
+"""The handlers of this process."""

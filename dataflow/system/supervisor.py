@@ -1,11 +1,10 @@
-"""The process above a run: it reports an end that the run's own process could not, and leaves nothing behind.
+"""The parent process of a run: reports its end if the run cannot do so itself, and ends all its processes.
 
-``dataflow run`` forks before anything heavy is imported. The child is the run. Ray's library ends that process from
-C++ at once when it loses the raylet, and the kernel may kill it, so Python in it cannot always report its own end.
-The parent waits: it passes signals on, ends what does not end by itself, completes the run's summary and prints one
-sentence if the child has printed none. Every process of the run descends from the parent, or is handed to it by the
-kernel when its own parent dies (PR_SET_CHILD_SUBREAPER), so it finds them all without knowing their names. If the
-parent itself is killed, the child gets SIGTERM.
+``dataflow run`` forks before heavy imports, and the child executes the run. Ray's C++ library ends that process when it
+loses the raylet, and the kernel may kill it, so the child cannot always report its own end. The parent forwards
+signals, kills processes that do not end, completes the run's summary and prints one sentence if the child has not. All
+processes of the run are descendants of the parent, which is also their subreaper (PR_SET_CHILD_SUBREAPER), so it finds
+them without knowing their names. If the parent is killed, the child gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from dataflow.system.stopping import SIGNALS, stopping
 
 _PDEATHSIG, _SUBREAPER = 1, 36  # of prctl(2)
 STARTING_S = 4.0
-"""Seconds that a stopped run may take to close before its first task; there is nothing yet to be saved."""
+"""Seconds that a stopped run may take to close before its first task, when there is nothing to save."""
 CLOSING_S = 15.0
-"""Seconds that a stopped run may take to close later on, and that any may take to exit after its last word."""
+"""Seconds that a stopped run may take to close after its first task, and any run to exit after it has reported."""
 SECOND_S = 0.3
-"""Seconds after which another signal is a second one; before that it is the same one, sent to process and group."""
+"""Seconds after which another signal counts as a second one, not as the same one sent to process and group."""
 LOST_S = 0.5
-"""Seconds in which a run ends by itself after it has lost a process that it cannot do without."""
+"""Seconds that a run has to end by itself after one of the :data:`VITAL` processes has died."""
 ENDING_S = 0.5
-"""Seconds in which the processes of a run that has ended well end by themselves."""
+"""Seconds that the processes of a successful run have to end by themselves."""
 VITAL = {"raylet": "raylet", "gcs_server": "GCS"}
-"""Ray's processes without which a run cannot go on: what they are called by the system, and in Ray's documentation."""
+"""Ray's processes that a run cannot continue without: by process name, the name in Ray's documentation."""
 
-Finish: TypeAlias = Callable[[Path, str, int | None], str]
-"""Given a run's directory, its status and its steps, writes its summary if it has none; says how far it came."""
+Summarise: TypeAlias = Callable[[Path, str, int | None], str]
+"""Given a run's directory, status and steps, writes its summary if there is none; returns how far it came."""
 
 SHOW_CURSOR = "\x1b[?25h"
 
@@ -50,30 +49,30 @@ _channel: int | None = None
 
 
 def report(**facts: Any) -> None:
-    """Tells the supervisor something about this run; does nothing in a process that has none.
+    """Sends facts about this run to its supervisor; has no effect in a process without one.
 
     Args:
         facts: ``directory`` and ``steps`` of the run; ``training``: it has begun; ``ray``: "started" or "closing";
-            ``temporary``: a file or directory to remove if this process dies, of which there may be several;
-            ``done``: the exit code, after the last word.
+            ``temporary``: a file or directory to remove if this process dies (may be sent repeatedly); ``done``: the
+            exit code, sent last.
     """
     if _channel is not None:
-        with contextlib.suppress(BrokenPipeError):  # the supervisor was killed; SIGTERM is on its way
+        with contextlib.suppress(BrokenPipeError):  # the supervisor was killed, so SIGTERM follows
             os.write(_channel, (json.dumps(facts) + "\n").encode())
 
 
 def can_supervise() -> bool:
-    """Whether this process may fork, on a system that has what the supervisor needs."""
+    """Whether this process may fork and the system supports the supervisor."""
     alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
     return sys.platform == "linux" and hasattr(os, "pidfd_open") and alone
 
 
-def supervise(work: Callable[[], int], finish: Finish) -> int:
+def supervise(work: Callable[[], int], finish: Summarise) -> int:
     """Runs ``work`` in a child process under a supervisor.
 
     Args:
         work: returns an exit code.
-        finish: completes what the child leaves; see :data:`Finish`.
+        finish: completes the summary; see :data:`Summarise`.
 
     Returns:
         The exit code, in both processes.
@@ -84,7 +83,7 @@ def supervise(work: Callable[[], int], finish: Finish) -> int:
     receives, sends = os.pipe()
     parent = os.getpid()
     _prctl(_SUBREAPER, 1)
-    # A signal that comes before the handlers are installed waits for them.
+    # Signals stay pending until the handlers are installed.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     child = os.fork()
     if child == 0:
@@ -95,23 +94,23 @@ def supervise(work: Callable[[], int], finish: Finish) -> int:
 
 
 def open_standard_streams() -> None:
-    """Opens the null device in place of a standard stream that this process was started without (``>&-``).
+    """Opens the null device for each standard stream that is closed (``>&-``).
 
-    Otherwise the next file or pipe that is opened takes its number, and gets what is printed.
+    Otherwise the next file or pipe would get its number, and the output.
     """
     names = ("stdin", "stdout", "stderr")
     for number, name in enumerate(names):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
 def _supervised(work: Callable[[], int], parent: int, channel: int) -> int:
-    """Runs in the child."""
+    """Runs ``work`` in the child."""
     global _channel
     _channel = channel
     code = 1
@@ -119,7 +118,7 @@ def _supervised(work: Callable[[], int], parent: int, channel: int) -> int:
         stopping.supervised_by(parent)
         _prctl(_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
-            return code  # it was killed before this process could ask for a signal
+            return code  # the parent was killed before prctl
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             code = work()
@@ -127,9 +126,9 @@ def _supervised(work: Callable[[], int], parent: int, channel: int) -> int:
             print("\ninterrupted", file=sys.stderr)
             code = stopping.exit_code
         finally:
-            # Also before the traceback of an error that nobody expected.
+            # In case of an unexpected error, before its traceback.
             report(done=code)
-    # The last word is said: what the exit still takes is the supervisor's to cut off.
+    # Ignore signals from here on: the supervisor limits the time of the exit.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     return code
@@ -140,15 +139,15 @@ def _prctl(option: int, value: int) -> None:
 
 
 class Supervisor:
-    """Waits for a run's process and for what it has started.
+    """Waits for a run's process and its descendants.
 
     Args:
         child: its process id.
-        channel: where it reports; see :func:`report`.
+        channel: file descriptor of its reports; see :func:`report`.
         finish: see :func:`supervise`.
     """
 
-    def __init__(self, child: int, channel: int, finish: Finish) -> None:
+    def __init__(self, child: int, channel: int, finish: Summarise) -> None:
         self._child = child
         self._channel = channel
         self._finish = finish
@@ -165,7 +164,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """Returns the exit code, when nothing of the run is left."""
+        """Waits until no process of the run is left; returns the exit code."""
         os.set_blocking(self._channel, False)
         with self._selector, self._woken():
             self._selector.register(self._channel, selectors.EVENT_READ, self._read)
@@ -200,13 +199,13 @@ class Supervisor:
         finally:
             signal.set_wakeup_fd(wakeup)
             for number in SIGNALS:
-                # From here to the exit there is nothing left to end, only a sentence to print.
+                # All processes have ended; only the final sentence remains.
                 signal.signal(number, signal.SIG_IGN)
             signal.signal(signal.SIGCHLD, before[signal.SIGCHLD])
             os.close(receives)
             os.close(sends)
 
-    # --- what happens -------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------
 
     def _signals(self, wakeup: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -235,11 +234,11 @@ class Supervisor:
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._status is None:  # until it is reaped, the id is the child's
+        if self._status is None:  # the id may be reused once the child is reaped
             os.kill(self._child, number)
 
     def _reap(self) -> bool:
-        """Takes the status of each child that has ended; returns whether none is left."""
+        """Reaps the children that have ended; returns whether none is left."""
         try:
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -251,16 +250,16 @@ class Supervisor:
             return True
 
     def _read(self) -> None:
-        """Reads what the child has reported by now."""
+        """Reads the reports of the child that have arrived."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._channel, 65536):
                 *lines, self._partial = (self._partial + data).split(b"\n")
                 for line in lines:
-                    self._told(json.loads(line))
-            if self._channel in self._selector.get_map():  # its end, which would be readable for ever
+                    self._on_facts(json.loads(line))
+            if self._channel in self._selector.get_map():  # at its end it would stay readable
                 self._selector.unregister(self._channel)
 
-    def _told(self, facts: dict[str, Any]) -> None:
+    def _on_facts(self, facts: dict[str, Any]) -> None:
         if "temporary" in facts:
             self._temporary.append(Path(facts.pop("temporary")))
         self._facts |= facts
@@ -284,7 +283,7 @@ class Supervisor:
     def _daemon_died(self, name: str, fd: int) -> None:
         self._selector.unregister(fd)
         os.close(fd)
-        self._read()  # a run that has begun to close has reported so before it ended its Ray
+        self._read()  # a closing run reports so before it ends Ray
         if self._facts.get("ray") == "started" and not self._lost:
             self._lost = name
             self._within(LOST_S)
@@ -292,13 +291,13 @@ class Supervisor:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
-        """Ends what the run has started and not ended, whatever it is."""
+        """Ends all remaining processes of the run."""
         if self._facts.get("done") == 0 and self._alone_within(ENDING_S):
             return
         self._signal_all(signal.SIGTERM)
         if self._alone_within(1.0):
             return
-        # A tracker of shared memory removes what the processes that are killed leave, and then ends by itself.
+        # The resource tracker removes the shared memory of killed processes and then ends.
         self._signal_all(signal.SIGKILL, but="resource_tracker")
         if self._alone_within(1.0):
             return
@@ -316,7 +315,7 @@ class Supervisor:
                     process.send_signal(number)
 
     def _alone_within(self, seconds: float) -> bool:
-        """Waits until no process of the run is left; returns whether that is so."""
+        """Waits until no process of the run is left; returns False after ``seconds``."""
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self._wakeup, selectors.EVENT_READ)
@@ -330,7 +329,7 @@ class Supervisor:
         return True
 
     def _conclude(self) -> int:
-        """Completes what the child has left undone; returns the exit code."""
+        """Removes temporary files, completes the summary and prints the end; returns the exit code."""
         for path in self._temporary:
             with contextlib.suppress(OSError):  # the run has removed it
                 if path.is_dir():
@@ -344,19 +343,19 @@ class Supervisor:
         if code is not None:
             return int(code)
         if self._stopped is not None:
-            code, said = 128 + self._stopped, f"\ninterrupted{': ' if ended else ''}{ended}"
+            code, text = 128 + self._stopped, f"\ninterrupted{': ' if ended else ''}{ended}"
         else:
-            code, said = 1, f"RunError: {self._what_died()}{'; it ' if ended else ''}{ended}; run it again."
+            code, text = 1, f"RunError: {self._what_died()}{'; it ' if ended else ''}{ended}; run it again."
         with contextlib.suppress(OSError):  # the terminal is closed
-            # A moving picture hides the cursor.
-            print(f"{SHOW_CURSOR if sys.stderr.isatty() else ''}{said}", file=sys.stderr, flush=True)
+            # The live view hides the cursor.
+            print(f"{SHOW_CURSOR if sys.stderr.isatty() else ''}{text}", file=sys.stderr, flush=True)
         return code
 
     def _what_died(self) -> str:
         logs = f" (Ray's logs are in {self._logs})" if self._logs else ""
         assert self._status is not None
         killed = os.WIFSIGNALED(self._status) and os.WTERMSIG(self._status) == signal.SIGKILL and not self._cut
-        # If the child was killed, its Ray has died of that.
+        # If the child was killed, Ray died because of that.
         if self._lost and not killed:
             return f"Ray's {self._lost} died (killed, or out of memory), without which the run cannot go on{logs}"
         if os.WIFSIGNALED(self._status):

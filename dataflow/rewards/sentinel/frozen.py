@@ -1,4 +1,4 @@
-"""What froze an agent's process before: the agent that takes its place must not call that again."""
+"""The calls that froze earlier processes of an agent; the agent must not make them again."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dataflow.rewards.requests import Step
 from dataflow.rewards.sentinel.sentinel import Kind
 
 FILE = "frozen.jsonl"
-"""Beside the ledger of a run: a line for each call that froze an agent."""
+"""Name of the record, beside the ledger of a run: one line for each call that froze an agent."""
 
 
 class FrozenCall(RewardFailed):
-    """A call froze the agent's process, which was ended for it; it is not made again."""
+    """A call froze the agent's process, which was ended; the call is not repeated."""
 
     retry = False
 
 
 class Frozen:
-    """The calls that froze the agents before this one.
+    """The calls that froze the agent's earlier processes.
 
     Args:
-        path: of the record; None, or no such file, knows none. A line that cannot be read, such as one that a full
-            disk cut off, is left out with a warning.
+        path: of the record; if None or missing, there are none. Unreadable lines, such as one truncated by a full
+            disk, are ignored with a warning.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -35,7 +35,7 @@ class Frozen:
         self._keys: dict[str, str] = {}
         self._groups: dict[tuple[Step, int], str] = {}
         self.log = ""
-        """What is to be said of the user's ``log``, if that did it."""
+        """How the user's ``log`` froze the agent; "" if it did not."""
         if path is None or not path.is_file():
             return
         unreadable = 0
@@ -46,8 +46,8 @@ class Frozen:
                 unreadable += 1
         if unreadable:
             logger.warning(
-                f"reward agent: lines of {path} that cannot be read, damaged or edited: {unreadable}; a call that they "
-                "named may freeze the agent once more. See that the disk is in order and has space."
+                f"reward agent: unreadable lines in {path}, damaged or edited: {unreadable}; their calls may freeze "
+                "the agent again. Check that the disk is in order and has space."
             )
 
     def _add(self, facts: dict[str, Any]) -> None:
@@ -62,12 +62,12 @@ class Frozen:
             self._samples[*at, facts["sample"]] = story
 
     def sample(self, step: Step, group: int, sample: int, key: bytes | None) -> str:
-        """Returns what happened when a sample, or another with the same text, was scored; nothing if it was not."""
+        """Returns how scoring a sample, or another with the same text, froze the agent; "" if it did not."""
         if not self._keys and not self._samples:
             return ""
         known = "" if key is None else self._keys.get(key[:8].rstrip(b"\0").hex(), "")
         return known or self._samples.get((step, group, sample), "")
 
     def group(self, step: Step, group: int) -> str:
-        """Returns what happened when a group was post-processed."""
+        """Returns how post-processing a group froze the agent; "" if it did not."""
         return self._groups.get((step, group), "")

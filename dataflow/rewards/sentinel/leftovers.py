@@ -1,4 +1,4 @@
-"""Processes that user code has started and left behind: what a program was asked in a thread that was given up."""
+"""Ends the processes that abandoned calls of user code have started."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from collections.abc import Collection
 
 from dataflow.rewards.sentinel.process import descendants
 
-_TICK_S = 0.011  # the system tells when a process began in hundredths of a second, rounded down
-# What Python and torch start for all of the process, and use again.
+_TICK_S = 0.011  # start times of processes are in hundredths of a second, rounded down
+# Helpers of Python and torch that the whole process shares.
 _SHARED = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"compile_worker")
 
 
 def end_children(since_s: float, but: Collection[int] = ()) -> list[int]:
-    """Kills the children of this process that began some seconds ago or later, and what they have started.
+    """Kills the children of this process that started within the last ``since_s`` seconds, and their descendants.
 
     Args:
         since_s: seconds before now.
-        but: children to leave alone.
+        but: ids of children to spare.
 
     Returns:
-        The ids of the processes that were killed; none where the system does not tell (on other systems than Linux).
+        The ids of the killed processes; on other systems than Linux always none.
     """
     if sys.platform != "linux":
         return []
@@ -46,7 +46,7 @@ def _children() -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of a process from its state on; none if it is gone."""
+    """Returns the fields of /proc/PID/stat from the state on; none if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()

@@ -1,10 +1,11 @@
-"""The process of the sentinel: asks the agent's process whether it lives, and ends it when user code has frozen it.
+"""The sentinel's process: pings the agent's process and ends it when user code has frozen it.
 
-Runs by its file, isolated, with nothing but the standard library: it must start fast and hold little memory. Each
-question is answered twice: by a thread, which takes Python's lock, and by the event loop. It waits for answers with a
-deadline. Who is to blame stands in a page of shared memory: a slot a thread, with a mark while that runs user code.
+It runs as a script, isolated, with the standard library only, to start fast and use little memory. Each ping is
+answered twice: by a thread, which needs Python's lock (the GIL), and by the event loop. The answers have a deadline.
+The responsible call is found in a page of shared memory, with a slot per thread that holds a mark while the thread runs
+user code.
 
-The other side is sentinel.py.
+The agent's side is sentinel.py.
 """
 
 import contextlib
@@ -22,16 +23,16 @@ import time
 from pathlib import Path
 
 THREAD = struct.Struct("<qQ")
-"""Of a slot: the thread's native id, and its identity to Python."""
+"""First part of a slot: the thread's native id, and its ``threading.get_ident()``."""
 MARK = struct.Struct("<qqqqq8s")
-"""Of a slot: number of the call (0: none runs), kind, step, group, sample, beginning of the request's key."""
+"""Rest of a slot: number of the call (0: none), kind, step, group, sample, first bytes of the request's key."""
 SLOT = struct.Struct("<qQqqqqq8s")
 
-_GRACE_S = 2.0  # how long a signal may go unheeded
-_PAUSE_S = 1.0  # between two questions
-_LOOK_S = 0.5  # between two looks at what does not answer
-_STALE_S = 5.0  # a look that comes so late was held up itself: the machine slept, or this process was stopped
-_WINDOW_S = 0.5  # in which threads that wait for the lock show by waking every 5 ms
+_GRACE_S = 2.0  # how long a signal may stay unhandled
+_PAUSE_S = 1.0  # between two pings
+_CHECK_S = 0.5  # between two checks of a process that does not answer
+_STALE_S = 5.0  # a check this late was itself delayed: the machine slept, or this process was stopped
+_WINDOW_S = 0.5  # in which a thread that waits for the lock wakes every 5 ms
 _WAKES = 5
 _DUMP_S = 3.0
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n((?:  File [^\n]*\n?)*)")
@@ -39,7 +40,7 @@ _FRAME = re.compile(r'  File "([^"]*)", line (\d+) in ([^\n]*)')
 
 
 class Ended(Exception):
-    """There is nothing to watch any more."""
+    """The watched process has ended or closed the sentinel."""
 
 
 class Watch:
@@ -55,26 +56,26 @@ class Watch:
         self.page = mmap.mmap(options["page"], 0, access=mmap.ACCESS_READ)
         self.steps: dict[int, str] = {}
         self.answers: set[bytes] = set()
-        self.said = False
+        self.reported = False
         self.poll = select.poll()
         self.poll.register(self.socket, select.POLLIN)
-        with contextlib.suppress(AttributeError, OSError):  # not Linux: the end of the socket tells
+        with contextlib.suppress(AttributeError, OSError):  # not Linux: the end of the socket is enough
             self.poll.register(os.pidfd_open(self.pid), select.POLLIN)
 
     def run(self) -> None:
         pause_s = _PAUSE_S if self.after_s is None else min(_PAUSE_S, self.after_s / 4)
-        look_s = _LOOK_S if self.after_s is None else min(_LOOK_S, self.after_s / 4)
+        check_s = _CHECK_S if self.after_s is None else min(_CHECK_S, self.after_s / 4)
         number = 0
         while True:
             number += 1
-            question = b"%d" % number
+            ping = b"%d" % number
             self.answers.clear()
-            self.send(question)
-            self.asked = self.looked = time.monotonic()
-            self.held = (0, 0.0)  # call that holds up the loop, and since when it was seen to
-            while {b"g" + question, b"l" + question} - self.answers:
-                self.wait(look_s)
-                self.look(b"g" + question in self.answers, b"l" + question in self.answers)
+            self.send(ping)
+            self.pinged = self.checked = time.monotonic()
+            self.held = (0, 0.0)  # the call that blocks the loop, and since when
+            while {b"g" + ping, b"l" + ping} - self.answers:
+                self.wait(check_s)
+                self.check(b"g" + ping in self.answers, b"l" + ping in self.answers)
             end = time.monotonic() + pause_s
             while (left := end - time.monotonic()) > 0:
                 self.wait(left)
@@ -86,7 +87,7 @@ class Watch:
             raise Ended from None
 
     def wait(self, seconds: float) -> None:
-        """Waits for a message, or so long, and takes all that have come."""
+        """Waits up to ``seconds`` for a message and reads all that have arrived."""
         ready = {fd for fd, _ in self.poll.poll(seconds * 1000)}
         if ready - {self.socket.fileno()}:
             raise Ended
@@ -105,17 +106,17 @@ class Watch:
             else:
                 self.answers.add(message)
 
-    def look(self, lock_free: bool, loop_free: bool) -> None:
-        """Sees whether what has not answered is frozen."""
-        now, before = time.monotonic(), self.looked
-        self.looked = now
+    def check(self, lock_free: bool, loop_free: bool) -> None:
+        """Checks whether the process is frozen, given which of its two answers have arrived."""
+        now, before = time.monotonic(), self.checked
+        self.checked = now
         if loop_free and lock_free:
             return
         if now - before > _STALE_S or self.state() in "tT":
-            self.asked, self.held = now, (0, now)
+            self.pinged, self.held = now, (0, now)
             return
         if not lock_free:
-            self.judge(now - self.asked, "lock")
+            self.judge(now - self.pinged, "lock")
             return
         call = self.slot(0)[2]
         if call != self.held[0]:
@@ -127,28 +128,28 @@ class Watch:
         signalled = self.signalled() if frozen_s >= _GRACE_S else 0
         if not signalled and (self.after_s is None or frozen_s < self.after_s):
             return
-        guilty = self.slot(0) if what == "loop" else self.holder()
+        frozen = self.slot(0) if what == "loop" else self.holder()
         if what == "lock" and any(answer[:1] == b"g" for answer in self.answers):
-            return  # it has let go meanwhile
-        if guilty is not None:
-            self.end(guilty, what, frozen_s, signalled)
+            return  # the lock was released meanwhile
+        if frozen is not None:
+            self.end(frozen, what, frozen_s, signalled)
         elif signalled:
-            self.say(f"{_interrupted(signalled)} while something keeps Python's lock; the process was ended")
+            self.report(f"{_interrupted(signalled)} while something keeps Python's lock; the process was ended")
             self.kill()
-        elif not self.said:
-            self.said = True
-            self.say(
-                f"nothing in process {self.pid} has run for {frozen_s:.0f} s, as something keeps Python's lock that is "
-                "no reward function"
+        elif not self.reported:
+            self.reported = True
+            self.report(
+                f"nothing in process {self.pid} has run for {frozen_s:.0f} s, as something other than a reward "
+                "function keeps Python's lock"
             )
 
-    # --- who it is ----------------------------------------------------------------------------------------
+    # --- the responsible call ----------------------------------------------------------------------------------------
 
     def slot(self, number: int) -> tuple:
         return SLOT.unpack_from(self.page, number * SLOT.size)
 
     def holder(self) -> tuple | None:
-        """Returns the slot of the thread that keeps the lock: of those in user code one that does not wait for it."""
+        """Returns the slot of the thread that holds the lock: one in user code that does not wait for the lock."""
         busy = []
         for number in range(len(self.page) // SLOT.size):
             slot = self.slot(number)
@@ -164,10 +165,10 @@ class Watch:
         for slot in busy:
             old, new = before[slot[0]], self.usage(slot[0])
             if old is None or new is None:
-                found.append((0, slot[2], slot))  # not Linux: all may be it
+                found.append((0, slot[2], slot))  # not Linux: any thread may hold it
             elif new[0] - old[0] < _WAKES:
                 found.append((new[1] - old[1], slot[2], slot))
-        # The one that computes; of those that sleep, the one that was called last.
+        # The thread that computes; if all sleep, the one with the latest call.
         return max(found)[2] if found else None
 
     def usage(self, thread: int) -> tuple[int, int] | None:
@@ -187,7 +188,7 @@ class Watch:
             return "?"
 
     def signalled(self) -> int:
-        """Returns a signal that the event loop was sent and has not read: it is looked at, not taken away."""
+        """Returns a signal that the event loop has not read yet, without consuming it."""
         if self.wakes is None:
             return 0
         try:
@@ -197,9 +198,9 @@ class Watch:
         return next((number for number in waiting if number in (signal.SIGINT, signal.SIGTERM)), 0)
 
     def place(self, thread: int) -> tuple[str, str]:
-        """Returns the function of the user's that a thread is in, and its file and line, if that can be told."""
+        """Returns the user's function that a thread runs, and its file and line if known."""
         frames = _FRAME.findall(dict(_THREAD.findall(self.stacks())).get(f"{thread:016x}", ""))
-        # The frame that our own code called last: those outside of it run the thread.
+        # The frames inside the last call from our own code.
         inner = list(itertools.takewhile(lambda frame: not frame[0].startswith(self.ours), frames))
         users = [frame for frame in reversed(inner) if not frame[0].startswith(self.machinery)]
         if not users:
@@ -208,7 +209,7 @@ class Watch:
         return f"'{function}'", f" ({os.path.basename(file)}:{line})"
 
     def stacks(self) -> str:
-        """Returns the stacks of all threads, as Python's fault handler writes them for a signal, without the lock."""
+        """Returns the stacks of all threads, which faulthandler writes on a signal without needing the lock."""
         if self.signal is None:
             return ""
         os.kill(self.pid, self.signal)
@@ -220,44 +221,46 @@ class Watch:
             quiet_s = 0.2
         return text.decode(errors="replace")
 
-    # --- what is done about it ----------------------------------------------------------------------------
+    # --- the end of the process ----------------------------------------------------------------------------
 
     def end(self, slot: tuple, what: str, frozen_s: float, signalled: int) -> None:
         _thread, ident, _call, kind, step, group, sample, key = slot
         function, place = self.place(ident)
         step = self.steps.get(step, step)
         of = f"group {group} of step {step}"
-        who = f"sample {sample} of {of}" if sample >= 0 else of
+        request = f"sample {sample} of {of}" if sample >= 0 else of
         if what == "lock":
             how = f"has kept Python's lock for {frozen_s:.0f} s, so that nothing else in its process could run"
             fix = "run it in processes of its own with reward.manager=remote"
         else:
-            how = f"has held up the event loop for {frozen_s:.0f} s, so that no other call and no time-out went on"
-            fix = "await what it waits for there, write it as a plain def, or set reward.manager=remote"
+            how = f"has blocked the event loop for {frozen_s:.0f} s, with every other call and all time-outs"
+            fix = "await what it waits for, write it as a plain def, or set reward.manager=remote"
         if signalled:
-            self.say(f"{_interrupted(signalled)}: {function}{place}, called for {who}, {how}; the process was ended")
+            self.report(
+                f"{_interrupted(signalled)}: {function}{place}, called for {request}, {how}; the process was ended"
+            )
             self.kill()
             return
         story = f"{function}{place} {how} (reward.frozen_after); the process was ended; {fix}."
         facts = {"kind": kind, "step": step, "group": group, "sample": sample, "key": key.rstrip(b"\0").hex()}
         if self.record is not None:
             with contextlib.suppress(OSError), open(self.record, "a") as file:
-                # On a line of its own, also behind one that was cut off.
+                # The leading newline separates it from a truncated line.
                 file.write("\n" + json.dumps({**facts, "story": story}) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
         if self.words is not None:
-            with contextlib.suppress(OSError):  # a machine that the run's own directory is not on
-                Path(self.words).write_text(f"{who}: {story}")
-        self.say(f"{who}: {story}")
+            with contextlib.suppress(OSError):  # the run's directory is on another machine
+                Path(self.words).write_text(f"{request}: {story}")
+        self.report(f"{request}: {story}")
         self.kill()
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         with contextlib.suppress(OSError):
             os.write(2, f"\ndataflow: {text.rstrip('.')}.\n".encode())
 
     def kill(self) -> None:
-        """Ends the process, and what it has started."""
+        """Kills the process and its descendants."""
         for pid in [self.pid, *descendants(self.pid)]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if pid != os.getpid():
@@ -266,7 +269,7 @@ class Watch:
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the processes that a process has started, directly or not, as far as the system tells."""
+    """Returns the ids of the descendants of a process; none on other systems than Linux."""
     children: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):
         for name in filter(str.isdigit, os.listdir("/proc")):

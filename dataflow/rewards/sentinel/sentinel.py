@@ -1,11 +1,11 @@
 """The sentinel: a process beside the agent's that ends it when user code freezes it.
 
-A function that keeps Python's interpreter lock (a regular expression that backtracks, a C extension) stops every
-thread of its process, the event loop and the handlers of signals with it. Only another process can see that. It reads
-who runs what from a page of shared memory, writes down which sample is to blame, and ends the agent's process; the
-agent that is built anew fails that sample by the failure rule (:mod:`dataflow.rewards.sentinel.frozen`).
+A function that keeps Python's lock (a regular expression that backtracks, a C extension) stops every thread of its
+process, with the event loop and the signal handlers. Only another process can detect that. The sentinel reads from a
+page of shared memory which thread runs which call, records the responsible sample, and ends the agent's process. The
+restarted agent fails that sample by the failure rule (:mod:`dataflow.rewards.sentinel.frozen`).
 
-The other side is sentinel_process.py.
+The sentinel's side is process.py.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from dataflow.rewards.sentinel import process as sentinel_process
 from dataflow.rewards.sentinel.process import MARK, SLOT, THREAD
 from dataflow.usercode.load import MACHINERY
 
-_SLOTS = 1 << 14  # threads that are seen
+_SLOTS = 1 << 14  # threads that fit into the page
 _IDLE = bytes(8)
-# The mark of the event loop's thread, whose slot is the first, and within it the number of the call.
-_LOOPS = slice(THREAD.size, SLOT.size)
-_LOOPS_CALL = slice(THREAD.size, THREAD.size + 8)
+# The mark of the event loop's thread, which has the first slot, and in it the number of the call.
+_LOOP_MARK = slice(THREAD.size, SLOT.size)
+_LOOP_CALL = slice(THREAD.size, THREAD.size + 8)
 _CLOSE_S = 5.0
 
 
 class Kind:
-    """What a mark says to run."""
+    """The kinds of calls in marks."""
 
     SCORE = 1
     POST_PROCESS = 2
@@ -53,12 +53,12 @@ class Kind:
 
 
 class Sentinel:
-    """Tells a process of its own that this one is alive, and what runs in each thread.
+    """Starts the sentinel's process, answers its pings and marks the calls that run in each thread.
 
     Args:
-        after_s: how long user code may keep everything else from running; None only lets signals end a frozen process.
-        record: file in which samples to blame are written down; None writes none.
-        inline: whether this is the process of the run itself: SIGINT and SIGTERM then end it while it is frozen.
+        after_s: seconds for which user code may freeze this process; with None only signals end a frozen process.
+        record: file that the responsible calls are appended to; None records none.
+        inline: whether this is the run's own process, which SIGINT and SIGTERM end even while it is frozen.
     """
 
     def __init__(self, after_s: float | None, record: str | Path | None, inline: bool) -> None:
@@ -74,7 +74,7 @@ class Sentinel:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, where it runs."""
+        """Id of the sentinel's process; None if it does not run."""
         return None if self._process is None else self._process.pid
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -96,11 +96,11 @@ class Sentinel:
         with tempfile.TemporaryFile() as file:
             file.truncate(_SLOTS * SLOT.size)
             self._page = mmap.mmap(file.fileno(), _SLOTS * SLOT.size)
-            self._settle(0)
+            self._assign(0)
             self._loop = loop
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             dump, self._dump = os.pipe()
-            number = self._dumps()
+            number = self._register_dump()
             wakes = getattr(loop, "_ssock", None) if self._inline else None  # asyncio writes each signal to it
             options = {
                 "pid": os.getpid(),
@@ -117,7 +117,7 @@ class Sentinel:
                 "ours": str(Path(__file__).parents[2]) + os.sep,
             }
             fds = [options[name] for name in ("socket", "page", "dump", "wakes") if options[name] is not None]
-            # By file and isolated: what lies in the working directory is not its to run.
+            # By file and isolated, so that it imports nothing from the working directory.
             command = [sys.executable, "-I", "-S", sentinel_process.__file__, json.dumps(options)]
             try:
                 self._process = subprocess.Popen(
@@ -128,28 +128,28 @@ class Sentinel:
                 os.close(dump)
         threading.Thread(target=self._answer, name="reward-sentinel", daemon=True).start()
 
-    def _dumps(self) -> int | None:
-        """Has the stacks of all threads written for a signal, by code that needs no lock; returns the signal."""
+    def _register_dump(self) -> int | None:
+        """Registers a signal that dumps the stacks of all threads without Python's lock; returns the signal."""
         first = getattr(signal, "SIGRTMIN", None)
         if first is None:
             return None
-        number = int(first) + 12  # one that nobody else uses
+        number = int(first) + 12  # unused by libraries
         faulthandler.register(number, file=self._dump, all_threads=True, chain=False)
         return number
 
     def _answer(self) -> None:
-        """Answers each question: at once, which takes the lock, and by the event loop."""
+        """Answers each ping twice: from this thread, which needs the lock, and from the event loop."""
         with suppress(OSError):  # it was closed
-            while question := self._socket.recv(64):
-                self._socket.send(b"g" + question)
+            while ping := self._socket.recv(64):
+                self._socket.send(b"g" + ping)
                 try:
-                    self._loop.call_soon_threadsafe(self._send, b"l" + question)
+                    self._loop.call_soon_threadsafe(self._send, b"l" + ping)
                 except RuntimeError:  # a loop that is closed is not frozen
-                    self._send(b"l" + question)
+                    self._send(b"l" + ping)
         if not self._closed:
             logger.warning(
-                "reward sentinel: its process has ended, so that a reward function that keeps Python's lock is not "
-                "noticed any more; see what ended it."
+                "reward sentinel: its process has ended, so that a reward function that keeps Python's lock is no "
+                "longer detected; check what ended it."
             )
 
     def _send(self, message: bytes) -> None:
@@ -174,17 +174,16 @@ class Sentinel:
             self._process.kill()
             self._process.wait()
 
-    # --- what runs ----------------------------------------------------------------------------------------
+    # --- marks ----------------------------------------------------------------------------------------
 
     def mark(self, kind: int, step: Step, group: int, sample: int = -1, key: bytes | None = None) -> bytes:
-        """Returns what the page is to say while a call runs.
+        """Returns the mark of a call.
 
         Args:
-            kind: of the call, see :class:`Kind`.
-            step: as submitted.
-            group: likewise.
-            sample: likewise; -1 for calls that are of a whole group.
-            key: of the request, if there is one.
+            kind: see :class:`Kind`.
+            step, group: as submitted.
+            sample: as submitted; -1 for calls of a whole group.
+            key: of the request, if it has one.
         """
         if isinstance(step, str):
             number = self._names.get(step)
@@ -195,32 +194,32 @@ class Sentinel:
             number = int(step)
         return MARK.pack(next(self._calls), kind, number, int(group), sample, (key or b"")[:8])
 
-    def _settle(self, slot: int) -> int:
-        """Gives this thread a slot of the page; returns where its mark is."""
+    def _assign(self, slot: int) -> int:
+        """Assigns a slot to this thread; returns the offset of its mark."""
         at = slot * SLOT.size
         self._page[at : at + THREAD.size] = THREAD.pack(threading.get_native_id(), threading.get_ident())
         self._local.at = at + THREAD.size
         return at + THREAD.size
 
     def enter(self, mark: bytes) -> None:
-        """This thread goes into user code."""
+        """Marks that this thread enters user code."""
         try:
             at = self._local.at
         except AttributeError:
             slot = next(self._slots)
-            at = self._local.at = self._settle(slot) if slot < _SLOTS else None
+            at = self._local.at = self._assign(slot) if slot < _SLOTS else None
         if at is not None:
             self._page[at : at + MARK.size] = mark
 
     def leave(self) -> None:
-        """This thread comes out of it."""
+        """Marks that this thread has left user code."""
         at = self._local.at
         if at is not None:
             self._page[at : at + 8] = _IDLE
 
     @contextmanager
     def inside(self, mark: bytes) -> Iterator[None]:
-        """Marks what runs within."""
+        """Marks the block as user code."""
         self.enter(mark)
         try:
             yield
@@ -228,12 +227,12 @@ class Sentinel:
             self.leave()
 
     def stepped(self, coroutine: Coroutine[Any, Any, Any], mark: bytes) -> Stepped:
-        """Returns a coroutine that is marked while it runs, not while it waits."""
+        """Returns a coroutine that is marked while it runs, but not while it is suspended."""
         return Stepped(coroutine, self._page, mark)
 
 
 class Stepped(Coroutine[Any, Any, Any]):
-    """A coroutine of user code, marked whenever it runs on the event loop."""
+    """A coroutine of user code, marked in each of its steps on the event loop."""
 
     __slots__ = ("_inner", "_mark", "_page", "_send")
 
@@ -245,19 +244,19 @@ class Stepped(Coroutine[Any, Any, Any]):
 
     def send(self, value: Any) -> Any:
         page = self._page
-        page[_LOOPS] = self._mark
+        page[_LOOP_MARK] = self._mark
         try:
             return self._send(value)
         finally:
-            page[_LOOPS_CALL] = _IDLE
+            page[_LOOP_CALL] = _IDLE
 
     def throw(self, *raised: Any) -> Any:
         page = self._page
-        page[_LOOPS] = self._mark
+        page[_LOOP_MARK] = self._mark
         try:
             return self._inner.throw(*raised)
         finally:
-            page[_LOOPS_CALL] = _IDLE
+            page[_LOOP_CALL] = _IDLE
 
     def close(self) -> None:
         self._inner.close()

@@ -75,7 +75,7 @@ async def main(function: str, record: str, after_s: float | None) -> None:
     calls = Calls(lambda _strays: None, lambda error: print(error), sentinel)
     for sample in range(3):
         mark = sentinel.mark(Kind.SCORE, "val:3", 7, sample, b"12345678rest" if function == "backtracks" else None)
-        ignore = {"done": lambda call: None, "freed": lambda call: None}
+        ignore = {"on_done": lambda call: None, "on_freed": lambda call: None}
         calls.start(globals()[function], {"bad": sample == 1}, mark=mark, **ignore)  # type: ignore[arg-type]
     await asyncio.sleep(1000)
 

@@ -37,4 +37,4 @@ def test_a_line_that_cannot_be_read_is_left_out_and_counted(tmp_path: Path, bad:
         logger.remove(sink)
     assert [frozen.sample(1, 0, sample, None) for sample in (2, 3, 4)] == ["it froze", "it froze", ""]
     assert len(said) == 1
-    assert f"lines of {path} that cannot be read, damaged or edited: 1;" in said[0]
+    assert f"unreadable lines in {path}, damaged or edited: 1;" in said[0]
