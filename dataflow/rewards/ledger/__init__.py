@@ -1,1 +1,1 @@
-"""Paid answers on disk, so that none is paid for twice."""
+"""Stores the answers to reward requests on disk, so that none is paid for twice."""

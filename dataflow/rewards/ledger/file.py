@@ -1,13 +1,13 @@
-"""The ledger's sqlite file: how it is made, read and written. What waits to be written is the ledger's business.
+"""The ledger's sqlite file: creates, reads and writes it. The ledger queues what is to be written.
 
 Invariants:
 
-* Each question to sqlite is one statement with one row for an answer. At each step of a statement sqlite3 hands over
-  the GIL, and beside busy reward threads it gets it back only after milliseconds: a row each would take seconds.
-* A request's first answer stays. No failure replaces it.
-* An answer carries a checksum of itself and its key. What does not fit, and whatever else is no answer, counts as
-  absent: only :func:`read_answer` turns what the file holds into values.
-* sqlite's own errors never leave this file: ConfigError while it is opened, RunError from then on.
+* Each query is one statement that returns one row. sqlite3 releases the GIL at each step of a statement and, beside
+  busy reward threads, reacquires it only after milliseconds: reading row by row would take seconds.
+* The first answer to a request is kept; no failure replaces it.
+* An answer has a checksum of itself and its key. An answer that does not match, or that :func:`read_answer` rejects,
+  counts as absent.
+* sqlite's errors are converted: to ConfigError while the file is opened, to RunError afterwards.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from dataflow.rewards.user.results import read_number, read_result
 
 Row = tuple[Any, ...]
 
-_OURS, _LAYOUT = 0x64664C67, 1  # in the file's header: whose it is, and in which layout
+_OURS, _LAYOUT = 0x64664C67, 1  # in the file's header: application and layout
 _BUSY_S = 60.0
-_ROWS, _KEYS = 2_000, 30_000  # of one statement: sqlite takes up to 32,766 values
+_ROWS, _KEYS = 2_000, 30_000  # per statement: sqlite accepts up to 32,766 values
 
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS run (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, flushed REAL)",
@@ -61,19 +61,19 @@ _INSERTS = {
 }
 KINDS = tuple(_INSERTS)
 
-# In hexadecimal: whatever a damaged row holds, the others can be read.
+# In hexadecimal, so that a damaged row does not affect the others.
 _FOUND = "hex(grp) || ' ' || hex(sample) || ' ' || hex(key) || ' ' || hex(checksum) || ' ' || hex(answer)"
 _OF_STEP = (
     f"SELECT group_concat({_FOUND}, ',')"
     " FROM request WHERE run = ? AND step = ? AND grp BETWEEN ? AND ? AND score IS NOT NULL"
 )
-# Runs without the cache may have answers of their own for one key; the oldest counts, each time.
+# Runs without the cache may have several answers for one key; the oldest is used.
 _OF_KEYS = (
     f"SELECT group_concat({_FOUND}, ',') FROM"
     " (SELECT grp, sample, key, checksum, answer FROM request WHERE score IS NOT NULL AND key IN ({marks})"
     " ORDER BY answered)"
 )
-# Not one that another process has put in its place meanwhile.
+# Unless another process has replaced it meanwhile.
 _DROP = (
     "UPDATE request SET answered = NULL, score = NULL, answer = NULL, checksum = NULL"
     " WHERE key = ? AND score IS NOT NULL AND hex(answer) = ?"
@@ -85,10 +85,10 @@ _TOTALS = (
 
 _MOVE = "move it away, with its -wal and -shm, or name another"
 _FIXES = {
-    "SQLITE_NOTADB": "it is no sqlite file; name another",
+    "SQLITE_NOTADB": "it is not an sqlite file; name another",
     "SQLITE_CORRUPT": f"the file is damaged; {_MOVE}",
     "SQLITE_FULL": "free some disk space",
-    "SQLITE_IOERR": "see that its disk has space and is in order",
+    "SQLITE_IOERR": "check that its disk has space and is in order",
     "SQLITE_BUSY": "another program keeps it locked; end that program",
     "SQLITE_LOCKED": "another program keeps it locked; end that program",
     "SQLITE_NOMEM": "free some memory",
@@ -99,14 +99,14 @@ _FIXES = {
 _ACCESS = ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")
 
 Found = tuple[int, int, bytes, str]
-"""Group, sample, key and answer, a JSON text in hexadecimal."""
+"""Group, sample, key, and answer (JSON in hexadecimal)."""
 
 
 def read_answer(text: str | bytes) -> tuple[float, dict[str, Any], float, int]:
-    """Returns score, extras, seconds and tries of an answer, checked as what a reward function returns.
+    """Returns score, extras, seconds and tries of an answer, checked like the result of a reward function.
 
     Raises:
-        ValueError: it is no answer.
+        ValueError: the text is not an answer.
     """
     try:
         score, extras, latency_s, tries = json.loads(text)
@@ -126,14 +126,14 @@ def _checksum(key: bytes, answer: bytes) -> int:
 
 
 class LedgerFile:
-    """One run's part of a ledger file. One thread may write while others, one at a time, read.
+    """One run's part of a ledger file. One thread may write while one other reads.
 
     Args:
-        path: absolute; the file and its directories are made if they are not there.
-        run: name.
+        path: absolute; the file and its directories are created if missing.
+        run: name of the run.
 
     Raises:
-        ConfigError: the file cannot be opened and written, or is none of ours.
+        ConfigError: the file cannot be opened and written, or is not a ledger.
     """
 
     def __init__(self, path: Path, run: str) -> None:
@@ -156,17 +156,17 @@ class LedgerFile:
             raise
 
     def save(self, rows: Mapping[str, Sequence[Row]], sync: bool, dropped: Sequence[tuple[bytes, str]] = ()) -> None:
-        """Writes rows, by their kind, in one commit.
+        """Writes rows in one commit.
 
         Args:
-            rows: ``submitted`` (step, group, sample, key, time), ``answered`` (.., time, score, JSON text of the
+            rows: by kind: ``submitted`` (step, group, sample, key, time), ``answered`` (.., time, score, JSON of the
                 answer), ``failed`` (.., story), ``collected`` (step, group, time); times are of ``time.time()``.
-            sync: also wait until the disk has this commit and all before.
-            dropped: answers that cannot be read, by key and text as :meth:`of_step` returned it: without them there
-                is room for new ones.
+            sync: whether to wait until this commit and all earlier ones are on disk.
+            dropped: unreadable answers to be removed, so that new ones can be stored: key and text as returned by
+                :meth:`of_step`.
 
         Raises:
-            RunError: they could not be written, or the file is no longer there.
+            RunError: the rows cannot be written, or the file has been removed.
         """
         try:
             self._writer.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
@@ -176,11 +176,11 @@ class LedgerFile:
                     db.execute(_DROP, (key, answer))
                 for kind in KINDS:
                     self._insert(kind, rows[kind])
-                if sync:  # there must be something to commit
+                if sync:  # an empty transaction would not be synced
                     db.execute("UPDATE run SET flushed = ? WHERE id = ?", (time.time(), self._run))
         except (OSError, sqlite3.Error) as error:
             raise RunError(_message(self.path, "it cannot be written", error)) from error
-        # sqlite writes on into a file that has been removed.
+        # sqlite continues to write into a removed file.
         if _inode(self.path) != self._inode:
             raise RunError(f"reward ledger {self.path}: it was removed during the run; leave it there and run again.")
 
@@ -195,15 +195,15 @@ class LedgerFile:
             self._writer.execute(f"INSERT INTO {into} VALUES {marks} ON CONFLICT DO {conflict}", values)
 
     def of_step(self, step: int | str, first: int, last: int) -> tuple[list[Found], list[Found]]:
-        """Returns the answers of a step's groups first to last, and those whose checksum does not fit.
+        """Returns the answers of a step's groups ``first`` to ``last``, and those with a wrong checksum.
 
         Raises:
             RunError: the file cannot be read.
         """
-        return _rows_of(self._ask(_OF_STEP, (self._run, step, first, last))[0])
+        return _rows_of(self._query(_OF_STEP, (self._run, step, first, last))[0])
 
     def of_keys(self, keys: Iterable[bytes]) -> tuple[list[Found], list[Found]]:
-        """Returns the answers that any run has for some keys, oldest first, and those whose checksum does not fit.
+        """Returns all runs' answers for some keys, oldest first, and those with a wrong checksum.
 
         Raises:
             RunError: the file cannot be read.
@@ -211,22 +211,22 @@ class LedgerFile:
         wanted, good, bad = list(set(keys)), [], []
         for start in range(0, len(wanted), _KEYS):
             part = wanted[start : start + _KEYS]
-            found = _rows_of(self._ask(_OF_KEYS.format(marks=",".join("?" * len(part))), part)[0])
+            found = _rows_of(self._query(_OF_KEYS.format(marks=",".join("?" * len(part))), part)[0])
             good += found[0]
             bad += found[1]
         return good, bad
 
     def totals(self) -> dict[str, int]:
-        """Returns how many requests of the run the file has, how many of them in which state, and collected groups.
+        """Returns the numbers of the run's requests, by state, and of its collected groups.
 
         Raises:
             RunError: the file cannot be read.
         """
-        return dict(zip(KINDS, self._ask(_TOTALS, {"run": self._run}), strict=True))
+        return dict(zip(KINDS, self._query(_TOTALS, {"run": self._run}), strict=True))
 
-    def _ask(self, question: str, values: Any) -> Row:
+    def _query(self, statement: str, values: Any) -> Row:
         try:
-            row: Row = self._reader.execute(question, values).fetchone()
+            row: Row = self._reader.execute(statement, values).fetchone()
         except (OSError, sqlite3.Error) as error:
             raise RunError(_message(self.path, "it cannot be read", error)) from error
         return row
@@ -238,30 +238,30 @@ class LedgerFile:
 
 
 def _rows_of(found: str | None) -> tuple[list[Found], list[Found]]:
-    """Returns the rows that are whole, and those that are not and whose key is known."""
+    """Returns the intact rows, and the damaged rows with a known key."""
     good: list[Found] = []
     bad: list[Found] = []
     for line in (found or "").split(",") if found else ():
         group, sample, key, checksum, answer = line.split(" ")
         key_, text = bytes.fromhex(key), bytes.fromhex(answer)
         try:
-            # A ledger of an older dataflow has no checksums.
+            # Rows written by older versions have no checksum.
             whole = not checksum or int(bytes.fromhex(checksum)) == _checksum(key_, text)
             row = (int(bytes.fromhex(group)), int(bytes.fromhex(sample)), key_, answer)
-        except ValueError:  # what stands there is no number
+        except ValueError:  # a column is not a number
             whole, row = False, (-1, -1, key_, answer)
         (good if whole else bad).append(row)
     return good, bad
 
 
 def check_file(path: Path) -> None:
-    """Checks that a ledger can be opened at a path, without making or changing a file there.
+    """Checks that a ledger can be opened at a path, without creating or changing a file.
 
     Args:
         path: absolute.
 
     Raises:
-        ConfigError: it is no ledger, or it cannot be opened and written.
+        ConfigError: the file is not a ledger, or cannot be opened and written.
     """
     try:
         _check_kind(path)
@@ -285,18 +285,18 @@ def _check_kind(path: Path) -> None:
 
 
 def _check_ours(db: sqlite3.Connection, path: Path) -> None:
-    (owner,) = db.execute("PRAGMA application_id").fetchone()
+    (application,) = db.execute("PRAGMA application_id").fetchone()
     (layout,) = db.execute("PRAGMA user_version").fetchone()
     (tables,) = db.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()
-    if owner != _OURS and (tables or layout):
+    if application != _OURS and (tables or layout):
         raise ConfigError(f"reward ledger {path}: it is another program's database; name another file.")
     if layout > _LAYOUT:
-        newer = f"a newer dataflow made it (layout {layout}, this one knows {_LAYOUT})"
+        newer = f"a newer version of dataflow wrote it (layout {layout}; this one supports {_LAYOUT})"
         raise ConfigError(f"reward ledger {path}: {newer}; update dataflow or name another file.")
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    # Statements differ by their number of rows: keeping many would only cost memory.
+    # Statements differ by their number of rows, so a larger cache would only cost memory.
     return sqlite3.connect(path, _BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=8)
 
 
@@ -309,7 +309,7 @@ def _inode(path: Path) -> int | None:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Lets one process after another open ledgers: sqlite does not wait where two switch a file to WAL at once."""
+    """Locks a directory while a ledger is opened: sqlite does not wait if two processes switch a file to WAL."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         try:
@@ -322,7 +322,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _wait_for(handle: int, directory: Path) -> None:
-    """Waits for the lock, in a thread: flock knows no time-out."""
+    """Waits for the lock in a thread, as flock has no time-out."""
     lock = threading.Thread(target=fcntl.flock, args=(handle, fcntl.LOCK_EX), daemon=True)
     lock.start()
     lock.join(_BUSY_S)
@@ -332,7 +332,7 @@ def _wait_for(handle: int, directory: Path) -> None:
 
 
 def _prepare(db: sqlite3.Connection, path: Path) -> None:
-    """Sets the file up, which also shows that it can be written."""
+    """Creates the tables, which also checks that the file can be written."""
     _check_ours(db, path)
     (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
     if mode != "wal":
@@ -341,7 +341,7 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
         db.execute("BEGIN IMMEDIATE")
         for statement in _SCHEMA:
             db.execute(statement)
-        # Those of an older dataflow, which can go on with the file as before.
+        # Files of older versions, which can still use the file afterwards.
         if "checksum" not in {name for _, name, *_ in db.execute("PRAGMA table_info(request)")}:
             db.execute("ALTER TABLE request ADD COLUMN checksum INTEGER")
 
@@ -350,7 +350,7 @@ def _run_id(db: sqlite3.Connection, run: str) -> int:
     db.execute("INSERT INTO run (name) VALUES (?) ON CONFLICT DO NOTHING", (run,))
     row = db.execute("SELECT id FROM run WHERE name = ?", (run,)).fetchone()
     if row is None or type(row[0]) is not int:
-        raise sqlite3.DatabaseError("it loses the names of runs")
+        raise sqlite3.DatabaseError("the names of runs are lost")
     return row[0]
 
 
@@ -363,10 +363,10 @@ def _fix_of(path: Path, error: Exception) -> str:
         return _FIXES["SQLITE_CANTOPEN"]
     if not isinstance(error, sqlite3.Error):
         return "make its directory writable, or name another"
-    # Longer codes, such as SQLITE_READONLY_DIRECTORY, begin with the plain one.
+    # Extended codes, such as SQLITE_READONLY_DIRECTORY, begin with the primary code.
     code = getattr(error, "sqlite_errorname", "")
     if code.startswith(_ACCESS) and path.is_file() and all(os.access(one, os.W_OK) for one in (path, path.parent)):
-        # The file says of itself that it is not to be written, or its companions are not.
+        # The permissions are fine, so the file's header or its companions forbid writing.
         return f"the file or its -wal or -shm is damaged or cannot be written; {_MOVE}"
-    # What sqlite has no code for, and tables that do not fit, are damage, too.
+    # Errors without a code, and wrong tables, count as damage.
     return next((text for name, text in _FIXES.items() if code.startswith(name)), _FIXES["SQLITE_CORRUPT"])

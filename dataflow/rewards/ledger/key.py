@@ -1,9 +1,9 @@
-"""The key of a reward request: a hash of all that decides its answer.
+"""The key of a reward request: a hash of everything that determines its answer.
 
 Invariants:
 
 * Arguments that differ in a value or its type have different keys.
-* The same arguments have the same key, whatever process, run or order they were made in.
+* Equal arguments have the same key in every process and run, in whatever order they were created.
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ _LEAVES = frozenset({str, int, float, bool, bytes, type(None)})
 
 @dataclass(frozen=True, slots=True)
 class _Standin:
-    """Takes the place of a value that pickles in an order that means nothing; no user's value is of this class."""
+    """Replaces a value whose pickle is not deterministic; no user's value is of this class."""
 
     kind: str
     parts: Any
 
 
 def key_of(arguments: Mapping[str, Any], scorer: str = "") -> Key:
-    """Returns the 16 bytes that name what a reward call is about.
+    """Returns the key of a reward call, 16 bytes.
 
-    The same arguments have the same key in every process and run: dicts and sets in whatever order, numpy scalars
-    as the Python numbers they equal, arrays and tensors by type, shape and content. Any other object counts by what
-    pickle writes of it, so by its whole content; where that differs between equal objects the answer is asked for
-    again, and none is ever mixed up.
+    Dicts and sets count in any order, numpy scalars as the Python numbers they equal, arrays and tensors by type, shape
+    and content. Any other object counts by its pickle, so by its whole content; if the pickles of equal objects differ,
+    the answer is requested again, but never mixed up.
 
     Args:
-        arguments: ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info`` (with ``raw_prompt``); one
-            that is missing counts as None, further ones do not count.
-        scorer: who gives the score (a name, a judge's model and prompt): answers of one are none for another.
+        arguments: ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info`` (with ``raw_prompt``). Missing
+            ones count as None, others are ignored.
+        scorer: identifies what computes the score, such as a judge's model and prompt.
 
     Raises:
-        DataflowError: an argument holds something that cannot be pickled: a lock, an open file, a lambda.
+        DataflowError: an argument contains an object that cannot be pickled, such as a lock, an open file or a lambda.
     """
     get = arguments.get
     content = (scorer, get("data_source"), get("solution_str"), get("ground_truth"), get("extra_info"))
@@ -59,11 +58,11 @@ def key_of(arguments: Mapping[str, Any], scorer: str = "") -> Key:
             raise
         what = f"{type(error).__name__}: {message_of(error)}"
         raise DataflowError(
-            f"a request cannot be told from others by its arguments ({what}); keep what cannot be "
-            "pickled out of extra_info, or set reward.ledger=false and reward.share_equal=false"
+            f"a request has no key, as its arguments cannot be pickled ({what}); keep such objects out of "
+            "extra_info, or set reward.ledger=false and reward.share_equal=false"
         ) from error
-    # SHA-256 is the one that processors compute. From 2,048 bytes on hashlib would hand over the GIL, and get it
-    # back, beside busy reward threads, only after milliseconds.
+    # SHA-256 has hardware support. For 2,048 bytes or more hashlib releases the GIL and, beside busy reward threads,
+    # reacquires it only after milliseconds.
     digest = hashlib.sha256()
     for start in range(0, len(text), 2047):
         digest.update(text[start : start + 2047])
@@ -73,13 +72,13 @@ def key_of(arguments: Mapping[str, Any], scorer: str = "") -> Key:
 def _pickled(value: Any) -> bytes:
     file = io.BytesIO()
     pickler = pickle.Pickler(file, 4)
-    pickler.fast = True  # no references back: else a text that is shared and one that is repeated would differ
+    pickler.fast = True  # no memo: otherwise shared and equal strings would differ
     pickler.dump(value)
     return file.getvalue()
 
 
 def _ordered(value: Any) -> Any:
-    """Returns what pickles to the same bytes for equal values, however they were made."""
+    """Returns a value that pickles to the same bytes for equal inputs."""
     kind = type(value)
     if kind in _LEAVES:
         return value
@@ -94,7 +93,7 @@ def _ordered(value: Any) -> Any:
     if kind is set or kind is frozenset:
         return _Standin(kind.__name__, sorted(_pickled(_ordered(part)) for part in value))
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):  # its own pickle holds an address
+    if torch is not None and isinstance(value, torch.Tensor):  # its pickle contains an address
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return _Standin(str(value.dtype), (tuple(value.shape), data.numpy().tobytes()))
     if isinstance(value, np.ndarray) and value.dtype.hasobject:

@@ -1,16 +1,16 @@
-"""The ledger: which reward requests a run has sent and which answers it has, kept in a file.
+"""The ledger: stores a run's reward requests and their answers in a file.
 
-A run that starts again with the same name and file gets the answers it has paid for and asks only for the rest.
+A run that is started again with the same name and file reuses the stored answers and requests only the others.
 
 Invariants:
 
-* An answer belongs to one request: run, step, group, sample and the hash of all that the reward sees. Another
-  response at the same place is another request.
-* Callers never wait for the disk. One thread writes; a commit takes all that came in during the one before and the
-  20 ms since, so a killed process loses at most that much. Readers find also what is still to be written.
-* A failure is kept with its story and is never an answer; nor is a score that cannot be trained on.
-* An answer that cannot be read counts as absent, so that it is asked for again; a warning counts such answers.
-* Nothing is dropped in silence: once writing has failed, each later call says so.
+* An answer belongs to one request: run, step, group, sample and the hash of all that the reward gets. Another response
+  for the same sample is another request.
+* Callers never wait for the disk. One thread writes; a commit contains what arrived during the previous one and the
+  following 20 ms, so a killed process loses at most that. Readers also see what is not written yet.
+* A failure is stored with its story and is never an answer; nor is a score that cannot be trained on.
+* An unreadable answer counts as absent and is requested again; a warning counts such answers.
+* After a failed write every later call raises its error.
 """
 
 from __future__ import annotations
@@ -41,20 +41,19 @@ _Item = tuple[str, list[Row]] | threading.Event | None
 
 _DROPPED = "dropped"
 _DEADLINE_S = 120.0
-_GATHER_S = 0.02  # a commit costs more CPU time than ten answers: not one for each
+_GATHER_S = 0.02  # a commit takes more CPU time than ten answers
 _FLAT = frozenset({str, int, float, bool, type(None)})
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request was answered with.
+    """The answer to a request.
 
     Attributes:
         score: finite in float32.
-        extras: further columns. From the ledger they come as JSON keeps them: numpy scalars as Python's numbers,
-            tuples as lists.
-        latency_s: seconds that the request took.
-        tries: how many there were, 1 or more.
+        extras: further columns. When read from the ledger, numpy scalars are Python numbers and tuples are lists.
+        latency_s: duration of the request, in seconds.
+        tries: number of tries, 1 or more.
     """
 
     score: float
@@ -64,20 +63,19 @@ class Answer:
 
 
 class Ledger:
-    """The reward requests of one run and their answers, for any thread.
+    """The reward requests of one run and their answers; thread-safe.
 
-    Several ledgers, also of other processes, may have one file open. What was journaled survives a killed process
-    milliseconds later, as soon as it is committed, and a power cut from the next :meth:`flush` on. When the
-    interpreter ends, a ledger that is open closes itself.
+    Several ledgers, also of other processes, may use one file. A record survives a killed process once it is committed,
+    within milliseconds, and a power failure after the next :meth:`flush`. An open ledger is closed at interpreter exit.
 
     Args:
-        path: of the sqlite file, on a local disk; it and its directories are made if they are not there.
-        run: name; requests of other runs are other requests.
-        cache: also take the answers that any run got for the same key.
+        path: of the sqlite file, on a local disk; it and its directories are created if missing.
+        run: name of the run; requests of other runs are other requests.
+        cache: whether to reuse the answers of all runs for the same key.
 
     Raises:
-        ConfigError: no run name, or a path that is a directory, cannot be written, or is no ledger or a newer
-            dataflow's.
+        ConfigError: there is no run name, or the path is a directory, cannot be written, or is not a ledger of this
+            or an older version.
     """
 
     def __init__(self, path: str | Path, run: str, *, cache: bool = False) -> None:
@@ -92,7 +90,7 @@ class Ledger:
         self._counts = dict.fromkeys((*KINDS, "reused", "unstored", "unreadable"), 0)
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._hurry = threading.Event()
-        self._told = 0  # of unreadable answers, how many the warning has counted
+        self._warned = 0  # unreadable answers that the warning has counted
         self._error: Exception | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._write, name="reward-ledger", daemon=True)
@@ -100,7 +98,7 @@ class Ledger:
         atexit.register(self.close)
 
     def submitted(self, step: Step, rows: Sequence[tuple[int, int, Key]]) -> dict[tuple[int, int], Answer]:
-        """Journals the requests of a step, and returns the answers that are there already.
+        """Records the requests of a step, and returns the answers that are stored already.
 
         Args:
             step: number or name.
@@ -111,13 +109,13 @@ class Ledger:
 
         Raises:
             RunError: the ledger cannot be read, or an earlier write failed.
-            DataflowError: the ledger was closed.
+            DataflowError: the ledger is closed.
         """
         self._check()
         step, now = _plain(step), time.time()
         self._put("submitted", [(step, int(group), int(sample), key, now) for group, sample, key in rows])
-        # What is unsaved comes first: whatever leaves it after this has been committed, so the file has it.
-        found = self._waiting(step, rows)
+        # Unsaved answers first: those that are committed meanwhile are then found in the file.
+        found = self._pending(step, rows)
         if len(found) < len(rows):
             with self._reading:
                 found = self._kept(step, rows) | found
@@ -126,14 +124,14 @@ class Ledger:
         return found
 
     def answered(self, step: Step, group: int, sample: int, key: Key, answer: Answer) -> None:
-        """Journals an answer, and returns at once.
+        """Records an answer; does not wait for the disk.
 
-        One whose extras JSON cannot hold is not kept: a resumed run asks for it again. Such are counted, and the
-        first is told in the log.
+        An answer whose extras JSON cannot represent is not stored, and a resumed run requests it again. Such answers
+        are counted, and the first is logged.
 
         Raises:
             RunError: an earlier write failed.
-            DataflowError: the score is no number that float32 holds, or the ledger was closed.
+            DataflowError: the score is not finite in float32, or the ledger is closed.
         """
         self._check()
         try:
@@ -141,7 +139,7 @@ class Ledger:
         except ValueError as error:
             where = f"sample {sample} of group {group} of step {step}"
             raise DataflowError(
-                f"reward ledger: score {error} of {where} is no answer; journal it with failed()."
+                f"reward ledger: score {error} of {where} is not an answer; record it with failed()."
             ) from error
         try:
             text = _encoded([score, answer.extras, float(answer.latency_s), int(answer.tries)])
@@ -155,38 +153,40 @@ class Ledger:
         self._put("answered", [(step, int(group), int(sample), key, time.time(), score, text)])
 
     def failed(self, step: Step, group: int, sample: int, key: Key, story: str) -> None:
-        """Journals that a request failed, and how; a resumed run asks again. Returns at once.
+        """Records how a request failed; a resumed run requests it again. Does not wait for the disk.
 
         Raises:
             RunError: an earlier write failed.
-            DataflowError: the ledger was closed.
+            DataflowError: the ledger is closed.
         """
         self._check()
         self._put("failed", [(_plain(step), int(group), int(sample), key, _text(story))])
 
     def collected(self, step: Step, groups: Sequence[int]) -> None:
-        """Journals that whole groups were handed out; returns at once.
+        """Records that groups were collected; does not wait for the disk.
 
         Raises:
             RunError: an earlier write failed.
-            DataflowError: the ledger was closed.
+            DataflowError: the ledger is closed.
         """
         self._check()
         step, now = _plain(step), time.time()
         self._put("collected", [(step, int(group), now) for group in groups])
 
     def counts(self) -> dict[str, int]:
-        """Returns what this object was told: ``submitted``, ``answered``, ``failed`` requests, ``collected`` groups.
+        """Returns the counts of this object.
 
-        ``reused`` are the answers that :meth:`submitted` returned, ``unstored`` those that could not be kept,
-        ``unreadable`` those in the file that are none, ``unsaved`` those not committed yet.
+        Returns:
+            ``submitted``, ``answered`` and ``failed`` requests; ``collected`` groups; answers that were ``reused`` by
+            :meth:`submitted`, could not be stored (``unstored``), could not be read (``unreadable``) or are not
+            committed yet (``unsaved``).
         """
         return {**self._counts, "unsaved": len(self._unsaved)}
 
     def totals(self) -> dict[str, int]:
-        """Returns the run's ``submitted``, ``answered``, ``failed``, ``collected`` in the file, of all its processes.
+        """Returns ``submitted``, ``answered``, ``failed`` and ``collected`` of all the run's processes, from the file.
 
-        An answered request is not among the failed. Reads all of the run's requests: too slow for each step.
+        An answered request does not count as failed. Reads all of the run's requests, so it is too slow for each step.
 
         Raises:
             RunError: the ledger cannot be read.
@@ -195,11 +195,11 @@ class Ledger:
             return self._file.totals()
 
     def flush(self, deadline_s: float = _DEADLINE_S) -> None:
-        """Waits until all that was journaled before is on disk.
+        """Waits until all earlier records are on disk.
 
         Raises:
-            RunError: it could not be written, or not within ``deadline_s`` seconds.
-            DataflowError: the ledger was closed.
+            RunError: they could not be written, or not within ``deadline_s`` seconds.
+            DataflowError: the ledger is closed.
         """
         self._check()
         done = threading.Event()
@@ -211,10 +211,10 @@ class Ledger:
         self._check()
 
     def close(self) -> None:
-        """Flushes and ends the writer. May be called twice.
+        """Flushes and ends the writer. Further calls have no effect.
 
         Raises:
-            RunError: as :meth:`flush`, the first time.
+            RunError: as in :meth:`flush`.
         """
         with self._lock:
             if self._closed:
@@ -223,15 +223,15 @@ class Ledger:
             self._closed = True
         self._hurry.set()
         atexit.unregister(self.close)
-        if self._counts["unreadable"] > self._told:
+        if self._counts["unreadable"] > self._warned:
             self._warn_of_unreadable(self._counts["unreadable"])
         self._thread.join(_DEADLINE_S)
         if self._thread.is_alive():
             raise self._late(_DEADLINE_S)
         self._check()
 
-    def _waiting(self, step: Step, rows: Sequence[tuple[int, int, Key]]) -> dict[tuple[int, int], Answer]:
-        """Returns the answers that are not saved yet."""
+    def _pending(self, step: Step, rows: Sequence[tuple[int, int, Key]]) -> dict[tuple[int, int], Answer]:
+        """Returns the answers that are not committed yet."""
         found: dict[tuple[int, int], Answer] = {}
         if self._unsaved:
             for group, sample, key in rows:
@@ -273,19 +273,19 @@ class Ledger:
             return None
 
     def _unreadable(self, rows: set[tuple[Key, str]]) -> None:
-        """Counts answers that cannot be read, and has them dropped, so that the new ones can be kept."""
+        """Counts unreadable answers and queues their removal, so that new ones can be stored."""
         with self._lock:
             first = not self._counts["unreadable"]
             self._counts["unreadable"] += len(rows)
-            self._told += len(rows) if first else 0
+            self._warned += len(rows) if first else 0
             self._send((_DROPPED, sorted(rows)))
         if first:
             self._warn_of_unreadable(len(rows))
 
     def _warn_of_unreadable(self, count: int) -> None:
         logger.warning(
-            f"reward ledger {self.path}: answers in it that cannot be read, damaged or edited: {count}; they are asked "
-            "for again. See what else writes into that file, and that its disk is in order."
+            f"reward ledger {self.path}: unreadable answers, damaged or edited: {count}; they are requested again. "
+            "Check what else writes into that file, and that its disk is in order."
         )
 
     def _put(self, kind: str, rows: list[Row]) -> None:
@@ -294,9 +294,9 @@ class Ledger:
             self._counts[kind] += len(rows)
 
     def _send(self, item: _Item) -> None:
-        """Queues, under the lock: nothing may come behind the None that ends the writer."""
+        """Queues an item for the writer. Requires the lock: nothing may follow the None that ends the writer."""
         if self._closed:
-            raise DataflowError(f"reward ledger {self.path}: it was closed; close it after the last request.")
+            raise DataflowError(f"reward ledger {self.path}: it is closed; close it after the last request.")
         self._queue.put(item)
 
     def _unstored(self, answer: Answer, error: Exception) -> None:
@@ -306,19 +306,21 @@ class Ledger:
         if first:
             logger.warning(
                 f"reward ledger {self.path}: an answer with the columns {', '.join(map(str, answer.extras))} is not "
-                f"kept ({error}), so a resumed run asks for it, and for others like it, again; return numbers, text, "
-                "lists and dicts with text for keys."
+                f"stored ({error}), so a resumed run requests it, and others like it, again; return numbers, strings, "
+                "lists, and dicts with strings as keys."
             )
 
     def _check(self) -> None:
         if self._error is not None:
-            raise RunError(str(self._error)) from self._error  # a new one: raised twice, one mixes its traces
+            raise RunError(str(self._error)) from self._error  # a new exception each time, as tracebacks would add up
 
     def _late(self, deadline_s: float) -> RunError:
-        return RunError(f"reward ledger {self.path}: not written within {deadline_s:g} s; see what keeps its disk.")
+        return RunError(
+            f"reward ledger {self.path}: not written within {deadline_s:g} s; check what slows its disk down."
+        )
 
     def _write(self) -> None:
-        """The writer's thread: each commit takes what has gathered since the last."""
+        """Runs in the writer's thread: each commit contains what was queued since the last."""
         ended = False
         with closing(self._file):
             while not ended:
@@ -331,7 +333,7 @@ class Ledger:
                 try:
                     if self._error is None:
                         self._save([item for item in batch if isinstance(item, tuple)], sync=ended or bool(waiters))
-                except Exception as error:  # whatever it is, the callers must hear of it
+                except Exception as error:  # later calls raise it
                     self._error = error
                 for waiter in waiters:
                     waiter.set()
@@ -351,7 +353,7 @@ def _plain(step: Step) -> Step:
 
 
 def _text(text: str) -> str:
-    """Returns what sqlite can store: not the half characters that a broken reply may hold."""
+    """Returns a string without lone surrogates, which a broken reply may contain and sqlite rejects."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -359,14 +361,14 @@ def _encoded(answer: list[Any]) -> str:
     """Returns the JSON text.
 
     Raises:
-        TypeError, ValueError, RecursionError: JSON cannot hold it.
+        TypeError, ValueError, RecursionError: JSON cannot represent it.
     """
     _check_keys(answer)
     return _JSON.encode(answer)
 
 
 def _check_keys(parts: Any) -> None:
-    """Raises TypeError for a key that JSON would turn into text without a word."""
+    """Raises TypeError for a key that JSON would silently convert to a string."""
     for part in parts:
         if type(part) in _FLAT:
             continue
@@ -381,7 +383,7 @@ def _check_keys(parts: Any) -> None:
 def _number(value: Any) -> bool | int | float | str:
     number = value.item() if isinstance(value, np.generic) else value
     if not isinstance(number, bool | int | float | str):
-        raise TypeError(f"JSON cannot hold a {type(value).__name__}")
+        raise TypeError(f"JSON cannot represent a {type(value).__name__}")
     return number
 
 

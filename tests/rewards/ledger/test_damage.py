@@ -120,8 +120,8 @@ def test_what_is_no_answer_counts_as_absent(path: Path, text: Any, cache: bool) 
         # It is asked for again, and the new answer is kept.
         ledger.answered(1, 0, 0, A, Answer(0.25, {}, 0.1, 1))
     assert len(said) == 1
-    assert f"reward ledger {path}: answers in it that cannot be read, damaged or edited: 1; they" in said[0]
-    assert "are asked for again" in said[0]
+    assert f"reward ledger {path}: unreadable answers, damaged or edited: 1; they" in said[0]
+    assert "are requested again" in said[0]
     with warnings() as said, closing(Ledger(path, "new" if cache else "run", cache=cache)) as ledger:
         assert ledger.submitted(1, rows)[0, 0].score == 0.25
     assert said == []
@@ -176,7 +176,7 @@ def test_an_older_ledger_is_read_and_goes_on(path: Path) -> None:
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, 1e300, -FLOAT32, "0.5", None])
 def test_a_score_that_cannot_be_trained_on_is_not_journaled(path: Path, score: Any) -> None:
-    with closing(Ledger(path, "run")) as ledger, pytest.raises(DataflowError, match="is no answer"):
+    with closing(Ledger(path, "run")) as ledger, pytest.raises(DataflowError, match="is not an answer"):
         ledger.answered(1, 0, 0, A, Answer(score, {}, 0.1, 1))
 
 

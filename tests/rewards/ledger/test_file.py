@@ -55,7 +55,7 @@ def test_files_that_are_no_ledger(path: Path) -> None:
     assert "the run has no name; give it one" in refused(path, "")
     assert "it is a directory; name a file" in refused(path.parent)
     path.write_text("step,score\n" * 1000)
-    assert "it is no sqlite file; name another" in refused(path)
+    assert "it is not an sqlite file; name another" in refused(path)
     assert path.read_text() == "step,score\n" * 1000
     assert "name another" in refused(path / "below.db")
     assert "make the file and its directory writable" in refused(Path("/proc/ledger.db"))
@@ -75,7 +75,7 @@ def test_a_newer_layout(path: Path) -> None:
     one(path)
     with closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA user_version = 99")
-    assert "a newer dataflow made it (layout 99, this one knows 1); update dataflow" in refused(path)
+    assert "a newer version of dataflow wrote it (layout 99; this one supports 1); update dataflow" in refused(path)
 
 
 def test_an_empty_file_becomes_a_ledger(path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_full_disk_is_said(path: Path) -> None:
     assert done.returncode == 0
     first, last = done.stdout.splitlines()
     assert "it cannot be written" in first
-    assert "see that its disk has space" in first or "free some disk space" in first
+    assert "check that its disk has space" in first or "free some disk space" in first
     assert first.split(" ", 1)[1] == last.split(" ", 1)[1]
     # What was told and is not unsaved is there.
     told, unsaved = int(first.split()[0]), int(last.split()[0])

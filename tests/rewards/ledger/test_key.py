@@ -132,9 +132,11 @@ def test_another_process_finds_the_same_key() -> None:
     assert len(answers[0].strip()) == 32
 
 
-def test_what_cannot_be_told_apart_is_said() -> None:
+def test_arguments_that_cannot_be_pickled_are_an_error() -> None:
     circle: list[Any] = []
     circle.append(circle)
     for value in (threading.Lock(), lambda: 0, (part for part in [1]), circle):
-        with pytest.raises(DataflowError, match=r"^a request cannot be told .*; keep what cannot be pickled out"):
+        with pytest.raises(
+            DataflowError, match=r"^a request has no key, as its arguments cannot be pickled .*; keep such objects out"
+        ):
             key(value)

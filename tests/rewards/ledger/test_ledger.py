@@ -153,7 +153,7 @@ def test_the_first_answer_stays(path: Path) -> None:
 @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, np.float32("nan")])
 def test_a_score_that_is_not_finite_is_no_answer(path: Path, score: float) -> None:
     with closing(Ledger(path, "run")) as ledger:
-        with pytest.raises(DataflowError, match="sample 2 of group 0 of step 1 is no answer"):
+        with pytest.raises(DataflowError, match="sample 2 of group 0 of step 1 is not an answer"):
             ledger.answered(1, 0, 2, A, Answer(score, {}, 0.1, 1))
         assert ledger.submitted(1, [(0, 2, A)]) == {}
 
@@ -228,7 +228,7 @@ def test_extras_that_json_cannot_hold_are_counted_and_said_once(path: Path) -> N
     finally:
         logger.remove(sink)
     assert len(said) == 1
-    assert "the columns picture is not kept (JSON cannot hold a object)" in said[0]
+    assert "the columns picture is not stored (JSON cannot represent a object)" in said[0]
 
 
 def test_counts_and_totals(path: Path) -> None:
@@ -270,7 +270,7 @@ def test_close(path: Path) -> None:
         lambda: ledger.collected(1, [0]),
         lambda: ledger.flush(),
     ):
-        with pytest.raises(DataflowError, match="it was closed"):
+        with pytest.raises(DataflowError, match="it is closed"):
             call()
 
 
