@@ -82,7 +82,7 @@ class RewardAgent:
         on_failure: what happens to a sample without a score, see :class:`~dataflow.rewards.failure.FailureRule`.
         max_failed_share: the run stops when more than this share of its latest requests has failed, see
             :class:`~dataflow.rewards.failure.FailedShare`.
-        max_strays: number of abandoned calls that may still be running; None for as many as there are slots.
+        max_abandoned: number of abandoned calls that may still be running; None for as many as there are slots.
         post_process_scores: sync or async; takes the scores of one whole group, in sample order, and returns as many,
             which replace them. Used instead of the object's method.
         ledger: where requests and answers are recorded.
@@ -108,7 +108,7 @@ class RewardAgent:
         hedge_after: str | float | None = None,
         on_failure: str = "fail",
         max_failed_share: float = 0.1,
-        max_strays: int | None = None,
+        max_abandoned: int | None = None,
         post_process_scores: Callable[[list[float]], Any] | None = None,
         ledger: Ledger | None = None,
         share_equal: bool = False,
@@ -133,7 +133,7 @@ class RewardAgent:
         check_endpoints(compute_score, self.limits)
         if self.retry.predicate is None and callable(predicate := getattr(compute_score, "retry_on", None)):
             self.retry = replace(self.retry, predicate=predicate)
-        self._max_strays = self.limits.concurrency if max_strays is None else max_strays
+        self._max_abandoned = self.limits.concurrency if max_abandoned is None else max_abandoned
         self._hedge_after = hedge_after
         self._decode = decode
         self._shared = shared
@@ -150,16 +150,16 @@ class RewardAgent:
         self._scorer: Scorer
         self._groups: GroupCalls
 
-    def submit(self, step: Step, samples: Batch, *, spare: int = 0, more: bool = False) -> Ticket:
+    def submit(self, step: Step, samples: Batch, *, extra_groups: int = 0, more: bool = False) -> Ticket:
         """Queues a request for each row and returns at once; call it on the agent's event loop.
 
         Args:
             step: number of a training step, or a name like ``"val:3"`` for requests served after all those.
             samples: columns ``data_source``, ``ground_truth`` and ``response_text`` (or ``responses``, token ids
                 ``[rows, R]``, where the agent has ``decode``); optionally ``extra_info`` and ``raw_prompt``.
-            spare: groups beyond those that will be collected; the rest of them is cancelled at the end.
-            more: further chunks of the step may follow, as from a streaming rollout, each with the same ``spare`` and
-                ``more``; the last :meth:`collect` has ``last``.
+            extra_groups: groups beyond those that will be collected; the rest of them is cancelled at the end.
+            more: further chunks of the step may follow, as from a streaming rollout, each with the same
+                ``extra_groups`` and ``more``; the last :meth:`collect` has ``last``.
 
         Raises:
             DataflowError: a step submitted before, no rows, no group to collect, a group twice, a missing column, a
@@ -167,10 +167,10 @@ class RewardAgent:
             RewardFailed: the agent has stopped, for too many failures or a budget that is spent; or the step has
                 failed since its first chunk was submitted.
         """
-        self.steps.check(step, samples, spare, more)
+        self.steps.check(step, samples, extra_groups, more)
         arguments = Arguments(samples, self._decode, getattr(self._reward, "wants_response_ids", False))
         self._bind()
-        state, requests, ticket = self.steps.add(step, samples, spare, more)
+        state, requests, ticket = self.steps.add(step, samples, extra_groups, more)
         state.unadmitted.append(Rows(arguments.rows, requests, clock.now()))
         self._report_soon()
         self._admit_soon(state)
@@ -217,7 +217,7 @@ class RewardAgent:
     def stats(self) -> dict[str, Any]:
         """Returns counts of requests so far, what waits and runs now, and the latency of the scored ones.
 
-        ``running`` counts slots in use, including those of threads whose request was cancelled; ``strays`` counts
+        ``running`` counts slots in use, including those of threads whose request was cancelled; ``abandoned`` counts
         abandoned calls, which keep running after their time-out.
 
         Raises:
@@ -225,7 +225,7 @@ class RewardAgent:
         """
         names = ("requested", "scored", "failed", "cancelled", "cached", "shared")
         counts = {name: self.steps.counts[name] for name in names}
-        now: dict[str, Any] = {"waiting": 0, "running": 0, "peak": 0, "strays": 0, "steps": len(self.steps.live)}
+        now: dict[str, Any] = {"waiting": 0, "running": 0, "peak": 0, "abandoned": 0, "steps": len(self.steps.live)}
         tried = dict.fromkeys(("retried", "hedged", "timed_out", "throttled"), 0)
         if self._loop is not None:
             tried = {name: self._scorer.counts[name] for name in tried}
@@ -234,7 +234,7 @@ class RewardAgent:
                 "waiting": self.steps.waiting(),
                 "running": self._limiter.running,
                 "peak": self._limiter.peak,
-                "strays": self._calls.abandoned,
+                "abandoned": self._calls.abandoned,
                 "limit": {name: int(queue.limit) for name, queue in queues.items()},
                 "rate_limit_wait_s": sum(queue.waited_s for queue in queues.values()),
             }
@@ -367,8 +367,8 @@ class RewardAgent:
             self._limiter.fill()
 
     def _on_abandoned(self, count: int) -> None:
-        if count > self._max_strays and not self.steps.closed:
-            name, limit = name_of(self._function), f"more than reward.max_abandoned={self._max_strays} allows"
+        if count > self._max_abandoned and not self.steps.closed:
+            name, limit = name_of(self._function), f"more than reward.max_abandoned={self._max_abandoned} allows"
             fix = "give its own requests a time-out, or raise reward.timeout"
             self.steps.halt(f"{count} calls of '{name}' go on running after their time is over, {limit}; {fix}.", None)
 

@@ -89,7 +89,7 @@ def pipeline(config: Config) -> Pipeline:
 
     stages = [
         respond.bind(on=sampling_on, engine=engine),
-        reward_request.bind(agent=agent, spare=config.reward.extra_groups),
+        reward_request.bind(agent=agent, extra_groups=config.reward.extra_groups),
         old_log_prob.bind(on=training, trainer=trainer),
         reward_collect.bind(agent=agent),
         advantage.bind(algorithm=config.algorithm),

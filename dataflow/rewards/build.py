@@ -83,7 +83,7 @@ def build_agent(
         hedge_after=options.hedge_after,
         on_failure=options.on_failure,
         max_failed_share=options.max_failed_share,
-        max_strays=options.max_abandoned,
+        max_abandoned=options.max_abandoned,
         ledger=_ledger(options, run, ledger),
         share_equal=options.share_equal,
         scorer=_scorer(custom, default, options),

@@ -9,19 +9,19 @@ from dataflow.batch import Batch
 from dataflow.graph import TaskInfo, stage
 from dataflow.reward_agent import RewardAgent, Ticket
 
-_NOW = ("running", "waiting", "strays")
+_NOW = ("running", "waiting", "abandoned")
 """What of the agent's stats is logged with each step, as it stands then."""
 
 
 @stage(writes="reward_ticket", on="controller", role="requests", per_emission=True, replays=True)
-async def reward_request(responses: Batch, *, agent: RewardAgent, spare: int = 0, task: TaskInfo) -> Ticket:
+async def reward_request(responses: Batch, *, agent: RewardAgent, extra_groups: int = 0, task: TaskInfo) -> Ticket:
     """Hands the responses to the agent and returns at once; the calls go on behind it. Where the rollout streams, they
     come in sets.
 
-    Of the groups, ``spare`` are there to take the place of failed ones: so many fewer are collected.
+    ``extra_groups`` of the groups replace failed ones; that many fewer are collected.
     """
     task.note(requests=len(responses))
-    return agent.submit(task.step, responses, spare=spare, more=task.parts > 1)
+    return agent.submit(task.step, responses, extra_groups=extra_groups, more=task.parts > 1)
 
 
 @stage(writes="rewards", on="reward", role="collects")
@@ -31,7 +31,7 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
     With the step's last groups it logs, over the whole step since percentiles do not average, ``reward/latency_*`` and
     how many samples were ``reward/requested``, ``scored``, ``failed``, ``retried``, ``hedged`` and ``cached``; what the
     agent used since the step before, ``reward/tokens`` and the like; and as they stand then ``reward/running``,
-    ``waiting``, ``strays`` and ``limit``.
+    ``waiting``, ``abandoned`` and ``limit``.
     """
     rewards = await agent.collect(reward_ticket.step, task.take, order=task.order, last=task.last)
     _mark(rewards, task)

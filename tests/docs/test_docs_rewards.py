@@ -120,7 +120,7 @@ def batch(texts: list[list[str]], truth: str = "7") -> Batch:
 async def rewards(agent: RewardAgent, samples: Batch, spare: int = 0) -> Batch:
     """Returns what the agent makes of one step."""
     try:
-        agent.submit(1, samples, spare=spare)
+        agent.submit(1, samples, extra_groups=spare)
         return await agent.collect(1)
     finally:
         await agent.close()

@@ -70,7 +70,7 @@ def pipeline(engine: Hosted, spare: int = 0) -> Pipeline:
     return Pipeline(
         [
             rollout.bind(engine=engine, sampling=Sampling(n=N), seed=3),
-            reward_request.bind(agent=rewards, spare=spare),
+            reward_request.bind(agent=rewards, extra_groups=spare),
             reward_collect.bind(agent=rewards),
             update.bind(trainer=Hosted("trainer", Trainer)),
             gather,

@@ -98,7 +98,7 @@ def test_a_rule_takes_care_of_the_one_and_of_no_other(rule: str, result: Any, sa
 
     async def body() -> None:
         agent = RewardAgent(scorer(ending(result), True), limits=Limits(64), on_failure=rule)
-        agent.submit(1, samples(1, range(GROUPS), N), spare=rule == "replace_group")
+        agent.submit(1, samples(1, range(GROUPS), N), extra_groups=rule == "replace_group")
         rewards = await agent.collect(1)
         group, sample = BAD
         if rule == "replace_group":
@@ -158,7 +158,7 @@ def test_a_call_that_never_returns_holds_up_nobody_for_ever(as_async: bool, rule
                 await agent.collect(1)
         stats = agent.stats()
         assert (stats["timed_out"], stats["retried"], stats["failed"]) == (2, 1, 1)
-        assert stats["strays"] == (0 if as_async else 2), "threads cannot be stopped; they are counted"
+        assert stats["abandoned"] == (0 if as_async else 2), "threads cannot be stopped; they are counted"
         agent.submit(2, samples(2, range(4, 8)))
         check(await agent.collect(2), 2)
         go.set()
@@ -206,7 +206,7 @@ def test_threads_that_never_return_are_bounded() -> None:
             await agent.collect(1)
         with pytest.raises(RewardFailed, match=r"give its own requests a time-out, or raise reward\.timeout"):
             agent.submit(2, samples(2, range(1)))
-        assert agent.stats()["strays"] <= 8, "no more than were in flight when it was too many"
+        assert agent.stats()["abandoned"] <= 8, "no more than were in flight when it was too many"
         go.set()
         await agent.close()
 

@@ -139,7 +139,7 @@ def test_no_answer_or_one_after_the_deadline(server: FaultServer, mode: str, rul
         check(await agent.collect(2), 2, right=graded)
         # The late answers have come meanwhile, or never will: they are nobody's.
         stats = agent.stats()
-        assert (stats["scored"], stats["failed"], stats["timed_out"], stats["strays"]) == (40, 1, 2, 0)
+        assert (stats["scored"], stats["failed"], stats["timed_out"], stats["abandoned"]) == (40, 1, 2, 0)
         await agent.close()
         assert server.seen()["in_flight"] == 0, "who gave up has hung up"
 

@@ -91,7 +91,7 @@ def test_a_rule_takes_care_of_the_bad_ones_only(server: FaultServer, mode: str, 
         server.behave(mode, every=8)
         agent = agent_for(server, rule, limits=Limits(1), retry=Retry(tries=1))
         spare = 3 if rule == "replace_group" else 0
-        agent.submit(1, samples(1, range(12 + spare)), spare=spare)
+        agent.submit(1, samples(1, range(12 + spare)), extra_groups=spare)
         rewards = await agent.collect(1, 12, order="arrival")
         bad = [(3, 1), (7, 1), (11, 1)]
         whole = [group for group in rewards.ids if (group, 1) not in bad]

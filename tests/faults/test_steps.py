@@ -181,7 +181,7 @@ def test_a_group_twice_a_step_twice_and_no_rows_are_refused() -> None:
         with pytest.raises(DataflowError, match="step 1 has no samples to score"):
             agent.submit(1, samples(1, []))
         with pytest.raises(DataflowError, match="step 1 has 2 groups, 2 cannot be extra"):
-            agent.submit(1, samples(1, [3, 4]), spare=2)
+            agent.submit(1, samples(1, [3, 4]), extra_groups=2)
         assert (agent.stats()["requested"], gate.began) == (0, []), "what was refused has left no trace"
         agent.submit(1, samples(1, [3, 4]))
         with pytest.raises(DataflowError, match="step 1 was submitted before; submit each step once"):

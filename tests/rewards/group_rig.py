@@ -66,7 +66,7 @@ def scored(
 
     async def body() -> tuple[Batch, RewardAgent]:
         agent = agent_of(reward, rule, **options)
-        agent.submit(step, samples(groups, n), spare=spare)
+        agent.submit(step, samples(groups, n), extra_groups=spare)
         rewards = await agent.collect(step)
         await agent.close()
         return rewards, agent

@@ -72,7 +72,7 @@ def test_what_is_left_at_the_last_collect_is_cancelled(agent_of: Make) -> None:
         reward = Reward(_3_1="never")
         agent = agent_of(reward, "replace_group")
         for first in (0, 2):
-            agent.submit(1, samples(2, first=first), spare=2, more=True)
+            agent.submit(1, samples(2, first=first), extra_groups=2, more=True)
         await asyncio.sleep(1)
         assert (await agent.collect(1, 2, order="index", last=True)).ids == (0, 1)
         await asyncio.sleep(1)
@@ -87,11 +87,11 @@ def test_what_is_left_at_the_last_collect_is_cancelled(agent_of: Make) -> None:
 def test_a_lost_group_is_replaced_by_one_of_a_later_set(agent_of: Make) -> None:
     async def body() -> None:
         agent = agent_of(Reward(_0_1=BROKEN), "replace_group")
-        agent.submit(1, samples(2), spare=1, more=True)
+        agent.submit(1, samples(2), extra_groups=1, more=True)
         waiting = asyncio.ensure_future(agent.collect(1, 2, last=True))
         await asyncio.sleep(1)
         assert not waiting.done()
-        agent.submit(1, samples(1, first=2), spare=1, more=True)
+        agent.submit(1, samples(1, first=2), extra_groups=1, more=True)
         assert (await waiting).ids == (1, 2)
         await agent.close()
 
@@ -150,7 +150,7 @@ def test_parts_cross_the_borders_of_sets(agent_of: Make) -> None:
         ({}, {"more": True}, "step 1 was submitted before"),
         ({"more": True}, {}, "step 1 was submitted before"),
         ({"more": True}, {"more": True}, "step 1 holds group 1 twice"),
-        ({"more": True}, {"more": True, "spare": -1}, "-1 cannot be extra"),
+        ({"more": True}, {"more": True, "extra_groups": -1}, "-1 cannot be extra"),
     ],
 )
 def test_bad_input(agent_of: Make, first: dict[str, Any], second: dict[str, Any], message: str) -> None:

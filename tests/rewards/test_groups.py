@@ -117,7 +117,7 @@ def test_groups_are_replaced_for_whoever_waits_for_a_part() -> None:
     async def body() -> None:
         reward = Reward(_0_0=("after", 5, BROKEN), _1_0=("after", 1), _2_0=("after", 2), _3_0=("after", 9))
         agent = agent_of(reward, "replace_group")
-        agent.submit(1, samples(4), spare=1)
+        agent.submit(1, samples(4), extra_groups=1)
         first = asyncio.create_task(agent.collect(1, 2, order="index"))
         second = asyncio.create_task(agent.collect(1, 1, order="index"))
         assert (await first).ids == (1, 2), "0 is gone: the next ones by id move up"

@@ -235,7 +235,7 @@ def test_a_log_that_never_ends_holds_up_nobody(logged: list[str]) -> None:
             await agent.collect(step)
         assert asyncio.get_running_loop().time() < 1, "it takes no slot"
         await asyncio.sleep(20)
-        assert agent.stats()["strays"] == 0
+        assert agent.stats()["abandoned"] == 0
         await agent.close()
         return reward.calls
 
@@ -254,12 +254,12 @@ def test_a_log_in_a_thread_that_never_ends_is_no_stray_of_the_scorer(logged: lis
             go.wait(30)
 
     async def body() -> None:
-        agent = agent_of(Stuck(), retry=Retry(timeout_s=0.05, backoff_s=0.0), max_strays=0)
+        agent = agent_of(Stuck(), retry=Retry(timeout_s=0.05, backoff_s=0.0), max_abandoned=0)
         for step in range(1, 4):
             agent.submit(step, samples(1))
             await agent.collect(step)
             await asyncio.sleep(0.1)
-        assert agent.stats()["strays"] == 0
+        assert agent.stats()["abandoned"] == 0
         await agent.close()
         go.set()
 

@@ -183,7 +183,7 @@ def test_while_all_is_stuck_the_metrics_say_so() -> None:
 def test_the_requests_of_a_replaced_group_are_told_of_with_the_next_groups() -> None:
     async def body() -> None:
         agent = agent_of(Reward(_0_1=BROKEN), "replace_group")
-        agent.submit(1, samples(4), spare=1)
+        agent.submit(1, samples(4), extra_groups=1)
         first = await agent.collect(1, 2)
         rest = await agent.collect(1)
         found = {(r["group"], r["sample"]): r.get("how") for r in first.meta["replaced"] + rest.meta["replaced"]}

@@ -133,10 +133,10 @@ class Machine(RuleBasedStateMachine):
         )
         if self.model.halted:
             with pytest.raises(RewardFailed, match=self.model.halted):
-                self.within(lambda: self.agent.submit(key, batch, spare=spare))
+                self.within(lambda: self.agent.submit(key, batch, extra_groups=spare))
             return
         self.model.submit(key, groups, spare)
-        ticket = self.within(lambda: self.agent.submit(key, batch, spare=spare))
+        ticket = self.within(lambda: self.agent.submit(key, batch, extra_groups=spare))
         assert (ticket.groups, ticket.requests) == (tuple(groups), len(rows))
 
     def calls(self) -> bool:

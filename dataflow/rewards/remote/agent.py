@@ -39,7 +39,7 @@ _CLOSE_S = 10.0
 _OWN = ("requested", "scored", "failed", "cancelled", "cached", "shared")
 """Counts that are kept here; the actors have the others."""
 _NONE_YET: Mapping[str, Any] = dict.fromkeys(
-    ("retried", "hedged", "timed_out", "throttled", "running", "peak", "strays", "tokens", "rate_limit_wait_s"), 0
+    ("retried", "hedged", "timed_out", "throttled", "running", "peak", "abandoned", "tokens", "rate_limit_wait_s"), 0
 )
 
 
@@ -123,14 +123,14 @@ class RemoteAgent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def submit(self, step: Step, samples: Batch, *, spare: int = 0, more: bool = False) -> Ticket:
+    def submit(self, step: Step, samples: Batch, *, extra_groups: int = 0, more: bool = False) -> Ticket:
         """Sends each actor its share of the groups; see ``RewardAgent.submit``."""
         import ray
 
-        self.steps.check(step, samples, spare, more)
+        self.steps.check(step, samples, extra_groups, more)
         sent = needed(samples)
         self._bind()
-        state, _requests, ticket = self.steps.add(step, samples, spare, more)
+        state, _requests, ticket = self.steps.add(step, samples, extra_groups, more)
         # In turn over all chunks of the step, so that small chunks give each actor as many groups as another.
         before, actors = len(state.seen) - len(ticket.groups), len(self._shards)
         for i, shard in enumerate(self._shards):

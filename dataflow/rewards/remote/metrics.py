@@ -19,7 +19,7 @@ COUNTED = (
     "tokens",
     "rate_limit_wait_s",
 )
-GAUGED = {"running": "calls in flight", "waiting": "requests for which no call runs", "strays": "abandoned calls"}
+GAUGED = {"running": "calls in flight", "waiting": "requests for which no call runs", "abandoned": "abandoned calls"}
 
 
 class RayMetrics:

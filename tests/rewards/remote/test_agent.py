@@ -330,13 +330,13 @@ def test_failed_groups_are_replaced_by_any_actors() -> None:
         factory = partial(scoring, on_failure="replace_group", max_failed_share=1.0)
         async with remote(factory, actors=2) as agent:
             # 13 and 15 are in the same actor; the spare groups are the step's, wherever they are.
-            agent.submit(1, samples(8, first=10), spare=2)
+            agent.submit(1, samples(8, first=10), extra_groups=2)
             rewards = await agent.collect(1)
             assert scores(rewards) == expected((10, 11, 12, 14, 16, 17))
             assert "kept" not in rewards
             with pytest.raises(DataflowError, match="collected in full"):
                 await agent.collect(1)
-            agent.submit(2, samples(8, first=10), spare=1)
+            agent.submit(2, samples(8, first=10), extra_groups=1)
             with pytest.raises(RewardFailed, match=r"step 2: 2 groups failed, one more than .* of step 2: .*no answer"):
                 await agent.collect(2)
 

@@ -95,7 +95,7 @@ class Plan:
 
         for after_s, groups in self.sets:
             await asyncio.sleep(after_s)
-            agent.submit(1, samples(len(groups), self.n, groups[0]), spare=self.spare, more=True)
+            agent.submit(1, samples(len(groups), self.n, groups[0]), extra_groups=self.spare, more=True)
             if not parts:
                 collect(self.parts[:-1])
         collect(self.parts[-1:], last=True)  # not before: with spare groups it may need no more than there are

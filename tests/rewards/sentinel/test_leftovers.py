@@ -53,7 +53,7 @@ def test_the_child_of_a_call_whose_time_is_over_ends_with_the_agent(tmp_path: Pa
         below = child.children()
         async with asyncio.timeout(30):
             assert (await agent.collect(1))["score"].tolist() == [0.0]
-            assert agent.stats()["strays"] == 1
+            assert agent.stats()["abandoned"] == 1
             await agent.close()
         psutil.wait_procs([child, *below], 20)
         assert gone(pid)
