@@ -23,7 +23,7 @@ from _run import table
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.planner import simulate
-from dataflow.planning.workload import Drawn, Rewards, Validation, Workload, grpo
+from dataflow.planning.workload import Modelled, Rewards, Validation, Workload, grpo
 from dataflow.policy import expand, preset
 from dataflow.scheduler import Instruction, Scheduler, Start, TaskFinished
 from dataflow.testing import grpo_pipeline
@@ -86,7 +86,7 @@ def published(steps: int = 105) -> dict[str, float]:
         prompts=1024,
         responses=5,
         mini_batches=4,
-        times={name: Drawn(Distribution("constant", seconds)) for name, seconds in times.items()},
+        times={name: Modelled(Distribution("constant", seconds)) for name, seconds in times.items()},
         rewards=Rewards(parse_distribution("uniform:1:40"), 256, agent="per-step", scattered=True),
         validation=validation,
     )

@@ -21,7 +21,7 @@ from _run import table
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.planner import simulate
-from dataflow.planning.workload import Drawn, Rewards, Workload, grpo
+from dataflow.planning.workload import Modelled, Rewards, Workload, grpo
 from dataflow.policy import preset
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Level, Mark, Span, Trace
@@ -79,7 +79,7 @@ def run() -> Trace:
         prompts=GROUPS,
         responses=SAMPLES,
         mini_batches=MINI_BATCHES,
-        times={name: Drawn(Distribution("constant", seconds)) for name, seconds in SECONDS.items()},
+        times={name: Modelled(Distribution("constant", seconds)) for name, seconds in SECONDS.items()},
         rewards=Rewards(parse_distribution("uniform:1:4"), 256),
         validation=None,
     )

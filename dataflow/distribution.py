@@ -1,7 +1,7 @@
 """Distributions of durations: how long a reward call or a stage takes, in seconds.
 
 Written as ``2.5``, ``uniform:1:40``, ``lognormal:8:0.6`` or ``empirical:FILE``, a file with a number on each line.
-Pure: who draws brings the dice.
+Pure: the caller passes the random generator.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Distribution:
     """A distribution of durations, in seconds.
 
     Attributes:
-        kind: its name.
+        kind: name of the distribution.
         a: the constant, the low end or the median.
         b: the high end, or the standard deviation of the duration's logarithm.
-        values: what was measured, each as likely as the next.
-        factor: every draw is so many times as long.
+        values: measured durations, all equally likely.
+        factor: multiplies every draw.
     """
 
     kind: Literal["constant", "uniform", "lognormal", "empirical"]
@@ -43,7 +43,7 @@ class Distribution:
         return self.draws(rng, 1)[0]
 
     def draws(self, rng: Random, count: int) -> list[float]:
-        """Returns that many durations, in seconds."""
+        """Returns ``count`` durations, in seconds."""
         if self.kind == "constant":
             return [self.a * self.factor] * count
         if self.kind == "empirical":
@@ -51,8 +51,8 @@ class Distribution:
             return values if self.factor == 1.0 else [v * self.factor for v in values]
         if self.kind == "uniform":
             low, wide = self.a * self.factor, (self.b - self.a) * self.factor
-            dice = rng.random
-            return [low + wide * dice() for _ in range(count)]
+            uniform = rng.random
+            return [low + wide * uniform() for _ in range(count)]
         mu = math.log(self.a * self.factor)
         return [rng.lognormvariate(mu, self.b) for _ in range(count)]
 
@@ -81,15 +81,15 @@ class Distribution:
 
 
 def parse_distribution(text: str | float, what: str = "latency", folder: Path | None = None) -> Distribution:
-    """Returns the distribution that a text names.
+    """Parses a distribution.
 
     Args:
-        text: a number of seconds, or a distribution by name.
-        what: what is timed, for the message.
-        folder: that the file of ``empirical:FILE`` is looked up in; by default the current one.
+        text: a number of seconds, or a distribution such as ``uniform:1:40``.
+        what: the configuration key or quantity, for messages.
+        folder: where to look up the file of ``empirical:FILE``; the current directory by default.
 
     Raises:
-        ConfigError: an unknown distribution, a number that is none, or one out of range; a file that cannot be used.
+        ConfigError: the distribution is unknown, a number is invalid or out of range, or the file cannot be used.
 
     >>> parse_distribution("uniform:1:40").mean
     20.5

@@ -47,7 +47,7 @@ steps: 6
 prompts: 8
 responses: 4
 mini_batches: 4
-stages: {rollout: 10, old_log_prob: 5, actor_update: 8, sync_weights: 1, val_rollout: 2, save_checkpoint: 3}
+stages: {rollout: 10, old_log_prob: 5, actor_update: 8, sync_weights: 1, val_rollout: 2, checkpoint: 3}
 reward: {latency: 20, concurrency: 8}
 validation: {every: 3, samples: 4, overlap: false}
 checkpoint: {every: 3}

@@ -1,4 +1,4 @@
-"""Advice on a plan: what bounds the fastest policy and which knob would move it, each with its predicted gain."""
+"""Advice on a plan: what bounds the fastest policy, and the predicted gain of each change that would help."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dataflow.planning.workload import Workload
 from dataflow.policy import MAX_STALENESS, STREAM, SchedulingPolicy, preset
 
 LEAST = 0.002
-"""Gains below this share are not worth a sentence."""
+"""Gains below this share are left out."""
 
 
 def advise(workload: Workload, rows: Sequence[Prediction], policies: Mapping[str, SchedulingPolicy]) -> list[str]:
-    """Returns what to do about it: a sentence each, with its predicted gain.
+    """Returns sentences of advice, each with its predicted gain.
 
     Args:
-        workload: that was planned.
+        workload: the planned workload.
         rows: its predictions.
-        policies: of the rows, by name.
+        policies: the policies of the rows, by name.
     """
     whole = [row for row in rows if not policies[row.policy].stream_rollout]
     if not whole:
@@ -31,7 +31,7 @@ def advise(workload: Workload, rows: Sequence[Prediction], policies: Mapping[str
     if best.change < -0.005:
         said = [f"{best.policy} is the fastest: {best.step_s:.4g} s a step, {best.change:+.0%} against baseline."]
     else:
-        said = ["no policy gains: rewards hardly keep the GPUs waiting."]
+        said = ["no policy is faster than baseline: the GPUs hardly wait for rewards."]
     said.append(_about_the_bound(workload, policy, best, base))
     for what, other, under in _changes(workload, best.policy, policy):
         gain = 1 - total_s(simulate(other, under)[0]) / best.total_s
@@ -47,7 +47,7 @@ def advise(workload: Workload, rows: Sequence[Prediction], policies: Mapping[str
 def _changes(
     workload: Workload, name: str, policy: SchedulingPolicy
 ) -> Iterator[tuple[str, Workload, SchedulingPolicy]]:
-    """What could be done: in words, and the workload and policy that it leads to."""
+    """Yields possible changes: a description, and the workload and policy with the change made."""
     steady = replace(workload, rewards=replace(workload.rewards, agent="continuous"))
     stepwise = workload.rewards.agent == "per-step"
     stops = workload.validation is not None and not workload.validation.overlap
@@ -59,11 +59,11 @@ def _changes(
         yield "the two together", steady.overlapping(), policy
     if workload.pipeline.streaming:
         streamed = replace(policy, stream_rollout=True)
-        yield f"rewards asked for as groups finish ({name}{STREAM})", workload, streamed
+        yield f"rewards requested as groups finish ({name}{STREAM})", workload, streamed
 
 
 def _about_the_bound(workload: Workload, policy: SchedulingPolicy, best: Prediction, base: float) -> str:
-    """What sets the lower bound of the best policy, and what would move it."""
+    """Returns a sentence on what sets the lower bound of the best policy, and what would change it."""
     rewards, gpu = workload.rewards, workload.mean_s()
     calls = workload.prompts * workload.responses
     if best.bound_by == BOUNDS["reward"]:

@@ -1,4 +1,4 @@
-"""A run beside its own prediction: where the planner's model of it is off, stage by stage."""
+"""Compares a run with its own prediction, stage by stage, to show where the planner's model is wrong."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataflow.timeline.spans import Trace
 
 
 @dataclass(frozen=True)
-class Line:
-    """One number of a run: measured and predicted, in seconds over the whole run."""
+class BacktestRow:
+    """One quantity of a run, measured and predicted, in seconds over the whole run."""
 
     what: str
     measured_s: float
@@ -22,22 +22,22 @@ class Line:
 
     @property
     def error(self) -> float | None:
-        """The prediction's error as a share of what was measured; None where nothing was."""
+        """The prediction's error as a share of the measured time; None if that is 0."""
         return self.predicted_s / self.measured_s - 1 if self.measured_s else None
 
 
-def backtest(trace: Trace, source: str) -> tuple[list[Line], Trace]:
+def backtest(trace: Trace, source: str) -> tuple[list[BacktestRow], Trace]:
     """Predicts a run from its own trace, under its own policy.
 
     Args:
         trace: of the run.
-        source: its name.
+        source: its name, for messages.
 
     Returns:
-        Wall time, GPU-pool work and exposed wait, then a line a stage; and the predicted trace.
+        A row each for wall time, GPU-pool work, exposed wait and each stage; and the predicted trace.
 
     Raises:
-        DataError: the trace is of no whole step, or of an older dataflow.
+        DataError: the trace has no complete step, or comes from an older dataflow.
     """
     workload = of_trace(trace, source, PlanConfig())
     meta = trace.meta
@@ -49,13 +49,13 @@ def backtest(trace: Trace, source: str) -> tuple[list[Line], Trace]:
     )
     predicted = simulate(workload, policy, whole=True)[0].trace
     predicted.meta["policy"] = f"{meta.get('policy', 'run')} predicted"
-    was, told = summary(trace), summary(predicted)
+    measured, expected = summary(trace), summary(predicted)
     lines = [
-        Line("wall time", was["wall_s"], told["wall_s"]),
-        Line("GPU pool busy", was["gpu_busy_s"], told["gpu_busy_s"]),
-        Line("exposed wait", was["exposed_wait_s"], told["exposed_wait_s"]),
+        BacktestRow("wall time", measured["wall_s"], expected["wall_s"]),
+        BacktestRow("GPU pool busy", measured["gpu_busy_s"], expected["gpu_busy_s"]),
+        BacktestRow("exposed wait", measured["exposed_wait_s"], expected["exposed_wait_s"]),
     ]
     for stage in trace.stages:
-        of = told["stages"].get(stage, {"total_s": 0.0})
-        lines.append(Line(stage, was["stages"][stage]["total_s"], of["total_s"]))
+        of = expected["stages"].get(stage, {"total_s": 0.0})
+        lines.append(BacktestRow(stage, measured["stages"][stage]["total_s"], of["total_s"]))
     return lines, predicted

@@ -1,4 +1,4 @@
-"""What a plan can be told: what the source does not hold, and the knobs to turn."""
+"""The configuration of a plan: values that the source does not contain, and knobs to vary."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataflow.config.placement import Placement
 from dataflow.config.run import PolicyConfig, Section
 from dataflow.errors import ConfigError
 
-LawText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
+DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 
 
 class RewardPlan(Section):
     """The reward service."""
 
-    latency: LawText | None = None
-    """Seconds of one request: a number, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, empirical:FILE; null is measured."""
+    latency: DurationText | None = None
+    """Seconds of one request: a number, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, empirical:FILE; null: measured."""
     concurrency: PositiveInt | None = None
     """Requests in flight at most."""
     rpm: PositiveFloat | None = None
     """Requests a minute at most; null for no limit."""
     agent: Literal["continuous", "per-step"] = "continuous"
-    """continuous keeps every slot busy; per-step serves one step's requests after another's."""
+    """continuous keeps every slot busy; per-step finishes one step's requests before it begins the next."""
     fit: bool = True
-    """Stretch the latency to the waits that a baseline's log holds."""
+    """Scale the latency to match the waits in a baseline's log."""
 
 
 class ValidationPlan(Section):
@@ -36,9 +36,9 @@ class ValidationPlan(Section):
     samples: NonNegativeInt | None = None
     """Reward requests of one validation; null takes the source's."""
     pool: Literal["shared", "own"] = "shared"
-    """Scored behind the training requests, or by servers of its own."""
+    """Scored behind the training requests, or by separate servers."""
     overlap: bool | None = None
-    """Training goes on meanwhile; null: yes, except for a verl log under reward.agent=per-step."""
+    """Training continues during validation; null: yes, except for a verl log with reward.agent=per-step."""
 
 
 class CheckpointPlan(Section):
@@ -49,7 +49,7 @@ class CheckpointPlan(Section):
 
 
 class PlanConfig(Section):
-    """Everything a plan can be told on the command line, or in a costs.yaml."""
+    """All keys of a plan, for the command line or a costs.yaml."""
 
     steps: PositiveInt | None = None
     """Training steps; null takes the source's."""
@@ -60,26 +60,26 @@ class PlanConfig(Section):
     mini_batches: PositiveInt | None = None
     """Optimizer steps a step."""
     seed: NonNegativeInt = 0
-    """Seed of what is drawn."""
+    """Seed of all random draws."""
     dispatch: NonNegativeFloat | None = None
-    """Seconds from a task's being ready until its worker begins; null is measured, or 0."""
+    """Seconds from when a task is ready until its worker begins; null: measured, or 0."""
     balance_batch: bool | None = None
-    """verl deals a batch over its ranks by length before it is scored, so that a group's requests are spread."""
-    stages: dict[str, LawText] = Field(default_factory=dict)
+    """Spread each group's requests over the batch, as verl does when it balances a batch by length over its ranks."""
+    stages: dict[str, DurationText] = Field(default_factory=dict)
     """Seconds of each stage in a step: a number or a distribution, as for reward.latency."""
     placement: Placement | None = None
-    """Engine and trainer on the same GPUs (colocated), or on GPUs of their own (disaggregated); null as the source."""
+    """Engine and trainer on the same GPUs (colocated) or on separate ones (disaggregated); null: as in the source."""
     policy: PolicyConfig | None = None
-    """One more policy to predict."""
+    """An additional policy to predict."""
     reward: RewardPlan = Field(default_factory=RewardPlan)
     validation: ValidationPlan = Field(default_factory=ValidationPlan)
     checkpoint: CheckpointPlan = Field(default_factory=CheckpointPlan)
 
     def need(self, key: str, where: object, example: int) -> int:
-        """Returns the number of a key that the source does not hold.
+        """Returns the value of a key that the source does not contain.
 
         Raises:
-            ConfigError: it was not given.
+            ConfigError: the key was not given.
         """
         value: object = self
         for name in key.split("."):

@@ -50,23 +50,23 @@ def page(bars: Bars, panels: Sequence[Panel], title: str) -> str:
 
     across = (len(panels) if len(panels) <= 3 else 2) or 1
     styles = styles_of(panels)
-    drawn = _Drawn()
-    rows: list[Any] = [drawn.bars(bars)]
-    figures = [drawn.sweep(panel, styles, WIDTH / across) for panel in panels]
+    charts = _Charts()
+    rows: list[Any] = [charts.bars(bars)]
+    figures = [charts.sweep(panel, styles, WIDTH / across) for panel in panels]
     if figures:
-        rows.append(drawn.switches(styles))
+        rows.append(charts.switches(styles))
     rows += [row(*figures[at : at + across], sizing_mode="stretch_width") for at in range(0, len(figures), across)]
     item: Any = renumbered(json_item(column(*rows, sizing_mode="stretch_width")))
     body = f"<h1>{html.escape(title)}</h1>\n" if title else ""
     body += f'<div id="plan"></div><p class="hint">{_HINT}</p>'
     if any(panel.crowded for panel in panels):
         body += f'<p class="hint">{html.escape(BESIDE.capitalize())}.</p>'
-    data = f"\n{embedded('item', item)}\n{embedded('themed', drawn.themed)}\n"
+    data = f"\n{embedded('item', item)}\n{embedded('themed', charts.themed)}\n"
     start = f"start({read_embedded('item')}, {read_embedded('themed')})"
     return shell(title or "plan", body, f"{data}{bokeh_scripts()}\n<script>{_START}{start}\n</script>")
 
 
-class _Drawn:
+class _Charts:
     """The figures of one page.
 
     Attributes:

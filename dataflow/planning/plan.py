@@ -1,4 +1,4 @@
-"""A plan, whole: source, rows, advice and sweeps; as a table and as JSON. What `dataflow plan` prints."""
+"""The output of `dataflow plan`: predictions, advice and sweeps, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dataflow.timeline.text import table
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked and what came out."""
+    """A workload with its predictions, advice and sweeps."""
 
     workload: Workload
     rows: list[Prediction]
@@ -26,7 +26,7 @@ class Plan:
     sweeps: list[Sweep]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns it as docs/planning.md describes the JSON."""
+        """Returns the JSON object described in docs/planning.md."""
         found: dict[str, Any] = {
             "source": self.workload.source,
             "steps": self.workload.steps,
@@ -42,7 +42,7 @@ class Plan:
         return found
 
     def text(self) -> str:
-        """Returns what a terminal shows."""
+        """Returns the text for a terminal."""
         load = self.workload
         blocks = [
             f"{load.source}: {load.steps} steps of {load.prompts} x {load.responses} samples, "
@@ -65,11 +65,12 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
 
     Args:
         source: a run, a verl log or a costs.yaml.
-        arguments: ``key=value``; ``policy=NAME`` adds a row, ``sweep=KNOB:LOW:HIGH`` a sweep, each as often as wanted.
-        on_work: called with what is being done, for a progress display.
+        arguments: ``key=value``; ``policy=NAME`` adds a row and ``sweep=KNOB:LOW:HIGH`` a sweep; both may be
+            repeated.
+        on_work: called with a description of the current work, for a progress display.
 
     Raises:
-        UserError: one sentence.
+        UserError: the source or an argument is wrong.
     """
     named = [a.partition("=")[2] for a in arguments if a.startswith("policy=")]
     sweeps = [a.partition("=")[2] for a in arguments if a.startswith("sweep=")]
@@ -127,7 +128,7 @@ def _sweep_table(found: Sweep) -> str:
 
 
 def hours(seconds: float) -> str:
-    """Returns a duration to read: ``17h53m``, ``3m20s`` or ``12.3s``.
+    """Returns a duration as text: ``17h53m``, ``3m20s`` or ``12.3s``.
 
     >>> hours(64380), hours(200), hours(12.34)
     ('17h53m', '3m20s', '12.3s')

@@ -1,4 +1,4 @@
-"""What-if: a workload under any policy, on the virtual clock: how long, what bounds it, which knob to turn."""
+"""Predicts a workload under any policy on the virtual clock: its time and its lower bounds, also over a knob."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from dataflow.timeline.attribution import pool_waits
 from dataflow.timeline.spans import POOLS, Span, Trace, covered
 
 ROWS = (*PRESETS, "both+stream")
-"""Policies of a plan, if none are named."""
+"""The default policies of a plan."""
 FEW = 12
-"""Steps that tell a critical path that is far from mattering."""
+"""Steps simulated to estimate a critical path that is far below the other bounds."""
 BOUNDS = {"gpu": "GPU pool", "reward": "reward service", "path": "critical path"}
 
 
 @dataclass
 class Account:
-    """Adds up a run's times as it goes, so that a long run needs no long memory.
+    """Accumulates the times of a simulated run, so that memory does not grow with its length.
 
     Attributes:
-        trace: of the run; what has been counted is dropped from it, unless it is to be whole.
-        steps: of the run: what is optional (validation) may end after the last one's training.
-        begin, end: of what is counted, in seconds.
-        busy_s: seconds of that in which the GPU pool worked; of several pools the mean.
-        waits_s: cause -> seconds of that in which it did not.
+        trace: of the run; counted spans are dropped unless the whole trace is kept.
+        steps: number of steps; optional tasks (validation) may end after the training of the last one.
+        begin, end: the counted interval, in seconds.
+        busy_s: seconds of it in which the GPU pool works; with several pools, the mean.
+        waits_s: cause -> seconds of it in which the GPU pool waits.
         stages_s: stage -> (seconds, tasks).
-        work_s: pool -> seconds of GPU work that training cannot do without.
+        work_s: pool -> seconds of GPU work that training depends on.
     """
 
     trace: Trace
@@ -51,27 +51,27 @@ class Account:
 
     @property
     def pools(self) -> list[str]:
-        """The pools of GPUs that the run has, whether anything of theirs is in the trace or not."""
+        """The run's GPU pools, including those without a span in the trace."""
         return [name for name in self.trace.meta["resources"] if name in POOLS]
 
     def add(self, span: Span) -> None:
-        """Counts one task."""
+        """Adds a task."""
         took = span.end - span.begin
         seconds, tasks = self.stages_s.get(span.stage, (0.0, 0))
         self.stages_s[span.stage] = (seconds + took, tasks + 1)
         if not span.optional:
             self.end = max(self.end, span.end)
-        # The next weight sync waits for a validation's rollout, the last one's nobody waits for.
+        # The next weight sync waits for a validation's rollout; nothing waits for that of the last step.
         if span.resource in POOLS and not (span.optional and span.step == self.steps):
             self.work_s[span.resource] = self.work_s.get(span.resource, 0.0) + took
 
     def leave_out(self, span: Span) -> None:
-        """Counts from the end of this task on only."""
+        """Restarts the count at the end of this task."""
         self.begin = span.end
         self.work_s.clear()
 
     def fold(self, until: float, keep: float = -math.inf) -> None:
-        """Counts waits up to a time before which nothing can begin any more; drops tasks that ended before ``keep``."""
+        """Counts waits up to a time before which no further task can begin; drops tasks that ended before ``keep``."""
         begin = self.begin if self._to is None else self._to
         if until <= begin:
             return
@@ -87,19 +87,19 @@ class Account:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a policy is predicted to cost; times in seconds.
+    """The prediction for one policy; times in seconds.
 
     Attributes:
         policy: its name.
-        step_s: per step.
-        total_s: of the whole training.
-        change: of the total against baseline's, -0.3 for 30% less.
-        gpu_idle: share of the total in which the GPU pool does nothing.
-        exposed_wait_s: seconds a step in which it waits.
+        step_s: time per step.
+        total_s: time of the whole training.
+        change: of the total against baseline, -0.3 for 30% less.
+        gpu_idle: share of the total in which the GPU pool is idle.
+        exposed_wait_s: exposed wait per step.
         exposed_wait_by_cause: the same by cause.
-        lower_bound_s: no schedule of this policy's graph can take less in all.
-        bound_by: what sets it: "GPU pool", "reward service" or "critical path".
-        bounds_s: each of the three; the critical path is estimated where it is far below the others.
+        lower_bound_s: lower bound on the total of any schedule of this policy's graph.
+        bound_by: the source of the bound: "GPU pool", "reward service" or "critical path".
+        bounds_s: all three bounds; a critical path far below the others is estimated.
     """
 
     policy: str
@@ -119,7 +119,7 @@ class Prediction:
         return self.lower_bound_s * self.step_s / self.total_s if self.total_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Returns the prediction as a JSON-serializable dictionary."""
         return asdict(self)
 
 
@@ -132,8 +132,8 @@ def predict(
 
     Args:
         workload: what to run.
-        policies: by the name to show; :data:`ROWS` by default.
-        on_policy: called with each one's name before it is simulated, for a progress display.
+        policies: by display name; :data:`ROWS` by default.
+        on_policy: called with each policy's name before its simulation, for a progress display.
 
     Raises:
         PolicyError, PipelineError: a policy does not fit the workload.
@@ -153,7 +153,7 @@ def predict(
 
 
 def total_s(account: Account) -> float:
-    """Returns the seconds that are counted of a run."""
+    """Returns the counted seconds of a run."""
     return account.end - account.begin
 
 
@@ -162,7 +162,7 @@ def _prediction(
 ) -> Prediction:
     total = total_s(account)
     steps = workload.steps
-    # Requests of all but the last rollout that is not counted may be answered before the count begins.
+    # Requests of the uncounted rollouts, but for the last one, may be answered before the count begins.
     early = account.begin if policy.max_staleness > 1 or policy.stream_rollout else 0.0
     bounds = {"gpu": max(account.work_s.values(), default=0.0), "reward": max(0.0, costs.load_s - early)}
     bounds["path"] = max(0.0, _path_s(workload, policy, below=max(bounds.values())) - account.begin)
@@ -173,7 +173,7 @@ def _prediction(
         step_s=total / steps,
         total_s=total,
         change=total / base - 1 if base else 0.0,
-        # Sums of the same spans in another order may pass the total by a rounding.
+        # Sums of the same spans in another order may exceed the total by a rounding error.
         gpu_idle=max(0.0, 1 - account.busy_s / total) if total else 0.0,
         exposed_wait_s=sum(waits.values()),
         exposed_wait_by_cause=waits,
@@ -184,9 +184,9 @@ def _prediction(
 
 
 def _path_s(workload: Workload, policy: SchedulingPolicy, below: float) -> float:
-    """The critical path: when the run would end if nothing ever waited for a slot.
+    """Returns the critical path: when the run would end with unlimited slots and servers.
 
-    Far below what is a bound anyway it is told from its first steps.
+    A path far below the other bounds is estimated from its first steps.
     """
     if workload.steps > FEW:
         few = replace(workload, steps=FEW)
@@ -205,7 +205,7 @@ def simulate(
         workload: what to run.
         policy: how its steps overlap.
         whole: keep every task in ``Account.trace``, to draw it.
-        unlimited: with a slot and a server for everybody; only when it ends is counted.
+        unlimited: simulate with unlimited slots and servers; only the end is counted.
     """
     pipeline = workload.pipeline
     if unlimited:
@@ -226,13 +226,13 @@ def simulate(
             account.leave_out(span)
 
     def on_step(step: int, metrics: dict[str, float]) -> None:
-        # What a later gap is traced back to lies at most a window of steps behind.
+        # A later gap is attributed to tasks at most a window of steps back.
         keep = ends.pop(step - graph.ahead - 2, 0.0)
         if unlimited:
             trace.spans.clear()
         elif not whole:
-            # Before what runs, and up to the last that ran, no task can begin any more. A task that takes no time
-            # ends no wait, so a wait is not cut in two there.
+            # No task can begin any more before the running ones, or before the end of the last one. Tasks that take no
+            # time end no wait, so that a wait is not split there.
             account.fold(min((_settled(runner, trace, pool) for pool in account.pools), default=0.0), keep)
 
     inputs: dict[str, Callable[[int], Any]] = dict.fromkeys(pipeline.inputs, lambda step: None)
@@ -245,7 +245,7 @@ def simulate(
 
 
 def _settled(runner: Runner, trace: Trace, pool: str) -> float:
-    """Returns the time before which no task can begin on a pool any more."""
+    """Returns the time before which no further task can begin on a pool."""
     since = min((s.begin for s in runner.running() if s.resource == pool), default=None)
     last = max((s.end for s in trace.spans if s.resource == pool and s.end > s.begin), default=0.0)
     return last if since is None else min(since, last)
@@ -258,14 +258,14 @@ KNOBS = ("reward.concurrency", "reward.rpm", "mini_batches")
 
 @dataclass(frozen=True)
 class Sweep:
-    """Predictions over the values of one knob: a row of them for each value."""
+    """Predictions over the values of one knob: one row of predictions per value."""
 
     knob: str
     values: tuple[float, ...]
     rows: tuple[tuple[Prediction, ...], ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able: {"knob", "values", "policies": [{"policy", "step_s", "lower_bound_s"}]}, seconds a step."""
+        """Returns {"knob", "values", "policies": [{"policy", "step_s", "lower_bound_s"}]}, in seconds per step."""
         policies = []
         for at, first in enumerate(self.rows[0]):
             times = [row[at].step_s for row in self.rows]
@@ -275,10 +275,10 @@ class Sweep:
 
 
 def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
-    """Returns knob and values of ``reward.concurrency:64:2048`` (doubling) or ``mini_batches:1:16`` (what divides).
+    """Returns knob and values of ``reward.concurrency:64:2048`` (doubling) or ``mini_batches:1:16`` (divisors).
 
     Raises:
-        ConfigError: an unknown knob, or a range that holds no value.
+        ConfigError: an unknown knob, or a range without a value.
     """
     knob, *ends = text.split(":")
     if knob not in KNOBS:
@@ -303,7 +303,7 @@ def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
 
 
 def turned(workload: Workload, knob: str, value: float) -> Workload:
-    """Returns the workload with a knob at a value."""
+    """Returns the workload with a knob set to a value."""
     if knob == "mini_batches":
         return replace(workload, mini_batches=int(value))
     if knob == "reward.concurrency":
@@ -314,12 +314,12 @@ def turned(workload: Workload, knob: str, value: float) -> Workload:
 def sweep(
     workload: Workload, text: str, names: Sequence[str] = ROWS, on_value: Callable[[str], None] = lambda text: None
 ) -> Sweep:
-    """Predicts the presets of some names at each value of a knob.
+    """Predicts presets at each value of a knob.
 
     Args:
         workload: what to run.
         text: the knob and its range, see :func:`parse_sweep`.
-        names: of presets.
+        names: names of the presets.
         on_value: called before each prediction, for a progress display.
     """
     knob, values = parse_sweep(text, workload)

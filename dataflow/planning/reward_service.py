@@ -1,7 +1,8 @@
-"""The reward service as a queue: c servers, first come first served by step, groups whole with their last sample.
+"""Simulates the reward service as a queue with a fixed number of servers; a group is complete with its last sample.
 
-Pure and lazy: nothing is served further than somebody looks. So a training request that comes later still goes before
-a validation request that has not begun, and memory holds only what has been asked for and not yet collected.
+Older steps are served first, and requests of a step in the order they are submitted. Pure and lazy: :meth:`advance`
+serves no further than needed, so that a later training request still precedes a validation request that has not begun,
+and memory holds only requests that have not been collected.
 """
 
 from __future__ import annotations
@@ -17,22 +18,28 @@ from typing import Any, NamedTuple
 from dataflow.errors import ConfigError, DataflowError
 
 POLL_S = 1.0
-"""The published agent looks for the next step so often (verl, recipe/async_reward_agent/reward_agent.py)."""
+"""Seconds between the published agent's looks for the next step (verl, recipe/async_reward_agent/reward_agent.py)."""
 
 Sample = tuple[int, float]
 """(group, seconds) of one request."""
 
 
 class Delivery(NamedTuple):
-    """What a waiter waited for: when it was there, who waited, and the groups in order of their arrival."""
+    """Groups delivered to a waiter.
+
+    Attributes:
+        at: time of delivery, in seconds.
+        waiter: the value given to :meth:`RewardService.wait`.
+        groups: the groups, in the order of their arrival.
+    """
 
     at: float
-    who: Any
+    waiter: Any
     groups: tuple[int, ...]
 
 
 class _Batch(NamedTuple):
-    """What was submitted at once, in the order in which it is served."""
+    """The requests of one submission, in the order they are served."""
 
     order: tuple[int, int]  # lower ones first
     at: float
@@ -42,34 +49,34 @@ class _Batch(NamedTuple):
 
 @dataclass
 class _Waiter:
-    who: Any
+    waiter: Any
     count: int
     by_index: bool
 
 
 @dataclass
 class _Step:
-    left: dict[int, int] = field(default_factory=dict)  # group -> samples that have no server yet
+    left: dict[int, int] = field(default_factory=dict)  # group -> samples not yet served
     end: dict[int, float] = field(default_factory=dict)  # group -> latest end of its samples so far
-    arrived: dict[int, float] = field(default_factory=dict)  # group -> when, in order of arrival
-    delivered: float = -math.inf  # when the last waiter had its groups
+    arrived: dict[int, float] = field(default_factory=dict)  # group -> time, in order of arrival
+    delivered: float = -math.inf  # time of the latest delivery
     unclaimed: set[int] = field(default_factory=set)
     waiters: deque[_Waiter] = field(default_factory=deque)
 
 
 class RewardService:
-    """Requests in, whole groups out.
+    """Serves requests and delivers complete groups.
 
     Args:
-        servers: requests in flight at most; None for as many as come.
-        rpm: requests that start in a minute at most, evenly, as the agent sends them: a second's worth at once. None
-            for no limit.
-        per_step: each key is served after the one before has ended, to its last request; the service looks for a
-            new one every :data:`POLL_S`. So the published agent behaves.
+        servers: requests in flight at most; None for no limit.
+        rpm: requests started per minute at most, spread evenly with bursts of at most one second's worth, as the agent
+            sends them. None for no limit.
+        per_step: serve each key only after all requests of the one before have ended, and look for a new key every
+            :data:`POLL_S`, as the published agent does.
 
     Attributes:
-        served: requests begun.
-        busy_s: seconds of service that they take.
+        served: number of requests begun.
+        busy_s: seconds of service that they take in total.
 
     Raises:
         ConfigError: a number out of range.
@@ -84,7 +91,7 @@ class RewardService:
         self.busy_s = 0.0
         self._per_step = per_step
         self._unlimited = servers is None
-        self._free = [0.0] * (servers or 1)  # when each server is free next: a heap
+        self._free = [0.0] * (servers or 1)  # heap of the times at which servers become free
         self._key: Hashable = None  # of the batch served last
         self._rate = math.inf if rpm is None else rpm / 60.0
         self._bucket = math.inf if rpm is None else max(1.0, self._rate)
@@ -98,14 +105,14 @@ class RewardService:
         self._finishing: list[tuple[float, int, Hashable, int]] = []
 
     def submit(self, key: Hashable, at: float, samples: Sequence[Sample], order: tuple[int, int] = (0, 0)) -> None:
-        """Hands in requests. A key may be handed in several times, with other groups each time.
+        """Submits requests. A key may be submitted several times, with different groups each time.
 
         Args:
-            key: by which they are collected.
-            at: when, in seconds.
-            samples: in the order in which they are to be served, the same group's not necessarily side by side.
-            order: what is lower is served first, whenever it came; of equals the first to come. A service that goes
-                step by step serves what came first.
+            key: key to collect them by.
+            at: time of submission, in seconds.
+            samples: requests in the order to serve them; samples of a group need not be adjacent.
+            order: priority, lowest first; requests of equal priority are served in order of submission. Ignored with
+                ``per_step``.
         """
         if not samples:
             return
@@ -120,26 +127,26 @@ class RewardService:
         batch = _Batch((0, 0) if self._per_step else order, at, key, samples)
         heapq.heappush(self._incoming, (at, self._sequence, batch))
 
-    def wait(self, key: Hashable, who: Any, count: int, by_index: bool = False) -> None:
-        """Waits for the next ``count`` groups of a key; :meth:`advance` says when they are there.
+    def wait(self, key: Hashable, waiter: Any, count: int, by_index: bool = False) -> None:
+        """Registers a waiter for the next ``count`` groups of a key; :meth:`advance` returns them once complete.
 
         Args:
-            key: as submitted; those who wait for the same are served in the order in which they came.
-            who: comes back with the groups.
-            count: of groups.
-            by_index: the next groups by their number, not the first to arrive.
+            key: as submitted; waiters of the same key are served in the order they were registered.
+            waiter: returned with the groups.
+            count: number of groups.
+            by_index: deliver groups in the order of their numbers instead of their arrival.
 
         Raises:
-            DataflowError: nothing of that key was submitted.
+            DataflowError: the key was never submitted.
         """
         if key not in self._steps:
             raise DataflowError(f"reward service: '{key}' was never submitted.")
-        self._steps[key].waiters.append(_Waiter(who, count, by_index))
+        self._steps[key].waiters.append(_Waiter(waiter, count, by_index))
 
     def advance(self, until: float) -> Delivery | None:
-        """Serves on, up to a time or to the first delivery that somebody waits for.
+        """Serves requests up to a time or to the first delivery; returns the delivery, or None.
 
-        What could begin just at ``until`` has not begun: what is still submitted for that time may go before it.
+        Requests that could begin exactly at ``until`` are left, as others submitted for that time may precede them.
         """
         if found := self._deliver_arrived():
             return found
@@ -159,7 +166,7 @@ class RewardService:
     # --- serving ------------------------------------------------------------------------------------------
 
     def _next_start(self, until: float) -> float:
-        """When the next request can start; it is the current batch's, from then on, if that is before ``until``."""
+        """Returns when the next request can start; if that is before ``until``, chooses the batch it belongs to."""
         time = self._free[0]
         if self._current is None:
             if not self._waiting:
@@ -169,17 +176,17 @@ class RewardService:
             elif self._per_step and self._waiting[0][-1].key != self._key:
                 time = max(self._free)
             if time >= until:
-                return time  # none is chosen yet: another may still come before
+                return time  # choose none yet: an earlier one may still be submitted
             self._take_in(time)
             self._current, self._next = heapq.heappop(self._waiting)[-1], 0
             if self._per_step and self._current.key != self._key:
-                # Step by step: all servers start together, when the last step's last request is done.
+                # All servers start together, once the last request of the step before has ended.
                 time = max(self._free)
                 came = self._current.at
                 time = time if came <= time else came + POLL_S / 2
                 self._free = [time] * len(self._free)
             self._key = self._current.key
-        time = max(time, self._current.at)  # idle servers were free before it came
+        time = max(time, self._current.at)  # idle servers were free before it was submitted
         if self._tokens < 1.0:
             time = max(time, self._filled + (1.0 - self._tokens) / self._rate)
         return time
@@ -187,11 +194,11 @@ class RewardService:
     def _take_in(self, time: float) -> None:
         while self._incoming and self._incoming[0][0] <= time:
             batch = heapq.heappop(self._incoming)[-1]
-            self._sequence += 1  # in the order in which they come, not that in which they were submitted
+            self._sequence += 1  # by time of arrival, not by order of the calls to submit
             heapq.heappush(self._waiting, (batch.order, self._sequence, batch))
 
     def _serve_at_once(self, key: Hashable, of: _Step, at: float, samples: Sequence[Sample]) -> None:
-        """Serves all samples as they come: each has a server of its own."""
+        """Serves all samples at once, each by its own server."""
         ends: dict[int, float] = {}
         for group, seconds in samples:
             self.busy_s += seconds
@@ -203,7 +210,7 @@ class RewardService:
         of.left.clear()
 
     def _serve(self, start: float, until: float) -> None:
-        """Serves the current batch: one request, and on, while nothing can come between."""
+        """Serves requests of the current batch until another batch or a delivery may come between."""
         batch = self._current
         assert batch is not None
         if not self._per_step and self._overtaken(batch, start):
@@ -249,19 +256,19 @@ class RewardService:
             self._current = None
 
     def _overtaken(self, batch: _Batch, start: float) -> bool:
-        """Puts what is left of the current batch back if one of lower order came before its next start."""
+        """Returns the rest of the current batch to the queue if a batch of higher priority arrived; True if so."""
         self._take_in(start)
         if not self._waiting or self._waiting[0][0] >= batch.order:
             return False
         rest = batch._replace(samples=batch.samples[self._next :])
-        heapq.heappush(self._waiting, (batch.order, 0, rest))  # 0: ahead of its equals, as it came before them
+        heapq.heappush(self._waiting, (batch.order, 0, rest))  # 0: before batches of equal priority
         self._current = None
         return True
 
     # --- delivering ---------------------------------------------------------------------------------------
 
     def _deliver_arrived(self) -> Delivery | None:
-        """What was there before somebody waited for it, or before it was their turn."""
+        """Returns a delivery of groups that were complete before their waiter was at the head of its queue."""
         for key, of in self._steps.items():
             if of.waiters and (found := self._deliver(key, of)):
                 return found
@@ -283,4 +290,4 @@ class RewardService:
         of.unclaimed.difference_update(groups)
         if not of.unclaimed and not of.waiters:
             del self._steps[key]
-        return Delivery(of.delivered, waiter.who, groups)
+        return Delivery(of.delivered, waiter.waiter, groups)

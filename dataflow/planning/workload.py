@@ -1,6 +1,6 @@
-"""A workload: what a training job asks for, whatever the scheduling policy. The planner runs it on the virtual clock.
+"""A workload: a training job independent of the scheduling policy. The planner runs it on the virtual clock.
 
-Pure: times are distributions or what was measured, and who draws from them brings the dice.
+Pure: times are measured or drawn from distributions, with random generators seeded by the workload's seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Pool = Literal["shared", "own"]
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of a stage's tasks in each step that it ran in, as logged.
+    """Logged seconds of a stage's tasks, for each step in which the stage ran.
 
     Attributes:
         steps: step -> seconds of each of its parts.
@@ -37,10 +37,10 @@ class Measured:
         return sorted(self.steps)
 
     def seconds(self, step: int, part: int, parts: int) -> float:
-        """Returns the seconds of one task; a step that was not logged is taken for one that was.
+        """Returns the seconds of one task; a step that was not logged takes the time of one that was.
 
-        The first logged step is warm-up, so later steps that were not logged never stand in for it. A stage that
-        ran in another number of parts then is taken to do the same work in all.
+        The first logged step includes warm-up, so it never stands in for a later step. If the logged step had another
+        number of parts, its total is split evenly.
         """
         known = self.steps.get(step)
         if known is None:
@@ -51,29 +51,29 @@ class Measured:
 
     @property
     def mean(self) -> float:
-        """Seconds in a step, all parts together."""
+        """Mean seconds per step, all parts together."""
         return math.fsum(map(math.fsum, self.steps.values())) / len(self.steps)
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Seconds of a stage in a step, all parts together, by a distribution."""
+class Modelled:
+    """Seconds of a stage per step, all parts together, drawn from a distribution."""
 
     distribution: Distribution
 
     def seconds(self, name: str, step: int, parts: int, seed: int) -> float:
-        """Returns the seconds of one task; the same step's are the same under every policy."""
+        """Returns the seconds of one task; a step takes the same time under every policy."""
         if self.distribution.kind == "constant":
             return self.distribution.mean / parts
         return self.distribution.draw(Random(f"{seed}/{name}/{step}")) / parts
 
     @property
     def mean(self) -> float:
-        """Seconds in a step, all parts together."""
+        """Mean seconds per step, all parts together."""
         return self.distribution.mean
 
 
-StageTime = Measured | Drawn
+StageTime = Measured | Modelled
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Rewards:
         latency: of one request, in seconds.
         concurrency: requests in flight at most.
         rpm: requests a minute at most; None for no limit.
-        agent: ``continuous`` keeps all slots busy; ``per-step`` serves one step's requests after another's.
-        scattered: a group's samples are spread over the queue, not side by side.
+        agent: ``continuous`` keeps all slots busy; ``per-step`` finishes one step's requests before it begins the next.
+        scattered: the samples of a group are spread over the queue instead of side by side.
     """
 
     latency: Distribution
@@ -96,20 +96,20 @@ class Rewards:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole service that one request takes."""
+        """Seconds by which one request extends the work of the whole service."""
         each = self.latency.mean / self.concurrency
         return max(each, 60.0 / self.rpm) if self.rpm else each
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out problems, generated and scored every so many steps and at the end.
+    """Held-out problems, generated and scored at regular steps and at the end.
 
     Attributes:
         every: steps from one to the next.
-        samples: reward requests each time; 0: its scoring is part of the stage's time.
-        pool: ``shared`` with the training requests, behind them, or servers of its ``own``.
-        overlap: training goes on meanwhile.
+        samples: reward requests per validation; 0 if scoring is part of the stage's time.
+        pool: ``shared`` with the training requests, at lower priority, or ``own`` servers.
+        overlap: training continues during validation.
     """
 
     every: int
@@ -120,7 +120,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Roles:
-    """Which stages send the reward requests, collect them, and score a validation. None: there is no such stage."""
+    """The stages that send reward requests, collect them and score a validation; None if there is none."""
 
     request: str | None
     collect: str | None
@@ -128,7 +128,7 @@ class Roles:
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Roles:
-        """Returns those of a pipeline: a validation's scores come from where the rewards do."""
+        """Returns the roles of a pipeline's stages; a validation is scored on the resource that collects rewards."""
         requests, collector = pipeline.with_role("requests"), pipeline.collector
         scoring = [s.name for s in pipeline.with_role("validates") if collector is not None and s.on == collector.on]
         return cls(requests[0].name if requests else None, collector.name if collector else None,
@@ -140,7 +140,7 @@ class Workload:
     """One training job.
 
     Attributes:
-        source: where it was read from.
+        source: the file or directory it was read from.
         pipeline: its stages; their functions are never called.
         steps: to train.
         prompts, responses: prompt groups in a step, and samples in a group.
@@ -148,12 +148,12 @@ class Workload:
         times: of each stage that takes time.
         rewards: the reward service.
         validation: None where there is none.
-        dispatch_s: stage -> seconds from a task's being ready until its worker begins; 0 for those left out.
-        ends: the share of a rollout's time after which each of its groups has ended, in order; () for evenly.
-        uncounted: the rollouts of the first ``max_staleness`` steps come before what is counted, as in verl's logs.
-        assumptions: sentences about what was not in the source.
-        logged: what the source's own policy took: (its name, seconds in all, steps).
-        seed: of all that is drawn.
+        dispatch_s: stage -> seconds from when a task is ready until its worker begins; 0 for stages left out.
+        ends: the share of a rollout's time after which each of its groups ends, in order; () for even spacing.
+        uncounted: leave the rollouts of the first ``max_staleness`` steps out of the total, as verl's logs do.
+        assumptions: sentences on values that the source does not contain.
+        logged: (policy, total seconds, steps) of the source's own run.
+        seed: of all random draws.
     """
 
     source: str
@@ -174,11 +174,11 @@ class Workload:
 
     @functools.cached_property
     def roles(self) -> Roles:
-        """What the reward service has to do with which stage."""
+        """The stages that use the reward service."""
         return Roles.of(self.pipeline)
 
     def overlapping(self) -> Workload:
-        """Returns it with validation and checkpoints beside training, where they stopped it."""
+        """Returns the workload with validation and checkpoints overlapping training."""
         if self.validation is None or self.validation.overlap:
             return self
         saving = self.pipeline.with_role("saves")
@@ -190,10 +190,10 @@ class Workload:
         return replace(self, pipeline=pipeline, validation=validation)
 
     def placed(self, placement: Placement) -> Workload:
-        """Returns it with engine and trainer on the same GPUs, or on GPUs of their own; stage times stay.
+        """Returns the workload with engine and trainer on the same or on separate GPUs; stage times stay.
 
         Raises:
-            PipelineError: it has no rollout to place.
+            PipelineError: the pipeline has no rollout to place.
         """
         said = {
             "colocated": "engine and trainer take turns on the same GPUs (placement=colocated).",
@@ -204,9 +204,9 @@ class Workload:
         return replace(self, pipeline=pipeline, assumptions=(*self.assumptions, said[placement]), logged=None)
 
     def work_s(self) -> dict[str, float]:
-        """Seconds that each stage takes of the GPUs for one step; those of a validation are spread over its steps.
+        """GPU seconds of each stage per step; a stage that does not run every step counts its average.
 
-        Where engine and trainer have pools of their own, of the one that has more to do.
+        If engine and trainer have separate pools, the numbers are those of the busier pool.
         """
         of = {s.on: [each for each in self.pipeline.stages if each.on == s.on] for s in self.pipeline.stages}
         shares = [
@@ -217,11 +217,11 @@ class Workload:
         return max(shares, key=lambda share: math.fsum(share.values()), default={})
 
     def mean_s(self) -> float:
-        """Seconds that the GPUs work for one step."""
+        """GPU seconds per step."""
         return math.fsum(self.work_s().values())
 
     def seconds(self, name: str, step: int, part: int, parts: int) -> float:
-        """Returns the seconds of one task of a stage that does not wait for the reward service."""
+        """Returns the seconds of one task of a stage other than those that wait for rewards."""
         time = self.times.get(name)
         if time is None:
             return 0.0
@@ -239,9 +239,9 @@ class Workload:
         """Returns (group, seconds) of the reward requests of some groups of a step, in the order they are sent.
 
         Args:
-            step: of training.
-            groups: whose requests.
-            latencies: of the whole step, if they are known.
+            step: training step.
+            groups: groups whose requests to return.
+            latencies: latencies of the whole step; drawn if None.
         """
         drawn = self.latencies(step) if latencies is None else latencies
         n = self.responses
@@ -258,7 +258,7 @@ class Workload:
         return list(enumerate(drawn))
 
 
-# --- the stages of GRPO, as the planner knows them: pipelines/gsm8k_grpo.py without engines behind it -----------------
+# --- the stages of GRPO as the planner models them: pipelines/gsm8k_grpo.py without engines ---------------------------
 
 
 @stage(writes="responses", on="gpu", role="samples", streams=True)
@@ -302,17 +302,17 @@ def val_score(val_responses: object) -> None: ...
 
 
 @stage(on="gpu", role="saves")
-def save_checkpoint(actor: object) -> None: ...
+def checkpoint(actor: object) -> None: ...
 
 
 @stage(writes="turn", on="controller")
 def end_step(actor: object) -> None:
-    """A loop that validates and saves before it goes on: what comes next reads its turn."""
+    """Ends a step of a loop that validates and saves before it continues; the next step reads ``turn``."""
 
 
 STAGES = (
     rollout, reward_request, old_log_prob, ref_log_prob, reward_collect, advantage, actor_update, sync_weights,
-    val_rollout, val_score, save_checkpoint,
+    val_rollout, val_score, checkpoint,
 )  # fmt: skip
 
 
@@ -320,9 +320,9 @@ def grpo(reference: bool = True, validation: Validation | None = None, checkpoin
     """Returns the stages of a GRPO step.
 
     Args:
-        reference: whether a reference model's log-probs are taken.
-        validation: where its ``overlap`` is off, validation and checkpoint stop training, as in verl's loop.
-        checkpoint_every: steps from one checkpoint to the next; None saves none.
+        reference: include the log-probs of a reference model.
+        validation: without its ``overlap``, validation and checkpoint stop training, as in verl's loop.
+        checkpoint_every: steps from one checkpoint to the next; None for no checkpoints.
     """
     stages: list[Stage] = [rollout, reward_request, old_log_prob]
     if reference:
@@ -334,11 +334,11 @@ def grpo(reference: bool = True, validation: Validation | None = None, checkpoin
         stages += [val_rollout.bind(every=validation.every), val_score.bind(every=validation.every)]
     if checkpoint_every is not None:
         after = ["val_score"] if validation is not None and not validation.overlap else []
-        stages.append(save_checkpoint.bind(every=checkpoint_every, after=after))
+        stages.append(checkpoint.bind(every=checkpoint_every, after=after))
     if validation is not None and not validation.overlap:
-        last = ["val_score", *(["save_checkpoint"] if checkpoint_every is not None else [])]
+        last = ["val_score", *(["checkpoint"] if checkpoint_every is not None else [])]
         stages.append(end_step.bind(after=["sync_weights", *last]))
-        # The next rollout and the next log-probs wait for the loop to come round.
+        # The next rollout and log-probs wait for the end of this step.
         for at, s in enumerate(stages):
             if s.role == "samples":
                 stages[at] = s.also_reads("turn", "carried")

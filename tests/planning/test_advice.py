@@ -15,7 +15,7 @@ def test_advice_names_the_bound_the_knob_and_the_gain(costs: str) -> None:
     limited = make_plan(costs, ["reward.rpm=12"]).advice
     assert "32 calls at 12 a minute = 160 s a step" in limited[1]
     quick = make_plan(costs, ["reward.concurrency=999", "reward.latency=1", "validation.overlap=true"]).advice
-    assert "no policy gains" in quick[0]
+    assert "no policy is faster than baseline" in quick[0]
     assert "the GPU pool bounds" in quick[1]
     lonely = make_plan(costs, ["reward.concurrency=999", "reward.latency=200"]).advice
     assert "the critical path bounds " in lonely[1]

@@ -8,7 +8,7 @@ from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError
 from dataflow.executors.virtual import End
 from dataflow.planning.costs import WorkloadCosts, fit_latency, makespan
-from dataflow.planning.workload import Drawn, Rewards, Validation, Workload, grpo
+from dataflow.planning.workload import Modelled, Rewards, Validation, Workload, grpo
 from dataflow.policy import expand, preset
 
 
@@ -45,7 +45,7 @@ def test_a_collect_ends_when_its_groups_are_there_and_a_validation_has_its_own_p
         prompts=2,
         responses=2,
         mini_batches=2,
-        times={"rollout": Drawn(Distribution("constant", 4.0))},
+        times={"rollout": Modelled(Distribution("constant", 4.0))},
         rewards=Rewards(Distribution("constant", 10.0), 2),
         validation=validation,
         dispatch_s={"reward_collect": 0.5, "rollout": 0.25},

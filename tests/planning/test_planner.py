@@ -14,7 +14,7 @@ from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError
 from dataflow.planning.planner import ROWS, parse_sweep, predict, simulate, sweep, turned
 from dataflow.planning.reward_service import POLL_S
-from dataflow.planning.workload import Drawn, Rewards, Validation, Workload, grpo
+from dataflow.planning.workload import Modelled, Rewards, Validation, Workload, grpo
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.testing import check_trace
 from dataflow.timeline import attribution
@@ -40,7 +40,7 @@ def load(
         "actor_update": UPDATE,
         "sync_weights": SYNC,
         "val_rollout": 3.0,
-        "save_checkpoint": 2.0,
+        "checkpoint": 2.0,
     }
     return Workload(
         source="a test",
@@ -49,7 +49,7 @@ def load(
         prompts=4,
         responses=4,
         mini_batches=4,
-        times={name: Drawn(Distribution("constant", s)) for name, s in seconds.items()},
+        times={name: Modelled(Distribution("constant", s)) for name, s in seconds.items()},
         rewards=Rewards(parse_distribution(latency), concurrency, **rewards),  # type: ignore[arg-type]
         validation=validation,
     )
@@ -170,7 +170,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         prompts=mini_batches * draw(st.integers(1, 3)),
         responses=draw(st.integers(1, 3)),
         mini_batches=mini_batches,
-        times={name: Drawn(parse_distribution(draw(times))) for name in timed},
+        times={name: Modelled(parse_distribution(draw(times))) for name in timed},
         rewards=Rewards(
             parse_distribution(draw(times)),
             draw(st.integers(1, 9)),

@@ -308,7 +308,7 @@ def test_a_lower_order_overtakes_what_has_not_begun_and_never_what_has(foreseen:
     for who in range(6):
         service.wait("validation", ("validation", who), 1)
     # Both servers are with validation to 4; then train has one to 5 and to 6, the other to 9.
-    assert [(d.at, d.who[0], *d.groups) for d in collector.advance()] == [
+    assert [(d.at, d.waiter[0], *d.groups) for d in collector.advance()] == [
         (4.0, "validation", 0),
         (4.0, "validation", 1),
         (5.0, "train", 0),
@@ -363,7 +363,7 @@ def test_of_equal_order_the_first_to_come_is_served_first_whichever_was_submitte
     service.submit("sooner too", 1.0, [(0, 1.0)])
     for key in ("later", "sooner too", "sooner", "busy"):
         service.wait(key, key, 1)
-    got = [(d.at, d.who) for d in Collector(service).advance()]
+    got = [(d.at, d.waiter) for d in Collector(service).advance()]
     assert got == [(5.0, "busy"), (6.0, "sooner"), (7.0, "sooner too"), (8.0, "later")]
 
 
@@ -377,8 +377,8 @@ def test_every_group_is_delivered_once_and_every_request_served_once(
 ) -> None:
     collector = all_known(load, RewardService(servers, rpm, per_step))
     deliveries = collector.advance()
-    assert Counter((d.who[0], group) for d in deliveries for group in d.groups) == load.groups()
-    assert {d.who: len(d.groups) for d in deliveries} == {w.who: w.count for w in load.waits}
+    assert Counter((d.waiter[0], group) for d in deliveries for group in d.groups) == load.groups()
+    assert {d.waiter: len(d.groups) for d in deliveries} == {w.who: w.count for w in load.waits}
     assert [d.at for d in deliveries] == sorted(d.at for d in deliveries)
     assert collector.service.served == load.requests()
     assert collector.service.busy_s == load.seconds()
@@ -494,7 +494,7 @@ def test_step_by_step_an_idle_service_has_to_look_first() -> None:
     for key, at in [("at once", 0.0), ("idle", 5.0), ("busy", 5.75)]:
         service.submit(key, at, [(0, 1.0), (1, 1.0)])
         service.wait(key, key, 2)
-    got = {d.who: d.at for d in Collector(service).advance()}
+    got = {d.waiter: d.at for d in Collector(service).advance()}
     assert got == {"at once": 1.0, "idle": 6.0 + POLL_S / 2, "busy": 7.0 + POLL_S / 2}
 
 
@@ -504,7 +504,7 @@ def test_step_by_step_validation_queues_behind_the_next_step_when_that_came_firs
     for key, at, its_order in [("1", 0.0, (1, 0)), ("2", 1.0, (2, 0)), ("validation", 2.0, order), ("3", 3.0, (1, 0))]:
         service.submit(key, at, [(0, 5.0)], order=its_order)
         service.wait(key, key, 1)
-    got = [(d.who, d.at) for d in Collector(service).advance()]
+    got = [(d.waiter, d.at) for d in Collector(service).advance()]
     assert got == [("1", 5.0), ("2", 10.0), ("validation", 15.0), ("3", 20.0)]
 
 

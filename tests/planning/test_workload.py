@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.planning.workload import Drawn, Measured, Rewards, Validation, Workload, grpo
+from dataflow.planning.workload import Measured, Modelled, Rewards, Validation, Workload, grpo
 
 
 def job(**changes: object) -> Workload:
@@ -19,8 +19,8 @@ def job(**changes: object) -> Workload:
         responses=2,
         mini_batches=2,
         times={
-            "rollout": Drawn(Distribution("constant", 10.0)),
-            "actor_update": Drawn(parse_distribution("uniform:2:6")),
+            "rollout": Modelled(Distribution("constant", 10.0)),
+            "actor_update": Modelled(parse_distribution("uniform:2:6")),
         },
         rewards=Rewards(parse_distribution("uniform:1:3"), 4),
     )
@@ -67,7 +67,7 @@ def test_validation_that_stops_training_holds_back_the_next_step() -> None:
     assert {read.field for read in stopping.by_name["rollout"].reads} >= {"turn"}
     workload = job(pipeline=stopping, validation=Validation(5, overlap=False))
     assert "end_step" not in workload.overlapping().pipeline.by_name
-    assert workload.overlapping().pipeline.by_name["save_checkpoint"].every == 20
+    assert workload.overlapping().pipeline.by_name["checkpoint"].every == 20
     assert workload.overlapping().validation == Validation(5, overlap=True)
     plain = job()
     assert plain.overlapping() is plain

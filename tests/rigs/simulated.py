@@ -6,7 +6,7 @@ import json
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.planner import simulate
-from dataflow.planning.workload import Drawn, Rewards, Validation, Workload, grpo
+from dataflow.planning.workload import Modelled, Rewards, Validation, Workload, grpo
 from dataflow.policy import preset
 from dataflow.timeline.spans import Mark, Trace
 
@@ -22,7 +22,7 @@ def job(steps: int = 8, dispatch_s: float = 0.01) -> Workload:
         prompts=8,
         responses=4,
         mini_batches=4,
-        times={name: Drawn(Distribution("constant", s)) for name, s in SECONDS.items()},
+        times={name: Modelled(Distribution("constant", s)) for name, s in SECONDS.items()},
         rewards=Rewards(parse_distribution("uniform:1:3"), 8),
         validation=validation,
         dispatch_s=dict.fromkeys([*SECONDS, "reward_request", "reward_collect", "advantage", "val_score"], dispatch_s),

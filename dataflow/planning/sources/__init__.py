@@ -1,1 +1,1 @@
-"""What a plan starts from: a run's trace, a verl log, costs written by hand."""
+"""The sources of a plan: a run's trace, a verl log, or costs written by hand."""

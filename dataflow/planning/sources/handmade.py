@@ -11,18 +11,19 @@ from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.files import decoded
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.workload import STAGES, Drawn, Rewards, Validation, Workload, grpo
+from dataflow.planning.workload import STAGES, Modelled, Rewards, Validation, Workload, grpo
 from dataflow.policy import check_batch
 
 TIMED = [s.name for s in STAGES if s.on != "reward"]
 NEEDED = [s.name for s in STAGES if s.role in ("samples", "trains")]
+RENAMED = {"save_checkpoint": "checkpoint"}
 
 
 def values(path: Path) -> Mapping[str, Any]:
-    """Returns what the file holds.
+    """Returns the values in the file.
 
     Raises:
-        DataError: it is no YAML mapping.
+        DataError: the file is not a YAML mapping.
     """
     try:
         loaded = yaml_values.load(decoded(path.read_bytes()))
@@ -35,19 +36,21 @@ def values(path: Path) -> Mapping[str, Any]:
 
 
 def distribution_of(text: str, what: str, path: Path) -> Distribution:
-    """Returns a distribution; a file that it names lies beside the costs, or where the command is run."""
+    """Returns a distribution; its file is looked up beside the costs, then in the current directory."""
     name = text.partition(":")[2]
     beside = text.startswith("empirical:") and (path.parent / name).exists()
     return parse_distribution(text, what, path.parent if beside else None)
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
-    """Returns what the file and the command line say.
+    """Returns the workload of the file and the command line.
 
     Raises:
         ConfigError: something is missing or wrong.
     """
     for name in config.stages:
+        if name in RENAMED:
+            raise ConfigError(f"stages.{name} is now stages.{RENAMED[name]}; rename the key.")
         if name not in TIMED:
             raise ConfigError(
                 f"stages.{name}: no stage has that name{nearest(name, TIMED) or '; stages: ' + ', '.join(TIMED) + '.'}"
@@ -65,7 +68,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     reference = "ref_log_prob" in config.stages
     pipeline = grpo(reference, validation, checkpoints)
     times = {
-        name: Drawn(distribution_of(text, f"stages.{name}", path))
+        name: Modelled(distribution_of(text, f"stages.{name}", path))
         for name, text in config.stages.items()
         if name in pipeline.by_name
     }

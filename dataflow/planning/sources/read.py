@@ -1,4 +1,4 @@
-"""Reads whatever a plan is given: a run of ours, a verl log, or costs written by hand."""
+"""Reads the source of a plan: a dataflow run, a verl log, or costs written by hand."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ KINDS = "a run's directory, a verl log (CSV or TensorBoard directory) or a costs
 
 
 def read_workload(source: str, overrides: Sequence[str] = ()) -> tuple[Workload, PlanConfig]:
-    """Reads a workload, and what was said about it.
+    """Reads a workload and the plan's configuration.
 
     Args:
         source: a run's directory or trace.json, a verl log (CSV, TensorBoard directory) or a .yaml file.
         overrides: ``key=value``, see :class:`~dataflow.planning.config.PlanConfig`.
 
     Raises:
-        DataError: there is no such source, or it does not hold what a plan needs.
+        DataError: there is no such source, or it lacks what a plan needs.
         ConfigError: a key or a value is wrong, or missing.
     """
     workload, config = _read(source, overrides)
@@ -34,6 +34,9 @@ def _read(source: str, overrides: Sequence[str]) -> tuple[Workload, PlanConfig]:
     if not path.exists():
         near = nearest(str(path), [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else ""
         raise DataError(f"nothing to plan from at '{source}'{near or f'; give {KINDS}.'}")
+    if not (path.is_file() or path.is_dir()):
+        # Opening a FIFO would block until something writes to it.
+        raise DataError(f"'{source}' is neither a file nor a directory; give {KINDS}.")
     if path.suffix in (".yaml", ".yml"):
         config = parse_overrides(PlanConfig, overrides, base=handmade.values(path))
         return handmade.workload(path, config), config
@@ -42,4 +45,4 @@ def _read(source: str, overrides: Sequence[str]) -> tuple[Workload, PlanConfig]:
         return trace.workload(path, config), config
     if scalars.looks_like(path):
         return verl.workload(path, config), config
-    raise DataError(f"'{source}' is nothing to plan from; give {KINDS}.")
+    raise DataError(f"'{source}' cannot be planned from; give {KINDS}.")

@@ -1,4 +1,4 @@
-"""The scalars that verl logs, step by step: from a CSV with a column each, or from TensorBoard's event files."""
+"""Reads the scalars that verl logs at each step, from a CSV with one column each or from TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Scalars:
     """Logged numbers.
 
     Attributes:
-        path: where they were read.
+        path: the file or directory they were read from.
         columns: name -> {step: value}, names as verl logs them (``timing_s/gen``), steps ascending, none empty.
     """
 
@@ -37,27 +37,27 @@ class Scalars:
     columns: Mapping[str, Mapping[int, float]]
 
     def series(self, name: str) -> dict[int, float]:
-        """Returns a scalar's values by step: none if it was never logged."""
+        """Returns a scalar's values by step; empty if it was never logged."""
         return dict(self.columns.get(name, {}))
 
 
 def looks_like(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a CSV, an event file or a directory that holds event files, going by names alone."""
+    """True if this is a CSV, an event file or a directory of event files, judged by names alone."""
     place = Path(path)
     return (place.suffix.lower() == ".csv" and place.is_file()) or next(_event_files(place), None) is not None
 
 
 def read_scalars(path: str | os.PathLike[str], timings: Sequence[str] = REQUIRED) -> Scalars:
-    """Reads what one run logged.
+    """Reads the scalars of one run.
 
     Args:
         path: a CSV with a column ``global_step`` or ``step``, its cells empty where nothing was logged; an event
-            file; or a directory of them, folders below included. Where a resumed run logged a step again, what it
-            logged later counts.
-        timings: what has to be there, each at one step at least.
+            file; or a directory of them, including those in subdirectories. If a resumed run logged a step twice,
+            the later value counts.
+        timings: scalars that are required, each at one step at least.
 
     Raises:
-        DataError: nothing to read, one of ``timings`` is missing, or a step, a number or a duration is none.
+        DataError: there is nothing to read, one of ``timings`` is missing, or a value is invalid.
     """
     place = Path(path)
     files = sorted(_event_files(place), key=_begun)
@@ -78,7 +78,7 @@ def read_scalars(path: str | os.PathLike[str], timings: Sequence[str] = REQUIRED
 def _require(timings: Sequence[str], names: Sequence[str], trouble: str) -> None:
     missing = [name for name in timings if name not in names]
     if missing:
-        # With their prefix all timings look alike.
+        # Without their prefix, which would make all timings look similar.
         word = missing[0].rpartition("/")[2]
         alike = [name for name in names if nearest(word, [name.rpartition("/")[2]])]
         hint = nearest(missing[0], alike) or nearest(word, alike) or f"; {_GIVE}."
@@ -98,7 +98,7 @@ def _is_events(name: str) -> bool:
 
 
 def _begun(path: Path) -> list[str | int]:
-    """Sorts event files by when they were begun: their names count the seconds, then a process's writers."""
+    """Returns a sort key by creation time: names contain the seconds, then the number of a process's writer."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 
@@ -140,7 +140,7 @@ def _events(file: Path) -> Iterator[tuple[str, int, float, float]]:
         logger.setLevel(level)
     for name in events.Tags()["scalars"]:
         for event in events.Scalars(name):
-            # The file's numbers have 32 bits: the 44.7915 that was logged would be 44.79150009 here.
+            # The file stores 32 bits: a logged 44.7915 would otherwise become 44.79150009.
             value = event.value if event.value.is_integer() else float(str(float32(event.value)))
             yield name, event.step, event.wall_time, value
 
@@ -186,8 +186,8 @@ def _from_csv(place: Path, timings: Sequence[str]) -> dict[str, dict[int, float]
 
 
 def _full(header: Sequence[str], key: str, timings: Sequence[str]) -> list[str]:
-    """The columns' names, with the prefix where a known timing comes without."""
-    # Next to timing_s/gen a column "reward" is more likely a score than a duration.
+    """Returns the columns' names, with the prefix added to known timings that lack it."""
+    # Beside a column timing_s/gen, a column "reward" is more likely a score than a duration.
     bare = not any(name.startswith(_SECONDS) for name in header)
     known = {name: _SECONDS + name for name in _BARE if name != key and (bare or _SECONDS + name in timings)}
     return [name if known.get(name) in (None, *header) else known[name] for name in header]

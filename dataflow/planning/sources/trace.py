@@ -1,4 +1,4 @@
-"""A run of ours as a workload: its trace says how long each task and each reward request took."""
+"""Reads a workload from a dataflow run: its trace holds the time of each task and each reward request."""
 
 from __future__ import annotations
 
@@ -19,14 +19,24 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     """Returns the workload of a run.
 
     Raises:
-        DataError: its trace cannot be read, or holds no step.
+        DataError: the trace cannot be read, or has no complete step.
     """
     file = path / "trace.json" if path.is_dir() else path
     return of_trace(perfetto.read(file), str(path), config)
 
 
 def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
-    """Returns the workload that a trace is of."""
+    """Returns the workload of a trace.
+
+    Args:
+        trace: of a run.
+        source: its name, for messages.
+        config: of the plan.
+
+    Raises:
+        DataError: the trace has no complete step, or comes from an older dataflow.
+        ConfigError: a key contradicts what was measured.
+    """
     job = trace.meta.get("job")
     if not isinstance(job, dict) or "pipeline" not in job:
         raise DataError(f"trace {source} does not say what its pipeline was; run it again with this dataflow.")
@@ -91,10 +101,10 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
 
 
 def _refuse(config: PlanConfig, source: str) -> None:
-    """Refuses keys that would not fit the times that were measured, instead of passing over them.
+    """Rejects keys that contradict the measured times.
 
     Raises:
-        ConfigError: one was given.
+        ConfigError: such a key was given.
     """
     held = {
         "prompts": config.prompts,
@@ -111,14 +121,14 @@ def _refuse(config: PlanConfig, source: str) -> None:
 
 
 def _whole(steps: dict[int, list[Span]]) -> dict[int, tuple[float, ...]]:
-    """The seconds of each part, of steps that all parts are there of: a run that was stopped has others."""
+    """Returns the seconds of each part, for complete steps only; an interrupted run has incomplete ones."""
     return {
         step: tuple(s.end - s.begin for s in parts) for step, parts in steps.items() if len(parts) == parts[0].parts
     }
 
 
 def _ends(trace: Trace, stage: str | None) -> tuple[float, ...]:
-    """Returns the mean share of a rollout's time after which its first, second, ... group had ended."""
+    """Returns the mean share of a rollout's time after which its first, second, ... group ended."""
     sampled = sorted(level.at for level in trace.levels if level.name == SAMPLED)
     shares = [
         [(at - s.begin) / (s.end - s.begin) for at in sampled if s.begin <= at <= s.end]
@@ -126,12 +136,12 @@ def _ends(trace: Trace, stage: str | None) -> tuple[float, ...]:
         if s.stage == stage and s.end > s.begin
     ]
     if not shares or len(set(map(len, shares))) > 1:
-        return ()  # a rollout that was started anew, or a trace of before
+        return ()  # a rollout was restarted, or the trace comes from an older dataflow
     return tuple(statistics.fmean(column) for column in zip(*shares, strict=True))
 
 
 def _dispatch(trace: Trace) -> dict[str, float]:
-    """The mean time of each stage's tasks from when they could begin to when they did."""
+    """Returns stage -> mean seconds from when its tasks could begin to when they did."""
     by_task = {s.task: s for s in trace.spans}
     gaps: dict[str, list[float]] = {}
     before: dict[str, float] = {}

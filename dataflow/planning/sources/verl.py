@@ -1,7 +1,7 @@
-"""A verl run's own log as a workload: what `timing_s/*` says of a baseline, and what must be said beside it.
+"""Reads a workload from the log of a verl baseline: stage times from `timing_s/*`, the rest from the configuration.
 
-verl's loop is sequential: generate, send the rewards off, log-probs, wait for the rest (inside `adv`), update, then now
-and then validate (`testing`: generation and scoring) and save. What is fitted and what is assumed is said.
+verl's loop is sequential: generate, send the reward requests, log-probs, wait for the rewards (inside `adv`), update,
+and at some steps validate (`testing`: generation and scoring) and save. The workload's assumptions list what is fitted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataflow.planning.sources.scalars import Scalars, read_scalars
 from dataflow.planning.workload import Measured, Rewards, Validation, Workload, grpo
 from dataflow.policy import check_batch
 
-# A wait this short says nothing about the rewards: they came back behind the log-probs.
+# After a shorter wait the latency cannot be fitted: the rewards arrived during the log-probs.
 HIDDEN_S = 1.0
 
 
@@ -27,7 +27,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
 
     Raises:
         DataError: the log cannot be read, or lacks a column.
-        ConfigError: something that a log does not hold is missing.
+        ConfigError: a value that the log does not contain is missing.
     """
     log = _from_one(read_scalars(path))
     prompts, mini_batches = config.need("prompts", path, 1024), config.need("mini_batches", path, 4)
@@ -54,7 +54,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     if checkpoints is None:
         checkpoints = _every(log, "save_checkpoint")
     if checkpoints:
-        times["save_checkpoint"] = _measured(log, "save_checkpoint")
+        times["checkpoint"] = _measured(log, "save_checkpoint")
     known = {name: time for name, time in times.items() if time is not None}
     steps = config.steps or len(log.series("timing_s/gen"))
     if "ref_log_prob" not in known:
@@ -82,7 +82,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
 
 
 def _from_one(log: Scalars) -> Scalars:
-    """The log with its first training step as step 1: a resumed run's begins later."""
+    """Returns the log renumbered from step 1; the log of a resumed run begins later."""
     first = min(log.series("timing_s/gen"), default=1)
     if first == 1:
         return log
@@ -96,7 +96,7 @@ def _measured(log: Scalars, name: str, less: float = 0.0) -> Measured | None:
 
 
 def _every(log: Scalars, name: str) -> int:
-    """The steps from one to the next of something that runs now and then, the last of the run perhaps apart."""
+    """Returns the interval in steps of a stage that does not run every step."""
     steps = sorted(s for s in log.series(f"timing_s/{name}") if s > 0)
     return steps[0] if steps else 0
 
@@ -108,12 +108,12 @@ def _mean(series: Mapping[int, float]) -> float:
 def _rewards(
     log: Scalars, path: Path, config: PlanConfig, groups: int, responses: int, said: list[str]
 ) -> tuple[Rewards, Measured | None]:
-    """The reward service, its latency from the waits that the log holds, and the time to send the requests off."""
+    """Returns the reward service, with its latency fitted to the log's waits, and the time to send the requests."""
     spec = config.reward
     concurrency = config.need("reward.concurrency", path, 256)
     sent, rest = _mean(log.series("timing_s/reward")), _mean(log.series("timing_s/adv"))
     apart = _mean(log.series("timing_s/old_log_prob")) + _mean(log.series("timing_s/ref"))
-    # A reward function that is not launched asynchronously is waited for in `reward` itself.
+    # A reward function that is not launched asynchronously is timed in `reward` itself.
     blocking = sent > rest
     wait, visible = (sent, sent > HIDDEN_S) if blocking else (apart + rest, rest > HIDDEN_S)
     request = None if blocking else _measured(log, "reward")
@@ -125,7 +125,7 @@ def _rewards(
     if not visible:
         if distribution is None:
             distribution = Distribution("constant")
-            said.append("the log shows no wait for rewards: they are taken to come at once (reward.latency=...).")
+            said.append("the log shows no wait for rewards: their latency is taken as 0 (reward.latency=...).")
     elif distribution is None or spec.fit:
         shape = distribution or parse_distribution("uniform:0:2")
         rewards = Rewards(shape, concurrency, spec.rpm)

@@ -34,7 +34,7 @@ def test_the_example_is_read() -> None:
     assert workload.rewards.rpm == 3000
     assert workload.validation is not None
     assert workload.validation.overlap
-    assert {"ref_log_prob", "val_rollout", "save_checkpoint"} <= workload.pipeline.by_name.keys()
+    assert {"ref_log_prob", "val_rollout", "checkpoint"} <= workload.pipeline.by_name.keys()
     assert not workload.assumptions
 
 
@@ -48,14 +48,15 @@ def test_the_command_line_goes_over_the_file(costs: Path) -> None:
 
 
 def test_a_stage_that_nothing_runs_is_said(costs: Path) -> None:
-    workload, _ = read_workload(str(costs), ["stages.save_checkpoint=40"])
-    assert workload.assumptions == ("stages.save_checkpoint is not used: checkpoint.every is not given.",)
+    workload, _ = read_workload(str(costs), ["stages.checkpoint=40"])
+    assert workload.assumptions == ("stages.checkpoint is not used: checkpoint.every is not given.",)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         (["stages.rolout=3"], "stages.rolout: no stage has that name; did you mean 'rollout'?"),
+        (["stages.save_checkpoint=3"], "stages.save_checkpoint is now stages.checkpoint; rename the key."),
         (["stages.rollout=-3"], "stages.rollout '-3' is negative"),
         (
             ["stages.rollout=lognromal:1:2"],

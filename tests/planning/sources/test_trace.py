@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,7 +120,14 @@ def test_a_pipeline_read_from_a_trace_is_the_same_graph_and_cannot_run() -> None
 
 def test_what_is_nothing_to_plan_from_is_said(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(DataError, match="is nothing to plan from; give a run's directory"):
+    with pytest.raises(DataError, match="cannot be planned from; give a run's directory"):
         read_workload(str(tmp_path / "notes.txt"))
     with pytest.raises(DataError, match=r"nothing to plan from at .*; did you mean"):
         read_workload(str(tmp_path / "note.txt"))
+
+
+@pytest.mark.parametrize("name", ["costs.yaml", "trace.json", "log.csv"])
+def test_a_fifo_is_refused_instead_of_read(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match="is neither a file nor a directory; give a run's directory"):
+        read_workload(str(tmp_path / name))

@@ -101,7 +101,7 @@ def test_a_validation_is_generation_and_scoring(log: str) -> None:
     assert apart.times["val_rollout"].mean == pytest.approx(5)
     none, _ = read_workload(log, [*keys, "validation.every=0", "checkpoint.every=0"])
     assert none.validation is None
-    assert "save_checkpoint" not in none.times
+    assert "checkpoint" not in none.times
 
 
 @pytest.mark.parametrize(
