@@ -54,6 +54,9 @@ class RequestState(Enum):
 class JobState(Enum):
     """State of a scoring job; :data:`CHANGES` has the allowed changes."""
 
+    allowed: tuple[JobState, ...]
+    """The states that it may change to."""
+
     NEW = "new"
     QUEUED = "queued"
     RUNNING = "running"
@@ -73,6 +76,8 @@ CHANGES: Mapping[JobState, frozenset[JobState]] = {
     JobState.DONE: frozenset(),
 }
 """The states that each state of a job may change to."""
+for _state, _next in CHANGES.items():
+    _state.allowed = tuple(_next)  # looked up by attribute, since the hash of an Enum is slow
 
 
 @dataclass(eq=False, slots=True)
@@ -111,8 +116,7 @@ class Request:
 
     def end_as(self, state: RequestState) -> None:
         """Ends the request."""
-        assert self.state is RequestState.OPEN, f"{self}: {self.state.value} -> {state.value}"
-        assert state is not RequestState.OPEN, f"{self} stays open"
+        assert self.state is RequestState.OPEN is not state, f"{self}: {self.state.value} -> {state.value}"
         self.state = state
 
 
@@ -153,7 +157,7 @@ class ScoringJob:
 
     def to(self, state: JobState) -> None:
         """Changes the state."""
-        assert state in CHANGES[self.state], f"scoring job: {self.state.value} -> {state.value}"
+        assert state in self.state.allowed, f"scoring job: {self.state.value} -> {state.value}"
         self.state = state
 
     @property
@@ -176,7 +180,7 @@ class ScoringJob:
         return {**held, "throttled": self.throttled} if self.throttled else held
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Scored:
     """Outcome of a job that got its score."""
 
@@ -186,7 +190,7 @@ class Scored:
     """See :attr:`Request.source`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Failed:
     """Outcome of a job whose last try failed."""
 

@@ -226,7 +226,7 @@ def test_a_job_makes_only_the_changes_that_are_allowed(state: JobState, to: JobS
 
 def test_a_request_ends_once() -> None:
     request = step_of([1]).groups[0][0]
-    with pytest.raises(AssertionError, match="stays open"):
+    with pytest.raises(AssertionError, match="open -> open"):
         request.end_as(RequestState.OPEN)
     request.end_as(RequestState.FAILED)
     assert (request.open, request.how) == (False, "failed")

@@ -31,7 +31,7 @@ from dataflow.system.redaction import redact_logs
 from dataflow.usercode.load import describe
 
 _BUILD_S = 600.0
-_COLUMNS = ("data_source", "ground_truth", "extra_info", "raw_prompt", "response_mask")
+_COLUMNS = ("extra_info", "raw_prompt", "response_mask")  # optional ones
 _GATHER_S = 0.05  # finished groups are collected for this long, since a message costs more than many groups
 
 
@@ -271,11 +271,16 @@ def answers(refs: Sequence[Any]) -> list[Any]:
 
 
 def needed(samples: Batch) -> Batch:
-    """Returns the columns that rewards are computed from, in their smallest types; the others are not sent."""
+    """Returns the columns that rewards are computed from, in their smallest types; the others are not sent.
+
+    Raises:
+        DataflowError: one is missing.
+    """
     import torch
 
     text = "response_text" if "response_text" in samples else "responses"
-    columns = {name: samples[name] for name in (*_COLUMNS, text) if name in samples}
+    columns = {name: samples[name] for name in ("data_source", "ground_truth", text)}
+    columns |= {name: samples[name] for name in _COLUMNS if name in samples}
     for name, small in (("responses", torch.int32), ("response_mask", torch.bool)):
         if isinstance(columns.get(name), torch.Tensor):
             columns[name] = columns[name].to(small)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from dataflow.rewards.remote.shard import needed
 
 from dataflow.batch import Batch
 from dataflow.cluster.pickling import pickled
@@ -28,7 +27,7 @@ from dataflow.rewards.build import host_agent
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.shared import start_limits
 from dataflow.rewards.remote.agent import RemoteAgent
-from dataflow.rewards.remote.host import RewardHost
+from dataflow.rewards.remote.host import RewardHost, needed
 from tests.executors import test_streaming as streaming
 from tests.rigs.fake_engine import FakeRollout
 
