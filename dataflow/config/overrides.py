@@ -193,7 +193,7 @@ def _unknown(cls: type[BaseModel], key: str) -> str:
     if (said := elsewhere(key, exactly=True)) is not None:
         return f"unknown key '{key}'; {said}"
     guess = f"; did you mean '{section}'?" if section in keys and not same_section else ""
-    guess = guess or _nearest_leaf(leaf, same_section)
+    guess = guess or _nearest_leaf(leaf, same_section) or _continued(leaf, same_section)
     if not guess and (said := elsewhere(key)) is not None:
         return f"unknown key '{key}'; {said}"
     if not guess and same_leaf:
@@ -204,6 +204,12 @@ def _unknown(cls: type[BaseModel], key: str) -> str:
     if not guess and same_section:
         guess = f"; keys of '{section}': {', '.join(k.removeprefix(f'{section}.') for k in same_section)}."
     return f"unknown key '{key}'" + (guess or f"; keys and sections: {', '.join(cls.model_fields)}.")
+
+
+def _continued(leaf: str, keys: Sequence[str]) -> str:
+    """Suggests the only key that continues the one given, as ``api_key_env`` continues ``api_key``."""
+    longer = [key for key in keys if key.rpartition(".")[2].startswith(f"{leaf}_")]
+    return f"; did you mean '{longer[0]}'?" if len(longer) == 1 else ""
 
 
 def _nearest_leaf(leaf: str, keys: Sequence[str]) -> str:

@@ -204,7 +204,7 @@ def test_a_scoring_process_that_is_killed_costs_one_try(tmp_path: Path, tries: i
                 await agent.collect(1)
             story = str(error.value)
             assert story.startswith("sample 1 of group 2 of step 1: ")
-            assert "see whether memory ran out" in story
+            assert "check whether memory ran out" in story
             agent.submit(2, samples(2, range(6)))
             check(await agent.collect(2), 2)
         else:

@@ -7,18 +7,18 @@ from typing import Any
 
 from dataflow.errors import ConfigError, DataError, nearest
 
-# A minus directly behind a digit, a letter or a closing bracket is an operator ("10-5"), not a sign.
+# A minus directly after a digit, a letter or a closing bracket is an operator ("10-5"), not a sign.
 _SIGN = r"(?:(?<![\w)\]])[-\u2212])?"
 _WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?![0-9])|[0-9]+)"
 _NUMBER = rf"{_SIGN}\$?{_SIGN}(?:{_WHOLE}(?:\.[0-9]+)?|\.[0-9]+)"
-# The same number in pieces, for a search that takes time in proportion to the text: a number up to its first comma or
-# point, the groups of digits that may follow it, and its fraction.
+# The same pattern in parts, for a search in linear time: a number up to its first comma or point, the groups of digits
+# that may follow, and the fraction.
 _BEGIN = re.compile(rf"{_SIGN}\$?{_SIGN}(?:([0-9]+)|\.[0-9]+)")
 _GROUPS = re.compile(r"(?:,[0-9]{2,3}(?![0-9]))+")
 _FRACTION = re.compile(r"\.[0-9]+")
 _DIGITS = "0123456789"
 _CHARACTERS = f"{_DIGITS},.$-\u2212"
-# "#### 12,34" is no number: behind the one found no more of it may follow.
+# "#### 12,34" is not a number: the match must not be followed by more digits.
 _MARKED = re.compile(rf"####[ \t]*({_NUMBER})(?![0-9]|[,.][0-9])")
 METHODS = ("strict", "flexible")
 
@@ -31,10 +31,10 @@ def extract(text: str, method: str = "strict") -> str | None:
         method: ``strict`` takes the last number that follows ``####``, ``flexible`` the last number anywhere.
 
     Returns:
-        Digits, with ``-`` and ``.`` where they matter: no thousands separators, dollar signs or idle zeros.
+        Digits, with ``-`` and ``.`` if needed: no thousands separators, dollar signs or redundant zeros.
 
     Raises:
-        ConfigError: an unknown method.
+        ConfigError: the method is unknown.
 
     >>> extract("It is $1,200.50.\\n#### $1,200.50."), extract("#### 5.0"), extract("so 5 apples")
     ('1200.5', '5', None)
@@ -67,19 +67,19 @@ def compute_score(
     Args:
         data_source: unused.
         solution_str: the response.
-        ground_truth: the right number, or a text that ends in it.
+        ground_truth: the correct number, or a text that ends with it.
         extra_info: unused.
         method: see :func:`extract`.
-        format_score: for a wrong number in the right form.
-        score: for the right number.
-        kwargs: ignored, so that reward managers may pass what they like.
+        format_score: for a wrong number in the right format.
+        score: for the correct number.
+        kwargs: ignored; reward managers may pass further keywords.
 
     Returns:
-        ``score``, ``format_score``, or 0.0 where the response holds no answer.
+        ``score``, ``format_score``, or 0.0 if the response contains no answer.
 
     Raises:
-        DataError: the ground truth holds no number.
-        ConfigError: an unknown method.
+        DataError: the ground truth contains no number.
+        ConfigError: the method is unknown.
     """
     truth = extract(str(ground_truth), "flexible")
     if truth is None:
@@ -91,16 +91,16 @@ def compute_score(
 
 
 def _last(text: str) -> str | None:
-    """Returns the last of the numbers that ``_NUMBER`` finds in a text.
+    """Returns the last number that ``_NUMBER`` matches in a text.
 
-    The pattern alone looks through all groups behind ``1,23,23,23`` from each of them again: 23 s for 100,000 letters.
+    The pattern itself takes quadratic time for ``1,23,23,23...``: 23 s for 100,000 characters.
     """
     end = max(map(text.rfind, _DIGITS)) + 1
     if not end:
         return None
-    # No number reaches beyond the characters of numbers, so those before the last run of them need not be looked at.
+    # Only the last run of characters that occur in numbers needs to be searched.
     at = len(text[:end].rstrip(_CHARACTERS))
-    barren = last = -1  # up to the first there is no number with groups; where the last number found begins
+    barren = last = -1  # no number with groups ends before the first; the last number begins at the second
     while at < end and (found := _BEGIN.search(text, at, end)):
         last, at = found.start(), found.end()
         if found[1] and len(found[1]) <= 3 and at >= barren and (groups := _GROUPS.match(text, at, end)):
@@ -114,7 +114,7 @@ def _last(text: str) -> str | None:
 
 
 def _whole_groups(groups: str) -> int:
-    """Returns how many characters of ``,23,456,78`` belong to a number: up to the last group of three digits."""
+    """Returns how many characters of ``,23,456,78`` belong to a number: those up to the last group of three digits."""
     end = len(groups)
     while end and groups[end - 4] != ",":
         end -= 3

@@ -1,8 +1,8 @@
-"""Pool: worker processes for reward functions that keep a core busy, each at one call at a time.
+"""Pool: worker processes for CPU-bound reward functions; each runs one call at a time.
 
-Every call ends in exactly one of: answered, failed with its worker, given up. A worker that dies, or is killed
-because the caller gave up, takes no other call with it, and the next call finds a new one in its place. No worker
-outlives the process that started it, however that one ends.
+Every call ends in exactly one way: it is answered, fails with its worker, or is cancelled. A worker that dies, or is
+killed because its call was cancelled, affects no other call and is replaced. No worker outlives the process that
+started it, however that ends.
 """
 
 from __future__ import annotations
@@ -28,41 +28,40 @@ from dataflow.system.children import safe_path
 from dataflow.usercode.load import describe
 
 START_METHODS = ("spawn", "forkserver")
-"""Not fork: it copies the locks that the run's other threads hold at that moment."""
+"""Not fork, which copies the locks that other threads hold at that moment."""
 
 START_S = 300.0
-"""What a worker may take to load the reward."""
+"""Seconds that a worker may take to load the reward."""
 
 GRACE_S = 2.0
-"""What a worker may take to end by itself when the pool is closed."""
+"""Seconds that a worker may take to end by itself when the pool is closed."""
 
 _CLOSED = "the pool of reward workers was closed during the call."
 
 
 class WorkerDied(RewardFailed):
-    """The process that ran the call ended before it answered. Another one may do better."""
+    """The worker process ended during the call; another worker may complete it."""
 
     retry = True
-    fix = "see whether memory ran out, or what in the function ends the process"
+    fix = "check whether memory ran out, or what in the function ends the process"
 
 
 class Pool:
-    """Worker processes that call one function; calls that find none free wait, the first come first.
+    """Worker processes that call one function; calls wait for a free worker in FIFO order.
 
-    Only workers that are ready take calls; they start with :meth:`start`, or with the first call. A call that is
-    cancelled while it runs is stopped by killing its worker with whatever that has started: nothing else stops code
-    that keeps a core busy.
+    Only workers that are ready accept calls; they start with :meth:`start` or with the first call. A running call is
+    cancelled by killing its worker and the worker's descendants: nothing else stops CPU-bound code.
 
     Args:
-        recipe: of the reward that each worker builds for itself.
-        workers: processes.
+        recipe: of the reward, which each worker builds.
+        workers: number of processes.
         start_method: ``spawn`` or ``forkserver``.
 
     Attributes:
-        counts: ``died``, workers that ended by themselves; ``killed``, those whose call was given up.
+        counts: ``died``, workers that ended by themselves; ``killed``, workers whose call was cancelled.
 
     Raises:
-        ConfigError: a number of workers below 1, another start method, a recipe that cannot be sent.
+        ConfigError: there are less than 1 workers, the start method is unknown, or the recipe cannot be pickled.
     """
 
     def __init__(self, recipe: Recipe, workers: int, start_method: str = "spawn") -> None:
@@ -84,18 +83,21 @@ class Pool:
         self._started = self._closed = False
 
     def start(self) -> None:
-        """Starts the workers, if that has not been done; returns at once."""
+        """Starts the workers unless they are started; does not wait for them."""
         if not self._started and not self._closed:
             self._started = True
             for worker in self._workers:
                 worker.start()
 
     async def call(self, arguments: Mapping[str, Any]) -> Any:
-        """Returns what the function returns for these keywords; cancel it to give up on it.
+        """Calls the function in a worker; cancelling this coroutine kills the worker.
+
+        Args:
+            arguments: keywords of the function.
 
         Raises:
-            WorkerDied: the worker ended before it answered.
-            WorkerError: the arguments or what came of them cannot be sent.
+            WorkerDied: the worker ended during the call.
+            WorkerError: the arguments or the result cannot be pickled.
             Exception: what the function raised, with the worker's traceback as its cause.
         """
         if self._closed:
@@ -106,7 +108,7 @@ class Pool:
         try:
             result, error = await asyncio.wrap_future(call.outcome)
         except asyncio.CancelledError:
-            if not call.outcome.cancel():  # it runs, or has just ended
+            if not call.outcome.cancel():  # it is running or has just ended
                 for worker in self._workers:
                     worker.give_up(call)
             raise
@@ -115,7 +117,7 @@ class Pool:
         return result
 
     def close(self) -> None:
-        """Ends the workers and waits for them: the idle ones by themselves, the others are killed."""
+        """Ends the workers and waits for them: idle ones end by themselves, others are killed."""
         self._closed = True
         for worker in self._workers:
             worker.stop()
@@ -127,7 +129,7 @@ class Pool:
 
 @atexit.register
 def _at_exit() -> None:
-    """Ends what nobody closed. multiprocessing's own handler, which runs after this one, would wait for it."""
+    """Ends pools that were not closed; multiprocessing's handler, which runs later, would wait for them."""
     for thread in threading.enumerate():
         if isinstance(thread, _Worker):
             thread.stop(idle_too=True)
@@ -140,7 +142,7 @@ class _Call:
 
 
 class _Worker(threading.Thread):
-    """The thread of ours that hands a process one call after the other."""
+    """A thread of this process that passes calls to one worker process."""
 
     def __init__(
         self, calls: queue.SimpleQueue[_Call | None], recipe: Recipe, start_method: str, counts: Counter[str]
@@ -150,7 +152,7 @@ class _Worker(threading.Thread):
         self._recipe = recipe
         self._context: Any = multiprocessing.get_context(start_method)
         self._counts = counts
-        # Holds what follows together: a call is given up on the event loop's thread.
+        # Guards the fields below: calls are cancelled in the event loop's thread.
         self._lock = threading.Lock()
         self._call: _Call | None = None
         self._child: _Child | None = None
@@ -159,43 +161,43 @@ class _Worker(threading.Thread):
 
     def run(self) -> None:
         while True:
-            # Before it takes a call: a start may take longer than a call may, and another worker may be idle.
+            # Before taking a call: a start may exceed the call's time-out, and another worker may be idle.
             failed = self._start()
             call = self._calls.get()
             if call is None:
                 break
             if self._take(call):
                 outcome = (None, failed) if failed is not None else self._serve(call)
-                self._finish()
+                self._release_call()
                 call.outcome.set_result(outcome)
                 del outcome
-            del call  # an idle worker must not keep the last call's samples
+            del call  # an idle worker must not keep the last call's samples alive
         if child := self._released():
             child.end()
 
     def _take(self, call: _Call) -> bool:
         with self._lock:
-            wanted = call.outcome.set_running_or_notify_cancel()
-            if wanted:
+            pending = call.outcome.set_running_or_notify_cancel()
+            if pending:
                 self._call, self._given_up = call, False
-        return wanted
+        return pending
 
-    def _finish(self) -> None:
+    def _release_call(self) -> None:
         with self._lock:
             self._call = None
             given_up = self._given_up
-        # It may have been after the answer: the next call must not go to a dying process.
+        # Also if it was cancelled after the reply: the next call must not get a dying process.
         if given_up and (child := self._released()):
             self._bury(child)
 
     def give_up(self, call: _Call) -> None:
-        """Kills the process if it is at work on this call."""
+        """Kills the process if it is running this call."""
         with self._lock:
             if self._call is call:
                 self._kill()
 
     def stop(self, *, idle_too: bool = False) -> None:
-        """Lets no process start any more, and kills the one that is there unless it is idle."""
+        """Prevents further starts, and kills the current process unless it is idle."""
         with self._lock:
             self._stopped = True
             idle = self._call is None and self._child is not None and self._child.up
@@ -218,14 +220,14 @@ class _Worker(threading.Thread):
             message = pickle.dumps(dict(call.arguments))
         except Exception as error:
             return None, WorkerError(f"the arguments of the call cannot be sent to a worker: {describe(error)}.")
-        failed = self._start()  # another one, if this one died while it was idle
+        failed = self._start()  # a new process, if the last one died while idle
         if failed is not None:
             return None, failed
-        reply = self._child.ask(message) if self._child is not None else None
+        reply = self._child.call(message) if self._child is not None else None
         return self._lost() if reply is None else read_reply(reply)
 
     def _start(self) -> RewardFailed | None:
-        """Sees to it that there is a process that is ready for a call; returns what keeps it from it."""
+        """Ensures that a process is ready for a call; returns the error if that fails."""
         with self._lock:
             if self._child is not None and self._child.ended():
                 self._bury(self._child)
@@ -240,7 +242,7 @@ class _Worker(threading.Thread):
             return None
         failed = self._lost()[1]
         if isinstance(failed, WorkerDied):
-            failed.fix = "see what it printed; a script that starts a run does so under if __name__ == '__main__'"
+            failed.fix = "check what it printed; a script that starts a run must do so under if __name__ == '__main__'"
         return failed
 
     def _lost(self) -> tuple[None, RewardFailed]:
@@ -258,12 +260,12 @@ class _Worker(threading.Thread):
 
 
 class _Child:
-    """A started process, and our end of the pipe to it."""
+    """A worker process and the parent's end of its pipe."""
 
     def __init__(self, context: Any, recipe: Recipe) -> None:
         self.up = self.given_up = False
         self._pipe, theirs = context.Pipe()
-        # No daemon process in multiprocessing's sense: those may not start others, as graders of programs do.
+        # Not daemonic: daemonic processes may not start others, as graders of programs do.
         self._process = context.Process(target=work, args=(theirs, recipe), name="reward-worker", daemon=False)
         try:
             with safe_path():
@@ -271,50 +273,50 @@ class _Child:
         finally:
             theirs.close()
         self._pidfd: int | None = None
-        # The pipes to a process stay open beyond its end while anything that it has started holds them.
-        with suppress(AttributeError, OSError):  # not Linux, or over already
+        # Descendants of the process may keep its pipes open after its end.
+        with suppress(AttributeError, OSError):  # not Linux, or it has ended
             self._pidfd = os.pidfd_open(self._process.pid)
         self._end = self._process.sentinel if self._pidfd is None else self._pidfd
 
-    def ask(self, message: bytes) -> bytes | None:
-        """Sends a call and returns the reply, or None if the process ended before it gave one."""
+    def call(self, message: bytes) -> bytes | None:
+        """Sends a call and returns the reply; None if the process ended before."""
         try:
             self._pipe.send_bytes(message)
         except OSError:
             return None
-        return self._heard()
+        return self._receive()
 
     def wait_up(self) -> bool:
-        """Waits until the process is ready; False if it ends before, or takes more than START_S."""
-        self.up = self.up or self._heard(START_S) is not None
+        """Waits until the process is ready; returns False if it ends before, or after :data:`START_S`."""
+        self.up = self.up or self._receive(START_S) is not None
         return self.up
 
-    def _heard(self, deadline_s: float | None = None) -> bytes | None:
+    def _receive(self, deadline_s: float | None = None) -> bytes | None:
         multiprocessing.connection.wait([self._pipe, self._end], deadline_s)
-        heard: bytes | None = None
+        message: bytes | None = None
         with suppress(EOFError, OSError):  # it has ended
-            heard = self._pipe.recv_bytes() if self._pipe.poll() else None
-        return heard
+            message = self._pipe.recv_bytes() if self._pipe.poll() else None
+        return message
 
     def ended(self) -> bool:
         return bool(multiprocessing.connection.wait([self._end], 0))
 
     def kill(self) -> None:
-        """Ends the process, and what it has started, at once."""
+        """Kills the process and its process group."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # it has no group of its own yet
+        except (ProcessLookupError, PermissionError):  # it has not created its group yet
             self._process.kill()
 
     def end(self) -> str:
-        """Lets an idle process end, or kills it, and returns how it ended."""
+        """Waits for an idle process to end, then kills it; returns how it ended."""
         self._pipe.close()
         multiprocessing.connection.wait([self._end], GRACE_S)
-        self.kill()  # also for what it has started
+        self.kill()  # kills its descendants as well
         self._process.join()
         if self._pidfd is not None:
             os.close(self._pidfd)
         code: int | None = self._process.exitcode
         if code is None:
-            return "ended"  # somebody else has asked for its exit code
+            return "ended"  # other code has reaped it
         return f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}"

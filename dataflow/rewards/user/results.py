@@ -1,4 +1,4 @@
-"""What a reward function may return: a score that can be trained on, and columns beside it."""
+"""Reads the result of a reward function: a score that can be trained on, and extra columns."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataflow.usercode.copies import own_copy
 from dataflow.usercode.numeric import kind_of, real_number
 
 MOST = float.fromhex("0x1.fffffep+127")
-"""The largest score: scores are trained on as float32, in which a larger one would be infinite."""
+"""The largest score: scores become float32, in which a larger one is infinite."""
 
 RESERVED = frozenset({"attention_mask", "input_ids", "kept", "position_ids", "prompts", "response_mask", "responses"})
-"""Columns that a reward's own must not take the place of."""
+"""Columns of the rollout, which a reward must not return."""
 
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 
 def read_number(value: Any) -> float:
-    """Returns a number that is finite in float32, as float; an array or tensor of one element counts as that element.
+    """Returns a number as float; an array or tensor of one element counts as that element.
 
     Raises:
-        ValueError: it is none; the message names what it is.
+        ValueError: the value is not a number that is finite in float32; the message names what it is.
     """
     if type(value) is float and -MOST <= value <= MOST:
-        return value  # by far the most, and the checks below cost more than all else that is done with it
+        return value  # a fast path for most values
     number = real_number(value)
     if not math.isfinite(number):
         raise ValueError(str(number))
@@ -35,21 +35,21 @@ def read_number(value: Any) -> float:
 
 
 def read_scores(scores: Any, count: int) -> list[float]:
-    """Returns what ``post_process_scores`` made of a group's scores.
+    """Returns the scores that ``post_process_scores`` returned.
 
     Args:
         scores: a list, or an array or tensor of one dimension.
-        count: samples of the group.
+        count: number of samples in the group.
 
     Raises:
-        ValueError: it is something else, has another length, or holds what is no number.
+        ValueError: the value has another type or length, or contains something that is not a number.
     """
     what = kind_of(scores)
     try:
         shape = getattr(scores, "shape", None)
         if shape == ():
             raise ValueError(f"{what} of one number")
-        # Iterating over these gives keys, names of columns, bytes or values in no order.
+        # Iterating over these yields keys, names of columns, bytes or unordered values.
         table = shape is not None and len(shape) > 1 and hasattr(scores, "keys")
         if table or not hasattr(scores, "__len__") or isinstance(scores, _NO_LISTS):
             raise ValueError(what)
@@ -63,7 +63,7 @@ def read_scores(scores: Any, count: int) -> list[float]:
 
 
 def tokens_used(columns: Mapping[str, Any]) -> int | None:
-    """Returns what a call says that it used, in its column ``tokens``; None if that is no whole number of 0 or more."""
+    """Returns the tokens that a call used, by its column ``tokens``; None if that is not an integer of 0 or more."""
     tokens = columns.get("tokens")
     if tokens is None or isinstance(tokens, bool):
         return None
@@ -77,10 +77,10 @@ def tokens_used(columns: Mapping[str, Any]) -> int | None:
 
 
 def read_usage(usage: Any) -> dict[str, float]:
-    """Returns what a reward's method ``usage`` says: finite numbers by name.
+    """Returns the result of a reward's method ``usage``: finite numbers by name.
 
     Raises:
-        ValueError: it says something else.
+        ValueError: the result has another form.
     """
     if not isinstance(usage, Mapping):
         raise ValueError(kind_of(usage))
@@ -97,7 +97,7 @@ def read_amount(value: Any) -> float:
     """Returns a number of 0 or more, such as an estimate of tokens.
 
     Raises:
-        ValueError: it is none; the message names what it is.
+        ValueError: the value is not such a number; the message names what it is.
     """
     number = read_number(value)
     if number < 0:
@@ -109,7 +109,7 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
     """Returns the score and the extra columns of what a reward function returned.
 
     Raises:
-        ValueError: neither a number, (score, query, explanation) nor a dict with ``score``.
+        ValueError: the result is not a number, (score, query, explanation) or a dict with ``score``.
 
     >>> read_result((1, "2 + 2?", "right"))
     (1.0, {'query': '2 + 2?', 'explanation': 'right'})
@@ -121,9 +121,9 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
             raise ValueError(f"a dict without 'score' (keys: {', '.join(map(repr, result)) or 'none'})")
         odd = next((key for key in result if not isinstance(key, str)), None)
         if odd is not None:
-            raise ValueError(f"a dict with the key {odd!r}, which is no column name")
+            raise ValueError(f"a dict with the key {odd!r}, which is not a column name")
         if taken := RESERVED.intersection(result):
-            raise ValueError(f"a dict with the key {min(taken)!r}, which is a column of the rollout's")
+            raise ValueError(f"a dict with the key {min(taken)!r}, which is a column of the rollout")
         # Copies: the function may keep what it returned, and change it for the next sample.
         extras = own_copy({key: value for key, value in result.items() if key != "score"})
         return _part(result["score"], "a dict whose 'score' is"), extras

@@ -1,7 +1,7 @@
-"""What a worker process of the Pool does: build the reward from its recipe, then answer one call after the other.
+"""The worker process of a Pool: builds the reward from its recipe, then answers calls one by one.
 
-It computes on one core, in its main thread, so that user code may set alarms; Ctrl-C is not for it; and it ends
-with the process that started it, however that one ends, whatever it is doing at that moment.
+It uses one core and its main thread, so that user code may set alarms. It ignores Ctrl-C, and ends with the process
+that started it, however that ends and whatever the worker is doing.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Outcome: TypeAlias = tuple[Any, BaseException | None]
 
 
 class WorkerError(RewardFailed):
-    """What user code raised or returned in a worker cannot be sent; this says what it was."""
+    """Replaces a result or exception from a worker that cannot be pickled, and describes it."""
 
 
 class _Trace(Exception):
-    """The traceback of an exception in the worker, as text; it stands behind that exception as its cause."""
+    """The traceback of an exception in the worker, as text; becomes the cause of that exception."""
 
     def __str__(self) -> str:
         return "\n" + str(self.args[0])
@@ -45,12 +45,12 @@ class _Trace(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a reward once more in another process, where neither its code nor what it holds can be sent.
+    """How to build a reward in another process: neither its code nor its state can be pickled.
 
     Attributes:
-        module: that defines it; a file's path, or a dotted name.
+        module: that defines it; the path of a file, or a dotted name.
         name: in that module.
-        kwargs: as given to :func:`~dataflow.rewards.user.function.build_reward`, and so is ``context``.
+        kwargs: as passed to :func:`~dataflow.rewards.user.function.build_reward`, and so is ``context``.
     """
 
     module: str
@@ -62,7 +62,7 @@ class Recipe:
         """Returns the reward.
 
         Raises:
-            ConfigError: it cannot be loaded or built here.
+            ConfigError: the reward cannot be loaded or built in this process.
         """
         if os.path.isabs(self.module):
             found = load_reward(self.module, self.name, self.kwargs)
@@ -72,10 +72,11 @@ class Recipe:
 
 
 def recipe_of(reward: Any) -> Recipe:
-    """Returns how to build a reward once more.
+    """Returns the recipe of a reward.
 
     Raises:
-        ConfigError: it is neither a function at the top of a module nor built from a function, class or object there.
+        ConfigError: the reward is not a function at the top of a module, nor built from one, or from a class or object
+            there.
     """
     found, kwargs, context = getattr(reward, MADE, (reward, {}, {}))
     place = _place(found)
@@ -88,7 +89,7 @@ def recipe_of(reward: Any) -> Recipe:
 
 
 def _place(found: Any) -> tuple[str, str] | None:
-    """Returns the module and the name that something is found by, if it is."""
+    """Returns the module and the name of an object; None if no module defines it."""
     module = sys.modules.get(getattr(found, "__module__", None) or "")
     name = getattr(found, "__qualname__", "")
     if getattr(module, name, None) is not found:
@@ -101,13 +102,13 @@ def _place(found: Any) -> tuple[str, str] | None:
 
 
 def work(pipe: Any, recipe: Recipe) -> None:
-    """Builds the reward, says that it is ready and answers the calls, until there is nobody left to ask."""
+    """Builds the reward, reports that it is ready, and answers calls until the pipe is closed."""
     _settle()
     reward, broken = _outcome(recipe.build)
     if broken is not None:
         broken.fatal = True  # type: ignore[attr-defined]
     score = scorer_of(reward)
-    with suppress(EOFError, ConnectionError):  # that is how the pool is closed
+    with suppress(EOFError, ConnectionError):  # the pool was closed
         pipe.send_bytes(b"")
         while True:
             message = pipe.recv_bytes()
@@ -119,7 +120,7 @@ def work(pipe: Any, recipe: Recipe) -> None:
 
 
 def _settle() -> None:
-    """Makes this process one that computes on one core and dies with the one that started it."""
+    """Limits this process to one core and ties it to the process that started it."""
     restore_path()
     with suppress(PermissionError):  # it leads a group already
         os.setsid()
@@ -131,12 +132,12 @@ def _settle() -> None:
 
 
 def _end_with_parent() -> None:
-    """Has this process, and what it starts, killed as soon as the one that started it is gone."""
+    """Makes this process and its descendants die with the process that started it."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     if sys.platform == "linux":
-        # By the kernel: code that holds the interpreter's lock, as a regular expression does, stops every thread.
+        # By the kernel: code that keeps Python's lock, such as a regular expression, stops every thread.
         fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
@@ -145,7 +146,7 @@ def _end_with_parent() -> None:
         parent.join()
         os.killpg(0, signal.SIGKILL)
 
-    # For a parent that was gone before that, and for other systems.
+    # In case the parent ended before, and for other systems.
     threading.Thread(target=watch, daemon=True).start()
 
 
@@ -176,18 +177,18 @@ async def _awaited(awaitable: Any) -> Any:
 
 
 def reply_of(result: Any, error: BaseException | None) -> bytes:
-    """Returns the outcome in bytes; what cannot be sent becomes a WorkerError that says what it was."""
+    """Returns the pickled outcome; what cannot be pickled is replaced by a WorkerError."""
     if error is None:
         try:
             return pickle.dumps((result, b"", "", ""))
-        except BaseException as broken:  # pickling runs code of the user's
+        except BaseException as broken:  # pickling runs user code
             error = WorkerError(f"it returned a {type(result).__name__}, which cannot be sent ({describe(broken)})")
     error = readable(error)
     return pickle.dumps((None, _sendable(error), place_of(error), trace_of(error)))
 
 
 def _sendable(error: BaseException) -> bytes:
-    """Returns an exception in bytes that the other side can read."""
+    """Returns a pickled exception that the parent can unpickle."""
     sent = pickled_error(error)
     if sent is not None:
         return sent
@@ -198,12 +199,12 @@ def _sendable(error: BaseException) -> bytes:
 
 
 def read_reply(message: bytes) -> Outcome:
-    """Returns the outcome that the worker sent; an exception has its place and the worker's traceback."""
+    """Returns the outcome from a worker; an exception has its place and the worker's traceback."""
     try:
         result, sent, place, trace = pickle.loads(message)
         error: Any = pickle.loads(sent) if sent else None
     except Exception as broken:
-        return None, WorkerError(f"what came of the call cannot be read from the worker: {describe(broken)}.")
+        return None, WorkerError(f"the worker's reply cannot be read: {describe(broken)}.")
     if error is not None:
         error._place = place
         error.__cause__ = _Trace(trace)

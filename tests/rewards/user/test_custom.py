@@ -357,5 +357,5 @@ def test_results() -> None:
 
 
 def test_a_column_of_the_rollout_is_no_column_of_a_reward() -> None:
-    with pytest.raises(ValueError, match="a dict with the key 'response_mask', which is a column of the rollout's"):
+    with pytest.raises(ValueError, match="a dict with the key 'response_mask', which is a column of the rollout"):
         read_result({"score": 1.0, "response_mask": [1]})
