@@ -232,7 +232,7 @@ class Pipeline:
 
     def follows_stream(self, s: Stage) -> bool:
         """Whether the stage runs once for each set of groups that another one hands on."""
-        return s.grain == "emission" and any(r.field in self.writer and self.writer[r.field].streams for r in s.reads)
+        return s.grain == "chunk" and any(r.field in self.writer and self.writer[r.field].streams for r in s.reads)
 
     def task_of(self, i: TaskId) -> TaskId:
         """Returns the task of an id, which may be that of a task or of a chunk that it emits."""
@@ -246,8 +246,8 @@ class Pipeline:
         lines = []
         for s in self.order:
             facts = [f"on {s.on}"]
-            if s.grain == "emission":
-                facts.append("once an emission where the policy streams")
+            if s.grain == "chunk":
+                facts.append("once a chunk where the policy streams")
             elif s.grain != "step":
                 facts.append(f"once a {s.grain}")
             if s.streams:

@@ -167,7 +167,7 @@ def _check_stages(pipeline: Pipeline, policy: SchedulingPolicy) -> None:
     gathered: dict[str, str] = {}
     for s in pipeline.order:
         sources = [pipeline.writer[r.field].name for r in s.reads if r.lag == "none" and r.field in pipeline.writer]
-        if s.grain == "emission":
+        if s.grain == "chunk":
             continue  # it runs before the parts are formed; a stage that reads all chunks waits for all
         if s.grain != "step" and pipeline.collector is None and policy.split > 1:
             raise PipelineError(
@@ -230,7 +230,7 @@ def _unroller(
 ) -> Unroller:
     """Returns what makes the tasks of a step, with the policy as numbers of tasks, of groups and of steps."""
     chunks = _chunks(groups, mini_batches) if policy.stream_rollout else 1
-    of: dict[Grain, int] = {"step": 1, "emission": 1, "part": policy.split, "mini-batch": mini_batches}
+    of: dict[Grain, int] = {"step": 1, "chunk": 1, "part": policy.split, "mini-batch": mini_batches}
     lags: dict[Lag, int] = {"none": 0, "latest": 1, "carried": 1 + policy.max_staleness}
     return Unroller(
         pipeline,

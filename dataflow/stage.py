@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from dataflow.errors import DataflowError, PipelineError, nearest
 from dataflow.usercode.numeric import real_number
 
-Grain: TypeAlias = Literal["step", "emission", "part", "mini-batch"]
+Grain: TypeAlias = Literal["step", "chunk", "part", "mini-batch"]
 Lag: TypeAlias = Literal["none", "latest", "carried"]
 Role: TypeAlias = Literal["samples", "requests", "collects", "trains", "syncs", "validates", "saves"]
 ROLES: tuple[Role, ...] = typing.get_args(Role)
@@ -254,13 +254,14 @@ def stage(
     splittable: bool = False,
     per_mini_batch: bool = False,
     streams: bool = False,
-    per_emission: bool = False,
+    per_chunk: bool = False,
     after: Sequence[str] = (),
     every: int | None = None,
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None,
     imports: Sequence[str] = (),
     replays: bool = False,
     forms_parts: None = None,
+    per_emission: None = None,
 ) -> Callable[[Callable[..., Any]], Stage]:
     """Makes a stage of a function: parameters before ``*`` are fields it reads, after ``*`` tools.
 
@@ -275,7 +276,7 @@ def stage(
         splittable: runs once for each part that the policy splits a step in, on the groups of that part.
         per_mini_batch: runs once for each optimizer step.
         streams: can hand on whole groups as they finish, if the policy streams (rollout).
-        per_emission: runs once for each set of groups that a streaming stage hands on, if the policy streams.
+        per_chunk: runs once for each chunk that a streaming stage emits, if the policy streams.
         after: stages that must have finished first, without data passing.
         every: run only on every k-th step, and on the last.
         whole_batch: called with the bound tools; returns why the stage needs all groups at once, or None.
@@ -284,6 +285,7 @@ def stage(
             (reward_request), or the state it writes (sync_weights); a tool that died and was built anew is given
             again the groups that it still owes, and the newest state.
         forms_parts: not used any more: give role="collects".
+        per_emission: not used any more: give per_chunk=True.
 
     Raises:
         PipelineError: a role that there is not, a parameter without a name, or an annotation that cannot be resolved
@@ -296,11 +298,13 @@ def stage(
     ((Read(field='text', lag='none'),), ('length',), 6)
     """
 
-    grain: Grain = "emission" if per_emission else "mini-batch" if per_mini_batch else "step"
+    grain: Grain = "chunk" if per_chunk else "mini-batch" if per_mini_batch else "step"
     if splittable or role == "collects":
         grain = "part"
     if forms_parts is not None:
         raise PipelineError('stage(forms_parts=True) is stage(role="collects") now; change it.')
+    if per_emission is not None:
+        raise PipelineError("stage(per_emission=True) is stage(per_chunk=True) now; change it.")
     if role is not None and role not in ROLES:
         raise PipelineError(f"stage(role={role!r}): there is no such role{nearest(str(role), ROLES) or '.'}")
 

@@ -76,7 +76,7 @@ class Unroller:
         """Returns the source's tasks whose groups the reader's part needs: one that has them all, or several."""
         ids = self._ids(source, step)
         mine = self.tasks[reader.name]
-        if source.streams and reader.grain == "emission":
+        if source.streams and reader.grain == "chunk":
             return [TaskId(step, source.name, part, mine)]
         if not ids:
             return ids
@@ -107,7 +107,7 @@ class Unroller:
         collector = self.pipeline.collector
         chosen_by: tuple[TaskId, ...] = ()
         share = (0, 1)
-        if s.grain == "emission" and self.tasks[s.name] > 1:
+        if s.grain == "chunk" and self.tasks[s.name] > 1:
             chosen_by = (next(d for d in deps if d.parts > 1 and self.pipeline.by_name[d.stage].streams),)
         elif collector is not None and s.grain in ("part", "mini-batch") and not s.collects:
             chosen_by = (self._beside(collector, s, step, part)[0],)

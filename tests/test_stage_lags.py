@@ -89,3 +89,5 @@ def test_a_role_is_one_there_is() -> None:
         stage(on="gpu", role="sample")  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match=r'role="collects"'):
         stage(on="gpu", forms_parts=True)  # type: ignore[arg-type]
+    with pytest.raises(PipelineError, match=r"per_emission=True\) is stage\(per_chunk=True\) now"):
+        stage(on="gpu", per_emission=True)  # type: ignore[arg-type]

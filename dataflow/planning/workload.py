@@ -265,7 +265,7 @@ class Workload:
 def rollout(prompts: object, weights: Carried) -> None: ...
 
 
-@stage(writes="reward_ticket", on="controller", role="requests", per_emission=True)
+@stage(writes="reward_ticket", on="controller", role="requests", per_chunk=True)
 def reward_request(responses: object) -> None: ...
 
 

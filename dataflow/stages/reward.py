@@ -13,7 +13,7 @@ _NOW = ("running", "waiting", "abandoned")
 """What of the agent's stats is logged with each step, as it stands then."""
 
 
-@stage(writes="reward_ticket", on="controller", role="requests", per_emission=True, replays=True)
+@stage(writes="reward_ticket", on="controller", role="requests", per_chunk=True, replays=True)
 async def reward_request(responses: Batch, *, agent: RewardAgent, extra_groups: int = 0, task: TaskInfo) -> Ticket:
     """Hands the responses to the agent and returns at once; the calls go on behind it. Where the rollout streams, they
     come in sets.

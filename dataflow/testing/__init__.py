@@ -54,7 +54,7 @@ def rollout(prompts: Any, weights: Carried) -> Any:
     return weights or 0
 
 
-@stage(writes="ticket", on="controller", role="requests", per_emission=True)
+@stage(writes="ticket", on="controller", role="requests", per_chunk=True)
 def reward_request(responses: Any) -> Any:
     """Returns its input."""
     return responses
@@ -195,7 +195,7 @@ def _stream(stages: list[Stage], dice: random.Random, before: int, needs_all: se
     for m, s in enumerate(stages[:before]):
         fields = {r.field for r in s.reads}
         if s.writes[0] in whole and m not in needs_all and "f0" in fields <= whole and dice.random() < 0.7:
-            stages[m] = replace(s, grain="emission")
+            stages[m] = replace(s, grain="chunk")
             whole.discard(s.writes[0])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dataflow.timeline.spans import Span, Trace, emissions
+from dataflow.timeline.spans import Span, Trace, chunk_spans
 
 
 def flows(trace: Trace) -> Iterator[tuple[Span, float, Span, Span]]:
@@ -48,5 +48,5 @@ def _overlap(one: Span, other: Span) -> bool:
 
 def _left(rollout: Span, scored: Span) -> float:
     """Returns when the last samples left a rollout whose rewards are in a part."""
-    sets = emissions(rollout)
+    sets = chunk_spans(rollout)
     return max((one.end for one in sets if _overlap(one, scored)), default=rollout.end)

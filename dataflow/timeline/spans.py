@@ -242,16 +242,16 @@ def looks(traces: Iterable[Trace]) -> tuple[list[str], dict[str, str]]:
 
 
 def by_task(spans: Iterable[Span]) -> dict[str, Span]:
-    """Returns spans by the names of their tasks, with what streaming tasks handed on: see :func:`emissions`."""
+    """Returns spans by the names of their tasks, with what streaming tasks handed on: see :func:`chunk_spans`."""
     spans = list(spans)
     found = {span.task: span for span in spans}
     for span in spans:
-        for emission in emissions(span):
-            found.setdefault(emission.task, emission)
+        for chunk in chunk_spans(span):
+            found.setdefault(chunk.task, chunk)
     return found
 
 
-def emissions(span: Span) -> list[Span]:
+def chunk_spans(span: Span) -> list[Span]:
     """Returns what a streaming task had handed on at each time, as if each were a task of its own that ended then."""
     times = span.args.get("emitted_s") or ()
     return [replace(span, part=i, parts=len(times), end=at, args={}) for i, at in enumerate(times)]

@@ -227,7 +227,7 @@ async def stream(prompts: Batch, *, case: str, task: TaskInfo) -> Batch:
     return batch(returned)
 
 
-@stage(writes="ticket", on="controller", per_emission=True)
+@stage(writes="ticket", on="controller", per_chunk=True)
 def request(responses: Batch) -> tuple[int, ...]:
     return responses.ids
 

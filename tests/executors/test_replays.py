@@ -14,7 +14,7 @@ OTHER = Hosted("other", dict)
 GROUPS = tuple(range(8))
 
 
-@stage(writes="ticket", on="controller", per_emission=True, replays=True)
+@stage(writes="ticket", on="controller", per_chunk=True, replays=True)
 def request(prompts, *, desk): ...
 
 

@@ -221,7 +221,7 @@ async def wrongly(prompts: Batch, *, how: str, task) -> Batch:
     return prompts
 
 
-@stage(writes="ticket", on="controller", per_emission=True)
+@stage(writes="ticket", on="controller", per_chunk=True)
 def follow(responses: Batch) -> tuple[int, ...]:
     return responses.ids
 

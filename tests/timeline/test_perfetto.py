@@ -143,7 +143,7 @@ def test_the_trace_of_a_run_keeps_the_rules_and_has_an_arrow_for_each_update(tmp
     assert sorted(flows.values()) == sorted(wanted)
     if policy == "both+stream":
         begins = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
-        assert len({begins[i] for i, names in flows.items() if names[0] == "rollout 2"}) > 1, "from each emission"
+        assert len({begins[i] for i, names in flows.items() if names[0] == "rollout 2"}) > 1, "from each chunk"
 
 
 def test_the_events_are_what_perfetto_reads(tmp_path: Path) -> None:
