@@ -68,6 +68,7 @@ def test_a_value_arrives(arg: str, at: str, value: object) -> None:
     ("args", "message"),
     [
         ("trainer.worldsize=2", "unknown key 'trainer.worldsize'; did you mean 'trainer.world_size'?"),
+        ("judge.api_key=k", "unknown key 'judge.api_key'; did you mean 'judge.api_key_env'?"),
         ("stpes=2", "unknown key 'stpes'; did you mean 'steps'?"),
         ("lr=1e-4", "unknown key 'lr'; did you mean 'trainer.lr'?"),
         ("n=2", "unknown key 'n'; did you mean one of engine.n, val.n?"),

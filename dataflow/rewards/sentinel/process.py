@@ -172,7 +172,7 @@ class Watch:
         return max(found)[2] if found else None
 
     def usage(self, thread: int) -> tuple[int, int] | None:
-        """Returns how often a thread went to sleep, and its time on a processor; None where that is not told."""
+        """Returns how often a thread went to sleep and its CPU time; None on other systems than Linux."""
         try:
             status = Path(f"/proc/{self.pid}/task/{thread}/status").read_text()
             times = Path(f"/proc/{self.pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()

@@ -31,10 +31,11 @@ from loguru import logger
 
 from dataflow.cluster.process import DEATH_REASON
 from dataflow.errors import RunError
-from dataflow.rewards.requests import Step
 from dataflow.rewards.sentinel import process as sentinel_process
 from dataflow.rewards.sentinel.process import MARK, SLOT, THREAD
 from dataflow.usercode.load import MACHINERY
+
+Step = int | str
 
 _SLOTS = 1 << 14  # threads that fit into the page
 _IDLE = bytes(8)
