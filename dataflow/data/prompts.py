@@ -24,14 +24,14 @@ from dataflow.models.directory import Room, room_of
 from dataflow.models.tiny import cache_home
 
 _LEAST_CHARACTERS = 2**16
-"""A prompt of fewer characters is always tokenized: a tokenizer may drop or join a few."""
+"""Prompts of fewer characters are always tokenized, as a tokenizer may drop or join characters."""
 
 # Problems are generated from a seed of their own: the held-out ones are the same for runs of all seeds.
 PROBLEM_SEED = 0
 
 
 class Problems(NamedTuple):
-    """Rows of one file (or generated ones), what messages call each, and the file's name."""
+    """Rows of one file (or generated ones), their labels in messages, and the file's name."""
 
     rows: list[dict[str, Any]]
     labels: list[str] | None
@@ -80,7 +80,7 @@ def load_prompts(
 
 
 class PromptSource:
-    """A step's prompts out of rows, in an order that the seed decides.
+    """Draws the prompts of each step from rows, in an order given by the seed.
 
     Args:
         rows: in verl's schema.
@@ -89,12 +89,12 @@ class PromptSource:
         seed: of the order.
         prompts: a step's.
         name: of the file, for messages.
-        labels: what messages call each row; by its number if None.
-        schemas: of the tools that the chat template is to describe in each prompt, which is then so much longer.
-        room: of the model, and the tokens of it that a response may take.
+        labels: of the rows, for messages; their numbers if None.
+        schemas: JSON schemas of the tools that the chat template describes in each prompt.
+        room: positions and vocabulary of the model, and the longest response in tokens.
 
     Raises:
-        DataError: a prompt is too long (or all are, where such are left out), or fewer than a step needs.
+        DataError: a prompt is too long (or all are, if those are left out), or there are too few for a step.
     """
 
     def __init__(
@@ -152,13 +152,13 @@ class PromptSource:
     def _tokenized(
         self, rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any, schemas: Sequence[Mapping[str, Any]] | None
     ) -> list[list[int]]:
-        """Returns each row's token ids; of one whose text alone is too long, too many zeros.
+        """Returns each row's token ids; a row whose text alone is too long gets limit + 1 zeros.
 
         Raises:
             DataError: the chat template refuses a row.
         """
         limit = data.max_prompt_length
-        # A million characters take 6 seconds to tokenize; that they are more than a few tokens is seen without.
+        # Tokenizing a million characters takes 6 seconds; their number alone shows that they are too long.
         most = max(_LEAST_CHARACTERS, limit * max(map(len, tokenizer.get_vocab()), default=1))
         cut = data.truncation != "error" and not data.filter_overlong_prompts
         found = []
@@ -169,7 +169,7 @@ class PromptSource:
                 continue
             try:
                 found.append(prompt_ids(tokenizer, row["prompt"], schemas))
-            # A template is a program that comes with the model; it refuses roles and raises whatever it likes.
+            # A chat template is a program of the model's; it may refuse roles and raise any exception.
             except Exception as error:
                 raise DataError(
                     f"{self._label(at)}: the model's chat template cannot write this prompt "
@@ -178,7 +178,7 @@ class PromptSource:
         return found
 
     def _fit(self, ids: list[list[int]], data: Any) -> list[int]:
-        """Cuts overlong prompts in place or leaves them out; returns which rows stay."""
+        """Cuts overlong prompts in place or leaves them out; returns the indices of the rows that stay."""
         limit = data.max_prompt_length
         long = [i for i, tokens in enumerate(ids) if len(tokens) > limit]
         if not long:
@@ -207,8 +207,7 @@ class PromptSource:
         """Returns the prompts of a step; epochs follow one another, each without its odd last rows.
 
         Args:
-            step: counts from 1. Steps in order cost a batch each; any other is found by drawing from the
-                start.
+            step: counts from 1. Steps in order cost a batch each; any other is found by drawing from the start.
 
         Returns:
             ``prompts`` rows, each a group of its own (0, 1, ...), with columns ``raw_prompt`` (chat

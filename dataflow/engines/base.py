@@ -1,4 +1,4 @@
-"""What the stages ask of an engine. A rollout engine samples, a trainer scores and updates; both hold weights."""
+"""Protocols of the engines. A rollout engine samples, a trainer scores and updates; both hold weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn, by vLLM's names.
+    """Sampling options, under vLLM's names.
 
     Attributes:
         n: responses per prompt.
@@ -22,9 +22,9 @@ class Sampling:
         top_p: nucleus mass kept, 1.0 keeps all.
         top_k: most likely tokens kept, -1 or 0 keeps all.
         max_tokens: longest response, eos included.
-        min_p: tokens kept whose probability is at least this share of the likeliest one's; 0 keeps all.
-        repetition_penalty: above 1 makes tokens less likely that the prompt or the response has; 1 changes nothing.
-        stop_token_ids: tokens that end a response beside the model's own, kept in it as eos is.
+        min_p: tokens are kept whose probability is at least this share of the likeliest one's; 0 keeps all.
+        repetition_penalty: above 1 makes tokens that occur in the prompt or response less likely; 1 changes nothing.
+        stop_token_ids: tokens that end a response besides the model's own; kept in the response, as eos is.
     """
 
     n: int = 1
@@ -43,14 +43,14 @@ class Sample:
 
     Attributes:
         group: id of the prompt's group.
-        index: which of the group's n.
-        tokens: ids, the one that ended it included.
+        index: of the sample within its group.
+        tokens: ids, including the one that ended the response.
         log_probs: of each token; of the model's distribution at the sampling temperature (at 1 when greedy), with the
-            repetition penalty and before the cuts of top_p, top_k and min_p. 0 for tokens the model did not draw.
-        version: of the weights that drew it.
+            repetition penalty and before the cuts of top_p, top_k and min_p. 0 for tokens not sampled by the model.
+        version: of the weights that it was sampled with.
         finish: ``stop`` at a token that ends a response, ``length`` at max_tokens.
-        mask: 1 for each token that the model drew, 0 for what a tool said; None if it drew all.
-        facts: further columns of its row, by name.
+        mask: 1 for each token that the model sampled, 0 for tokens of a tool's answer; None if it sampled all.
+        facts: further columns of the sample's row, by name.
     """
 
     group: int
@@ -70,25 +70,25 @@ class RolloutEngine(Protocol):
     """Version of the weights it holds: 0 at the start, n after step n's sync."""
 
     def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
-        """Samples ``sampling.n`` responses for every prompt; yields each as soon as it has ended.
+        """Samples ``sampling.n`` responses for every prompt; yields each as soon as it is finished.
 
         Args:
             prompts: a row per prompt, with a column ``prompt_ids`` (lists of token ids) and any others.
-            sampling: how to draw.
-            seed: sample i of group g is drawn with random numbers of (seed, g, i) alone, so that a sample does not
-                depend on what else is in the batch, on the replica, or on the order in which samples end.
+            sampling: options.
+            seed: sample i of group g depends on random numbers of (seed, g, i) alone: not on the rest of the batch, on
+                the replica, or on the order in which samples finish.
 
         Raises:
             DataError: a prompt is empty or too long.
             ConfigError: a sampling value is out of range.
-            Aborted: the samples in flight were given up.
+            Aborted: the samples in flight were aborted.
         """
         ...
 
     async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
-        """Draws one response to one prompt, with random numbers of ``seed`` alone: a turn of a conversation.
+        """Samples one response to one prompt, such as a turn of a conversation, with the random numbers of ``seed``.
 
-        Its ``group`` and ``index`` are 0, and ``sampling.n`` is not looked at. Errors as of :meth:`generate`.
+        Its ``group`` and ``index`` are 0, and ``sampling.n`` is ignored. Raises the errors of :meth:`generate`.
         """
         ...
 
@@ -96,40 +96,40 @@ class RolloutEngine(Protocol):
         """Returns samples, in any order, as rows by group and index.
 
         Args:
-            prompts: holds the prompts of these samples, and may hold more.
-            samples: all of each group, as many of one as of another.
+            prompts: the prompts of these samples, and possibly others.
+            samples: whole groups of equal size.
             length: R, tokens that responses are padded to.
 
         Returns:
             The samples of a group side by side, the other columns of ``prompts`` repeated:
             ``prompts`` int64 ``[rows, P]``, left-padded to the longest of all prompts given; ``responses`` int64
             ``[rows, R]``, right-padded; ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[rows, P+R]``;
-            ``response_mask`` int64 ``[rows, R]``, 1 for tokens that the model drew, eos included;
-            ``rollout_log_probs`` float32 ``[rows, R]``, 0 behind the end; ``response_text`` (str, without special
+            ``response_mask`` int64 ``[rows, R]``, 1 for tokens that the model sampled, including eos;
+            ``rollout_log_probs`` float32 ``[rows, R]``, 0 after the end; ``response_text`` (str, without special
             tokens). ``meta["weights_version"]`` is the oldest of the samples'.
         """
         ...
 
     async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Takes over new weights, by parameter name as the Hugging Face model names them.
+        """Loads new weights, by the parameter names of the Hugging Face model.
 
-        Samples in flight end first, with the weights they began with; those asked for meanwhile wait.
+        Samples in flight finish first, with the weights they began with; samples requested meanwhile wait.
 
         Raises:
-            DataflowError: an unknown or missing name, or another shape; the old weights stay.
+            DataflowError: a name is unknown or missing, or a shape differs; the old weights stay.
         """
         ...
 
     async def sleep(self) -> None:
-        """Frees the device memory that only sampling needs, once nothing is in flight; may be called twice."""
+        """Frees the device memory that only sampling needs, once nothing is in flight. Idempotent."""
         ...
 
     async def wake(self) -> None:
-        """Takes it again; may be called twice."""
+        """Allocates that memory again. Idempotent."""
         ...
 
     async def abort(self) -> int:
-        """Gives up all samples in flight; who waits for them gets :class:`Aborted`. Returns how many there were."""
+        """Aborts all samples in flight; their callers get :class:`Aborted`. Returns their number."""
         ...
 
     def stats(self) -> dict[str, float]:
@@ -142,12 +142,12 @@ class RolloutEngine(Protocol):
 class Trainer(Protocol):
     """The trained actor: one object per rank, all of which make the same calls (SPMD).
 
-    Every rank is given the whole batch and takes its own share of the rows; results come back whole on rank 0
+    Every rank gets the whole batch and computes its share of the rows; results come back whole on rank 0
     (and may on the others).
     """
 
     def old_log_probs(self, batch: Batch) -> Batch:
-        """Returns ``old_log_probs`` float32 ``[rows, R]`` (and ``entropy`` if asked for) of the present weights."""
+        """Returns ``old_log_probs`` float32 ``[rows, R]`` (and ``entropy`` if configured) of the current weights."""
         ...
 
     def ref_log_probs(self, batch: Batch) -> Batch:
@@ -155,14 +155,13 @@ class Trainer(Protocol):
         ...
 
     def update(self, batch: Batch, *, last: bool) -> dict[str, float]:
-        """Takes one optimizer step on all rows; ``last`` says it is the step's last one (LR scheduler steps).
+        """Takes one optimizer step on all rows; the LR scheduler steps if it is the step's ``last`` one.
 
-        Rows with an empty ``response_mask`` (samples that were dropped) have no part in it; if no row has one, no step
-        is taken.
+        Ignores rows with an empty ``response_mask`` (dropped samples); if all are empty, takes no step.
 
         Returns:
             verl's metrics: ``actor/pg_loss``, ``actor/grad_norm``, ``actor/lr``, ...; ``actor/skipped_updates`` is 1
-            where no step was taken.
+            if no step was taken.
         """
         ...
 

@@ -105,7 +105,7 @@ class HfRollout:
         self.max_batch = max_batch
         self.device = torch.device(device)
         self.version = 0
-        self.words = Vocabulary.of(model, tokenizer, self.model.generation_config, self.model.config)
+        self.vocabulary = Vocabulary.of(model, tokenizer, self.model.generation_config, self.model.config)
         self._weights = WeightNames(self.model)
         self._thread = ThreadPoolExecutor(1, "rollout")
         self._turns: list[tuple[tuple[Sampling, int], _Row, asyncio.Future[Sample]]] = []
@@ -115,7 +115,7 @@ class HfRollout:
 
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
         """See :meth:`RolloutEngine.generate`. A batch of another size may round a logit otherwise, by about 1e-6."""
-        check_sampling(sampling, self.words.size)
+        check_sampling(sampling, self.vocabulary.size)
         ids = prompt_ids(prompts, self.max_prompt_length)
         rows = [
             _Row(prompt, uniforms((seed, group, index), sampling.max_tokens), group, index)
@@ -150,7 +150,7 @@ class HfRollout:
 
     async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
         """See :meth:`RolloutEngine.sample`. Those that wait while the engine computes are then drawn together."""
-        check_sampling(sampling, self.words.size)
+        check_sampling(sampling, self.vocabulary.size)
         (ids,) = prompt_ids(Batch([0], {"prompt_ids": [prompt]}), self.max_prompt_length)
         loop = asyncio.get_running_loop()
         row = _Row(ids, uniforms(seed, sampling.max_tokens))
@@ -180,7 +180,7 @@ class HfRollout:
 
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
         """See :meth:`RolloutEngine.batch`."""
-        return to_batch(prompts, samples, length, self.words.tokenizer, self.words.pad)
+        return to_batch(prompts, samples, length, self.vocabulary.tokenizer, self.vocabulary.pad)
 
     async def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`: on a GPU the weights wait in the host's memory."""
@@ -261,7 +261,7 @@ class HfRollout:
         self, rows: Sequence[_Row], prompts: Sequence[Sequence[int]], owner: torch.Tensor, sampling: Sampling
     ) -> Iterator[tuple[_Row | None, list[int], list[float], bool]]:
         """Decodes the rows together; ``owner`` int64 ``[rows]`` says the prompt of each."""
-        tokens, mask = left_pad(prompts, self.words.pad)
+        tokens, mask = left_pad(prompts, self.vocabulary.pad)
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(tokens, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), cache)
@@ -272,10 +272,10 @@ class HfRollout:
 
         shape = (len(rows), sampling.max_tokens)
         numbers = torch.from_numpy(np.stack([row.uniforms for row in rows])).to(self.device)
-        ends = torch.tensor([*self.words.ends, *sampling.stop_token_ids], device=self.device)
+        ends = torch.tensor([*self.vocabulary.ends, *sampling.stop_token_ids], device=self.device)
         # What a penalty looks at: in place of the padding a token that the prompt has anyway.
         said = torch.where(mask.bool(), tokens[pick], tokens[pick, -1:])
-        said = torch.cat([said, torch.full(shape, self.words.pad, device=self.device)], dim=1)
+        said = torch.cat([said, torch.full(shape, self.vocabulary.pad, device=self.device)], dim=1)
         wide = tokens.shape[1]
         drawn = said[:, wide:]
         scores = torch.zeros(shape, dtype=torch.float32, device=self.device)
@@ -283,7 +283,7 @@ class HfRollout:
         live = torch.ones_like(at, dtype=torch.bool)
         for t in range(shape[1]):
             token, score = draw(logits, numbers[at, t], sampling, said[at, : wide + t])
-            drawn[at, t], scores[at, t] = torch.where(live, token, self.words.pad), score
+            drawn[at, t], scores[at, t] = torch.where(live, token, self.vocabulary.pad), score
             ended = live & torch.isin(token, ends)
             live = live & ~ended
             last = t + 1 == shape[1]

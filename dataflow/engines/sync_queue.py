@@ -1,8 +1,8 @@
 """The sample queue: samples in the order of their requests, and the pauses between them.
 
-A weight sync, falling asleep and waking need moments at which nothing is in flight. Each waits in the queue for those
-before it to end, and those behind it wait for it: nobody starves, and each sample is drawn by one version of the
-weights. All of it runs on one event loop; the engine behind it may be a thread or another process.
+A weight sync, sleep and wake need moments at which nothing is in flight. Each waits in the queue until the entries
+before it have finished, and later entries wait for it, so nothing starves and each sample comes from one version of
+the weights. The queue runs on one event loop; the engine behind it may be a thread or another process.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Job:
-    """A sample that was asked for.
+    """A requested sample.
 
     Attributes:
-        group, index: which sample it is.
+        group, index: of the sample.
         prompt: token ids.
-        params: how to draw it, as the backend takes it.
-        inbox: where the sample goes, or the error that came in its place.
+        params: sampling parameters in the backend's own form.
+        inbox: receives the sample, or an error in its place.
         id: of this try, given when it starts.
-        version: of the weights that draw it.
-        ended: whether anything went to the inbox, or nobody waits any more.
+        version: of the weights that it is sampled with.
+        ended: True once the inbox has its entry, or the job was dropped.
     """
 
     group: int
@@ -48,12 +48,12 @@ class Job:
 
 @dataclass(frozen=True)
 class FinishedSample:
-    """What came of a job.
+    """The result of a job.
 
     Attributes:
         id: the job's.
         tokens, log_probs, finish: as of :class:`~dataflow.engines.base.Sample`.
-        cached: tokens of its prompt that the prefix cache had.
+        cached: prompt tokens found in the prefix cache.
     """
 
     id: int
@@ -64,20 +64,20 @@ class FinishedSample:
 
 
 class Backend(Protocol):
-    """Draws samples, and calls ``ended`` or ``refused`` of the queue once for each job."""
+    """Draws samples, and calls ``on_finished`` or ``on_refused`` of the queue once for each job."""
 
     def start(self, jobs: Sequence[Job]) -> None: ...
 
     def cancel(self, ids: Sequence[int]) -> None:
-        """Frees what these jobs hold; nothing more is said of them."""
+        """Frees the resources of these jobs; no callback follows for them."""
         ...
 
 
 class VllmBackend(Backend, Protocol):
-    """vLLM in one form or another. All but ``close`` of these is only called while nothing is in flight."""
+    """vLLM, in-process or as processes. Nothing is in flight while these methods run, except for ``close``."""
 
     async def load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Takes over weights in place, and forgets the prefix cache."""
+        """Replaces the weights in place and resets the prefix cache."""
         ...
 
     async def sleep(self) -> None: ...
@@ -104,10 +104,10 @@ def _engine_lost(cause: Exception) -> str:
 
 
 class SampleQueue:
-    """Who waits, who runs, and what happens in between; ``backend`` must be set before its first use.
+    """Queued jobs, running jobs, and the pauses between them; set ``backend`` before the first use.
 
     Args:
-        lost: says of a failure what is lost with it, and the fix.
+        lost: returns the message for a failure: its consequence and the fix.
     """
 
     backend: Backend
@@ -125,11 +125,11 @@ class SampleQueue:
 
     @property
     def unended(self) -> int:
-        """Samples that were asked for and have not ended."""
+        """Number of requested samples that have not finished."""
         return len(self._running) + sum(isinstance(entry, Job) for entry in self._queue)
 
     def put(self, jobs: Sequence[Job]) -> None:
-        """Lines these up; each ends with one entry in its inbox.
+        """Queues jobs; each ends with one entry in its inbox.
 
         Raises:
             RunError: the engine has failed or is closed.
@@ -139,11 +139,11 @@ class SampleQueue:
         self._advance()
 
     async def draw(self, jobs: Sequence[Job]) -> AsyncGenerator[Sample, None]:
-        """Lines up jobs of one inbox and yields the sample of each as it ends; who stops early frees those left.
+        """Queues jobs of one inbox and yields each sample as it finishes; closing the generator drops the rest.
 
         Raises:
             RunError: the engine has failed or is closed.
-            Exception: what came in the place of a sample.
+            Exception: an error in place of a sample.
         """
         self.put(jobs)
         try:
@@ -161,7 +161,7 @@ class SampleQueue:
             return await anext(samples)
 
     def drop(self, jobs: Sequence[Job]) -> None:
-        """Forgets those of these jobs that have not ended, and frees what they hold."""
+        """Removes the unfinished ones of these jobs and frees their resources."""
         left = [job for job in jobs if not job.ended]
         for job in left:
             job.ended = True
@@ -174,7 +174,7 @@ class SampleQueue:
             self._advance()
 
     def abort(self) -> int:
-        """Ends all jobs with :class:`Aborted`, the waiting ones too; returns how many there were."""
+        """Ends all jobs with :class:`Aborted`, including queued ones; returns their number."""
         jobs = self._jobs()
         self.drop(jobs)
         for job in jobs:
@@ -184,15 +184,15 @@ class SampleQueue:
     async def pause(
         self, work: Callable[[], Awaitable[None]], redraw: bool = False, asleep: bool | None = None
     ) -> None:
-        """Does ``work`` once nothing is in flight; those that were asked for before it go first.
+        """Runs ``work`` once nothing is in flight; entries queued before it go first.
 
         Args:
-            work: what to do; if it fails, the engine is taken to be broken.
-            redraw: don't wait for those in flight: cancel them, and draw them anew behind it.
-            asleep: whether jobs have to wait afterwards, until a pause says otherwise; None leaves it.
+            work: coroutine function; if it fails, so does the engine.
+            redraw: cancel the jobs in flight and repeat them after the work, instead of waiting for them.
+            asleep: whether jobs wait afterwards, until a later pause sets it to False; None changes nothing.
 
         Raises:
-            RunError: it failed, or the engine has failed before.
+            RunError: the work failed, or the engine has failed before.
         """
         self._check()
         pause = _Pause(work, redraw, asleep, asyncio.get_running_loop().create_future())
@@ -201,14 +201,14 @@ class SampleQueue:
         try:
             await pause.done
         except asyncio.CancelledError:
-            if pause in self._queue:  # once begun it is carried through
+            if pause in self._queue:  # a pause that has begun is completed
                 self._queue.remove(pause)
                 self._advance()
             raise
 
-    def ended(self, drawn: Sequence[FinishedSample]) -> None:
-        """Hands over what has been drawn; of jobs that are not in flight any more nobody wants it."""
-        for one in drawn:
+    def on_finished(self, samples: Sequence[FinishedSample]) -> None:
+        """Delivers finished samples; those whose job is no longer in flight are ignored."""
+        for one in samples:
             if (job := self._running.pop(one.id, None)) is None:
                 continue
             self.counts["samples"] += 1
@@ -221,15 +221,15 @@ class SampleQueue:
             )
         self._advance()
 
-    def refused(self, id: int, error: Exception) -> None:
-        """Ends one job with an error, and no other."""
+    def on_refused(self, id: int, error: Exception) -> None:
+        """Ends one job with an error."""
         if (job := self._running.pop(id, None)) is not None:
             job.ended = True
             job.inbox.put_nowait(error)
             self._advance()
 
     def fail(self, cause: Exception) -> None:
-        """Ends all that wait, and all that comes, with an error whose cause this is."""
+        """Ends all current and future entries with an error that has this cause."""
 
         def lost() -> Exception:
             error = ServiceLost(self._story(cause))
@@ -239,7 +239,7 @@ class SampleQueue:
         self._end(lost)
 
     def close(self) -> None:
-        """Ends all that wait with :class:`Aborted`, and all that comes with an error."""
+        """Ends all current and future entries with :class:`Aborted`."""
         self._end(lambda: Aborted("rollout: the engine was closed."))
 
     def _end(self, lost: Callable[[], Exception]) -> None:
@@ -268,12 +268,12 @@ class SampleQueue:
         return [*self._running.values(), *(entry for entry in self._queue if isinstance(entry, Job))]
 
     def _advance(self) -> None:
-        """Starts what may start."""
+        """Starts the entries at the head of the queue that may run now."""
         starting: list[Job] = []
         while self._queue and self._pause is None:
             entry = self._queue[0]
             if isinstance(entry, Job) and self.asleep:
-                # Only a pause wakes: the first one goes ahead of the jobs that wait for just that.
+                # Only a pause can wake the engine, so the first one overtakes the jobs.
                 pause = next((entry for entry in self._queue if isinstance(entry, _Pause)), None)
                 if pause is None:
                     break
@@ -300,7 +300,7 @@ class SampleQueue:
                 self.fail(error)
 
     def _redraw(self, pause: _Pause, starting: Sequence[Job]) -> None:
-        """Puts what is in flight, or would have been, behind the pause at the head of the queue."""
+        """Puts the jobs in flight, and those about to start, behind the pause at the head of the queue."""
         jobs = [*self._running.values(), *starting]
         self.backend.cancel(list(self._running))
         self._running.clear()
@@ -316,6 +316,6 @@ class SampleQueue:
         self._pause = None
         if pause.asleep is not None:
             self.asleep = pause.asleep
-        with suppress(asyncio.InvalidStateError):  # whoever asked was cancelled
+        with suppress(asyncio.InvalidStateError):  # the caller was cancelled
             pause.done.set_result(None)
         self._advance()

@@ -1,4 +1,4 @@
-"""Vocabulary: what belongs to a model beside its weights: its tokenizer, and the tokens that end and pad."""
+"""Vocabulary: a model's tokenizer, and the tokens that end and pad responses."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Vocabulary:
 
     @classmethod
     def of(cls, model: str, tokenizer: Any, generation: Any, config: Any) -> Vocabulary:
-        """Returns the vocabulary of a model that has been read.
+        """Returns the vocabulary of a loaded model.
 
         Args:
-            model: its name, for the message.
-            tokenizer: its own.
-            generation: its generation configuration, if it has one.
+            model: name or directory, for the error message.
+            tokenizer: the model's.
+            generation: its generation configuration; None without one.
             config: its configuration.
 
         Raises:
-            ModelError: it names no token that ends a response.
+            ModelError: no token ends a response.
         """
         ends = [tokenizer.eos_token_id]
         for source in (generation, config):
@@ -53,12 +53,12 @@ class Vocabulary:
 
 @contextlib.contextmanager
 def loading(model: str) -> Iterator[None]:
-    """Makes one clear sentence of what goes wrong while a model's files are read.
+    """Turns errors of reading a model's files into one sentence.
 
     Raises:
-        ModelError: there is no such directory, or something in it cannot be read.
+        ModelError: the directory does not exist, or a file in it cannot be read.
     """
-    # A missing path would be taken for a hub id, and the hub asked about it for a minute.
+    # transformers takes a missing path for a hub id and queries the hub for a minute.
     if (model.startswith(("/", ".", "~")) or model.count("/") > 1) and not Path(model).is_dir():
         raise ModelError(f"model directory '{model}' does not exist.")
     try:
@@ -68,7 +68,7 @@ def loading(model: str) -> Iterator[None]:
         raise ModelError(f"model '{model}' cannot be loaded: {reason}") from error
 
 
-def read_words(model: str) -> tuple[Vocabulary, Any]:
+def read_vocabulary(model: str) -> tuple[Vocabulary, Any]:
     """Returns a model's vocabulary and its configuration, without its weights.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Toolbox: the tools of a run with the chat template that frames what they say, built anew in each process."""
+"""Toolbox: the tools of a run, and the chat template that frames their answers; loaded in each process."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from dataflow.tools.formats import Format, Framing, ToolCall, find_format
 from dataflow.tools.registry import READY, Tool, choose_tools, marked_tools
 from dataflow.usercode.load import load_file
 
-# Content that no template changes, to find again in what it renders.
-_SAID, _ANSWER = "dataflow-said", "dataflow-answer"
+# Texts that no template changes, so that they can be found in its output.
+_TEXT, _ANSWER = "dataflow-said", "dataflow-answer"
 
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of a run. It travels to the engine's process as these settings alone and is loaded there.
+    """The tools of a run. Only these settings are pickled; the engine's process loads the tools itself.
 
     Attributes:
         model: directory of the tokenizer, whose chat template frames the answers.
         path: file with the user's tools.
-        names: tools to take; all marked ones of the file if empty.
-        timeout: seconds that a call may take; None lets it take as long as it does.
+        names: of the tools to offer; all marked ones of the file if empty.
+        timeout: seconds that a call may take; None for no limit.
         format: how the model writes its calls.
     """
 
@@ -43,8 +43,8 @@ class Toolbox:
     format: str = "hermes"
 
     def __getstate__(self) -> dict[str, Any]:
-        # What has been loaded stays: a module of the user's has no name that another process could import, and that
-        # process may stand in another directory.
+        # Loaded modules are left out, as another process cannot import the user's module by name. The path is
+        # absolute, as that process may have another working directory.
         path = str(Path(self.path).expanduser().absolute()) if self.path else None
         return {**{name: getattr(self, name) for name in self.__dataclass_fields__}, "path": path}
 
@@ -52,7 +52,7 @@ class Toolbox:
         self.__dict__.update(state)
 
     def check(self) -> Toolbox:
-        """Loads the tools and the format, only to fail before the run does; returns itself.
+        """Loads the tools and the format, so that errors show before the run starts; returns itself.
 
         Raises:
             ConfigError: as of :func:`load_tools` and :func:`find_format`.
@@ -78,7 +78,7 @@ class Toolbox:
 
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the model is told of the tools."""
+        """JSON schemas that describe the tools to the model."""
         return [tool.schema for tool in self.tools.values()]
 
     @cached_property
@@ -88,14 +88,14 @@ class Toolbox:
         return load_chat_tokenizer(self.model)
 
     def described(self, prompts: Batch, longest: int | None = None) -> Batch:
-        """Returns the prompts with the tools described in them, where the chat template does that.
+        """Returns the prompts with descriptions of the tools, if the chat template supports them.
 
         Args:
             prompts: columns ``prompt_ids`` and ``raw_prompt``.
-            longest: tokens that one may then have.
+            longest: largest number of tokens of such a prompt.
 
         Raises:
-            DataError: a prompt is too long then, or its ``tools_kwargs`` do not fit the tools.
+            DataError: a prompt becomes too long, or its ``tools_kwargs`` do not fit the tools.
         """
         extras = prompts["extra_info"] if "extra_info" in prompts else [None] * len(prompts)
         for group, extra in zip(prompts.ids, extras, strict=True):
@@ -113,8 +113,8 @@ class Toolbox:
 
     @cached_property
     def _shown(self) -> bool:
-        """Whether the chat template tells the model of the tools."""
-        chat = [{"role": "user", "content": _SAID}]
+        """Whether the chat template describes the tools."""
+        chat = [{"role": "user", "content": _TEXT}]
         shown = prompt_ids(self.tokenizer, chat, self.schemas) != prompt_ids(self.tokenizer, chat)
         if not shown:
             logger.info("The chat template takes no tools: the model knows of them only what its prompts say.")
@@ -133,11 +133,11 @@ class Toolbox:
         return {**READY, **marked_tools(self._module, self._where), **self.tools}
 
     def parse(self, tokens: Sequence[int]) -> list[ToolCall]:
-        """Returns the calls in a turn of the model's."""
+        """Returns the calls in a turn of the model."""
         return self.reader.parse(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def framed(self, turn: Sequence[int], answers: Sequence[tuple[str, str]]) -> list[int]:
-        """Returns the tokens from the end of a turn to where the model goes on: the tools' answers in their frame.
+        """Returns the tokens between a turn and the model's next one: the tools' answers in their frame.
 
         It is what the chat template renders behind the text of an assistant's message when messages of role ``tool``
         follow and the assistant is to speak. So the template must leave the assistant's text as it is and begin
@@ -148,12 +148,12 @@ class Toolbox:
             answers: name and answer of each call, in order.
 
         Raises:
-            ModelError: the template cannot do that.
+            ModelError: the template cannot frame answers.
         """
         if isinstance(self.reader, Framing):
             text = self.reader.frame([self._harmless(text) for _, text in answers])
             return list(self.tokenizer.encode(text, add_special_tokens=False))
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEXT}]
         chat += [{"role": "tool", "name": name, "content": self._harmless(text)} for name, text in answers]
         ids: list[int] = self.tokenizer.encode(self._behind(chat), add_special_tokens=False)
         return ids[1:] if turn and ids and ids[0] == turn[-1] else ids
@@ -161,9 +161,9 @@ class Toolbox:
     def _behind(self, chat: list[dict[str, str]]) -> str:
         try:
             text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template raises what its author liked
+        except Exception as error:  # a template may raise any exception
             raise ModelError(f"{self._whose} cannot frame a tool's answer: {error}.") from error
-        _before, found, behind = text.partition(_SAID)
+        _before, found, behind = text.partition(_TEXT)
         if not found:
             raise ModelError(f"{self._whose} does not show what the assistant said before a tool's answer.")
         return str(behind)
@@ -174,13 +174,13 @@ class Toolbox:
 
     @cached_property
     def _frames(self) -> None:
-        """Sees, once, that the template shows a tool's answer at all."""
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+        """Checks, once, that the template renders a tool's answer."""
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TEXT}]
         if _ANSWER not in self._behind([*chat, {"role": "tool", "name": "tool", "content": _ANSWER}]):
             raise ModelError(f"{self._whose} leaves out messages of role 'tool'; give the model one that has them.")
 
     def check_template(self) -> None:
-        """Sees that the chat template can frame an answer.
+        """Checks that the chat template can frame an answer.
 
         Raises:
             ModelError: it cannot, and the format does not do it either.
@@ -189,7 +189,7 @@ class Toolbox:
             _ = self._frames
 
     def _harmless(self, text: str) -> str:
-        """Returns it without what would be read as special tokens: a tool must not end its own frame."""
+        """Returns the text without special tokens, so that a tool cannot end its own frame."""
         return without(text, self.tokenizer.all_special_tokens)
 
     @asynccontextmanager
@@ -203,7 +203,7 @@ class Toolbox:
 
 
 def without(text: str, tokens: Sequence[str]) -> str:
-    """Returns a text without these tokens, those too that arise as others go, in linear time.
+    """Returns a text without these tokens, including those that arise from removals, in linear time.
 
     >>> without("a<e<end>nd>b", ["<end>"])
     'ab'

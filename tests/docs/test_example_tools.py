@@ -99,7 +99,7 @@ def test_a_random_model_on_the_real_engine(example: ModuleType, tiny_qwen: Path)
     )
     engine = host.build()
     try:
-        batch = talk(engine, tools, problems(engine.words.tokenizer, 3)[0])
+        batch = talk(engine, tools, problems(engine.vocabulary.tokenizer, 3)[0])
     finally:
         engine.close()
     assert len(batch) == 6
@@ -120,7 +120,7 @@ def test_the_tiny_model_calls_in_mid_sentence(example: ModuleType) -> None:
     )
     engine = host.build()
     try:
-        batch = talk(engine, tools, problems(engine.words.tokenizer, 8)[0])
+        batch = talk(engine, tools, problems(engine.vocabulary.tokenizer, 8)[0])
     finally:
         engine.close()
     assert sum(batch["tool_calls"]) >= len(batch)
@@ -129,7 +129,7 @@ def test_the_tiny_model_calls_in_mid_sentence(example: ModuleType) -> None:
     for row, text in enumerate(batch["response_text"]):
         said = [line.partition(" = ") for line in text.splitlines() if " = " in line]
         worked = [calculator(left.removeprefix("It is ").removeprefix("Then ")) for left, _, _ in said]
-        assert told(batch, engine.words.tokenizer, row) == "".join(
+        assert told(batch, engine.vocabulary.tokenizer, row) == "".join(
             f" {number}" for number in worked[: batch["tool_calls"][row]]
         )
         right += batch["ground_truth"][row].rpartition("#### ")[2] == text.rpartition("#### ")[2]

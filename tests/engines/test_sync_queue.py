@@ -36,7 +36,7 @@ class Desk:
 
     def end(self, count: int = 1) -> None:
         ids, self.running = self.running[:count], self.running[count:]
-        self.queue.ended([FinishedSample(id, [7] * (id + 1), [0.0] * (id + 1), "stop", 0) for id in ids])
+        self.queue.on_finished([FinishedSample(id, [7] * (id + 1), [0.0] * (id + 1), "stop", 0) for id in ids])
 
 
 def jobs(count: int, first: int = 0) -> list[Job]:
@@ -101,7 +101,7 @@ def test_redraw_does_not_wait() -> None:
         await turn()
         assert pausing.done()
         assert (desk.cancelled, desk.running) == ([1, 2], [3, 4])
-        queue.ended([FinishedSample(1, [5], [0.0], "stop", 0)])  # it was on its way
+        queue.on_finished([FinishedSample(1, [5], [0.0], "stop", 0)])  # it was on its way
         desk.end(2)
         assert got(asked) == [(0, 0), (1, 1), (2, 1)]
 
@@ -205,7 +205,7 @@ def test_one_refusal_is_one_jobs() -> None:
         queue = SampleQueue()
         desk = Desk(queue)
         queue.put(asked := jobs(2))
-        queue.refused(0, DataError("no"))
+        queue.on_refused(0, DataError("no"))
         desk.running.remove(0)
         desk.end()
         assert got(asked) == [DataError, (1, 0)]

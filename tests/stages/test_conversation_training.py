@@ -158,7 +158,7 @@ def test_a_real_engine_s_log_probs_are_the_trainer_s(tiny_qwen: Path, trainer: A
             return [ToolCall("calculator", {"expression": "6 * 7"})]
 
     engine = HfRollout(str(tiny_qwen), 300)
-    tokenizer = engine.words.tokenizer
+    tokenizer = engine.vocabulary.tokenizer
     box = Toolbox(str(tiny_qwen), names=("calculator",))
     box.__dict__["reader"] = Always()
     # Turns of a random model end about once in 260 tokens: another token ends them sooner.

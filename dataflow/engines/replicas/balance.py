@@ -1,10 +1,9 @@
-"""The balance: which of several replicas is handed which groups, and what comes back of them.
+"""Balances groups over replicas of an engine and collects their samples.
 
-The rule: the next group goes to the replica with the fewest samples outstanding (the first of those that have as few),
-but to none that has as many as it decodes at once. The groups behind it wait here, and each sample that ends may let
-the next one go. So a replica that drew short responses takes what another, with long ones, would have had, and none
-is idle while a group waits. What goes to a replica at the same moment is one call; what ends at the same moment
-comes back as one message.
+The next group goes to the replica with the fewest outstanding samples (the first one among equals), unless it already
+has as many as it decodes at once. Further groups wait here; each finished sample may start the next one. So replicas
+with short responses take over work from those with long ones, and none is idle while a group waits. Groups that go to
+a replica at the same moment share one call; samples that finish at the same moment share one message.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dataflow.errors import DataflowError, RunError, UserError
 
 @dataclass(frozen=True, eq=False)
 class SamplingCall:
-    """How the jobs of one call are drawn; a turn's seed is several numbers."""
+    """Sampling options and seed that the jobs of one call share; the seed of a turn is a tuple."""
 
     sampling: Sampling
     seed: int | tuple[int, ...]
@@ -31,7 +30,7 @@ class SamplingCall:
 
 @dataclass(eq=False)
 class ReplicaHandle:
-    """A replica, seen from here: its actor, its samples outstanding, and what it last said of itself."""
+    """A replica as seen by the balance: its actor, its outstanding samples, and its latest stats."""
 
     name: str
     actor: Any
@@ -40,8 +39,8 @@ class ReplicaHandle:
 
 
 @dataclass(eq=False)
-class Hand:
-    """Groups that were handed to a replica in one call: what it still owes, by group and index."""
+class Dispatch:
+    """Groups sent to a replica in one call; ``jobs`` are the outstanding ones, by group and index."""
 
     key: int
     replica: ReplicaHandle
@@ -50,14 +49,14 @@ class Hand:
 
 
 class Balance:
-    """Hands groups to replicas and takes their samples: a :class:`~dataflow.engines.sync_queue.Backend`."""
+    """Sends groups to replicas and collects their samples: a :class:`~dataflow.engines.sync_queue.Backend`."""
 
     def __init__(self, replicas: Sequence[ReplicaHandle], most: int, queue: SampleQueue) -> None:
         self._replicas = replicas
         self._most = most
         self._queue = queue
         self._waiting: deque[list[Job]] = deque()
-        self._out: dict[int, tuple[Hand, Job]] = {}  # by the job's id
+        self._sent: dict[int, tuple[Dispatch, Job]] = {}  # by the job's id
         self._keys = itertools.count()
         self._cancelling: set[asyncio.Task[None]] = set()
 
@@ -67,7 +66,7 @@ class Balance:
         for job in jobs:
             groups.setdefault((job.params, job.group), []).append(job)
         self._waiting.extend(groups.values())
-        self._hand_out()
+        self._send()
 
     def cancel(self, ids: Sequence[int]) -> None:
         """See :meth:`Backend.cancel`."""
@@ -75,31 +74,31 @@ class Balance:
         left = ([job for job in group if job.id not in gone] for group in self._waiting)
         self._waiting = deque(group for group in left if group)
         for id in ids:
-            if id not in self._out:
+            if id not in self._sent:
                 continue
-            hand, job = self._out[id]
-            self._over(hand, job)
-            if not hand.jobs and hand.reading is not None:
-                hand.reading.cancel()
-                task = asyncio.ensure_future(self._let_go(hand))
+            dispatch, job = self._sent[id]
+            self._remove(dispatch, job)
+            if not dispatch.jobs and dispatch.reading is not None:
+                dispatch.reading.cancel()
+                task = asyncio.ensure_future(self._cancel(dispatch))
                 self._cancelling.add(task)
                 task.add_done_callback(self._cancelling.discard)
-        self._hand_out()
+        self._send()
 
     async def settled(self) -> None:
-        """Waits until the engines are rid of what was cancelled."""
+        """Waits until the engines have freed all cancelled samples."""
         here = asyncio.get_running_loop()
         await asyncio.gather(*(task for task in self._cancelling if task.get_loop() is here))
 
     def close(self) -> None:
-        """Hands out nothing more and reads no more answers."""
+        """Sends no more groups and reads no more answers."""
         self._waiting.clear()
-        for hand in dict.fromkeys(hand for hand, _job in self._out.values()):
-            if hand.reading is not None and not hand.reading.get_loop().is_closed():
-                hand.reading.cancel()
-        self._out.clear()
+        for dispatch in dict.fromkeys(dispatch for dispatch, _job in self._sent.values()):
+            if dispatch.reading is not None and not dispatch.reading.get_loop().is_closed():
+                dispatch.reading.cancel()
+        self._sent.clear()
 
-    def _hand_out(self) -> None:
+    def _send(self) -> None:
         calls: dict[tuple[ReplicaHandle, SamplingCall], list[Job]] = {}
         while self._waiting:
             replica = min(self._replicas, key=lambda replica: replica.outstanding)
@@ -108,56 +107,58 @@ class Balance:
             group = self._waiting.popleft()
             replica.outstanding += len(group)
             calls.setdefault((replica, group[0].params), []).extend(group)
-        for (replica, ask), jobs in calls.items():
-            hand = Hand(next(self._keys), replica, {(job.group, job.index): job for job in jobs})
-            self._out |= {job.id: (hand, job) for job in jobs}
+        for (replica, call), jobs in calls.items():
+            dispatch = Dispatch(next(self._keys), replica, {(job.group, job.index): job for job in jobs})
+            self._sent |= {job.id: (dispatch, job) for job in jobs}
             prompts = {job.group: job.prompt for job in jobs}
             draw = replica.actor.draw.options(num_returns="streaming")
-            hand.reading = asyncio.ensure_future(
-                self._read(hand, draw.remote(hand.key, prompts, ask.sampling, ask.seed))
+            dispatch.reading = asyncio.ensure_future(
+                self._read(dispatch, draw.remote(dispatch.key, prompts, call.sampling, call.seed))
             )
 
-    async def _read(self, hand: Hand, answers: Any) -> None:
-        name = hand.replica.name
+    async def _read(self, dispatch: Dispatch, answers: Any) -> None:
+        name = dispatch.replica.name
         try:
             async for answer in answers:
-                samples, hand.replica.stats = await answer
-                self._take(hand, samples)
-            if hand.jobs:
-                raise RunError(f"{name} ended without {len(hand.jobs)} of the samples that it was to draw")
+                samples, dispatch.replica.stats = await answer
+                self._take(dispatch, samples)
+            if dispatch.jobs:
+                raise RunError(f"{name} ended without {len(dispatch.jobs)} of its samples")
         except Exception as error:
             why = reason(name, error)
             if not isinstance(why, UserError):
                 self._fail(why)
                 return
-            for job in list(hand.jobs.values()):
-                self._over(hand, job)
-                self._queue.refused(job.id, why)
-            self._hand_out()
+            for job in list(dispatch.jobs.values()):
+                self._remove(dispatch, job)
+                self._queue.on_refused(job.id, why)
+            self._send()
 
-    def _take(self, hand: Hand, samples: Sequence[Sample]) -> None:
-        drawn = []
+    def _take(self, dispatch: Dispatch, samples: Sequence[Sample]) -> None:
+        finished = []
         for sample in samples:
-            # A group of which some were cancelled is drawn as a whole: the others nobody waits for.
-            if (job := hand.jobs.get((sample.group, sample.index))) is None:
+            # A partly cancelled group is still sampled as a whole; the cancelled samples are ignored.
+            if (job := dispatch.jobs.get((sample.group, sample.index))) is None:
                 continue
             if sample.version != job.version:
                 versions = f"version {sample.version} of the weights, not {job.version}"
-                raise RunError(f"{hand.replica.name} drew a sample of group {job.group} with {versions}")
-            self._over(hand, job)
-            drawn.append(FinishedSample(job.id, list(sample.tokens), list(sample.log_probs), sample.finish, cached=0))
-        self._hand_out()
-        self._queue.ended(drawn)
+                raise RunError(f"{dispatch.replica.name} drew a sample of group {job.group} with {versions}")
+            self._remove(dispatch, job)
+            finished.append(
+                FinishedSample(job.id, list(sample.tokens), list(sample.log_probs), sample.finish, cached=0)
+            )
+        self._send()
+        self._queue.on_finished(finished)
 
-    def _over(self, hand: Hand, job: Job) -> None:
-        del hand.jobs[job.group, job.index], self._out[job.id]
-        hand.replica.outstanding -= 1
+    def _remove(self, dispatch: Dispatch, job: Job) -> None:
+        del dispatch.jobs[job.group, job.index], self._sent[job.id]
+        dispatch.replica.outstanding -= 1
 
-    async def _let_go(self, hand: Hand) -> None:
+    async def _cancel(self, dispatch: Dispatch) -> None:
         try:
-            await hand.replica.actor.cancel.remote(hand.key)
+            await dispatch.replica.actor.cancel.remote(dispatch.key)
         except Exception as error:
-            self._fail(reason(hand.replica.name, error))
+            self._fail(reason(dispatch.replica.name, error))
 
     def _fail(self, why: Exception) -> None:
         self._waiting.clear()
@@ -165,16 +166,16 @@ class Balance:
 
 
 def reason(name: str, error: BaseException) -> Exception:
-    """Returns what the engine raised, if that is an error for users; else one sentence with the replica's name."""
+    """Returns the engine's own error if it is one for users, else one sentence that names the replica."""
     from ray import exceptions
 
     inner = error.cause if isinstance(error, exceptions.RayTaskError) else error
     if isinstance(inner, DataflowError) and (not isinstance(inner, RunError) or inner is error):
         return inner
-    words = (str(inner).strip().splitlines() or [""])[0]
+    first_line = (str(inner).strip().splitlines() or [""])[0]
     gone = (exceptions.RayActorError, exceptions.OutOfMemoryError, exceptions.NodeDiedError)
     if isinstance(inner, gone) and inner is error:
-        return RunError(f"{name} died (killed, or out of memory); see Ray's log for its last words: {words}")
-    failed = RunError(f"{name} failed ({type(inner).__name__}: {words})")
+        return RunError(f"{name} died (killed, or out of memory); see Ray's log for its last words: {first_line}")
+    failed = RunError(f"{name} failed ({type(inner).__name__}: {first_line})")
     failed.__cause__ = inner
     return failed

@@ -105,9 +105,9 @@ class Replicas:
 
     def _read(self, model: str) -> None:
         """Reads what belongs to the model beside its weights, while the engines start."""
-        from dataflow.engines.vocabulary import read_words
+        from dataflow.engines.vocabulary import read_vocabulary
 
-        self.words, _config = read_words(model)
+        self.vocabulary, _config = read_vocabulary(model)
 
     def _wait_for(self, built: Sequence[concurrent.futures.Future[None]]) -> None:
         done, late = concurrent.futures.wait(built, _BUILD_S, concurrent.futures.FIRST_EXCEPTION)
@@ -143,14 +143,14 @@ class Replicas:
         """Returns the token ids of each prompt; fails here, before a sample is drawn, on what every engine refuses."""
         from dataflow.engines.samples import check_sampling, prompt_ids
 
-        check_sampling(sampling, self.words.size)
+        check_sampling(sampling, self.vocabulary.size)
         return prompt_ids(prompts, self._longest)
 
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
         """See :meth:`RolloutEngine.batch`."""
         from dataflow.engines.samples import to_batch
 
-        return to_batch(prompts, samples, length, self.words.tokenizer, self.words.pad)
+        return to_batch(prompts, samples, length, self.vocabulary.tokenizer, self.vocabulary.pad)
 
     async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Sends new weights to all replicas, once into Ray's store; ``version`` is the new one when all have them.

@@ -1,6 +1,6 @@
-"""One of several rollout engines, in the Ray actor that it lives in; the other side is in engines/replicas/engine.py.
+"""The Ray actor of one rollout engine among several; its client is in engines/replicas/engine.py.
 
-Nothing here imports torch as it is loaded: the process must first be told its number of threads.
+Loading this module does not import torch, since the number of threads must be set first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Replica:
-    """The actor: one engine, whose calls run side by side on one event loop."""
+    """The actor: one engine, whose calls run concurrently on one event loop."""
 
     async def build(
         self,
@@ -31,11 +31,11 @@ class Replica:
         environment: Mapping[str, str],
         *gpus: str,
     ) -> None:
-        """Builds the engine, which sees these GPUs, or those that Ray shows it."""
+        """Builds the engine on these GPUs, or on those that Ray assigned if none are given."""
         os.environ.update(environment)
         see(gpus)
         self.engine: RolloutEngine = Hosted("replica", factory, options).build()
-        # What the first Batch to arrive would import: seconds that belong to start-up, not to a task.
+        # The first Batch would import it; these seconds belong to start-up, not to a task.
         import torch  # noqa: F401
 
         self._drawing: dict[int, asyncio.Task[None]] = {}
@@ -44,8 +44,8 @@ class Replica:
     async def draw(
         self, key: int, prompts: Mapping[int, list[int]], sampling: Sampling, seed: int | tuple[int, ...]
     ) -> AsyncIterator[tuple[list[Sample], dict[str, float]]]:
-        """Draws these groups, or a turn; yields what has ended since the last time, and the engine's stats."""
-        if key in self._cancelled:  # which has overtaken this
+        """Samples these groups, or a turn; yields the samples finished since the last yield, and the engine's stats."""
+        if key in self._cancelled:  # the cancellation overtook this call
             self._cancelled.discard(key)
             return
         ended: asyncio.Queue[Sample | None] = asyncio.Queue()
@@ -80,7 +80,7 @@ class Replica:
             del self._drawing[key]
 
     async def cancel(self, key: int) -> None:
-        """Gives up what was handed over under that key; the engine is rid of it then."""
+        """Aborts the call of :meth:`draw` with this key and waits until the engine has freed it."""
         if (task := self._drawing.get(key)) is None:
             self._cancelled.add(key)
             return
@@ -103,7 +103,7 @@ class Replica:
 
 
 def pack(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Returns dtype, shape and bytes of each weight: arrays go into Ray's store as they are, and are read in place."""
+    """Returns dtype, shape and bytes of each weight: Ray stores arrays without a copy and reads them in place."""
     import torch
 
     return {
@@ -113,7 +113,7 @@ def pack(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def unpack(packed: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns the weights, which are not to be written to."""
+    """Returns the weights; they are read-only."""
     import torch
 
     with warnings.catch_warnings():

@@ -21,7 +21,7 @@ from dataflow.engines.choice import refused_temperature
 from dataflow.engines.samples import check_sampling, prompt_ids, seed_of, to_batch
 from dataflow.engines.sync_queue import Job, SampleQueue, VllmBackend
 from dataflow.engines.vllm.thread import EngineThread
-from dataflow.engines.vocabulary import loading, read_words
+from dataflow.engines.vocabulary import loading, read_vocabulary
 from dataflow.engines.weights import WeightNames
 from dataflow.errors import ConfigError, DataError, DataflowError, RunError, nearest
 from dataflow.system.children import safe_path
@@ -104,7 +104,7 @@ class VllmRollout:
                 f"rollout: max_prompt_length={max_prompt_length}, max_tokens={max_tokens}, "
                 f"max_num_seqs={max_num_seqs}, threads={threads}; each is 1 at least."
             )
-        self.words, self._config = read_words(model)
+        self.vocabulary, self._config = read_vocabulary(model)
         with loading(model):
             self._weights = WeightNames.of_config(self._config)
         positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
@@ -214,7 +214,7 @@ class VllmRollout:
 
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
         """See :meth:`RolloutEngine.batch`."""
-        return to_batch(prompts, samples, length, self.words.tokenizer, self.words.pad)
+        return to_batch(prompts, samples, length, self.vocabulary.tokenizer, self.vocabulary.pad)
 
     async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Loads new weights in place, by Hugging Face name; a tied ``lm_head.weight`` may be left out.
@@ -274,7 +274,7 @@ class VllmRollout:
         _engine.release()
 
     def _check(self, sampling: Sampling) -> None:
-        check_sampling(sampling, self.words.size)
+        check_sampling(sampling, self.vocabulary.size)
         if sampling.max_tokens > self.max_tokens:
             raise ConfigError(
                 f"rollout: max_tokens={sampling.max_tokens} is more than the {self.max_tokens} that the engine "
@@ -287,11 +287,11 @@ class VllmRollout:
         ids = prompt_ids(prompts, self.max_prompt_length)
         for group, prompt in zip(prompts.ids, ids, strict=True):
             # Without a tokenizer vLLM does not look, and the step that reads such a token would end the engine.
-            if min(prompt) < 0 or max(prompt) >= self.words.size:
-                wrong = next(token for token in prompt if not 0 <= token < self.words.size)
+            if min(prompt) < 0 or max(prompt) >= self.vocabulary.size:
+                wrong = next(token for token in prompt if not 0 <= token < self.vocabulary.size)
                 raise DataError(
                     f"rollout: the prompt of group {group} has token {wrong}; the model knows 0 to "
-                    f"{self.words.size - 1}. Is it from another tokenizer?"
+                    f"{self.vocabulary.size - 1}. Is it from another tokenizer?"
                 )
         return ids
 
@@ -306,7 +306,7 @@ class VllmRollout:
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             max_tokens=sampling.max_tokens,
-            stop_token_ids=[*self.words.ends, *sampling.stop_token_ids],  # without a tokenizer it knows no eos
+            stop_token_ids=[*self.vocabulary.ends, *sampling.stop_token_ids],  # without a tokenizer it knows no eos
             seed=seed,
             logprobs=0,
             flat_logprobs=True,

@@ -157,12 +157,12 @@ class EngineProcess:
             error = DataError(f"rollout: vLLM does not take the prompt of group {job.group}: {cause}")
             error.__cause__ = cause
             self._tasks.pop(id, None)
-            self._queue.refused(id, error)
+            self._queue.on_refused(id, error)
         except Exception as error:
             self._queue.fail(self._stderr.explained(error))
         else:
             self._tasks.pop(id, None)
-            self._queue.ended([drawn])
+            self._queue.on_finished([drawn])
 
     async def _ready(self) -> None:
         """Has the sampler prepared, before the first sample: the constructor need not run on a loop."""

@@ -56,7 +56,7 @@ class EngineThread:
                 except ValueError as cause:  # all that vLLM finds wrong with one request
                     error = DataError(f"rollout: vLLM does not take the prompt of group {group}: {cause}")
                     error.__cause__ = cause
-                    self._post(self._queue.refused, id, error)
+                    self._post(self._queue.on_refused, id, error)
 
         self._put(command)
 
@@ -167,7 +167,7 @@ class EngineThread:
             if has_work(engine):
                 drawn = [drawn_of(output) for output in engine.step() if output.finished]
                 if drawn:
-                    self._post(self._queue.ended, drawn)
+                    self._post(self._queue.on_finished, drawn)
 
 
 def has_work(engine: Any) -> bool:
