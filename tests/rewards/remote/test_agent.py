@@ -615,7 +615,7 @@ def test_a_run_that_streams_has_its_rewards_from_two_actors(
 def test_token_ids_travel_small() -> None:
     ids = torch.tensor([[70, 71, 0], [72, 2**31 - 1, 5]])
     columns = {"responses": ids, "response_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
-    sent = needed(Batch([0, 1], columns))
+    sent = needed(Batch([0, 1], columns | {"data_source": ["d", "d"], "ground_truth": ["0", "1"]}))
     assert torch.equal(sent["responses"], ids)
     assert sent["responses"].dtype == torch.int32
     assert sent["response_mask"].tolist() == [[True, True, False], [True, True, True]]
