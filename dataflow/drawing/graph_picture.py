@@ -1,7 +1,7 @@
 """Pictures of the graph: the stages of one step, or the tasks of several, as mermaid text, SVG or PNG.
 
-The critical path is marked: of all chains of tasks that wait for each other the one that takes longest, which no number
-of GPUs makes shorter. Validation and checkpoints are not on it, since training does not wait for them.
+The critical path is marked: the longest chain of dependent tasks, which no number of GPUs can shorten. Validation and
+checkpoints are not on it, since training does not wait for them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 def draw_graph(
     pipeline: Pipeline, graph: TaskGraph | None, path: Path, seconds: Mapping[str, float] | None = None
 ) -> None:
-    """Draws the pipeline, or the tasks of a graph if one is given.
+    """Draws the stages of a pipeline, or the tasks of a graph if one is given.
 
     Args:
-        pipeline: of the stages.
-        graph: unrolled, to draw in its place.
-        path: ends in ``.mmd``, ``.svg`` or ``.png``.
-        seconds: that a whole stage takes, see :func:`critical_path`.
+        pipeline: the pipeline.
+        graph: an unrolled graph to draw instead of the stages.
+        path: file name ending in ``.mmd``, ``.svg`` or ``.png``.
+        seconds: stage -> seconds, see :func:`critical_path`.
 
     Raises:
-        ConfigError: another kind of file.
+        ConfigError: the file name has another ending.
     """
     check_out(path)
     shown = stages(pipeline) if graph is None else graph.window()
@@ -52,7 +52,7 @@ def check_out(path: Path) -> None:
     """Checks that a graph can be drawn into a file.
 
     Raises:
-        ConfigError: another kind of file, or one that cannot be written.
+        ConfigError: the file name has another ending, or the file cannot be written.
     """
     if path.suffix not in (".mmd", ".svg", ".png"):
         raise ConfigError(f"-o {path}: give a name in .mmd (mermaid), .svg or .png.")
@@ -67,19 +67,19 @@ def stages(pipeline: Pipeline) -> nx.DiGraph:
     graph: nx.DiGraph = nx.DiGraph()
     for s in pipeline.order:
         graph.add_node(s.name, stage=s.name, resource=s.on)
-    # Edges from an earlier step would close a cycle: the picture shows one step, the rest is in the unrolled one.
+    # Edges from an earlier step would close a cycle in the picture of one step; the unrolled graph shows them.
     graph.add_edges_from((a.name, b.name) for a, b, _field, lag in pipeline.edges if lag == "none")
     return graph
 
 
 def critical_path(pipeline: Pipeline, graph: nx.DiGraph, seconds: Mapping[str, float] | None = None) -> list[Any]:
-    """Returns the nodes of the chain that takes longest, first to last.
+    """Returns the nodes of the critical path, first to last.
 
     Args:
         pipeline: of the graph.
         graph: as of :func:`stages`, or of ``TaskGraph.window``.
-        seconds: that all tasks of a stage take in one step; a stage that is not in it takes none. By default every
-            stage takes as long as another.
+        seconds: stage -> seconds of all its tasks in one step, 0 for stages left out. By default all stages take
+            equally long.
     """
     import networkx as nx
 
@@ -88,7 +88,7 @@ def critical_path(pipeline: Pipeline, graph: nx.DiGraph, seconds: Mapping[str, f
             for n, facts in training.nodes(data=True)}  # fmt: skip
     weighed: nx.DiGraph = nx.DiGraph()
     for node in training:
-        weighed.add_edge("", node, weight=cost[node])  # before all, so that the first task counts, too
+        weighed.add_edge("", node, weight=cost[node])  # a root, so that the first task counts, too
     weighed.add_weighted_edges_from((a, b, cost[b]) for a, b in training.edges)
     return list(nx.dag_longest_path(weighed))[1:] if cost else []
 
@@ -103,7 +103,7 @@ def _draw(graph: nx.DiGraph, path: Path, critical: list[Any], colour: Mapping[st
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    # What another path says already only clutters the picture.
+    # Leave out edges implied by other paths.
     slim = nx.transitive_reduction(graph)
     slim.add_nodes_from(graph.nodes(data=True))
     for layer, generation in enumerate(nx.topological_generations(slim)):

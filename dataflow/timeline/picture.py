@@ -1,4 +1,4 @@
-"""The timeline as a picture: rows are resources, colours are stages, hatching is a GPU that waits."""
+"""The timeline as a picture: a row per resource, a colour per stage, hatching for GPU pools that wait."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def draw(
     title: str | None = None,
     steps: tuple[int, int] | None = None,
 ) -> None:
-    """Draws runs, a panel for each, on one time axis.
+    """Draws runs on one time axis, a panel for each.
 
     Args:
-        traces: one run, or several by the names they are to have; others are compared with the first.
-        path: ends in ``.png`` (1400 pixels wide) or ``.svg``; replaced in one go.
-        title: over the whole picture.
+        traces: one run, or several by name; the others are compared with the first.
+        path: file name ending in ``.png`` (1400 pixels wide) or ``.svg``, replaced atomically.
+        title: over the whole picture; none by default.
         steps: (first, last) to show of each run, from the first task of these steps on; all by default.
 
     Raises:
-        DataError: another kind of file, or a trace without tasks.
+        DataError: the file name has another ending, or a trace has no task.
     """
     from matplotlib.figure import Figure
 
@@ -73,7 +73,7 @@ def draw(
 
 
 class _Panel:
-    """One run: its rows from top to bottom, in inches."""
+    """One run, with its rows from top to bottom; heights in inches."""
 
     def __init__(self, name: str, trace: Trace, steps: tuple[int, int] | None) -> None:
         self.name, self.trace = name, trace
@@ -106,7 +106,7 @@ class _Panel:
             if resource == "reward" and self.levels:
                 self._band(axis, below, height, len(rows))
             for i, lane in enumerate(rows):
-                # The band keeps the lower part of the row to itself.
+                # The lower part of the row is reserved for the band.
                 full = height if not (resource == "reward" and self.levels) else height * 0.32
                 tall = full / len(rows)
                 self._lane(axis, lane, at - (i + 1) * tall, tall, colour, pixels)
@@ -155,7 +155,7 @@ class _Panel:
     ) -> None:
         bars: dict[tuple[str, bool], list[tuple[float, float]]] = {}
         for span in lane:
-            # A millisecond is still to be seen: a pixel wide, and without the edge that would hide it.
+            # Keep very short tasks visible: at least a pixel wide, without an edge that would hide the fill.
             wide = max(span.end - span.begin, 1.2 / pixels)
             bars.setdefault((span.stage, wide * pixels >= 4), []).append((span.begin - self.begin, wide))
         for (stage, edge), places in bars.items():
@@ -178,7 +178,7 @@ class _Panel:
         axis.broken_barh(places, (below, height), **HATCHED)
 
     def _band(self, axis: Axes, below: float, height: float, own_lanes: int) -> None:
-        """Requests in flight, up to the run's most; a stroke where the rewards of a part were complete."""
+        """Draws the requests in flight, and a stroke where the rewards of a part were complete."""
         most = max(level for _, level in self.levels)
         room = height * (0.62 if own_lanes else 1.0)
         times = [time - self.begin for time, _ in self.levels]

@@ -1,6 +1,6 @@
-"""The chart of the page: bokeh's figures and widgets over the columns of a sheet. ``page.js`` makes them move.
+"""The chart of the page: bokeh's figures and widgets, drawn from the columns of a sheet. ``page.js`` updates them.
 
-Every model that the script needs has a name; what is of another colour in the dark stands in ``THEMED``.
+Models used by the script have names; ``THEMED`` lists the colours that differ between light and dark.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _TYPES = {
 _COARSE = 2400  # bars in a row of the overview
 _CROWDED = 1250  # bars, one to a pixel of a screen of usual width
 _LATER = ("span", "request", "lead", "arrow", "step")
-"""What the script lets be drawn once it knows how much of it there is room for: drawing it twice takes its time."""
+"""Glyphs hidden until the script has chosen which of them fit, so that they are drawn only once."""
 _SOURCES = ("spans", "path", "waits", "requests", "steps")
 _TYPE_OF = {name: kind for kind, names in _TYPES.items() for name in names}
 
 PATH = "#E0007A"
-"""The critical path: no stage is of this colour."""
+"""Colour of the critical path; no stage has it."""
 # model, property: in the light, in the dark
 THEMED: dict[tuple[str, str], tuple[str, str]] = {
     ("seconds", "axis_label_text_color"): FAINT,
@@ -52,10 +52,10 @@ THEMED: dict[tuple[str, str], tuple[str, str]] = {
 }
 _BAND = ("#F3C766", "#A97F1E")
 _GREY = {"#4D4D4D": "#8C8C8C"}
-"""Of the stages' colours the one that is lost on a dark page, and what it is there."""
+"""Stage colours that are too dark for a dark page, and their replacements."""
 
 SHOWN = ("exposed waits", "rewards in flight", "slowest group of a mini-batch", "step ends", "critical path")
-"""What can be switched, the last one off at first."""
+"""Layers that can be switched; the last one is off at first."""
 _TIP = """<div style="max-width: 34em; font: 12px/1.45 system-ui, sans-serif">
 <b>@row{head}</b><div style="white-space: pre-wrap; tab-size: 28">@row{said}</div></div>"""
 _SLIDER = """
@@ -64,11 +64,11 @@ _SLIDER = """
 
 
 def chart(sheet: Sheet, colour: Mapping[str, str]) -> LayoutDOM:
-    """Returns the chart, the overview below it, and what filters them.
+    """Returns the chart, the overview below it, and the widgets that filter them.
 
     Args:
-        sheet: what is drawn.
-        colour: of each stage.
+        sheet: the columns to draw.
+        colour: stage -> colour.
     """
     from bokeh.layouts import column, row
     from bokeh.models import CDSView, CheckboxButtonGroup, ColumnDataSource, IndexFilter, InlineStyleSheet, RangeSlider
@@ -118,7 +118,7 @@ def chart(sheet: Sheet, colour: Mapping[str, str]) -> LayoutDOM:
 
 
 def _crowded(sheet: Sheet) -> bool:
-    """Whether bars are a pixel wide, so that their edges would hide what they are; the script looks again."""
+    """True if bars are about a pixel wide, so that edges would hide their fill; the script decides again on zooming."""
     return len(sheet.spans["begin"]) > _CROWDED
 
 
@@ -134,7 +134,7 @@ _MARKS = f"""
 
 
 def themed(sheet: Sheet, palette: Sequence[str]) -> list[tuple[str, str, Any, Any]]:
-    """Returns (model, property, in the light, in the dark) for all that changes."""
+    """Returns (model, property, light, dark) for every colour that depends on the theme."""
     own: dict[tuple[str, str], Any] = {(name, "palette"): both for name, both in _palettes(palette).items()}
     for i in range(len(sheet.bands)):
         own |= {(f"band-glyph-{i}", "fill_color"): _BAND, (f"most-{i}", "text_color"): INK}
@@ -144,7 +144,7 @@ def themed(sheet: Sheet, palette: Sequence[str]) -> list[tuple[str, str, Any, An
 
 
 def _arrays(columns: Columns) -> dict[str, Any]:
-    """Columns of numbers as arrays, which bokeh writes compactly; texts are for the script alone, see ``words``."""
+    """Returns numeric columns as arrays, which bokeh encodes compactly; texts go to the script, see ``words``."""
     import numpy as np
 
     count = len(next(iter(columns.values())))
@@ -154,13 +154,13 @@ def _arrays(columns: Columns) -> dict[str, Any]:
 
 
 def _mixed(colour: str, other: int, share: float) -> str:
-    """A colour with a share of another one, which is black (0) or white (255)."""
+    """Returns a colour mixed with a share of black (0) or white (255)."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part * (1 - share) + other * share):02x}" for part in parts)
 
 
 def _palettes(palette: Sequence[str]) -> dict[str, tuple[list[str], list[str]]]:
-    """Fill and edge of bars, in the light and in the dark: a bar of one pixel is all edge, which must be seen."""
+    """Returns fill and edge colours of bars, each as (light, dark); a bar of one pixel shows its edge only."""
     fills = [_GREY.get(colour, colour) for colour in palette]
     return {
         "fills": (list(palette), fills),
@@ -196,7 +196,7 @@ def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], pa
         active_drag=pan,
         active_scroll=zoom,
         toolbar_location="right",
-        lod_threshold=None,  # bars that vanish while one drags would mislead
+        lod_threshold=None,  # keep all bars while dragging
         background_fill_color=None,
         border_fill_color=None,
         outline_line_color=None,
@@ -208,7 +208,7 @@ def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], pa
     made.yaxis.update(
         name="resources",
         ticker=FixedTicker(ticks=middles),
-        # Plain text: a name between dollar signs would be taken for TeX.
+        # Plain text: bokeh would set a name between dollar signs as TeX.
         major_label_overrides={m: PlainText(text=row.name) for m, row in zip(middles, sheet.rows, strict=True)},
         major_tick_line_color=None,
         axis_line_color=None,
@@ -231,12 +231,12 @@ def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], pa
                       text_baseline="bottom", text_font_size="11px", text_alpha=0.75)  # fmt: skip
         made.add_layout(label)
     for renderer in bars:
-        # The script says what there is to say of a row; bokeh puts it down as text, never as markup.
+        # The script returns the text of a row; bokeh inserts it as text, never as markup.
         source = renderer.data_source
-        tell = CustomJSHover(args={"source": source}, code="return timeline.tell(source, format, value)")
-        tips = HoverTool(renderers=[renderer], tooltips=_TIP, formatters={"@row": tell}, point_policy="follow_mouse",
-                         visible=False)  # fmt: skip
-        # A request lies on its band: what is said of the two stands apart.
+        formatter = CustomJSHover(args={"source": source}, code="return timeline.tell(source, format, value)")
+        tips = HoverTool(renderers=[renderer], tooltips=_TIP, formatters={"@row": formatter},
+                         point_policy="follow_mouse", visible=False)  # fmt: skip
+        # A request lies on its band: keep their tooltips apart.
         tips.attachment = {"request": "above", "wait": "horizontal", "span": "horizontal"}.get(renderer.name, "below")
         made.add_tools(tips)
     return made
@@ -245,7 +245,7 @@ def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], pa
 def _bars(
     made: figure, sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], palette: Sequence[str]
 ) -> list[Any]:
-    """Draws everything, from back to front; returns what has facts to show."""
+    """Draws everything, from back to front; returns the renderers that have tooltips."""
     from bokeh.models import ColumnDataSource, LinearColorMapper
 
     edges = {"left": "begin", "right": "end", "top": "top", "bottom": "bottom"}
@@ -254,16 +254,16 @@ def _bars(
         for name, (light, _) in _palettes(palette).items()
     )
 
-    # What changes with the zoom lies on a canvas of its own, so that the bars need not be drawn again for it.
+    # Glyphs that change with the zoom have their own canvas, so that bars are not redrawn with them.
     over = {"level": "overlay"}
-    told = []
+    hoverable = []
     for i, (columns, most) in enumerate(zip(sheet.bands, sheet.most, strict=True)):
         source = ColumnDataSource(_arrays(columns), name=f"band-source-{i}", tags=[most])
         band = made.varea_step("begin", "bottom", "top", source=source, step_mode="after", name=f"band-{i}",
                                fill_alpha=0.75)  # fmt: skip
         band.glyph.name = f"band-glyph-{i}"
-        # The area shows them without seams; these are there to be pointed at.
-        told.append(made.quad(source=source, **edges, fill_color=None, line_color=None, name=f"band-spot-{i}"))
+        # The area is drawn without seams; these invisible bars carry the tooltips.
+        hoverable.append(made.quad(source=source, **edges, fill_color=None, line_color=None, name=f"band-spot-{i}"))
     ends_of = made.segment(x0="at", x1="at", y0="top", y1="bottom", source=sources["steps"], view=views["steps"],
                            line_dash=[4, 3], line_width=1.2, name="step", **over)  # fmt: skip
     ends_of.glyph.name = "step-glyph"
@@ -289,11 +289,11 @@ def _bars(
                      line_width=2.5, visible=False, name="path-span", **over)  # fmt: skip
     path.glyph.name = "path-glyph"
     _texts(made, over)
-    return [*told, waits, spans, asked]
+    return [*hoverable, waits, spans, asked]
 
 
 def _texts(made: figure, over: Mapping[str, Any]) -> None:
-    """Labels and numbers of steps; the script fills in those for which there is room."""
+    """Adds labels of bars and numbers of steps; the script fills in those that fit."""
     from bokeh.models import ColumnDataSource
 
     empty = ColumnDataSource({"x": [], "y": [], "text": [], "ink": []}, name="labels")
@@ -307,7 +307,7 @@ def _texts(made: figure, over: Mapping[str, Any]) -> None:
 
 
 def _overview(sheet: Sheet, spans: Any, main: figure) -> figure:
-    """The whole of what the GPUs did, small, with the window that the chart shows."""
+    """Returns a small chart of all GPU tasks, with the window that the main chart shows."""
     from bokeh.models import CDSView, IndexFilter, Range1d, RangeTool
     from bokeh.plotting import figure
     from bokeh.transform import dodge
@@ -340,7 +340,7 @@ def _overview(sheet: Sheet, spans: Any, main: figure) -> figure:
 
 
 def _coarse(sheet: Sheet) -> list[int]:
-    """The bars that the overview can show: of those that share half a pixel the first."""
+    """Returns the bars that the overview shows: one for each half pixel."""
     size = sheet.longest / _COARSE
     spans = sheet.spans
     reached: dict[int, float] = {}
@@ -354,7 +354,7 @@ def _coarse(sheet: Sheet) -> list[int]:
 
 
 def script_facts(sheet: Sheet, colour: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what the page's script needs beside the models, JSON-able."""
+    """Returns the JSON-serializable data that the page's script needs beside the models."""
     words = {
         source: {name: values for name, values in getattr(sheet, source).items() if name not in _TYPE_OF}
         for source in _SOURCES

@@ -1,5 +1,5 @@
 "use strict"
-// Loads the page anew when the server has a newer one; the page itself keeps what is shown of it.
+// Reloads the page when the server has a newer version; page.js restores the view.
 const events = new EventSource("events")
 events.onmessage = (event) => {
   if (event.data !== document.documentElement.dataset.version) {

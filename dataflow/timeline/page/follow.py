@@ -1,6 +1,6 @@
-"""The timeline of a run that goes on: its page on a loopback address, made anew as trace.json grows.
+"""Serves the timeline page of a running run on a loopback address and refreshes it as trace.json grows.
 
-Nothing polls: a change of the file wakes the server, which wakes the browsers by server-sent events.
+Nothing polls: the server watches the file and notifies browsers with server-sent events.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 LEAST_S = 2.0
-"""Seconds from one refresh to the next, at least."""
-_REST = 4  # times as long as a refresh took, at least, until the next
+"""Minimum seconds between two refreshes."""
+_REST = 4  # minimum pause after a refresh, as a multiple of the time it took
 
 
-def follow(run: str, port: int, told: Callable[[str], None], least_s: float = LEAST_S) -> None:
+def follow(run: str, port: int, on_address: Callable[[str], None], least_s: float = LEAST_S) -> None:
     """Serves a run's page until Ctrl-C or SIGTERM.
 
     Args:
-        run: its directory, or its trace.json; neither needs to have anything in it yet, the directory must be there.
-        port: to listen on; 0 for one that is free.
-        told: gets the address once it can be opened.
+        run: directory of the run, which must exist but may be empty, or its trace.json.
+        port: port to listen on; 0 for any free port.
+        on_address: called with the address once the page can be opened.
         least_s: see :data:`LEAST_S`.
 
     Raises:
-        Interrupted: it was told to end.
-        DataError: there is no such directory.
+        Interrupted: Ctrl-C or SIGTERM ended it.
+        DataError: the directory does not exist.
         ConfigError: the port is taken.
     """
     path = Path(run)
     path = path if path.suffix == ".json" else path / "trace.json"
     if not path.parent.is_dir():
         raise DataError(f"no run at '{run}': there is no directory {path.parent}; give one that a run writes to.")
-    asyncio.run(_serve(path, port, told, least_s))
+    asyncio.run(_serve(path, port, on_address, least_s))
 
 
-async def _serve(path: Path, port: int, told: Callable[[str], None], least_s: float) -> None:
+async def _serve(path: Path, port: int, on_address: Callable[[str], None], least_s: float) -> None:
     from aiohttp import web
 
     follower = Follower(path, least_s)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for sign in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(sign, stop.set)
-    # A browser that leaves ends its handler at once.
+    # A closed connection cancels its handler at once.
     runner = web.AppRunner(follower.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     watching = asyncio.create_task(follower.watch(stop))
@@ -65,7 +65,7 @@ async def _serve(path: Path, port: int, told: Callable[[str], None], least_s: fl
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             raise ConfigError(f"--port {port}: {str(why).rstrip('.')}; give another one, or none.") from error
-        told(f"http://127.0.0.1:{runner.addresses[0][1]}/")
+        on_address(f"http://127.0.0.1:{runner.addresses[0][1]}/")
         ended = asyncio.create_task(stop.wait())
         await asyncio.wait([ended, watching], return_when=asyncio.FIRST_COMPLETED)
         if watching.done():
@@ -81,11 +81,11 @@ async def _serve(path: Path, port: int, told: Callable[[str], None], least_s: fl
 
 
 class Follower:
-    """The newest page of a run, and who waits for the next one.
+    """Holds the newest page of a run and serves it, with an event for each new version.
 
     Args:
-        path: of its trace.json.
-        least_s: seconds from one refresh to the next, at least.
+        path: the run's trace.json.
+        least_s: minimum seconds between two refreshes.
     """
 
     def __init__(self, path: Path, least_s: float) -> None:
@@ -93,12 +93,12 @@ class Follower:
         self._name = path.resolve().parent.name
         self._version = 1
         self._page = waiting(self._name, "This run has not begun.", 1)
-        self._shown = False  # whether the page is of a trace
+        self._shown = False  # True once the page shows a trace
         self._next = asyncio.Event()
         self._ended = False
 
     def app(self) -> web.Application:
-        """Returns what answers: the page at ``/``, the versions of it at ``/events``."""
+        """Returns the web application: the page at ``/``, its version numbers at ``/events``."""
         from aiohttp import web
 
         app = web.Application()
@@ -106,12 +106,12 @@ class Follower:
         return app
 
     def end(self) -> None:
-        """Lets the browsers' connections go."""
+        """Ends all open connections."""
         self._ended = True
         self._next.set()
 
     async def watch(self, stop: asyncio.Event) -> None:
-        """Makes the page, and makes it anew each time the file has changed."""
+        """Renders the page, and again after each change of the file."""
         from watchfiles import awatch
 
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
@@ -133,7 +133,7 @@ class Follower:
                 changed.set()
 
         listening = asyncio.create_task(listen())
-        # It begins to watch before the first look at the file, so that no change falls between the two.
+        # Start watching before the file is first read, so that no change in between is missed.
         await asyncio.sleep(0)
         try:
             await asyncio.to_thread(_load)
@@ -147,7 +147,7 @@ class Follower:
                 changed.clear()
                 begin = loop.time()
                 await self._refresh()
-                # A long run's page takes seconds to make, on cores that the run wants too.
+                # The page of a long run takes seconds to render, on cores that the run needs.
                 await asyncio.sleep(max(self._least_s, _REST * (loop.time() - begin)))
         finally:
             stop.set()
@@ -163,13 +163,13 @@ class Follower:
             before.set()
 
     def _make(self, version: int) -> str | None:
-        """The page of what the file holds now; None where that says nothing new."""
+        """Returns the page of the file as it is now; None to keep the current page."""
         if not self._path.is_file():
             return None
         try:
             trace = perfetto.read(self._path)
         except DataError as error:
-            # Half a file is no reason to take the last whole one away.
+            # Keep the last complete page while the file is incomplete.
             logger.debug(str(error))
             return None if self._shown else waiting(self._name, "Its trace cannot be read yet.", version)
         if not trace.spans:
@@ -197,7 +197,7 @@ class Follower:
 
 
 def _load() -> None:
-    """Loads what makes the page, which takes longer than the first page does."""
+    """Imports bokeh ahead of the first page, as importing takes longer than rendering."""
     import bokeh.embed
     import bokeh.layouts
     import bokeh.plotting  # noqa: F401

@@ -1,4 +1,4 @@
-"""The timeline as a page to look around in: one file that holds all it needs and opens offline."""
+"""The timeline as an interactive page: one HTML file that loads nothing and opens offline."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def page(
     title: str | None = None,
     facts: Facts | None = None,
 ) -> None:
-    """Writes one run, or several below each other on one time axis, as a page.
+    """Writes a page of one run, or of several below each other on one time axis.
 
     Args:
-        traces: one run, or several by the names they are to have; others are compared with the first.
-        path: ends in ``.html``; replaced in one go. The same traces give the same file.
-        title: over the whole page.
-        facts: of each run, what its trace does not say: ``accuracy_before`` and ``accuracy_after``.
+        traces: one run, or several by name; the others are compared with the first.
+        path: file name ending in ``.html``, replaced atomically. The same traces give the same file.
+        title: over the whole page; the names of the runs by default.
+        facts: run -> facts that its trace does not contain: ``accuracy_before`` and ``accuracy_after``.
 
     Raises:
-        DataError: another kind of file, or a trace without tasks.
+        DataError: the file name has another ending, or a trace has no task.
     """
     target = Path(path)
     if target.suffix.lower() != ".html":
@@ -55,12 +55,12 @@ def page(
 def text(
     traces: Mapping[str, Trace], title: str | None = None, facts: Facts | None = None, version: int | None = None
 ) -> str:
-    """Returns the page.
+    """Returns the page as HTML.
 
     Args:
-        traces: by their names, each with a task at least.
+        traces: by name, each with at least one task.
         title, facts: see :func:`page`.
-        version: of a page that a server refreshes; None for one that stands for itself.
+        version: number of a page that a server refreshes; None for a page in a file.
     """
     from bokeh.embed import json_item
 
@@ -90,7 +90,7 @@ def text(
 
 
 def waiting(name: str, why: str, version: int) -> str:
-    """Returns the page of a run that has nothing to show yet, which gives way to the next one."""
+    """Returns the page of a run that has nothing to show yet; the next version replaces it."""
     body = f'<h1>{escape(name)}</h1>\n<p class="note" role="status">{escape(why)}</p>'
     return _shell(name, body, version)
 

@@ -1,10 +1,10 @@
 "use strict"
-// Moves what bokeh has drawn: labels where there is room, filters, switches, light and dark. The models' names and
-// columns are those of chart.py and tracks.py.
+// Updates what bokeh has drawn: labels that fit, filters, switches, light and dark. chart.py and tracks.py define the
+// names of models and columns.
 
 const timeline = (() => {
   const SMALLEST = 12 // pixels between two numbers of steps
-  const APART = 14 // pixels that a slowest request takes, on average
+  const APART = 14 // average pixels per slowest request
   let doc, facts
 
   const model = (name) => doc.get_model_by_name(name)
@@ -12,7 +12,7 @@ const timeline = (() => {
   const time = (s) => (s >= 9.995 ? s.toFixed(1) : s >= 0.0995 ? s.toFixed(2) : s.toFixed(3)) + " s"
   const at = (s) => s.toFixed(s < 10000 ? 2 : 1) + " s"
 
-  // --- what is said of a thing one points at ----------------------------------------------------------------
+  // --- tooltips --------------------------------------------------------------------------------------------
 
   function task(d, i) {
     const part = d.parts[i] > 1 ? "." + (d.part[i] + 1) : ""
@@ -26,7 +26,7 @@ const timeline = (() => {
 
   const run = (d, i) => (facts.runs.length > 1 && d.run ? facts.runs[d.run[i]] + ": " : "")
 
-  // Source -> headline and facts of one of its rows.
+  // Source -> headline and facts of a row.
   const spent = (d, i) => [["took", time(d.end[i] - d.begin[i])], ["began", at(d.begin[i])]]
   const telling = {
     spans: [(d, i) => task(d, i), (d, i) => lines([
@@ -53,9 +53,9 @@ const timeline = (() => {
 
   // --- labels -----------------------------------------------------------------------------------------------
 
-  let chosen = null // per span, whether the filters let it through; null for all
-  let passed = {} // source -> rows that the filters let through
-  const dense = { spans: false, steps: false } // too many to tell apart at this zoom
+  let chosen = null // per span, 1 if it passes the filters; null for all
+  let passed = {} // source -> rows that pass the filters
+  const dense = { spans: false, steps: false } // too many to distinguish at this zoom
   let waiting = false
   let onPath = null // names of the tasks on the critical path, while it is shown
 
@@ -85,13 +85,13 @@ const timeline = (() => {
       x.push((from + to) / 2)
       y.push((d.top[i] + d.bottom[i]) / 2)
       text.push(word)
-      // A bar that steps back behind the critical path is pale.
+      // Bars off the critical path are pale while it is shown.
       ink.push(onPath && !onPath.has(d.run[i] + task(d, i)) ? "#888888" : facts.ink[d.stage[i]])
     }
     model("labels").data = { x, y, text, ink }
     number(scale)
     thin(range, wide)
-    // Of bars a pixel wide all is edge, which would hide what they are.
+    // Bars a pixel wide consist of their edge, which would hide the fill.
     const crowded = seen > wide
     if (crowded !== dense.spans) {
       dense.spans = crowded
@@ -107,7 +107,7 @@ const timeline = (() => {
       dense.steps = crowded
       switched()
     }
-    // Of more requests than one can tell apart those stay for which the GPUs waited longest.
+    // If there is no room for all requests, keep those for which the GPUs waited longest.
     const d = columns("requests")
     let kept = (passed.requests ?? [...d.begin.keys()]).filter((i) => d.to_x[i] >= range.start && d.begin[i] <= range.end)
     const most = Math.floor(wide * facts.runs.length / APART)
@@ -164,7 +164,7 @@ const timeline = (() => {
   }
 
   function fit() {
-    // The window follows the steps: of a long run they would be a stroke.
+    // Zoom to the chosen steps, which would be too narrow in a long run.
     const d = columns("spans")
     let from = Infinity, to = -Infinity
     for (let i = 0; i < d.begin.length; i++) {
@@ -193,7 +193,7 @@ const timeline = (() => {
     set(["path-span", "path-link"], on.has(4))
     const path = columns("path")
     onPath = on.has(4) ? new Set(Array.from(path.task, (name, i) => path.run[i] + name)) : null
-    // What is not on the path steps back.
+    // Fade bars off the path.
     model("span-glyph").setv({ fill_alpha: on.has(4) ? 0.25 : 1, line_alpha: on.has(4) ? 0.25 : 1 })
     relabel()
   }

@@ -1,6 +1,6 @@
-"""What the page says in words and numbers: a run's headline, its tables, and the table of several runs. Pure.
+"""The text and tables of the page: a run's headline, its tables, and the table that compares runs. Pure.
 
-Every text that comes from a trace goes through ``html.escape``.
+All text from a trace passes through ``html.escape``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataflow.timeline.spans import Trace, called
 from dataflow.timeline.text import extent
 
 LONGEST = 5
-"""Waits that are listed."""
+"""Number of waits listed."""
 _MEANING = {
     "rewards": "reward requests were still out",
     "weights": "new weights were on their way to the engine",
@@ -32,7 +32,7 @@ _STATUS = {
 
 
 def seconds(value: float) -> str:
-    """Returns a duration to read: ``0.25 s``, ``12.3 s``, ``3 min 20 s``, ``17 h 53 min``.
+    """Returns a duration as text: ``0.25 s``, ``12.3 s``, ``3 min 20 s``, ``17 h 53 min``.
 
     >>> seconds(0.254), seconds(200), seconds(64380)
     ('0.25 s', '3 min 20 s', '17 h 53 min')
@@ -52,13 +52,13 @@ def change(value: float) -> str:
 
 
 Numbers = Mapping[str, Any]
-"""Of a run: what :func:`dataflow.timeline.attribution.summary` returns."""
+"""The result of :func:`dataflow.timeline.attribution.summary` for a run."""
 
 
 def compared(
     traces: Mapping[str, Trace], numbers: Mapping[str, Numbers], facts: Mapping[str, Mapping[str, Any]]
 ) -> str:
-    """Returns the table of several runs; the first is what the others are compared with."""
+    """Returns a table that compares runs with the first."""
     first = next(iter(numbers.values()))
     head = ["run", "steps", "wall time", "a step", "change", "GPU busy", "exposed wait", "lower bound", "accuracy"]
     rows = []
@@ -98,11 +98,11 @@ def _accuracy(facts: Mapping[str, Any]) -> str:
 
 
 def notes(trace: Trace, live: bool = False) -> str:
-    """Returns what has to be known before anything else: that a run did not finish, that its trace is cut off."""
+    """Returns notes to show first: the run did not finish, or its trace is cut off."""
     status, cut = str(trace.meta.get("status", "finished")), trace.meta.get("cut")
     said = _STATUS.get(status, "")
     if live and (cut or status == "running"):
-        # Only its end is missing: what there is of it is whole.
+        # The trace of a running run lacks its end only.
         said, cut = "This run has not ended; the page follows it.", None
     text = f'<p class="note {_class(status)}" role="status">{said}</p>' if said else ""
     if not cut:
@@ -112,7 +112,7 @@ def notes(trace: Trace, live: bool = False) -> str:
 
 
 def headline(trace: Trace, numbers: Numbers) -> str:
-    """Returns a run in a sentence: how long, how busy, what for it waited."""
+    """Returns a summary of a run in a few sentences: its time, busy share and waits."""
     wall, steps = numbers["wall_s"], trace.steps
     words = [f"<b>{steps} step{'s' * (steps != 1)}</b> in <b>{seconds(wall)}</b>, {seconds(numbers['step_s'])} a step."]
     pools = trace.pools
@@ -120,9 +120,9 @@ def headline(trace: Trace, numbers: Numbers) -> str:
         busy = " and ".join(f"<b>{escape(p)}</b> busy <b>{numbers['busy'][p]:.0%}</b>" for p in pools)
         words.append(f"{busy} of the time;")
         waits = [(c, s) for c, s in numbers["exposed_wait_by_cause"].items() if s >= 0.005 * wall]
-        told = ", ".join(f"{escape(cause)} {seconds(s)}" for cause, s in waits[:3])
+        listed = ", ".join(f"{escape(cause)} {seconds(s)}" for cause, s in waits[:3])
         mean = " on average" if len(pools) > 1 else ""
-        words.append(f"idle <b>{seconds(numbers['exposed_wait_s'])}</b>{mean}{f' ({told})' if told else ''}.")
+        words.append(f"idle <b>{seconds(numbers['exposed_wait_s'])}</b>{mean}{f' ({listed})' if listed else ''}.")
     if (bound := numbers.get("lower_bound_s")) and wall > 0:
         over = wall / bound - 1
         words.append(f"No order of these tasks takes less than {seconds(bound)}: this one is {over:.0%} above.")
@@ -134,8 +134,8 @@ def panel(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
 
     Args:
         trace: of the run.
-        numbers: of the run.
-        facts: of its summary.json: ``accuracy_before``, ``accuracy_after``, ``accuracy_mean_last_3``, ``total_s``.
+        numbers: its summary.
+        facts: from its summary.json: ``accuracy_before``, ``accuracy_after``, ``accuracy_mean_last_3``, ``total_s``.
     """
     parts = [_about(trace, numbers, facts), _waits(trace), _busy(numbers), _causes(numbers), _staleness(trace)]
     return f'<section class="panel">{"".join(parts)}</section>'
@@ -169,8 +169,8 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
         # An answer from the ledger takes no time, and what was given up says nothing of the service.
         times = sorted(m.end - m.begin for m in asked if called(m.args))
         again = sum(m.args.get("tries", 1) > 1 for m in asked)
-        told = f"{len(asked)}" + (f", {again} tried again" if again else "")
-        rows.append(["reward requests", told])
+        listed = f"{len(asked)}" + (f", {again} tried again" if again else "")
+        rows.append(["reward requests", listed])
         if times:
             middle, slow = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
             rows.append(["", f"<small>half within {seconds(middle)}, 99% within {seconds(slow)}, "

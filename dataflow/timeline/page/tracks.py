@@ -1,6 +1,6 @@
-"""Where everything of some runs stands on the page: rows, lanes, and columns of numbers to draw from. Pure.
+"""Lays out runs on the page: rows, lanes, and the columns of numbers to draw from. Pure.
 
-Down the page lengths are pixels from the top; across it they are seconds from a run's first task, on one axis for all.
+Vertical positions are pixels from the top; horizontal ones are seconds from a run's first task, on one axis.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dataflow.timeline.text import extent
 Columns: TypeAlias = dict[str, list[Any]]
 
 HEAD, STRIP, GAP = 22.0, 15.0, 7.0
-"""Pixels of a run's name, of the numbers of its steps, and between two rows."""
+"""Heights in pixels: a run's name, the numbers of its steps, the gap between two rows."""
 _POOL, _LANE, _BAND = 42.0, 15.0, 84.0
 _MOST = 120.0  # pixels for the lanes of one row
-_POINTS = 2000  # of a band: as many as there are pixels across a screen
-_WORD = 80  # letters of one fact in a tooltip
+_POINTS = 2000  # of a band: about the pixels across a screen
+_WORD = 80  # maximum characters of one fact in a tooltip
 
 _SPANS = ("run", "begin", "end", "top", "bottom", "stage", "step", "part", "parts", "version", "stale", "samples",
           "small", "waited", "more")  # fmt: skip
@@ -36,7 +36,7 @@ _STEPS = ("run", "at", "top", "bottom", "y", "step")
 
 @dataclass(frozen=True)
 class Row:
-    """A resource of a run: its name, and the pixels that it takes."""
+    """A resource of a run, with the top and bottom of its row in pixels."""
 
     name: str
     top: float
@@ -49,25 +49,25 @@ def _columns(names: Iterable[str]) -> Columns:
 
 @dataclass
 class Sheet:
-    """Everything that is to be drawn, as columns of equal length.
+    """Everything to draw, as columns of equal length.
 
     Attributes:
-        names: of the runs, from top to bottom.
-        stages: of all runs; a ``stage`` in the columns is a place in it.
-        rows: of all runs.
-        heads: where each run's name stands, in pixels.
-        height: of all, in pixels.
-        longest: seconds of the longest run, validation at its end included.
-        stripes: rows of the overview, one for each pool of GPUs of each run.
-        spans: tasks. ``version``, ``stale`` and ``samples`` are NaN where nothing is known, ``small`` is the row of the
-            overview or -1, ``more`` is what else is known.
-        path: tasks on the critical paths, and where the one before ended.
-        waits: exposed waits of the pools of GPUs.
-        bands: for each run with reward requests how many were in flight, from ``begin`` to ``end``.
-        most: the most in flight of each band.
-        requests: of each mini-batch the reward request that came last, the task that it led to, and for how long GPUs
-            were ``idle`` for it.
-        steps: where the training of each step ended.
+        names: the runs, from top to bottom.
+        stages: the stages of all runs; ``stage`` columns hold indices into it.
+        rows: the rows of all runs.
+        heads: position of each run's name, in pixels.
+        height: total height, in pixels.
+        longest: seconds of the longest run, including validation at its end.
+        stripes: rows of the overview, one for each GPU pool of each run.
+        spans: tasks. ``version``, ``stale`` and ``samples`` are NaN if unknown, ``small`` is the row of the overview or
+            -1, ``more`` holds further facts.
+        path: tasks on the critical paths, each with the end of the one before.
+        waits: exposed waits of the GPU pools.
+        bands: per run with reward requests, the number in flight from ``begin`` to ``end``.
+        most: maximum in flight of each band.
+        requests: per mini-batch, the reward request that ended last, the task that needed it, and for how long GPUs
+            were ``idle`` because of it.
+        steps: the end of each step's training.
     """
 
     names: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ def sheet(traces: Mapping[str, Trace]) -> Sheet:
     """Lays runs out below each other.
 
     Args:
-        traces: by the names that the runs are to have; each has a task at least.
+        traces: runs by name, each with at least one task.
     """
     made = Sheet(stages=list(dict.fromkeys(stage for trace in traces.values() for stage in trace.stages)))
     for name, trace in traces.items():
@@ -106,7 +106,7 @@ def _add(columns: Columns, *values: Any) -> None:
 
 
 class _Run:
-    """One run on its way into a sheet."""
+    """Lays one run out on a sheet."""
 
     def __init__(self, made: Sheet, trace: Trace) -> None:
         self.made, self.trace = made, trace
@@ -117,7 +117,7 @@ class _Run:
         self.culprits = culprits(trace, after=True)
         self.asked = {mark.resource for mark in trace.marks}
         self.rows: dict[str, Row] = {}
-        self.place: dict[str, tuple[float, float]] = {}  # task -> top and bottom of its bar
+        self.place: dict[str, tuple[float, float]] = {}  # task -> (top, bottom) of its bar
 
     def lay_out(self) -> None:
         made = self.made
@@ -169,14 +169,14 @@ class _Run:
         samples, optional = rest.pop("samples", None), rest.pop("optional", False)
         rest.pop("staleness", None)
         if times := rest.pop("emitted_s", ()):
-            rest["handed on"] = f"in {len(times)} parts, from {times[0] - self.begin:.2f} s on"
+            rest["emitted"] = f"in {len(times)} chunks, from {times[0] - self.begin:.2f} s on"
         if span.resource in self.asked and not optional:
             rest["requests"] = tries.get((span.step, span.part if span.parts > 1 else -1), "none of its own")
         if optional:
-            rest["training"] = "goes on without it"
+            rest["training"] = "does not wait for it"
         _add(self.made.spans, self.index, span.begin - self.begin, span.end - self.begin, above, below,
              self.stage[span.stage], span.step, span.part, span.parts, _number(version), _number(stale),
-             _number(samples), small, span.waited_for, told(rest))  # fmt: skip
+             _number(samples), small, span.waited_for, tooltip(rest))  # fmt: skip
 
     def _band(self, levels: Sequence[tuple[float, int]], above: float, below: float) -> None:
         most = max(level for _, level in levels)
@@ -197,7 +197,7 @@ class _Run:
                      row.bottom, step_of(wait.task), found.pool, wait.cause, wait.task, found.words)  # fmt: skip
 
     def _requests(self) -> None:
-        """Of each mini-batch the request that came last, whether or not anybody waited for it."""
+        """Adds the last request of each mini-batch, whether or not a task waited for it."""
         waited: dict[int, str] = {}
         idle: dict[int, float] = {}
         for found in self.culprits:
@@ -224,7 +224,7 @@ class _Run:
         before: tuple[float, float] | None = None
         for span in critical_path(self.trace):
             row = self.rows[span.resource]
-            # What a streaming task handed on has no bar of its own: it lies on the task's.
+            # A chunk of a streaming task has no bar of its own; the path runs over the task's bar.
             above, below = self.place.get(span.task) or self.place.get(_whole(span)) or (row.top, row.bottom)
             y, begin, end = (above + below) / 2, span.begin - self.begin, span.end - self.begin
             x, came = before or (begin, y)
@@ -238,18 +238,18 @@ def _whole(span: Span) -> str:
 
 
 def _number(value: Any) -> float:
-    """NaN for what is no number: a column holds numbers alone."""
+    """Returns the value, or NaN if it is not a finite number."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
 
 
 def step_of(task: str) -> int:
-    """Returns a task's step by its name; -1 for what is no task."""
+    """Returns the step in a task's name; -1 if the text is not a task's name."""
     number = task.rpartition("[")[2].partition("]")[0].partition(".")[0]
     return int(number) if number.isdecimal() else -1
 
 
-def told(facts: Mapping[str, Any]) -> str:
-    """Returns facts as lines for a tooltip: name, tab, value."""
+def tooltip(facts: Mapping[str, Any]) -> str:
+    """Returns the lines of a tooltip, each a name, a tab and a value."""
     lines = []
     for name, value in facts.items():
         text = f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -260,7 +260,12 @@ def told(facts: Mapping[str, Any]) -> str:
 
 
 def thin(levels: Sequence[tuple[float, int]], points: int) -> Sequence[tuple[float, int]]:
-    """Returns levels over time with at most so many points more than one: the highest of each stretch of time."""
+    """Downsamples levels over time to about ``points`` intervals, keeping the maximum of each.
+
+    Args:
+        levels: (seconds, level), ascending in time.
+        points: number of intervals.
+    """
     if len(levels) <= points:
         return levels
     begin, end = levels[0][0], levels[-1][0]
@@ -271,7 +276,7 @@ def thin(levels: Sequence[tuple[float, int]], points: int) -> Sequence[tuple[flo
         place = min(points - 1, int((time - begin) / size))
         if place != at:
             kept.append((begin + at * size, high))
-            # What was in flight stays so until the next change, through stretches without one.
+            # The level stays the same through intervals without a change.
             if place > at + 1:
                 kept.append((begin + (at + 1) * size, level))
             high = level
@@ -284,10 +289,10 @@ def thin(levels: Sequence[tuple[float, int]], points: int) -> Sequence[tuple[flo
 
 
 class Versions:
-    """Which weights the samples of each step were drawn with.
+    """The weights versions that the samples of each step were generated with.
 
     Attributes:
-        of_step: the version of each step's samples: the oldest, where a step has several.
+        of_step: step -> version of its samples, the oldest if there are several.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -299,7 +304,7 @@ class Versions:
                 self.of_step[span.step] = min(version, self.of_step.get(span.step, version))
 
     def of(self, span: Span) -> int | None:
-        """Returns the version that a span's samples, or those that it trains on, were drawn with."""
+        """Returns the version of the weights that generated a span's samples, or the samples it trains on."""
         version = span.args.get("weights_version")
         if version is None and span.stage in self._trains:
             version = self.of_step.get(span.step)
@@ -309,14 +314,14 @@ class Versions:
         """Returns how many steps older a task's samples are than the weights that its step's update starts from."""
         if span.optional or span.stage in self._syncs:
             return None
-        if isinstance(said := span.args.get("staleness"), int | float):
-            return round(said)
+        if isinstance(given := span.args.get("staleness"), int | float):
+            return round(given)
         version = self.of(span)
         return None if version is None else span.step - 1 - version
 
 
 def step_ends(trace: Trace) -> dict[int, float]:
-    """Returns when each step's training was over: at the end of the last part of the stage that ends the first one."""
+    """Returns step -> end of its training: the end of the last part of the stage that ends the first step."""
     syncs = trace.with_role("syncs")
     training = [s for s in trace.spans if not s.optional and s.stage not in syncs]
     pooled = [s for s in training if s.resource in POOLS] or training
@@ -332,7 +337,7 @@ def step_ends(trace: Trace) -> dict[int, float]:
 
 
 def _updates(trace: Trace, asked: Collection[str]) -> Callable[[int, int], Span | None]:
-    """Finds the update that a part's rewards go to: the first that trains on them."""
+    """Returns a function that finds the first update that trains on the rewards of a (step, part)."""
     trains = trace.with_role("trains")
     updates: dict[int, dict[int, Span]] = {}
     shares: dict[int, int] = {}
@@ -353,7 +358,7 @@ def _updates(trace: Trace, asked: Collection[str]) -> Callable[[int, int], Span 
 
 
 def _tries(marks: Iterable[Mark]) -> dict[tuple[int, int], str]:
-    """(step, part) -> how many requests there were, and how often they were tried."""
+    """Returns (step, part) -> text with the number of requests and of those tried again."""
     counts: dict[tuple[int, int], list[int]] = {}
     for mark in marks:
         step, part = mark.args.get("step"), mark.args.get("part", -1)

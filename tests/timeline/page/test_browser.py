@@ -120,25 +120,25 @@ def test_pointing_at_a_task_a_wait_or_a_request_says_what_is_known(opened: Open)
     trace = run()
     tab = opened(trace)
     update = next(i for i, s in enumerate(trace.spans) if s.task == "actor_update[2.1]")
-    told = point_at(tab, "spans", data(tab, "spans", "begin").index(trace.spans[update].begin))
+    shown_text = point_at(tab, "spans", data(tab, "spans", "begin").index(trace.spans[update].begin))
     for word in ("actor_update[2.1]", "took", "began", "weights version", "staleness", "advantage[2.1]"):
-        assert word in told
+        assert word in shown_text
     rewards = data(tab, "waits", "cause").index("rewards")
-    told = point_at(tab, "waits", rewards)
-    assert "gpu waits for rewards" in told
-    assert "step" in told
-    assert "group" in told
-    told = point_at(tab, "requests", 0)
-    assert "slowest request: step 1, group" in told
-    assert "led to" in told
+    shown_text = point_at(tab, "waits", rewards)
+    assert "gpu waits for rewards" in shown_text
+    assert "step" in shown_text
+    assert "group" in shown_text
+    shown_text = point_at(tab, "requests", 0)
+    assert "slowest request: step 1, group" in shown_text
+    assert "led to" in shown_text
 
 
 def test_names_from_a_trace_are_text(opened: Open) -> None:
     tab = opened({EVIL: run(), "$$x^2$$": run()}, title=EVIL)
     own = data(tab, "spans", "stage").index(run().stages.index(EVIL))
-    told = point_at(tab, "spans", own)
-    assert f"{EVIL}[2]" in told
-    assert "<b>bold</b>" in told
+    shown_text = point_at(tab, "spans", own)
+    assert f"{EVIL}[2]" in shown_text
+    assert "<b>bold</b>" in shown_text
     assert tab.locator("img").count() == 0
     assert tab.locator("h1").inner_text() == EVIL
 
@@ -222,8 +222,8 @@ def test_several_runs_stand_below_each_other(opened: Open) -> None:
     for word in ("baseline", "both", "predicted", "0.100 → 0.900", "%"):
         assert word in table
     assert tab.locator("section.panel").count() == 3
-    told = point_at(tab, "spans", next(i for i, r in enumerate(data(tab, "spans", "run")) if r == 1))
-    assert "both: rollout[1]" in told
+    shown_text = point_at(tab, "spans", next(i for i, r in enumerate(data(tab, "spans", "run")) if r == 1))
+    assert "both: rollout[1]" in shown_text
 
 
 def test_a_followed_page_comes_anew_by_itself_and_shows_what_it_showed(browser: Any, tmp_path: Path) -> None:
