@@ -502,7 +502,9 @@ def command(process: psutil.Process) -> str:
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.parametrize("kind", ["vllm:VllmRollout", "vllm_async:AsyncVllmRollout"])  # as on a CPU and as on GPUs
+@pytest.mark.parametrize(
+    "kind", ["vllm.in_process:VllmRollout", "vllm.multi_process:AsyncVllmRollout"]
+)  # as on a CPU and as on GPUs
 def test_two_vllm_replicas_say_what_transformers_does(kind: str, tmp_path: Path) -> None:
     paths = [tiny_models.save_model(tmp_path / str(seed), seed) for seed in range(2)]
     models = [tiny_models.load(path) for path in paths]
