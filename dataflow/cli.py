@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dataflow.errors import ConfigError, DataflowError, Interrupted, UserError
+from dataflow.errors import ConfigError, Interrupted
 from dataflow.files import written
-from dataflow.system.redaction import redact
+from dataflow.system.ending import act, one_line
 from dataflow.system.stopping import stopping
 from dataflow.system.supervisor import open_standard_streams, report
-from dataflow.usercode.failures import attribute_of
 
 EXAMPLES = {
     "run": "dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
@@ -25,7 +22,6 @@ EXAMPLES = {
     "timeline": "dataflow timeline runs/gsm8k_grpo-both-1 -o timeline.html",
     "compare": "dataflow compare runs/a runs/b -o compare.html",
 }
-_LONGEST_LINE = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from dataflow.system.supervisor import can_supervise, supervise
 
         if can_supervise():
-            return supervise(lambda: _act(options), finish)
-    return _act(options)
+            return supervise(lambda: act(options), finish)
+    return act(options)
 
 
 def _trains(options: argparse.Namespace) -> bool:
@@ -66,68 +62,6 @@ def _trains(options: argparse.Namespace) -> bool:
     if options.command == "compare":
         return bool(options.runs[0].endswith(".py"))
     return options.command == "run" and not options.keys
-
-
-def _act(options: argparse.Namespace) -> int:
-    """Runs one command, and prints how it ended if it did not end well."""
-    with stopping:
-        try:
-            code = int(options.act(options) or 0)
-            sys.stdout.flush()
-            return code
-        except Interrupted as error:
-            print(f"\ninterrupted: {error}", file=sys.stderr)
-            return stopping.exit_code
-        except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
-            return stopping.exit_code
-        except UserError as error:
-            print(f"{type(error).__name__}: {one_line(redact(str(error)))}", file=sys.stderr)
-            return 2
-        except DataflowError as error:
-            print(f"{type(error).__name__}: {redact(str(error))}", file=sys.stderr)
-            _notes(error)
-            return 1
-        except BrokenPipeError:
-            _drop_output()
-            sys.stderr.close()
-            return 0
-        except OSError as error:
-            if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                print(f"RunError: the output cannot be written: {error.strerror}; make room there.", file=sys.stderr)
-                _drop_output()
-                return 1
-            # Even to ask whether a file of such a name exists is an error, wherever that is asked.
-            if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
-                if stopping.received is None:
-                    raise
-                print("\ninterrupted", file=sys.stderr)
-                return stopping.exit_code
-            print(f"DataError: {one_line(str(error.filename))}: {error.strerror}; give another name.", file=sys.stderr)
-            return 2
-        except BaseException:
-            # An extension module whose import a signal interrupts raises an error of its own in place of it.
-            if stopping.received is None:
-                raise
-            print("\ninterrupted", file=sys.stderr)
-            return stopping.exit_code
-
-
-def _drop_output() -> None:
-    """Sends what stdout still holds to the null device: the interpreter would try to write it again at its exit."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
-
-
-def one_line(text: str) -> str:
-    """Returns a message as one printable line: what a user typed or a file holds may have line breaks or escapes in it.
-
-    >>> one_line("name=a\\nb: give a plain name.")
-    'name=a\\\\nb: give a plain name.'
-    """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text.strip())
-    return shown if len(shown) <= _LONGEST_LINE else f"{shown[: _LONGEST_LINE // 2]} ... {shown[-_LONGEST_LINE // 2 :]}"
 
 
 def _as_key(unknown: Sequence[str], arguments: Sequence[str]) -> str:
@@ -157,12 +91,6 @@ class _Version(argparse.Action):
 
         print(f"dataflow {__version__}")
         parser.exit()
-
-
-def _notes(error: BaseException) -> None:
-    """Prints where in the user's code an error came from (the worker's traceback), then how far the run came."""
-    for note in (*attribute_of(error.__cause__, "__notes__", ()), *attribute_of(error, "__notes__", ())):
-        print(redact(str(note)), file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

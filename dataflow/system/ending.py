@@ -1,0 +1,96 @@
+"""How a command ends: every error as one line on stderr, and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+
+from dataflow.errors import DataflowError, Interrupted, UserError
+from dataflow.system.extras import missing_extra
+from dataflow.system.redaction import redact
+from dataflow.system.stopping import stopping
+from dataflow.usercode.failures import attribute_of
+
+_LONGEST_LINE = 2000
+
+
+def act(options: argparse.Namespace) -> int:
+    """Runs one command; prints an error as one line.
+
+    Returns:
+        The exit code, see :func:`dataflow.cli.main`.
+    """
+    with stopping:
+        try:
+            code = int(options.act(options) or 0)
+            sys.stdout.flush()
+            return code
+        except Interrupted as error:
+            print(f"\ninterrupted: {error}", file=sys.stderr)
+            return stopping.exit_code
+        except KeyboardInterrupt:
+            return _interrupted()
+        except (DataflowError, ImportError) as error:
+            if (why := missing_extra(error)) is not None:
+                print(f"ConfigError: {why}", file=sys.stderr)
+                return 2
+            if isinstance(error, DataflowError):
+                return _failed(error)
+            return _interrupted()
+        except BrokenPipeError:
+            _drop_output()
+            sys.stderr.close()
+            return 0
+        except OSError as error:
+            if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                print(f"RunError: the output cannot be written: {error.strerror}; make room there.", file=sys.stderr)
+                _drop_output()
+                return 1
+            # Even to ask whether a file of such a name exists is an error, wherever that is asked.
+            if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+                return _interrupted()
+            print(f"DataError: {one_line(str(error.filename))}: {error.strerror}; give another name.", file=sys.stderr)
+            return 2
+        except BaseException:
+            return _interrupted()
+
+
+def _interrupted() -> int:
+    """Ends a command that a signal interrupted; raises the current error again if there was no signal.
+
+    An extension module whose import a signal interrupts raises an error of its own instead.
+    """
+    if stopping.received is None and not isinstance(sys.exception(), KeyboardInterrupt):
+        raise
+    print("\ninterrupted", file=sys.stderr)
+    return stopping.exit_code
+
+
+def _failed(error: DataflowError) -> int:
+    if isinstance(error, UserError):
+        print(f"{type(error).__name__}: {one_line(redact(str(error)))}", file=sys.stderr)
+        return 2
+    print(f"{type(error).__name__}: {redact(str(error))}", file=sys.stderr)
+    # Where in the user's code the error came from (the worker's traceback), then how far the run came.
+    for note in (*attribute_of(error.__cause__, "__notes__", ()), *attribute_of(error, "__notes__", ())):
+        print(redact(str(note)), file=sys.stderr)
+    return 1
+
+
+def _drop_output() -> None:
+    """Sends what stdout still holds to the null device: the interpreter would try to write it again at its exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+def one_line(text: str) -> str:
+    """Returns a message as one printable line: what a user typed or a file holds may have line breaks or escapes in it.
+
+    >>> one_line("name=a\\nb: give a plain name.")
+    'name=a\\\\nb: give a plain name.'
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text.strip())
+    return shown if len(shown) <= _LONGEST_LINE else f"{shown[: _LONGEST_LINE // 2]} ... {shown[-_LONGEST_LINE // 2 :]}"
