@@ -98,7 +98,7 @@ class Run:
             return "driver"
         if title := re.match(r"ray::(\w+)", words):
             return title[1].lower()
-        return {"raylet": "raylet", "gcs_server": "gcs"}.get(name, "judge" if "judge_server" in words else "")
+        return {"raylet": "raylet", "gcs_server": "gcs"}.get(name, "judge" if "judge.server" in words else "")
 
     def victim(self, what: str) -> psutil.Process | None:
         """Returns a process as soon as there is one, or None if the run ends before."""
@@ -177,12 +177,8 @@ def verdict(found: dict[str, Any], victim: str) -> str:
         return "finished" if found["status"] == "finished" else f"exit code 0, {found['status']}"
     # An indented line belongs to the sentence above it: the history of a task.
     heads = [line for line in said if not line[0].isspace()]
-    if (
-        code in (1, 130)
-        and len(heads) == 1
-        and SENTENCE.match(heads[0])
-        and found["status"] in ("failed", "interrupted")
-    ):
+    # A run that is killed before it has a directory has no status; after its summary was written it is finished.
+    if code in (1, 130) and len(heads) == 1 and SENTENCE.match(heads[0]) and found["status"] != "running":
         return "one sentence"
     return f"exit code {code}, {found['status']}, {len(heads)} lines"
 
@@ -234,8 +230,12 @@ def main(arguments: list[str]) -> int:
     out = given.pop("out", None)
     if given or not set(victims) <= set(VICTIMS):
         sys.exit(f"use times=N seed=N engines=hf,vllm out=FILE victims= of {','.join(VICTIMS)}")
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as runs:
-        rows = list(measure(Path(runs), times, seed, victims, engines))
+        for row in measure(Path(runs), times, seed, victims, engines):
+            rows.append(row)
+            if out:  # a benchmark that is cut off keeps what it has
+                Path(out).write_text(json.dumps(rows, indent=1) + "\n")
     lines: list[tuple[str, ...]] = [("killed", "times", "finished", "one sentence", "otherwise", "seconds", "said")]
     for name in dict.fromkeys(row["victim"] for row in rows):
         own = [row for row in rows if row["victim"] == name]
@@ -247,10 +247,7 @@ def main(arguments: list[str]) -> int:
         lines.append((name, str(len(own)), str(count["finished"]), sentence, other, slowest, (heads or ["-"])[0][:80]))
     print(table(lines))
     print("seconds: from the kill to the end, at most; a killed command says nothing, and counts as one sentence")
-    result = json.dumps(rows, indent=1)
-    print(result)
-    if out:
-        Path(out).write_text(result + "\n")
+    print(json.dumps(rows, indent=1))
     return 0 if all(row["verdict"] in GOOD for row in rows) else 1
 
 

@@ -1,0 +1,38 @@
+"""docs/architecture.md names functions that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+NAMED = sorted(set(re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", TEXT)))
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Returns the functions, classes and methods of a module."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+            found |= {f"{node.name}.{method.name}" for method in methods}
+    return found
+
+
+@pytest.mark.parametrize(("file", "function"), NAMED)
+def test_what_it_names_exists(file: str, function: str) -> None:
+    path = ROOT / "dataflow" / file
+    assert path.is_file()
+    if function:
+        assert function in defined(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def test_it_names_the_whole_way() -> None:
+    assert len(NAMED) > 40
+    assert len({file for file, _ in NAMED}) < 31
