@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from dataflow.errors import ConfigError, Interrupted
 from dataflow.files import written
-from dataflow.system.ending import act, one_line
+from dataflow.running.ending import act, one_line
 from dataflow.system.stopping import stopping
 from dataflow.system.supervisor import open_standard_streams, report
 
@@ -342,14 +342,18 @@ def _follow(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     from dataflow.timeline import files
-    from dataflow.timeline.compare import compare, predicted, run_all
+    from dataflow.timeline.compare import compare
 
     files.check(options.out)
     runs = options.runs
     if options.predicted:
+        from dataflow.planning.backtest import predicted
+
         print(predicted(runs, _trace, options.out, options.json))
         return 0
     if runs[0].endswith(".py"):
+        from dataflow.running.presets import run_all
+
         report(training=True)  # its runs close by themselves, which takes a while
         runs = run_all(runs[0], runs[1:])
     print(compare(runs, _trace, options.out, options.json))

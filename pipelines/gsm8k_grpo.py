@@ -73,7 +73,7 @@ def pipeline(config: Config) -> Pipeline:
     engine = rollout_host(config, gpus * rollout_share)
     agent = Hosted(
         "reward",
-        "dataflow.rewards.build:host_agent",
+        "dataflow.running.agent:host_agent",
         {
             "custom": config.custom_reward_function.model_dump(),
             "default": {"target": "dataflow.rewards.judge.judge:Judge", "kwargs": judge.client_options()},

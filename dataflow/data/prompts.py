@@ -45,7 +45,7 @@ def read_problems(data: Any) -> tuple[Problems, Problems]:
         DataError: a file is missing or holds a bad row.
     """
     if data.train is None or data.val is None:
-        from dataflow.data.problems import generate
+        from dataflow.models.problems import generate
 
         made = generate(data.train_size, data.val_size, PROBLEM_SEED)
     found = []

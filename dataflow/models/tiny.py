@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dataflow.data.problems import ITEMS, LARGEST, NAMES, STORIES, apply, generate, solve
 from dataflow.errors import ModelError
 from dataflow.models.directory import check_files
+from dataflow.models.problems import ITEMS, LARGEST, NAMES, STORIES, apply, generate, solve
 from dataflow.system.supervisor import report
 
 if TYPE_CHECKING:

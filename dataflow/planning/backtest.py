@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dataflow.errors import ConfigError
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.planner import simulate
 from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import SchedulingPolicy
+from dataflow.timeline import files
 from dataflow.timeline.attribution import summary
+from dataflow.timeline.compare import Load, summary_of, written
 from dataflow.timeline.spans import Trace
+from dataflow.timeline.text import table
 
 
 @dataclass(frozen=True)
@@ -59,3 +65,30 @@ def backtest(trace: Trace, source: str) -> tuple[list[BacktestRow], Trace]:
         of = expected["stages"].get(stage, {"total_s": 0.0})
         lines.append(BacktestRow(stage, measured["stages"][stage]["total_s"], of["total_s"]))
     return lines, predicted
+
+
+def predicted(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> str:
+    """Returns the table of one run beside its own prediction, stage by stage; arguments as of ``compare``.
+
+    Raises:
+        UserError: several runs, one that is not there, or a file that cannot be drawn.
+    """
+    if len(runs) != 1 or runs[0].endswith(".py"):
+        raise ConfigError("compare --predicted: give one RUN, to lay beside its own prediction.")
+    files.check(out)
+    trace = load(runs[0])
+    lines, foretold = backtest(trace, runs[0])
+    if out:
+        name = str(trace.meta.get("policy", "measured"))
+        files.draw({name: trace, "predicted": foretold}, out, facts={name: summary_of(runs[0])})
+    if as_json:
+        rows = [
+            {"what": at.what, "measured_s": at.measured_s, "predicted_s": at.predicted_s, "error": at.error}
+            for at in lines
+        ]
+        return json.dumps(rows, indent=1)
+    cells = [("seconds in all", "measured", "predicted", "error")]
+    for at in lines:
+        error = "-" if at.error is None else f"{at.error:+.1%}"
+        cells.append((at.what, f"{at.measured_s:.2f}", f"{at.predicted_s:.2f}", error))
+    return table(cells) + written(out)

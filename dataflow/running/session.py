@@ -74,7 +74,7 @@ class Session:
         self.inputs = self._inputs()
 
     def _check_reward(self) -> None:
-        from dataflow.rewards.build import check_reward
+        from dataflow.running.agent import check_reward
 
         custom, judge = self.config.custom_reward_function, self.config.judge
         check_reward(custom.model_dump(), judge.client_options(), self.config.reward)

@@ -1,21 +1,15 @@
-"""`dataflow compare`: several runs as one table, one page or one picture, or one run beside its own prediction."""
+"""`dataflow compare`: several runs as one table, one page or one picture."""
 
 from __future__ import annotations
 
 import json
 import math
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.errors import ConfigError, DataError, DataflowError, UserError
+from dataflow.errors import ConfigError, DataError
 from dataflow.files import decoded
-from dataflow.policy import PRESETS
-from dataflow.system.children import command
-from dataflow.system.stopping import stopping
 from dataflow.timeline import attribution, files
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import table
@@ -81,7 +75,7 @@ def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> 
                 "-" if after is None else f"{after:.2f}" if before is None else f"{before:.2f} -> {after:.2f}",
             )
         )
-    return table(lines) + _written(out)
+    return table(lines) + written(out)
 
 
 def _row(run: str, name: str, trace: Trace, first_s: float | None) -> dict[str, Any]:
@@ -105,82 +99,11 @@ def _row(run: str, name: str, trace: Trace, first_s: float | None) -> dict[str, 
     }
 
 
-def predicted(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> str:
-    """Returns the table of one run beside its own prediction, stage by stage; arguments as of :func:`compare`.
-
-    Raises:
-        UserError: several runs, one that is not there, or a file that cannot be drawn.
-    """
-    from dataflow.planning.backtest import backtest
-
-    if len(runs) != 1 or runs[0].endswith(".py"):
-        raise ConfigError("compare --predicted: give one RUN, to lay beside its own prediction.")
-    files.check(out)
-    trace = load(runs[0])
-    lines, foretold = backtest(trace, runs[0])
-    if out:
-        name = str(trace.meta.get("policy", "measured"))
-        files.draw({name: trace, "predicted": foretold}, out, facts={name: summary_of(runs[0])})
-    if as_json:
-        rows = [
-            {"what": at.what, "measured_s": at.measured_s, "predicted_s": at.predicted_s, "error": at.error}
-            for at in lines
-        ]
-        return json.dumps(rows, indent=1)
-    cells = [("seconds in all", "measured", "predicted", "error")]
-    for at in lines:
-        error = "-" if at.error is None else f"{at.error:+.1%}"
-        cells.append((at.what, f"{at.measured_s:.2f}", f"{at.predicted_s:.2f}", error))
-    return table(cells) + _written(out)
-
-
-def _written(out: str | None) -> str:
+def written(out: str | None) -> str:
+    """Returns the line that names the picture or page just written; an empty text if there is none."""
     if not out:
         return ""
     return f"\n\n{'page' if out.lower().endswith('.html') else 'picture'}: {out}"
-
-
-def run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
-    """Runs the pipeline under each preset, one process after another, and returns the runs' directories.
-
-    Raises:
-        ConfigError: ``policy`` or ``name`` is among the overrides.
-        DataflowError: a run did not end well; it has said why.
-    """
-    from dataflow.config.pipeline_file import load_pipeline_file
-    from dataflow.config.run import parse_overrides
-
-    given = [text for text in overrides if text.split("=")[0] in ("policy", "name")]
-    if given:
-        raise ConfigError(f"'{given[0]}': compare sets policy and name itself; leave it out.")
-    module = load_pipeline_file(pipeline)
-    config = parse_overrides(module.Config, list(overrides))
-    number = 1
-    while any((Path(config.runs) / f"compare-{number}-{name}").exists() for name in PRESETS):
-        number += 1
-    runs = []
-    for name in PRESETS:
-        directory = Path(config.runs) / f"compare-{number}-{name}"
-        print(f"{name}:", file=sys.stderr)
-        run = command("dataflow.cli", "run", pipeline, *overrides, f"policy={name}", f"name={directory.name}")
-        # The child prints its own error; stdout belongs to the table.
-        code = _ended(subprocess.Popen(run, stdout=sys.stderr))
-        if code:
-            raise (UserError if code == 2 else DataflowError)(
-                f"compare: the run under '{name}' ended with exit code {code}."
-            )
-        runs.append(str(directory))
-    return runs
-
-
-def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Waits for a run; one that is stopped gets the time to close, as its own command gives it."""
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        process.send_signal(stopping.received or signal.SIGINT)
-        process.wait()
-        raise
 
 
 def summary_of(run: str) -> dict[str, Any]:

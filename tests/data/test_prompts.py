@@ -13,7 +13,6 @@ from loguru import logger
 
 from dataflow.config.run import RunConfig
 from dataflow.config.tools import ToolsConfig
-from dataflow.data.problems import generate
 from dataflow.data.prompts import (
     PromptSource,
     load_prompts,
@@ -23,6 +22,7 @@ from dataflow.data.rows import load_rows, verl_rows, write_parquet
 from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids, truncate
 from dataflow.errors import DataError, ModelError
 from dataflow.models.directory import Room
+from dataflow.models.problems import generate
 from dataflow.models.tiny import build_tokenizer
 from dataflow.tools import toolbox_of
 

@@ -27,12 +27,12 @@ from dataflow.config.run import parse_overrides
 from dataflow.errors import RewardFailed
 from dataflow.planning.config import PlanConfig
 from dataflow.reward_agent import Limits, RewardAgent
-from dataflow.rewards.build import host_agent
 from dataflow.rewards.failure import KINDS
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.remote.metrics import COUNTED, GAUGED
 from dataflow.rewards.retry import _TRANSPORT, is_transient
 from dataflow.rewards.user.results import RESERVED
+from dataflow.running.agent import host_agent
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -170,7 +170,7 @@ def test_runs_have_valid_options_and_agents_that_can_be_built(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    monkeypatch.setattr("dataflow.rewards.build.load_tokenizer", lambda path, where: object())
+    monkeypatch.setattr("dataflow.running.agent.load_tokenizer", lambda path, where: object())
     monkeypatch.setattr("dataflow.rewards.user.processes.Pool.start", lambda self: None)
     assert words[2] == str(PIPELINE.relative_to(ROOT))
     if words[3:] == ["--keys"]:

@@ -13,9 +13,9 @@ from dataflow.batch import Batch
 from dataflow.config.reward import RewardConfig
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import RewardAgent
-from dataflow.rewards.build import build_agent
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.user.build import build_manager
+from dataflow.running.agent import build_agent
 from tests.docs.test_docs_rewards import batch, rewards, run
 
 pytestmark = pytest.mark.timeout(60)
@@ -95,7 +95,7 @@ def test_verl_router(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def body() -> Batch:
         async with serving("/v1/completions", reply) as url:
-            monkeypatch.setattr("dataflow.rewards.build.load_tokenizer", lambda path, where: Tokenizer())
+            monkeypatch.setattr("dataflow.running.agent.load_tokenizer", lambda path, where: Tokenizer())
             address = url.removeprefix("http://")
             options = RewardConfig(router_address=address, model_tokenizer="reward-model", on_failure="drop_sample")
             options.max_failed_share = 1

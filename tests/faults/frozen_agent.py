@@ -16,7 +16,7 @@ from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.config.reward import RewardConfig
-from dataflow.rewards.build import build_agent
+from dataflow.running.agent import build_agent
 
 
 def begin() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.data.problems import LARGEST, STORIES, generate, solve
 from dataflow.errors import ModelError
+from dataflow.models.problems import LARGEST, STORIES, generate, solve
 from dataflow.models.tiny import (
     Recipe,
     build_tokenizer,

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dataflow.batch import Batch
 from dataflow.cluster.answer import cause
@@ -18,7 +18,6 @@ from dataflow.cluster.log import KEPT, Lines, keep_lines
 from dataflow.cluster.process import settle_memory
 from dataflow.errors import ConfigError, DataflowError, RunError
 from dataflow.graph import Hosted
-from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.failure import FailedShare, FailureRule
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.server import Address
@@ -29,6 +28,9 @@ from dataflow.system import clock
 from dataflow.system.children import restore_path
 from dataflow.system.redaction import redact_logs
 from dataflow.usercode.load import describe
+
+if TYPE_CHECKING:
+    from dataflow.reward_agent import RewardAgent
 
 _BUILD_S = 600.0
 _COLUMNS = ("extra_info", "raw_prompt", "response_mask")  # optional ones

@@ -475,7 +475,7 @@ def test_a_password_in_the_address_is_sent_and_never_shown() -> None:
 
 
 def test_through_the_agent(server: JudgeProcess) -> None:
-    from dataflow.rewards.build import build_agent
+    from dataflow.running.agent import build_agent
 
     async def body() -> None:
         columns = {

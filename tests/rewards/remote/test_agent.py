@@ -23,11 +23,11 @@ from dataflow.executors.ray import RayExecutor
 from dataflow.graph import Hosted
 from dataflow.policy import SchedulingPolicy
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from dataflow.rewards.build import host_agent
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.shared import start_limits
 from dataflow.rewards.remote.agent import RemoteAgent
 from dataflow.rewards.remote.host import RewardHost, needed
+from dataflow.running.agent import host_agent
 from tests.executors import test_streaming as streaming
 from tests.rigs.fake_engine import FakeRollout
 

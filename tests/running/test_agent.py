@@ -13,7 +13,7 @@ from dataflow.batch import Batch
 from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import RewardAgent
-from dataflow.rewards.build import build_agent, host_agent, limits_of, retry_of
+from dataflow.running.agent import build_agent, host_agent, limits_of, retry_of
 
 pytestmark = pytest.mark.timeout(60)
 

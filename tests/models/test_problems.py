@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from dataflow.data.problems import ITEMS, NAMES, STORIES, apply, generate, held_out, solve
 from dataflow.errors import DataError
+from dataflow.models.problems import ITEMS, NAMES, STORIES, apply, generate, held_out, solve
 from dataflow.rewards.user.gsm8k import extract
 
 
@@ -70,6 +70,6 @@ def test_operations_that_do_not_go_are_none():
 
 
 def test_more_than_there_are_is_an_error(monkeypatch):
-    monkeypatch.setattr("dataflow.data.problems.STORIES", (STORIES[0], STORIES[-1]))
+    monkeypatch.setattr("dataflow.models.problems.STORIES", (STORIES[0], STORIES[-1]))
     with pytest.raises(DataError, match=r"^9000 held-out problems are more than the stories make"):
         generate(0, 9000, 0)
