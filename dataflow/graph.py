@@ -1,6 +1,6 @@
 """The graph: the pipeline that stages form, and the tasks it unrolls into.
 
-Pure: no torch, no ray, no clock. What a scheduling policy means for the graph stands in policy.py alone.
+Pure: no torch, no ray, no clock. Only policy.py defines what a scheduling policy means for the graph.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def _uncallable() -> None:
 
 
 class Pipeline:
-    """The stages of one training step. Edges come from field names; a wrong graph fails here, not in the run.
+    """The stages of one training step. Edges come from field names; an invalid graph fails here, not in the run.
 
     Args:
         stages: in any order; the order given breaks ties.
         inputs: fields that come from outside, once a step.
-        resources: slots per resource; None for as many as come.
+        resources: slots per resource; None for no limit.
 
     Raises:
-        PipelineError: two stages of one name, a field nobody writes or two write, a cycle, an undeclared
-            resource, a tool that is missing, a stage that runs always but reads from one that does not.
+        PipelineError: two stages of one name, a field without a writer or with two, a cycle, an undeclared resource,
+            a missing service or option, a stage that runs on every step but reads from one that does not.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Pipeline:
             ) from error
 
     def facts(self) -> dict[str, Any]:
-        """Returns the graph without its functions and tools, JSON-able: what a plan of it needs."""
+        """Returns the graph without its functions and services, JSON-able: all that a plan needs."""
         stages = [
             {
                 "name": s.name,
@@ -187,10 +187,10 @@ class Pipeline:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Pipeline:
-        """Returns the pipeline that :meth:`facts` were of; its stages cannot be called.
+        """Returns the pipeline described by :meth:`facts`; its stages cannot be called.
 
         Raises:
-            PipelineError: the facts are not whole.
+            PipelineError: the facts are incomplete.
         """
         try:
             stages = [
@@ -210,7 +210,7 @@ class Pipeline:
             raise PipelineError(f"the pipeline's description is not whole: {error}; make the run again.") from error
 
     def subset(self, names: Iterable[str]) -> Pipeline:
-        """Returns a pipeline of these stages alone, on every step; what the others wrote becomes its inputs."""
+        """Returns a pipeline of these stages alone, on every step; fields that the others write become its inputs."""
         chosen = set(names)
         stages = [
             replace(s, every=None, after=tuple(a for a in s.after if a in chosen))
@@ -227,15 +227,15 @@ class Pipeline:
 
     @property
     def streaming(self) -> bool:
-        """Whether a policy that streams finds a stage that hands on, and one that follows it."""
+        """Whether a stage can stream and another one can run on its chunks."""
         return any(map(self.follows_stream, self.stages))
 
     def follows_stream(self, s: Stage) -> bool:
-        """Whether the stage runs once for each set of groups that another one hands on."""
+        """Whether the stage runs once for each chunk that another one emits."""
         return s.grain == "chunk" and any(r.field in self.writer and self.writer[r.field].streams for r in s.reads)
 
     def task_of(self, i: TaskId) -> TaskId:
-        """Returns the task of an id, which may be that of a task or of a chunk that it emits."""
+        """Returns the task's id, given its own or that of a chunk that it emits."""
         if i.parts > 1 and self.by_name[i.stage].streams:
             return TaskId(i.step, i.stage)
         return i
@@ -283,9 +283,9 @@ class TaskId(NamedTuple):
 
 
 class Input(NamedTuple):
-    """Where a task's field comes from: the tasks that wrote it, none for an input or an initial state.
+    """The source of a task's field: the tasks that write it, none for an input or an initial state.
 
-    A field is whole if the task is to see all of it, whatever groups it works on.
+    A field is whole if the task receives all of it, whatever groups it works on.
     """
 
     field: str
@@ -301,15 +301,15 @@ class Task:
     Attributes:
         id: stage, step and part.
         stage: what to run.
-        deps: tasks that must have finished, each once; some only free the state that this one overwrites.
+        deps: tasks that must finish first, each once; some only free the state that this one overwrites.
         inputs: its fields, in the order of the function's parameters.
-        chosen_by: the tasks that decided which groups this one works on; none if it works on all there are.
+        chosen_by: the tasks that determine which groups this one works on; none if it works on all groups.
         share: (i, n): it works on the i-th of n equal shares of those groups.
-        take: how many groups a task that forms a part delivers; None for all.
-        emits: sets of groups that it hands on while it runs; 1: all of them when it ends.
-        aligned: the fields it writes whose rows other stages read beside those of its inputs, by group.
-        keeps: whether these hold exactly the groups that it was given; else it may choose some of them.
-        rank: (place in the pipeline's order); breaks ties.
+        take: how many groups a collecting task returns; None for all.
+        emits: chunks that it emits while it runs; 1: all groups when it ends.
+        aligned: the fields it writes that other stages read together with its inputs, row by row within each group.
+        keeps: whether these fields hold exactly the groups of its inputs; else it may select some of them.
+        rank: place in the pipeline's order; breaks ties.
     """
 
     id: TaskId
@@ -330,19 +330,19 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskGraph:
-    """The DAG of tasks, unrolled a step at a time: nothing is kept of a step that nobody asks for.
+    """The DAG of tasks, unrolled one step at a time: it stores no tasks.
 
     Attributes:
-        pipeline: what is unrolled.
-        first, steps: the first and the last step; steps count from 1, 0 is what comes before training.
+        pipeline: the pipeline to unroll.
+        first, steps: the first and the last step; steps count from 1, 0 stands for the state before training.
         ahead: how many steps past the oldest unfinished one must be unrolled for tasks to become ready.
-        unroll: the tasks of a step, in the pipeline's order.
+        unroll: returns the tasks of a step, in the pipeline's order.
         parts: tasks of each stage in one step.
         groups: prompt groups in a step, where known.
-        order, max_staleness: of the policy, for the stage functions that ask.
+        order, max_staleness: of the policy, passed to stage functions.
 
-    A task may depend on what another one handed on before its end: that has the other's id, with the part and the
-    number of parts that it hands on.
+    A task may depend on a chunk that another task emits before its end. The chunk's id is the id of that task, with
+    the chunk's number as the part and the number of chunks as the number of parts.
     """
 
     pipeline: Pipeline
@@ -373,7 +373,7 @@ class TaskGraph:
         return range(first, min(self.steps if last is None else last, self.steps) + 1)
 
     def explain(self, first: int | None = None, last: int | None = None) -> str:
-        """Returns a line for each task of the window: what it waits for."""
+        """Returns a line for each task of the window, with the tasks that it waits for."""
         import networkx as nx
 
         graph = self.window(first, last)

@@ -1,4 +1,4 @@
-"""Stages: plain functions with named inputs, named outputs and a resource, and where their tools live.
+"""Stages: plain functions with named inputs, named outputs and a resource, and the services that they call.
 
 Pure: no torch, no ray, no clock.
 """
@@ -22,7 +22,7 @@ Lag: TypeAlias = Literal["none", "latest", "carried"]
 Role: TypeAlias = Literal["samples", "requests", "collects", "trains", "syncs", "validates", "saves"]
 ROLES: tuple[Role, ...] = typing.get_args(Role)
 SAMPLED = "groups sampled"
-"""The level of a trace that says how many groups of a rollout have ended."""
+"""Name of the trace level that counts the finished groups of a rollout."""
 
 
 class Carried:
@@ -34,11 +34,11 @@ class Carried:
 
 
 class Latest:
-    """Marks a field of the step before, whatever the staleness (the weights that a trainer goes on from)."""
+    """Marks a field of the previous step, whatever the staleness (the weights that a trainer continues from)."""
 
 
 class Read(NamedTuple):
-    """One field that a stage reads, and from how far back."""
+    """One field that a stage reads, and the step it is read from."""
 
     field: str
     lag: Lag = "none"
@@ -46,22 +46,22 @@ class Read(NamedTuple):
 
 @dataclass
 class TaskInfo:
-    """What a stage function may ask of the task it runs as, through a keyword parameter named ``task``."""
+    """The task that a stage function runs as, passed to it as the keyword parameter ``task``."""
 
     step: int
     stage: str = ""
     part: int = 0
     parts: int = 1
     groups: tuple[int, ...] | None = None
-    """The groups it works on; None for all of the step's."""
+    """The groups it works on; None for all groups of the step."""
     take: int | None = None
-    """How many groups a stage that forms the parts is to deliver; None for all of the step's."""
+    """How many groups a collecting stage must return; None for all groups of the step."""
     order: Literal["arrival", "index"] = "arrival"
     max_staleness: int = 0
     emits: int = 1
-    """Sets of groups that a stage that streams is to hand on while it runs; 1 for none before its end."""
+    """Chunks that a streaming stage must emit while it runs; 1 for none before its end."""
     handed: Mapping[int, Any] = field(default_factory=dict)
-    """What it has handed on already, by set: its process died, and it was started again."""
+    """Chunks that it emitted before its process died and it was restarted, by number."""
     on_emit: Callable[[int, tuple[Any, ...]], None] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     marks: list[dict[str, Any]] = field(default_factory=list)
@@ -77,15 +77,15 @@ class TaskInfo:
         return self.part == self.parts - 1
 
     def emit(self, number: int, *values: Any) -> None:
-        """Hands on one of ``emits`` sets, each once in any order: a Batch of whole groups for each field it writes."""
+        """Emits one of ``emits`` chunks, each once in any order: a Batch of whole groups for each field it writes."""
         if self.on_emit is not None:
             self.on_emit(number, values)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the step's; of several parts' values the mean counts, or the max or min if so named.
+        """Adds metrics to the step; values of several parts are averaged, or reduced by max or min if so named.
 
         Raises:
-            DataflowError: one is no number; arrays and tensors of one element are.
+            DataflowError: a value is not a number; arrays and tensors of one element are numbers.
         """
         for name, value in metrics.items():
             try:
@@ -102,27 +102,27 @@ class TaskInfo:
         self.marks.append({"name": name, "begin": begin, "end": end, **facts})
 
     def level(self, name: str, at: float, value: float) -> None:
-        """Adds the value of a number (a limit) from ``at`` on to the trace, in seconds as for :meth:`mark`."""
+        """Adds to the trace the value that a level (a limit) has from ``at`` on, in seconds as for :meth:`mark`."""
         self.marks.append({"name": name, "at": at, "value": value})
 
 
 @dataclass(frozen=True)
 class Hosted:
-    """A tool that lives in a process of its own: an engine, a trainer, the reward agent.
+    """A service in a process of its own: an engine, a trainer, the reward agent.
 
-    The executor builds it there by ``factory(**options)`` and runs the stages that use it beside it.
+    The executor builds it there with ``factory(**options)`` and runs the stages that use it in the same process.
 
     Attributes:
-        name: of the host; tools of one name are one object.
-        factory: builds the tool; as ``"package.module:name"`` it is imported only where it is built.
+        name: of the host; services of one name are one object.
+        factory: builds the service; as ``"package.module:name"`` it is imported only where it is built.
         options: keyword arguments of the factory.
-        ranks: processes that all run each call (SPMD); the first one's outputs count.
+        ranks: processes that all run each call (SPMD); the outputs of the first are used.
         gpus: GPUs per process, or the share of one.
         devices: GPUs that each process has ``gpus`` of, all on one node.
-        concurrent: calls run side by side on one event loop (for tools that wait).
-        restarts: how often in a run it may be built anew when its process dies; stages that replay then run again,
-            and after them what was under way. For tools whose state can be given again, as an agent's can.
-        alone: built before the other tools on GPUs, and not beside one: it measures what is free there.
+        concurrent: calls run concurrently on one event loop (for I/O-bound services).
+        restarts: how often in a run it may be rebuilt when its process dies; stages that replay then run again,
+            followed by the interrupted tasks. For services whose state can be restored, such as an agent.
+        alone: built before the other services on GPUs, never at the same time, since it measures free memory.
         close_s: seconds that closing it may take at the end of a run.
     """
 
@@ -138,7 +138,7 @@ class Hosted:
     close_s: float = 1.0
 
     def build(self) -> Any:
-        """Returns the tool, built in this process."""
+        """Returns the service, built in this process."""
         factory = self.factory
         if isinstance(factory, str):
             module, _, name = factory.partition(":")
@@ -168,11 +168,11 @@ class Stage:
 
     @property
     def collects(self) -> bool:
-        """Whether its output decides which groups a part of the step is made of."""
+        """Whether its output determines the groups of each part of the step."""
         return self.role == "collects"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the plain function, as a test of it would."""
+        """Calls the plain function, for example in a test."""
         return self.fn(*args, **kwargs)
 
     def bind(
@@ -185,18 +185,18 @@ class Stage:
         renamed: Mapping[str, str] | None = None,
         **tools: Any,
     ) -> Stage:
-        """Returns the stage with tools bound to its keyword parameters.
+        """Returns the stage with services and options bound to its keyword parameters.
 
         Args:
             name: another name, when one function serves as two stages.
             on: another resource.
             every: run only on every k-th step, and on the last.
-            after: stages that must have finished first, without data passing.
-            renamed: other names of fields it reads or writes.
-            **tools: engines, agents, configuration.
+            after: stages that must finish first although no data passes.
+            renamed: new names of fields it reads or writes, by old name.
+            **tools: engines, agents, options.
 
         Raises:
-            PipelineError: the function takes no such keyword.
+            PipelineError: the function has no such keyword parameter.
         """
         for tool in tools:
             if tool not in self.accepts:
@@ -217,12 +217,12 @@ class Stage:
         )
 
     def also_reads(self, name: str, lag: Lag = "none") -> Stage:
-        """Returns a stage that reads one more field, to model a graph; its function is not given it."""
+        """Returns a stage that reads one more field, to model a graph; the field is not passed to its function."""
         return replace(self, reads=(*self.reads, Read(name, lag)))
 
     @property
     def host(self) -> Hosted | None:
-        """The process its function runs in, if one of its tools has one."""
+        """The process that its function runs in, if one of its services is hosted."""
         hosts = [tool for tool in self.tools.values() if isinstance(tool, Hosted)]
         if len({h.name for h in hosts}) > 1:
             raise PipelineError(
@@ -232,12 +232,12 @@ class Stage:
         return hosts[0] if hosts else None
 
     def load(self) -> None:
-        """Imports what the function will, in the process that will run it."""
+        """Imports the function's modules in the process that runs it."""
         for module in self.imports:
             importlib.import_module(module)
 
     def missing_tools(self) -> list[str]:
-        """Returns the keyword parameters without a default that nothing is bound to."""
+        """Returns the required keyword parameters that are not bound."""
         parameters = inspect.signature(self.fn).parameters
         return [
             name
@@ -263,33 +263,33 @@ def stage(
     forms_parts: None = None,
     per_emission: None = None,
 ) -> Callable[[Callable[..., Any]], Stage]:
-    """Makes a stage of a function: parameters before ``*`` are fields it reads, after ``*`` tools.
+    """Turns a function into a stage: parameters before ``*`` are fields, after ``*`` services and options.
 
     Args:
         writes: fields it returns, in order; one name for a single value.
         on: resource it occupies.
-        role: what the stage is to the rest of the system, which never goes by its name. ``samples`` draws responses,
-            ``requests`` sends them to be scored, ``collects`` returns scored groups, ``trains`` takes optimizer steps,
-            ``syncs`` brings new weights to the engine, ``validates`` and ``saves`` are what they say. The groups that
-            a stage with the role ``collects`` returns make up a part of the step: ``task.take`` whole groups of its
-            input that no earlier part of the step had; anything else fails the run.
-        splittable: runs once for each part that the policy splits a step in, on the groups of that part.
+        role: what the stage does, for the rest of the system, which does not use its name. ``samples`` draws responses,
+            ``requests`` submits them for scoring, ``collects`` returns scored groups, ``trains`` takes optimizer steps,
+            ``syncs`` copies new weights to the engine, ``validates`` evaluates, ``saves`` writes checkpoints. The
+            groups that a stage with the role ``collects`` returns form a part of the step: ``task.take`` whole groups
+            of its input that are in no earlier part of the step; anything else fails the run.
+        splittable: runs once for each part that the policy splits a step into, on the groups of that part.
         per_mini_batch: runs once for each optimizer step.
-        streams: can hand on whole groups as they finish, if the policy streams (rollout).
+        streams: can emit whole groups as they finish, if the policy streams (rollout).
         per_chunk: runs once for each chunk that a streaming stage emits, if the policy streams.
-        after: stages that must have finished first, without data passing.
+        after: stages that must finish first although no data passes.
         every: run only on every k-th step, and on the last.
-        whole_batch: called with the bound tools; returns why the stage needs all groups at once, or None.
+        whole_batch: called with the bound options; returns why the stage needs all groups at once, or None.
         imports: modules that its process imports before the run, so that the first call is not slow.
-        replays: leaves in its tool's memory the groups it reads, for a later stage of the tool to hand out
-            (reward_request), or the state it writes (sync_weights); a tool that died and was built anew is given
-            again the groups that it still owes, and the newest state.
-        forms_parts: not used any more: give role="collects".
-        per_emission: not used any more: give per_chunk=True.
+        replays: keeps in its service's memory the groups it reads, for a later stage of that service to return
+            (reward_request), or the state it writes (sync_weights); if the service dies and is rebuilt, the stage
+            runs again on the groups not yet returned, or on the newest state.
+        forms_parts: replaced by role="collects".
+        per_emission: replaced by per_chunk=True.
 
     Raises:
-        PipelineError: a role that there is not, a parameter without a name, or an annotation that cannot be resolved
-            (it may say that the field comes from an earlier step).
+        PipelineError: an unknown role, a parameter without a name, or an annotation that cannot be resolved
+            (it may mean that the field comes from an earlier step).
 
     >>> @stage(writes="length", on="controller")
     ... def measure(text, *, scale=1):
@@ -315,7 +315,7 @@ def stage(
             )
         reads: list[Read] = []
         tools: list[str] = []
-        # Names of the enclosing function's are in no closure of a function that only its annotations use them in.
+        # A function's closure lacks names of the enclosing function that only its annotations use.
         around = sys._getframe(1).f_locals
         for name, parameter in inspect.signature(fn).parameters.items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
@@ -346,7 +346,7 @@ def stage(
 
 
 def _lag(fn: Callable[..., Any], parameter: inspect.Parameter, around: Mapping[str, Any]) -> Lag:
-    """Returns how far back a field is read, by the type that its parameter is annotated with."""
+    """Returns the lag of a field, from the type that its parameter is annotated with."""
     if parameter.annotation is inspect.Parameter.empty:
         return "none"
     where = f"stage '{fn.__name__}': the annotation '{_text(parameter.annotation)}' of field '{parameter.name}'"
@@ -370,7 +370,7 @@ def _lag(fn: Callable[..., Any], parameter: inspect.Parameter, around: Mapping[s
 
 
 def _lags(kind: Any) -> Iterator[Lag]:
-    """Yields the lags that a type says: itself, as metadata of Annotated, in a union, or behind an alias."""
+    """Yields the lags that a type declares: itself, as metadata of Annotated, in a union, or behind an alias."""
     lags: dict[Any, Lag] = {Carried: "carried", Latest: "latest"}
     if isinstance(kind, type) and issubclass(kind, (Carried, Latest)):
         yield "carried" if issubclass(kind, Carried) else "latest"

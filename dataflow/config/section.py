@@ -1,4 +1,4 @@
-"""Section: what every group of configuration keys has in common."""
+"""Section: the base class of every group of configuration keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataflow.config.overrides import accepts
 LARGEST = 2**31 - 1
 """The largest whole number that a key takes, unless it has a bound of its own: torch, Ray and vLLM take 32 bits."""
 LARGEST_FLOAT = 1e9
-"""The same for other numbers: in seconds 31 years, about as long as Python's locks can wait."""
+"""The same for other numbers: as seconds 31 years, close to the longest time-out of Python's locks."""
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -67,7 +67,7 @@ class Section(BaseModel):
 
 
 def _metadata(annotation: Any) -> Iterator[Any]:
-    """Yields the bounds that stand inside an annotation, as those of a field that may also be None do."""
+    """Yields the bounds nested in an annotation, such as those of an optional field."""
     for inner in get_args(annotation):
         yield from inner.metadata if isinstance(inner, FieldInfo) else ()
         yield from _metadata(inner)

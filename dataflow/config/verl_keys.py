@@ -1,7 +1,7 @@
-"""verl's configuration keys and what they are called here.
+"""verl's configuration keys and their names here.
 
 Keys of the same name and meaning (``algorithm.adv_estimator``, ``data.shuffle``) are not in the table. ``exact`` keys
-take the value as it stands; for the others the note says what to compute.
+take verl's value unchanged; for the others the note gives the conversion.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataflow.errors import alike
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a key of verl's is here.
+    """The equivalent of a verl key.
 
     Attributes:
         ours: the key, None if there is none.
-        note: what differs, or why there is none.
+        note: the difference, or the reason for having none.
     """
 
     ours: str | None
@@ -25,7 +25,7 @@ class Meaning:
 
     @property
     def exact(self) -> bool:
-        """Whether a value for verl's key is right for ours as it stands."""
+        """Whether a value for verl's key is valid for ours unchanged."""
         return self.ours is not None and not self.note
 
 
@@ -204,15 +204,15 @@ SECTIONS = {
     "distillation": "there is no distillation",
     "transfer_queue": "there is none",
 }
-"""What to say of a key in a section that only verl has."""
+"""Messages for keys in sections that only verl has."""
 
 
 def hint(key: str, exactly: bool = False) -> str | None:
-    """Returns what a key of verl's is called here, as half a sentence; None for a key that is not verl's.
+    """Returns the name of a verl key here, as part of a message; None for a key that verl does not have.
 
     Args:
-        key: as it was typed.
-        exactly: leave out misspelt keys, and unknown ones of verl's sections.
+        key: as the user wrote it.
+        exactly: ignore misspelt keys, and unknown keys of verl's sections.
 
     >>> hint("data.train_batch_size")
     "verl's 'data.train_batch_size' is 'data.prompts' here."

@@ -1,6 +1,6 @@
-"""YAML as people type it: numbers are decimal, and a key that is given twice is an error.
+"""YAML for configurations: numbers are decimal, and a duplicate key is an error.
 
-YAML 1.1 reads 010 as 8, 0x10 as 16, 1:40 as 100 and 2024-01-01 as a date; none of these is meant in a configuration.
+YAML 1.1 reads 010 as 8, 0x10 as 16, 1:40 as 100 and 2024-01-01 as a date; a configuration means none of these.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            # A few lines of aliases of aliases stand for more values than fit in memory.
+            # A few lines of nested aliases can expand to more values than fit in memory.
             raise yaml.composer.ComposerError(
                 None, None, "aliases (*name) are not read; write the value out", self.peek_event().start_mark
             )
@@ -58,10 +58,10 @@ _Loader.add_constructor(_INT, _Loader.construct_number)
 
 
 def load(text: str) -> Any:
-    """Returns what a YAML text holds.
+    """Returns the value of a YAML text.
 
     Raises:
-        ValueError: it is no YAML, holds a key twice or nests too deep; the message is half a sentence.
+        ValueError: it is not YAML, has a duplicate key or nests too deeply; the message is part of a sentence.
     """
     try:
         return yaml.load(text, _Loader)
