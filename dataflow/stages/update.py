@@ -29,10 +29,10 @@ class Trained:
         """
         before = self.groups if self.step == task.step else frozenset()
         if twice := [group for group in batch.ids if group in before]:
-            raise RunError(f"actor_update[{task.step}]: group {twice[0]} would be trained twice in this step.")
+            raise RunError(f"{task.stage}[{task.step}]: group {twice[0]} would be trained twice in this step.")
         now = before.union(batch.ids)
         if task.last and len(now) != groups:
-            raise RunError(f"actor_update[{task.step}]: {len(now)} of {groups} groups were trained; none may be lost.")
+            raise RunError(f"{task.stage}[{task.step}]: {len(now)} of {groups} groups were trained; none may be lost.")
         return Trained(task.step, now)
 
 
@@ -44,11 +44,11 @@ def staleness(task: TaskInfo, batch: Batch) -> int:
     """
     version = batch.meta.get("weights_version")
     if version is None:
-        raise RunError(f"actor_update[{task.step}]: the samples carry no weights_version; did rollout stamp them?")
+        raise RunError(f"{task.stage}[{task.step}]: the samples carry no weights_version; did rollout stamp them?")
     lag = task.step - 1 - int(version)
     if not 0 <= lag <= task.max_staleness:
         raise RunError(
-            f"actor_update[{task.step}]: samples of weights version {version} are {lag} steps old, "
+            f"{task.stage}[{task.step}]: samples of weights version {version} are {lag} steps old, "
             f"the policy allows 0 to {task.max_staleness}."
         )
     return lag

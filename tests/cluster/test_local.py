@@ -18,7 +18,7 @@ from dataflow.errors import RunError
 from dataflow.executors.ray import RayExecutor
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.shared import start_limits
-from tests.rigs.listening import check, listeners
+from tests.rigs.listening import Listener, check, listeners
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 
@@ -32,11 +32,16 @@ except Exception as error:
 """
 
 
+BEFORE: set[Listener] = set()
+"""What tests of other modules have left listening in this process."""
+
+
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayExecutor]:
     """An executor with a running Ray, started in a directory that is on no path."""
     here = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("here"))
+    BEFORE.update(listeners(psutil.Process()))
     executor = RayExecutor(num_cpus=1)
     try:
         executor._connect()
@@ -64,7 +69,7 @@ def ask(**environment: str) -> subprocess.CompletedProcess[str]:
 def test_it_listens_on_loopback_alone_and_so_do_shared_limits(executor: RayExecutor) -> None:
     actor, address = start_limits(Limits(4))
     assert address.host == "127.0.0.1"
-    found = listeners(psutil.Process())
+    found = [each for each in listeners(psutil.Process()) if each not in BEFORE]
     # This process is pytest: it stands for the command.
     check([each._replace(process="dataflow run") if "pytest" in each.process else each for each in found], 4)
     assert any(each.port == address.port for each in found)

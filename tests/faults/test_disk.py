@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,9 +127,11 @@ def test_a_run_ends_with_one_sentence(tmp_path: Path, tiny_qwen: Path) -> None:
     keys += ["reward.frozen_after=0"]  # its page of marks is larger than the limit
     command = [sys.executable, "-c", LIMITED, "150000", "run", str(root / "pipelines" / "gsm8k_grpo.py"), *keys]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=100)
-    # An indented line is the history of the task that failed.
-    said = [line for line in ended.stderr.splitlines() if not line.startswith(("step ", "starting workers", " "))]
+    # An indented line is the history of the task that failed; the last line says how to see what there is of the run.
+    *lines, last = ended.stderr.splitlines()
+    said = [line for line in lines if not line.startswith(("step ", "starting workers", " "))]
     assert ended.returncode == 1, ended.stderr
     assert len(said) == 1, ended.stderr
+    assert re.fullmatch(r"stopped after \d+ of 500 steps; 'dataflow timeline .*' draws .*", last), last
     assert "cannot be written" in said[0]
     assert '"status": "failed"' in (tmp_path / "runs" / "full" / "summary.json").read_text()

@@ -169,7 +169,7 @@ def test_a_run_executes_nothing_from_the_working_directory_and_listens_on_loopba
 ) -> None:
     (tmp_path / "pipeline.py").write_text(PIPELINE)
     monkeypatch.setenv("FOUND", str(tmp_path / "found.json"))
-    monkeypatch.setenv("LISTENING", str(ROOT / "tests" / "listening.py"))
+    monkeypatch.setenv("LISTENING", str(ROOT / "tests" / "rigs" / "listening.py"))
     monkeypatch.setenv("GRPO", str(ROOT / "pipelines" / "gsm8k_grpo.py"))
     keys = ["engine.rollout=hf", "steps=1", "data.prompts=4", "engine.n=2", "engine.max_tokens=8", "val.every=0"]
     keys += ["data.max_prompt_length=200", f"model.path={tiny_qwen}", f"runs={tmp_path / 'runs'}", "name=marked"]

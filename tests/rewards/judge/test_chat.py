@@ -138,7 +138,7 @@ def test_retry_after_as_a_date(server: FaultServer) -> None:
 def test_a_redirect_is_no_answer(server: FaultServer, client: str) -> None:
     error = fault(server, "status:307", client=client)
     assert (error.status, error.retry) == (307, False)
-    assert "give judge.url the address it sends to" in error.fix
+    assert "set judge.url to the address that it redirects to" in error.fix
 
 
 @pytest.mark.parametrize("mode", ["huge", "huge:sized"])

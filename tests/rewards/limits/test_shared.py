@@ -113,17 +113,17 @@ async def quiet(server: LimitServer, *clients: Client) -> None:
 @pytest.fixture(autouse=True)
 def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every connection knows how many messages it has said and heard."""
-    say, received = Wire.say, Wire.data_received
+    send, received = Wire.send, Wire.data_received
 
     def said(wire: Wire, message: dict[str, Any]) -> None:
         wire.said += 1
-        say(wire, message)
+        send(wire, message)
 
     def heard(wire: Wire, data: bytes) -> None:
         wire.heard += data.count(b"\n")
         received(wire, data)
 
-    for name, value in {"said": 0, "heard": 0, "say": said, "data_received": heard}.items():
+    for name, value in {"said": 0, "heard": 0, "send": said, "data_received": heard}.items():
         monkeypatch.setattr(Wire, name, value, raising=False)
 
 

@@ -38,7 +38,7 @@ def test_counts_and_gauges_are_exported(ray: Any) -> None:
             columns = {"response_text": ["x"] * 6, "data_source": ["d"] * 6, "ground_truth": ["1"] * 6}
             agent.submit(1, Batch([0, 0, 1, 1, 2, 2], columns))
             await agent.collect(1)
-            metrics.tell(agent.stats())
+            metrics.report(agent.stats())
             return agent.stats()
 
     desk = ray.remote(Desk).options(num_cpus=0).remote()

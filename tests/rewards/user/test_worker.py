@@ -79,7 +79,7 @@ def test_what_does_not_go_over() -> None:
         assert getattr(told, "retry", None) is getattr(error, "retry", None)
     told = read_reply(reply_of(threading.Lock(), None))[1]
     assert "it returned a lock, which cannot be sent" in str(told)
-    assert "cannot be read from the worker" in str(read_reply(b"no pickle")[1])
+    assert "the worker's reply cannot be read" in str(read_reply(b"no pickle")[1])
 
 
 def test_a_result_of_a_class_that_is_not_here(tmp_path: Path) -> None:
