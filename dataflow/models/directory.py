@@ -143,7 +143,7 @@ class Room:
 
     Attributes:
         positions: tokens that it can read, prompt and response together; None where its configuration names none.
-        vocabulary: token ids that it knows; None likewise.
+        vocabulary: token ids in its vocabulary; None likewise.
     """
 
     positions: int | None

@@ -212,7 +212,7 @@ def _quiet() -> Iterator[None]:
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """Returns a byte-level BPE tokenizer that knows every word of the problems and every number whole.
+    """Returns a byte-level BPE tokenizer with one token for each word of the problems and each number.
 
     Any other text is spelt in bytes, so it reads everything. ChatML template, ``<|im_end|>`` ends a turn,
     padding on the left.

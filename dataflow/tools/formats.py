@@ -20,7 +20,7 @@ class ToolCall:
     Attributes:
         name: of the tool; empty if it cannot be read.
         arguments: by name.
-        error: what is wrong with the call, said to the model; None if nothing is.
+        error: the error message for the model; None if the call is valid.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Hermes:
 
     def _call(self, body: str) -> ToolCall:
         try:
-            # Behind the last call may stand the token that ends the turn: what follows the object is not read.
+            # The end-of-turn token may follow the last call: the text after the object is not decoded.
             found, end = self._DECODER.raw_decode(body.lstrip())
         except (ValueError, RecursionError) as error:
             return ToolCall("", error=f"the tool call is not valid JSON ({error})")

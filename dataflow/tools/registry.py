@@ -33,7 +33,7 @@ def tool(name: str | None = None, *, description: str | None = None) -> Callable
 
     Args:
         name: that the model calls it by; its Python name if None.
-        description: what the model is told that it does; the first paragraph of the docstring if None.
+        description: the description given to the model; the first paragraph of the docstring if None.
 
     >>> @tool("add")
     ... def plus(a: int, b: int, *, unit: str = ""):
@@ -59,7 +59,7 @@ class Tool:
     Attributes:
         name: that the model calls it by.
         target: the function or class.
-        description: what the model is told that it does.
+        description: the description given to the model.
     """
 
     name: str
@@ -133,7 +133,7 @@ class Tool:
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """What the model is told of it: a JSON schema, as chat templates take it in ``tools``."""
+        """The tool's JSON schema, as chat templates take it in ``tools``."""
         parameters = _untitled(self._model.model_json_schema(by_alias=True))
         parameters.pop("additionalProperties", None)
         parameters.setdefault("properties", {})

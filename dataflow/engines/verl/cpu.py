@@ -1,6 +1,6 @@
 """The CPU platform shim: what verl's FSDP2 engine asks of a device, answered for the CPU.
 
-verl knows CUDA, ROCm and NPU; its engine is plain PyTorch and runs on the CPU once the platform says so.
+verl supports CUDA, ROCm and NPU; its engine is plain PyTorch and runs on the CPU given a CPU platform.
 Nothing of verl is patched: a platform and an engine are registered where verl lets plugins do so. Questions
 about memory are answered with zeros, since a CPU has no allocator to ask.
 """

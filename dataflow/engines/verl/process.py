@@ -87,7 +87,7 @@ def _store(rank: int, world: int) -> dist.Store:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps off the terminal what verl prints while it is imported and built, and drops its log handler."""
+    """Suppresses verl's output while it is imported and built, and drops its log handler."""
     from transformers.utils import logging as transformers_logging
 
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

@@ -5,7 +5,7 @@ Every rank makes the same calls with the same whole batch and works on its own s
     rows 0..n ── cut in world x micro-batches pieces, as even as can be ──▶ rank r takes its run of pieces
              ◀── log-probs are gathered, so that each rank returns all rows; metrics are averaged over ranks
 
-All micro-batches have one size, since verl wants it so. Where the rows do not divide, a piece is filled up
+All micro-batches have one size, as verl requires. Where the rows do not divide, a piece is filled up
 with a row whose response mask is empty: it adds to no loss and to no gradient, and its log-probs are dropped.
 Rows that come to an update with an empty mask are taken out before all that: a mean over sequences is then over
 those that train, and the micro-batches and the metrics are theirs alone.

@@ -78,7 +78,7 @@ class AsyncVllmRollout(VllmRollout):
 class Stderr:
     """What this process and its children write to stderr, where that is a file, as in Ray's workers.
 
-    vLLM's processes tell the reason of their end there, and to who asked only that there is one.
+    vLLM's processes write the reason for their exit there; the caller's error says only that they exited.
     """
 
     def __init__(self) -> None:

@@ -132,7 +132,7 @@ class EngineThread:
         self._commands.put(command)
 
     def _post(self, tell: Callable[..., None], *args: Any) -> None:
-        # A loop that is closed has nobody left who waits.
+        # A closed loop has no waiters left.
         with suppress(RuntimeError):
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(tell, *args)

@@ -109,7 +109,7 @@ class Client:
         self._ask("finish_weight_update", weight_version)
 
     def stop(self) -> None:
-        """Ends what is asked now, and all that comes, with an error: of an engine that is closed no answer comes."""
+        """Fails the current request and all later ones: a closed engine does not answer."""
         self._stopped = True
         if self._asked is not None:
             self._asked.cancel()
@@ -153,7 +153,7 @@ def send_ipc(client: VLLMWeightSyncClient, source: Weights, devices: Sequence[in
         client: of an engine whose workers are on these GPUs, one on each.
         source: the weights.
         devices: indices of the GPUs, the same here as in the workers' process.
-        buffer_bytes: what a buffer holds at most, unless one weight alone is larger.
+        buffer_bytes: the maximum size of a buffer, unless one weight alone is larger.
 
     Raises:
         RunError: a worker failed.
