@@ -19,7 +19,7 @@ def samples(*groups: int, version: int | None = 0, **columns) -> Batch:
 
 
 def info(step: int = 1, part: int = 0, parts: int = 2, max_staleness: int = 0) -> TaskInfo:
-    return TaskInfo(step=step, part=part, parts=parts, max_staleness=max_staleness)
+    return TaskInfo(step=step, stage="actor_update", part=part, parts=parts, max_staleness=max_staleness)
 
 
 def test_each_group_trains_once_per_step():

@@ -97,7 +97,7 @@ def test_a_response_whose_tokens_are_not_known_is_refused(verl_path: str) -> Non
         score(manager, **ask())
     assert unknown.value.fatal
     for text, length in (("four", 3), ("a~", 2)):
-        with pytest.raises(InexactResponse, match=f"a response of {length} tokens") as caught:
+        with pytest.raises(InexactResponse, match=f"the {length} tokens of a response") as caught:
             score(manager, **ask(text=text, response_length=length))
         assert "response_ids" in caught.value.fix
     with pytest.raises(ValueError, match="run_single returned a NoneType without 'reward_score'"):
