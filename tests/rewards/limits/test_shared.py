@@ -55,7 +55,7 @@ class Client:
         self.live: list[tuple[Item, EndpointQueue]] = []
         self.started: list[Item] = []
         self.changed = asyncio.Event()
-        self.limiter = Limiter(limits, self._start, self.shared, self._lose)
+        self.limiter = Limiter(limits, self._start, self.shared.queue, self._lose)
         self._sequence = itertools.count()
 
     def _start(self, item: Item, queue: EndpointQueue) -> None:
@@ -104,7 +104,7 @@ async def quiet(server: LimitServer, *clients: Client) -> None:
     while True:
         wires = {holder.name: holder.wire for holder in server._holders.values()}
         pairs = [(client.shared._wire, wires.get(client.shared.name)) for client in clients]
-        talks = server._news or any(client.shared._news for client in clients)
+        talks = server._updates or any(client.shared._unsent for client in clients)
         if not talks and all(there and (here.said, there.said) == (there.heard, here.heard) for here, there in pairs):
             return
         await asyncio.sleep(0)
