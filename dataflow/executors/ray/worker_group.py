@@ -230,7 +230,8 @@ class WorkerGroup:
         """
         small, *_others = await first_failure([first for first, *_rest in running.refs])
         self._on_read(len(small))
-        return self._ended(running, *pickle.loads(small), tuple(running.refs[0][1:]))
+        report, held = pickle.loads(small)
+        return self._ended(running, report, held, tuple(running.refs[0][1:]))
 
     async def _streamed(self, running: Running, answers: Any) -> Done:
         """Waits for the end of one streaming call and passes on its chunks."""
@@ -240,7 +241,8 @@ class WorkerGroup:
             values = tuple([await anext(answers) for _field in running.task.stage.writes])
             found = pickle.loads(small)
             if not isinstance(found, Chunk):
-                return self._ended(running, *found, values)
+                report, held = found
+                return self._ended(running, report, held, values)
             running.emitted[found.id.part] = values
             self._on_chunk(replace(found, values=values))
 
