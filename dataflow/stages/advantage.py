@@ -86,7 +86,7 @@ def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInf
         responses: columns of a rollout.
         rewards: ``score`` of each response, the same groups in the same order. ``kept`` (bool ``[rows]``), if there,
             says which of them count: the others get neither advantage nor mask, nor does the rest of a group that
-            lost so many that less than two are left to make a baseline of.
+            has fewer than two samples left for a baseline.
         algorithm: the options of section ``algorithm``: adv_estimator, norm_adv_by_std_in_grpo.
         task: takes verl's metrics of scores, advantages and lengths, of the samples that count; with ``kept`` also
             ``reward/dropped_samples`` and ``reward/dropped_groups``, those of the step that train nothing.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dataflow.batch import Batch
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.graph import Carried, TaskInfo, stage
-from dataflow.stages.rollout import VALIDATION_SEED, check_version, handed_on, length_metrics, not_handed
+from dataflow.stages.rollout import VALIDATION_SEED, check_version, emit_batches, length_metrics, not_emitted
 from dataflow.usercode.copies import own_copy
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ async def conversation(
     tools.check_template()
     told = tools.described(prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)
-    samples = conversations(not_handed(told, task), engine, sampling, tools, limits, (seed << 20) + task.step)
-    responses = await handed_on(told, samples, engine, sampling.n, max_response_tokens, task, sleeps)
+    samples = conversations(not_emitted(told, task), engine, sampling, tools, limits, (seed << 20) + task.step)
+    responses = await emit_batches(told, samples, engine, sampling.n, max_response_tokens, task, sleeps)
     calls = sum(responses["tool_calls"])
     task.log(
         {
@@ -108,7 +108,7 @@ async def val_conversation(
     told = tools.described(val_prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)
     samples = conversations(told, engine, sampling, tools, limits, VALIDATION_SEED + seed)
-    return await handed_on(told, samples, engine, sampling.n, max_response_tokens, task, sleeps)
+    return await emit_batches(told, samples, engine, sampling.n, max_response_tokens, task, sleeps)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ _NOW = ("running", "waiting", "abandoned")
 @stage(writes="reward_ticket", on="controller", role="requests", per_chunk=True, replays=True)
 async def reward_request(responses: Batch, *, agent: RewardAgent, extra_groups: int = 0, task: TaskInfo) -> Ticket:
     """Hands the responses to the agent and returns at once; the calls go on behind it. Where the rollout streams, they
-    come in sets.
+    come in chunks.
 
     ``extra_groups`` of the groups replace failed ones; that many fewer are collected.
     """

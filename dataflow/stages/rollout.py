@@ -1,6 +1,6 @@
 """Rollout: prompts become groups of responses, sampled from the engine's copy of the actor weights.
 
-Where the policy streams, groups are handed on in sets while the others are still being sampled.
+If the policy streams, finished groups are emitted in chunks while the others are still being sampled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def rollout(
         engine: holds the weights.
         sampling: how to draw.
         seed: of the run; a sample's own stream follows from it, the step, the group and its place in the group.
-        sleeps: the engine gives its memory back to whoever shares the GPU while it does not sample.
+        sleeps: the engine frees its GPU memory while it does not sample.
         task: which step this is.
 
     Returns:
@@ -49,9 +49,9 @@ async def rollout(
         RunError: the engine holds another version than the graph says.
     """
     check_version(engine, weights, task)
-    left = not_handed(prompts, task)
+    left = not_emitted(prompts, task)
     samples = engine.generate(left, sampling, seed=(seed << 20) + task.step)
-    responses = await handed_on(prompts, samples, engine, sampling.n, sampling.max_tokens, task, sleeps)
+    responses = await emit_batches(prompts, samples, engine, sampling.n, sampling.max_tokens, task, sleeps)
     task.log({"staleness/rollout": float(task.step - 1 - responses.meta["weights_version"])})
     task.log(length_metrics(responses))
     return responses
@@ -71,7 +71,7 @@ async def val_rollout(
     """Answers the held-out prompts with the weights of this step."""
     check_version(engine, weights, task)
     samples = engine.generate(val_prompts, sampling, seed=VALIDATION_SEED + seed)
-    return await handed_on(val_prompts, samples, engine, sampling.n, sampling.max_tokens, task, sleeps)
+    return await emit_batches(val_prompts, samples, engine, sampling.n, sampling.max_tokens, task, sleeps)
 
 
 def check_version(engine: RolloutEngine, weights: Any, task: TaskInfo) -> None:
@@ -97,13 +97,13 @@ def length_metrics(responses: Batch) -> dict[str, float]:
     }
 
 
-def not_handed(prompts: Batch, task: TaskInfo) -> Batch:
-    """Returns the prompts whose responses the task has not handed on yet."""
+def not_emitted(prompts: Batch, task: TaskInfo) -> Batch:
+    """Returns the prompts whose responses the task has not emitted yet."""
     done = {group for batch in task.handed.values() for group in batch.ids}
     return prompts.select([group for group in prompts.ids if group not in done])
 
 
-async def handed_on(
+async def emit_batches(
     prompts: Batch,
     samples: AsyncIterator[Sample],
     engine: RolloutEngine,
@@ -112,27 +112,27 @@ async def handed_on(
     task: TaskInfo,
     sleeps: bool = False,
 ) -> Batch:
-    """Makes batches of samples as they come, hands them on if the task streams, and returns all of them.
+    """Makes batches of samples as they arrive, emits them if the task streams, and returns all of them.
 
     Args:
         prompts: all of the task's.
-        samples: of those prompts whose responses were not handed on before, in any order.
+        samples: of the prompts whose responses were not emitted before, in any order.
         engine: makes the batches.
         n: samples of a group.
         length: tokens that responses are padded to.
-        task: what it is to hand on, and has.
+        task: what it emits, and has emitted.
         sleeps: whether the engine sleeps before and after.
     """
     done: dict[int, Batch] = dict(task.handed)
-    sets = Sets(not_handed(prompts, task).ids, n, task)
+    chunks = Chunks(not_emitted(prompts, task).ids, n, task)
     async with _awake(engine, sleeps), _closing(samples) as coming:
         async for sample in coming:
-            before = sets.whole
-            for number, whole in sets.add(sample):
+            before = chunks.whole
+            for number, whole in chunks.add(sample):
                 done[number] = engine.batch(prompts, whole, length)
                 task.emit(number, done[number])
-            if sets.whole > before:
-                task.level(SAMPLED, clock.now(), sets.whole)
+            if chunks.whole > before:
+                task.level(SAMPLED, clock.now(), chunks.whole)
     return Batch.concat([done[number] for number in sorted(done)]).select(prompts.ids)
 
 
@@ -149,27 +149,27 @@ async def _awake(engine: RolloutEngine, sleeps: bool) -> AsyncIterator[None]:
 
 
 def _closing(samples: AsyncIterator[Sample]) -> Any:
-    # Who stops in the middle gives up the samples in flight, at once and not when the garbage is collected.
+    # A caller that stops early abandons the samples in flight at once, not when the generator is garbage-collected.
     return contextlib.aclosing(samples) if isinstance(samples, AsyncGenerator) else contextlib.nullcontext(samples)
 
 
-class Sets:
-    """The sets of whole groups that a task hands on: as evenly many groups in each as can be.
+class Chunks:
+    """The chunks of whole groups that a task emits; their sizes differ by at most one group.
 
-    Under ``order="index"`` each set is fixed, since a part is made of the sets of its number; else the groups that end
-    first make the first set.
+    Under ``order="index"`` the groups of each chunk are fixed, since a part is made of the chunks with its number;
+    otherwise the groups that finish first make the first chunk.
 
     Args:
-        groups: to come.
-        n: samples of each.
-        task: which sets are to be, and which were handed on before.
+        groups: that are still to be sampled.
+        n: samples of each group.
+        task: how many chunks it emits, and which it has emitted before.
     """
 
     def __init__(self, groups: Sequence[int], n: int, task: TaskInfo) -> None:
         numbers = [number for number in range(task.emits) if number not in task.handed]
         bounds = [len(groups) * at // len(numbers) for at in range(len(numbers) + 1)] if numbers else []
         self._sizes = {number: bounds[at + 1] - bounds[at] for at, number in enumerate(numbers)}
-        self._set_of = (
+        self._chunk_of = (
             {group: number for at, number in enumerate(numbers) for group in groups[bounds[at] : bounds[at + 1]]}
             if task.order == "index"
             else {}
@@ -181,13 +181,13 @@ class Sets:
         self._ready: dict[int, list[Sample]] = {number: [] for number in numbers}
 
     def add(self, sample: Sample) -> Iterator[tuple[int, list[Sample]]]:
-        """Takes a sample; yields number and samples of a set that is whole with it."""
+        """Adds a sample; yields the number and the samples of a chunk that it completes."""
         group = self._open.setdefault(sample.group, [])
         group.append(sample)
         if len(group) < self._n:
             return
         self.whole += 1
-        number = self._set_of.get(sample.group, next(iter(self._ready)))
+        number = self._chunk_of.get(sample.group, next(iter(self._ready)))
         mine = self._ready[number]
         mine += self._open.pop(sample.group)
         if len(mine) == self._n * self._sizes[number]:

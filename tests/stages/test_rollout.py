@@ -1,4 +1,4 @@
-"""The rollout stage: what it hands on, in which sets, and what it returns."""
+"""The rollout stage: what it hands on, in which chunks, and what it returns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.errors import Aborted, RunError
 from dataflow.graph import TaskInfo
-from dataflow.stages.rollout import Sets, rollout, val_rollout
+from dataflow.stages.rollout import Chunks, rollout, val_rollout
 from tests.rigs.fake_engine import FakeRollout
 
 pytestmark = pytest.mark.timeout(60)
@@ -42,11 +42,11 @@ def run(stage: Any, groups: int, engine: Any, task: TaskInfo, weights: Any = Non
 def test_sets_hold_each_group_once_and_whole(groups: int, n: int, emits: int, order: Any, data: st.DataObject) -> None:
     emits = min(emits, groups)
     samples = [Sample(group, index, [], [], 0, "stop") for group in range(groups) for index in range(n)]
-    sets = Sets(range(groups), n, TaskInfo(1, emits=emits, order=order))
+    chunks = Chunks(range(groups), n, TaskInfo(1, emits=emits, order=order))
     found: dict[int, list[Sample]] = {}
     ended: list[int] = []
     for sample in data.draw(st.permutations(samples)):
-        for number, mine in sets.add(sample):
+        for number, mine in chunks.add(sample):
             assert number not in found
             found[number] = mine
             ended.append(number)
