@@ -207,7 +207,7 @@ class RewardAgent:
         return batch
 
     def cancel(self, step: Step) -> int:
-        """Cancels the rest of a step; whoever waits for it gets RewardFailed.
+        """Cancels the rest of a step; its waiters get RewardFailed.
 
         Returns:
             The number of requests that were waiting or running; 0 for a step that is not there.

@@ -252,7 +252,7 @@ class TrackingConfig(Section):
 
 
 class RunConfig(Section):
-    """Everything a run can be told. Pipelines derive their ``Config`` from it."""
+    """All settings of a run. Pipelines derive their ``Config`` from it."""
 
     elsewhere: ClassVar[Callable[..., str | None]] = staticmethod(verl_keys.hint)
     """Says what a key that is unknown here, and known to verl, is called here."""

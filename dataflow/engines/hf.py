@@ -246,7 +246,7 @@ class HfRollout:
 
         Yields:
             A row that has ended with its tokens, their log-probs, and whether it might have gone on; None for the row
-            after each token, when whoever drives this may stop.
+            after each token, where the caller may stop.
         """
         prompts: list[Sequence[int]] = []
         owner: list[int] = []

@@ -77,10 +77,10 @@ def predicted(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -
         raise ConfigError("compare --predicted: give one RUN, to lay beside its own prediction.")
     files.check(out)
     trace = load(runs[0])
-    lines, foretold = backtest(trace, runs[0])
+    lines, predicted = backtest(trace, runs[0])
     if out:
         name = str(trace.meta.get("policy", "measured"))
-        files.draw({name: trace, "predicted": foretold}, out, facts={name: summary_of(runs[0])})
+        files.draw({name: trace, "predicted": predicted}, out, facts={name: summary_of(runs[0])})
     if as_json:
         rows = [
             {"what": at.what, "measured_s": at.measured_s, "predicted_s": at.predicted_s, "error": at.error}

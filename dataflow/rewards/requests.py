@@ -1,4 +1,4 @@
-"""What the reward agent keeps of a step: its requests by group, the scoring jobs behind them, and who collects.
+"""The state of a step in the reward agent: its requests by group, their scoring jobs, and its waiters.
 
 A *request* is one sample that needs a score. A *scoring job* is the work of getting one score; requests with the same
 prompt and response may share a job. A *step* holds its requests by group and hands out whole groups. The states of

@@ -27,7 +27,7 @@ _SUMS = ("throttled", "timed_out", "tokens", "cost", "rate_limit_wait_s")  # of 
 
 
 class Steps:
-    """Steps in flight, their failure rule, and whoever waits for their groups.
+    """Steps in flight, their failure rule, and the waiters for their groups.
 
     Args:
         rule: what happens to samples without a score.

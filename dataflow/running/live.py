@@ -1,6 +1,6 @@
 """What a terminal shows while a run goes: the last steps as a moving Gantt, the rewards, what is ahead.
 
-Draws, and nothing else: whoever has the run tells it of tasks, running ones and the reward agent's numbers.
+Only draws: its caller passes in the finished and the running tasks and the reward agent's stats.
 """
 
 from __future__ import annotations

@@ -143,9 +143,9 @@ class Progress:
         else:
             self._console.print(f"step {step}/{self._steps}  {self._line(metrics, _SHORT | _LONG)}", soft_wrap=True)
 
-    def _line(self, metrics: Mapping[str, float], told: Mapping[str, str]) -> str:
+    def _line(self, metrics: Mapping[str, float], formats: Mapping[str, str]) -> str:
         # A count of nothing need not be said.
-        return "  ".join(text.format(metrics[name]) for name, text in told.items() if _worth(name, metrics))
+        return "  ".join(text.format(metrics[name]) for name, text in formats.items() if _worth(name, metrics))
 
     def stop(self) -> None:
         """Training is over, well or not."""
@@ -195,7 +195,7 @@ def _causes(by_cause: dict[str, float]) -> str:
 
 
 def _rewards(counts: dict[str, Any]) -> str:
-    told = [f"{counts['scored']} of {counts['requested']} scored"]
+    parts = [f"{counts['scored']} of {counts['requested']} scored"]
     names = {"failed": "failed", "cancelled": "cancelled", "retried": "tried again", "cached": "from the ledger"}
-    told += [f"{counts[name]} {text}" for name, text in names.items() if counts.get(name)]
-    return ", ".join(told)
+    parts += [f"{counts[name]} {text}" for name, text in names.items() if counts.get(name)]
+    return ", ".join(parts)

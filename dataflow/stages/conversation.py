@@ -70,10 +70,10 @@ async def conversation(
     """
     check_version(engine, weights, task)
     tools.check_template()
-    told = tools.described(prompts, max_prompt_length)
+    described = tools.described(prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)
-    samples = conversations(not_emitted(told, task), engine, sampling, tools, limits, (seed << 20) + task.step)
-    responses = await emit_batches(told, samples, engine, sampling.n, max_response_tokens, task, sleeps)
+    samples = conversations(not_emitted(described, task), engine, sampling, tools, limits, (seed << 20) + task.step)
+    responses = await emit_batches(described, samples, engine, sampling.n, max_response_tokens, task, sleeps)
     calls = sum(responses["tool_calls"])
     task.log(
         {
@@ -105,10 +105,10 @@ async def val_conversation(
     """Answers the held-out prompts with the weights of this step, tools at hand; see :func:`conversation`."""
     check_version(engine, weights, task)
     tools.check_template()
-    told = tools.described(val_prompts, max_prompt_length)
+    described = tools.described(val_prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)
-    samples = conversations(told, engine, sampling, tools, limits, VALIDATION_SEED + seed)
-    return await emit_batches(told, samples, engine, sampling.n, max_response_tokens, task, sleeps)
+    samples = conversations(described, engine, sampling, tools, limits, VALIDATION_SEED + seed)
+    return await emit_batches(described, samples, engine, sampling.n, max_response_tokens, task, sleeps)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Limits:
 async def conversations(
     prompts: Batch, engine: RolloutEngine, sampling: Sampling, tools: Toolbox, limits: Limits, seed: int
 ) -> AsyncGenerator[Sample, None]:
-    """Yields each conversation as a sample when it has ended; whoever stops before gives up all others.
+    """Yields each conversation as a sample when it ends; a caller that stops early abandons the others.
 
     Args:
         prompts: a row per prompt.
@@ -200,8 +200,8 @@ class Conversation:
         finally:
             await state.close(self.caller.run)
         counts = {"turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
-        told = {"num_turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
-        facts = {**counts, "ended": ended, "extra_info": {**own_copy(self.extra_info or {}), **told}}
+        facts_of_tools = {"num_turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
+        facts = {**counts, "ended": ended, "extra_info": {**own_copy(self.extra_info or {}), **facts_of_tools}}
         cut: Literal["stop", "length"] = "length" if ended in ("length", "budget") else "stop"
         return Sample(seed[1], seed[2], self.tokens, self.log_probs, version, cut, self.mask, facts)
 

@@ -53,7 +53,7 @@ class Culprit:
         return ", ".join(words)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns it JSON-able; ``seconds`` are of the wait, what is said of the request is as the trace has it."""
+        """Returns it JSON-able; ``seconds`` are of the wait, the facts of the request are those of the trace."""
         facts = {} if self.request is None else dict(self.request.args)
         wait = self.wait
         own = {"pool": self.pool, "cause": wait.cause, "seconds": wait.seconds, "begin_s": wait.begin}

@@ -168,8 +168,8 @@ def idle_lines(trace: Trace) -> list[str]:
     if (after := trace.end - trace.window[1]) >= 0.005:
         last = max(trace.spans, key=lambda s: s.end)
         idle = {pool: sum(w.seconds for w in waits_after(trace, pool)) for pool in trace.pools}
-        told = [f"{_pool(pool)} idle {_s(seconds)} s" for pool, seconds in idle.items() if seconds >= 0.005]
-        lines.append(", ".join([f"after training {_s(after)} s until {last.task} ended", *told]))
+        idle_parts = [f"{_pool(pool)} idle {_s(seconds)} s" for pool, seconds in idle.items() if seconds >= 0.005]
+        lines.append(", ".join([f"after training {_s(after)} s until {last.task} ended", *idle_parts]))
     return lines
 
 

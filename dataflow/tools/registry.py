@@ -1,4 +1,4 @@
-"""Tools: functions and classes of the user's, what the model is told of them, and the file they are loaded from."""
+"""Tools: functions and classes of the user's, their descriptions for the model, and the file they are loaded from."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ class VllmRollout:
             await self._queue.pause(self._backend.wake, asleep=False)
 
     async def abort(self) -> int:
-        """See :meth:`RolloutEngine.abort`; vLLM is rid of them before its next step."""
+        """See :meth:`RolloutEngine.abort`; vLLM drops the requests before its next step."""
         return self._queue.abort()
 
     def stats(self) -> dict[str, float]:

@@ -171,7 +171,7 @@ class EngineProcess:
         await asyncio.shield(self._prepared)
 
     async def _let_go(self) -> None:
-        """Waits until the engine is rid of requests that were cancelled."""
+        """Waits until the engine has dropped the cancelled requests."""
         await asyncio.gather(*self._cancelled, return_exceptions=True)
         await self._engine.pause_generation(mode="abort", clear_cache=True)
 

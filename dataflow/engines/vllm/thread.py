@@ -177,7 +177,7 @@ def has_work(engine: Any) -> bool:
 
 
 def _let_go(engine: Any) -> None:
-    """Steps until the engine is rid of requests that were aborted."""
+    """Steps until the engine has dropped the aborted requests."""
     while has_work(engine):
         engine.step()
 
