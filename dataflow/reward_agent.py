@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.errors import ConfigError, DataflowError
+from dataflow.errors import ConfigError
 from dataflow.rewards.decode import Decode
 from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.groups import GroupCalls, close_reward, usage_of
@@ -143,7 +143,6 @@ class RewardAgent:
         self._frozen = frozen or Frozen()
         counts = self.steps.counts
         self._jobs = Jobs(compute_score, self.limits, ledger, share_equal, scorer, counts, self._frozen, sentinel)
-        self._loop: asyncio.AbstractEventLoop | None = None
         # Bound to the event loop by the first submit.
         self._calls: Calls
         self._limiter: Limiter
@@ -169,7 +168,7 @@ class RewardAgent:
         """
         self.steps.check(step, samples, extra_groups, more)
         arguments = Arguments(samples, self._decode, getattr(self._reward, "wants_response_ids", False))
-        self._bind()
+        self.steps.bind(self._open)
         state, requests, ticket = self.steps.add(step, samples, extra_groups, more)
         state.unadmitted.append(Rows(arguments.rows, requests, clock.now()))
         self._report_soon()
@@ -197,8 +196,8 @@ class RewardAgent:
             RewardFailed: a request of the step failed, or the step was cancelled.
             DataflowError: a step never submitted or collected in full, k or order out of range.
         """
-        if self._loop is not None:
-            self._bind()
+        if self.steps.loop is not None:
+            self.steps.bind(self._open)
         batch = await self.steps.collect(step, k, order, last)
         batch.meta["limits"] = self._limiter.changes()
         self._groups.log(step, batch)
@@ -227,7 +226,7 @@ class RewardAgent:
         counts = {name: self.steps.counts[name] for name in names}
         now: dict[str, Any] = {"waiting": 0, "running": 0, "peak": 0, "abandoned": 0, "steps": len(self.steps.live)}
         tried = dict.fromkeys(("retried", "hedged", "timed_out", "throttled"), 0)
-        if self._loop is not None:
+        if self.steps.loop is not None:
             tried = {name: self._scorer.counts[name] for name in tried}
             queues = self._limiter.queues
             now |= {
@@ -250,7 +249,7 @@ class RewardAgent:
         if not self.steps.close():
             return
         self._report()
-        if self._loop is not None:
+        if self.steps.loop is not None:
             self._limiter.close()
             # User code may ignore its cancellation, which must not keep the process alive.
             await self._calls.close()
@@ -261,33 +260,21 @@ class RewardAgent:
             try:
                 await close_reward(self._reward)
             finally:
-                if self._sentinel is not None and self._loop is not None:
+                if self._sentinel is not None and self.steps.loop is not None:
                     await asyncio.to_thread(self._end_processes, self._sentinel)
 
     # --- the way of a request -----------------------------------------------------------------------------------
 
-    def _bind(self) -> None:
-        """Binds the agent to the running event loop.
-
-        Raises:
-            DataflowError: none runs, or the agent is bound to another one.
-        """
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError as error:
-            raise DataflowError("reward agent: submit and collect must be called on a running event loop.") from error
-        if self._loop is None:
-            if self._sentinel is not None:
-                self._sentinel.start(loop)
-            self._loop = loop
-            retry, on_bug = self.retry, self.steps.on_bug
-            calls = self._calls = Calls(self._on_abandoned, on_bug, self._sentinel)
-            limiter = self._limiter = Limiter(self.limits, self._start, self._shared, on_bug)
-            self._scorer = Scorer(self._function, calls, limiter, retry, self._hedge_after, self._on_outcome)
-            post, log = self._post_process, getattr(self._reward, "log", None)
-            self._groups = GroupCalls(post, log, calls, limiter, retry.timeout_s, self._frozen, self.steps)
-        if self._loop is not loop:
-            raise DataflowError("reward agent: it lives on another event loop; use one agent a loop.")
+    def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Makes what runs on the agent's event loop."""
+        if self._sentinel is not None:
+            self._sentinel.start(loop)
+        retry, on_bug = self.retry, self.steps.on_bug
+        calls = self._calls = Calls(self._on_abandoned, on_bug, self._sentinel)
+        limiter = self._limiter = Limiter(self.limits, self._start, self._shared, on_bug)
+        self._scorer = Scorer(self._function, calls, limiter, retry, self._hedge_after, self._on_outcome)
+        post, log = self._post_process, getattr(self._reward, "log", None)
+        self._groups = GroupCalls(post, log, calls, limiter, retry.timeout_s, self._frozen, self.steps)
 
     def share_limits(self, queues: QueueFactory) -> None:
         """Shares the limits with other agents; call it before the first submit."""
@@ -363,7 +350,7 @@ class RewardAgent:
 
     def _on_end(self, _state: StepRequests) -> None:
         self._report_soon()
-        if self._loop is not None and not self.steps.closed:
+        if self.steps.loop is not None and not self.steps.closed:
             self._limiter.fill()
 
     def _on_abandoned(self, count: int) -> None:
@@ -376,8 +363,8 @@ class RewardAgent:
 
     def _report_soon(self) -> None:
         """Schedules a report to the metrics, which covers all changes until then."""
-        if self._metrics is not None and self._report_timer is None and self._loop is not None:
-            self._report_timer = self._loop.call_later(self._metrics.every_s, self._report)
+        if self._metrics is not None and self._report_timer is None and self.steps.loop is not None:
+            self._report_timer = self.steps.loop.call_later(self._metrics.every_s, self._report)
 
     def _report(self) -> None:
         if self._report_timer is None or self._metrics is None:

@@ -47,12 +47,32 @@ class Steps:
         self.failures = FailedShare(max_failed_share)
         self.counts: Counter[str] = Counter()
         self.live: dict[Step, StepRequests] = {}
+        self.loop: asyncio.AbstractEventLoop | None = None
         self.closed = False
         self.halted: tuple[str, BaseException | None] | None = None
         self._on_cancel = on_cancel
         self._on_end = on_end
         self._ended: OrderedDict[Step, tuple[type[DataflowError], str, BaseException | None]] = OrderedDict()
         self._reported: dict[str, float] = {}
+
+    def bind(self, start: Callable[[asyncio.AbstractEventLoop], None]) -> None:
+        """Binds the agent to the running event loop.
+
+        Args:
+            start: called with the loop, the first time.
+
+        Raises:
+            DataflowError: no loop runs, or the agent is bound to another one.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError as error:
+            raise DataflowError("reward agent: submit and collect must be called on a running event loop.") from error
+        if self.loop is None:
+            start(loop)
+            self.loop = loop
+        if self.loop is not loop:
+            raise DataflowError("reward agent: it lives on another event loop; use one agent a loop.")
 
     # --- submit -------------------------------------------------------------------------------------------------
 

@@ -82,11 +82,12 @@ class _Panel:
         self.levels = in_flight(trace.marks)
         self.waits = {pool: [*exposed_waits(trace, pool), *waits_after(trace, pool)] for pool in trace.pools}
         self.rows: list[tuple[str, list[list[Span]], float]] = []
+        collects = trace.with_role("collects")
         for resource in trace.resources:
             on = [s for s in spans if s.resource == resource]
             if resource == "reward" and self.levels:
                 # The band shows the requests; of the tasks that wait for them, their ends say enough.
-                on = [s for s in on if s.stage not in trace.with_role("collects")]
+                on = [s for s in on if s.stage not in collects]
             rows = lanes(on)
             if rows or (resource == "reward" and self.levels):
                 height = _HEIGHTS.get(resource, _THIN)

@@ -1,4 +1,4 @@
-"""The queue of samples and pauses over a backend that ends what it is told to, when it is told to."""
+"""The queue of samples and pauses, over a backend whose jobs end when the test ends them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from dataflow.batch import Batch
 from dataflow.cluster.answer import cause, died, fetch, last_words
 from dataflow.cluster.log import Lines, log_lines
 from dataflow.cluster.pickling import pickled
-from dataflow.errors import ConfigError, DataflowError, RewardFailed
+from dataflow.errors import ConfigError, RewardFailed
 from dataflow.rewards.limits.server import Address
 from dataflow.rewards.limits.shared import start_limits
 from dataflow.rewards.records import Latencies
@@ -121,7 +121,6 @@ class RemoteAgent:
         self._latency_s = Latencies()
         self._limit_changes: list[tuple[float, str, int]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, step: Step, samples: Batch, *, extra_groups: int = 0, more: bool = False) -> Ticket:
         """Sends each actor its share of the groups; see ``RewardAgent.submit``."""
@@ -129,7 +128,7 @@ class RemoteAgent:
 
         self.steps.check(step, samples, extra_groups, more)
         sent = needed(samples)
-        self._bind()
+        self.steps.bind(self._open)
         state, _requests, ticket = self.steps.add(step, samples, extra_groups, more)
         # In turn over all chunks of the step, so that small chunks give each actor as many groups as another.
         before, actors = len(state.seen) - len(ticket.groups), len(self._shards)
@@ -142,8 +141,8 @@ class RemoteAgent:
 
     async def collect(self, step: Step, k: int | None = None, order: Order = "arrival", *, last: bool = False) -> Batch:
         """Waits for the next k groups of a step and returns their rewards; see ``RewardAgent.collect``."""
-        if self._loop is not None:
-            self._bind()
+        if self.steps.loop is not None:
+            self.steps.bind(self._open)
         batch = await self.steps.collect(step, k, order, last)
         batch.meta["limits"], self._limit_changes = sorted(self._limit_changes), []
         return batch
@@ -232,24 +231,12 @@ class RemoteAgent:
             if actor is not None and ray.is_initialized():
                 ray.kill(actor)
 
-    def _bind(self) -> None:
-        """Binds the agent to the running event loop.
-
-        Raises:
-            DataflowError: none runs, or the agent is bound to another one.
-        """
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError as error:
-            raise DataflowError("reward agent: submit and collect must be called on a running event loop.") from error
-        if self._loop is None:
-            self._loop = loop
-            for shard in self._shards:
-                self._spawn(self._receive, shard)
-            if self._limits_actor is not None:
-                self._spawn(self._watch_limits)
-        if self._loop is not loop:
-            raise DataflowError("reward agent: it lives on another event loop; use one agent a loop.")
+    def _open(self, _loop: asyncio.AbstractEventLoop) -> None:
+        """Starts the tasks that receive news of the actors."""
+        for shard in self._shards:
+            self._spawn(self._receive, shard)
+        if self._limits_actor is not None:
+            self._spawn(self._watch_limits)
 
     def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *values: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._guarded(work, *values))
