@@ -128,7 +128,7 @@ class RemoteAgent:
 
         self.steps.check(step, samples, extra_groups, more)
         sent = needed(samples)
-        self.steps.bind(self._open)
+        self.steps.bind(self._receive_all)
         state, _requests, ticket = self.steps.add(step, samples, extra_groups, more)
         # In turn over all chunks of the step, so that small chunks give each actor as many groups as another.
         before, actors = len(state.seen) - len(ticket.groups), len(self._shards)
@@ -142,7 +142,7 @@ class RemoteAgent:
     async def collect(self, step: Step, k: int | None = None, order: Order = "arrival", *, last: bool = False) -> Batch:
         """Waits for the next k groups of a step and returns their rewards; see ``RewardAgent.collect``."""
         if self.steps.loop is not None:
-            self.steps.bind(self._open)
+            self.steps.bind(self._receive_all)
         batch = await self.steps.collect(step, k, order, last)
         batch.meta["limits"], self._limit_changes = sorted(self._limit_changes), []
         return batch
@@ -231,7 +231,7 @@ class RemoteAgent:
             if actor is not None and ray.is_initialized():
                 ray.kill(actor)
 
-    def _open(self, _loop: asyncio.AbstractEventLoop) -> None:
+    def _receive_all(self, _loop: asyncio.AbstractEventLoop) -> None:
         """Starts the tasks that receive news of the actors."""
         for shard in self._shards:
             self._spawn(self._receive, shard)
