@@ -125,9 +125,9 @@ class Pipeline:
                 raise PipelineError(
                     f"stage '{s.name}' is after '{name}', which is no stage{nearest(name, self.by_name) or '.'}"
                 )
-        if missing := s.missing_tools():
+        if missing := s.unbound():
             raise PipelineError(
-                f"stage '{s.name}' needs a tool '{missing[0]}'; bind it: {s.name}.bind({missing[0]}=...)."
+                f"stage '{s.name}' needs service or option '{missing[0]}'; bind it: {s.name}.bind({missing[0]}=...)."
             )
         if s.every is not None and s.every < 1:
             raise PipelineError(f"stage '{s.name}': every={s.every}; give 1 or more.")

@@ -185,7 +185,7 @@ def _check_stages(pipeline: Pipeline, policy: SchedulingPolicy) -> None:
             split_stages.add(s.name)
         elif any(name in split_stages or name in gathered for name in sources):
             gathered[s.name] = s.name
-        if policy.split > 1 and s.grain == "part" and s.whole_batch and (why := s.whole_batch(s.tools)):
+        if policy.split > 1 and s.grain == "part" and s.whole_batch and (why := s.whole_batch(s.services)):
             raise PipelineError(
                 f"stage '{s.name}' needs the whole batch ({why}), but the policy splits it in {policy.split} parts; "
                 "use baseline, off-policy or another estimator."

@@ -60,7 +60,7 @@ class TaskInfo:
     max_staleness: int = 0
     emits: int = 1
     """Chunks that a streaming stage must emit while it runs; 1 for none before its end."""
-    handed: Mapping[int, Any] = field(default_factory=dict)
+    emitted: Mapping[int, Any] = field(default_factory=dict)
     """Chunks that it emitted before its process died and it was restarted, by number."""
     on_emit: Callable[[int, tuple[Any, ...]], None] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -160,7 +160,8 @@ class Stage:
     streams: bool = False
     after: tuple[str, ...] = ()
     every: int | None = None
-    tools: Mapping[str, Any] = field(default_factory=dict)
+    services: Mapping[str, Any] = field(default_factory=dict)
+    """Services and options bound to its keyword parameters, by parameter."""
     accepts: tuple[str, ...] = ()
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None
     imports: tuple[str, ...] = ()
@@ -183,7 +184,7 @@ class Stage:
         every: int | None = None,
         after: Sequence[str] | None = None,
         renamed: Mapping[str, str] | None = None,
-        **tools: Any,
+        **services: Any,
     ) -> Stage:
         """Returns the stage with services and options bound to its keyword parameters.
 
@@ -193,15 +194,15 @@ class Stage:
             every: run only on every k-th step, and on the last.
             after: stages that must finish first although no data passes.
             renamed: new names of fields it reads or writes, by old name.
-            **tools: engines, agents, options.
+            **services: engines, agents and options, by parameter.
 
         Raises:
             PipelineError: the function has no such keyword parameter.
         """
-        for tool in tools:
-            if tool not in self.accepts:
+        for service in services:
+            if service not in self.accepts:
                 raise PipelineError(
-                    f"stage '{self.name}' takes no tool '{tool}'{nearest(tool, self.accepts)}"
+                    f"stage '{self.name}' takes no service or option '{service}'{nearest(service, self.accepts)}"
                     f" (it takes {', '.join(self.accepts) or 'none'})."
                 )
         other = dict(renamed or {})
@@ -213,7 +214,7 @@ class Stage:
             after=self.after if after is None else tuple(after),
             reads=tuple(Read(other.get(r.field, r.field), r.lag) for r in self.reads),
             writes=tuple(other.get(w, w) for w in self.writes),
-            tools={**self.tools, **tools},
+            services={**self.services, **services},
         )
 
     def also_reads(self, name: str, lag: Lag = "none") -> Stage:
@@ -223,11 +224,11 @@ class Stage:
     @property
     def host(self) -> Hosted | None:
         """The process that its function runs in, if one of its services is hosted."""
-        hosts = [tool for tool in self.tools.values() if isinstance(tool, Hosted)]
+        hosts = [service for service in self.services.values() if isinstance(service, Hosted)]
         if len({h.name for h in hosts}) > 1:
             raise PipelineError(
-                f"stage '{self.name}' uses tools of two processes ({', '.join(h.name for h in hosts)}); "
-                "split it in two stages and pass a value between them."
+                f"stage '{self.name}' uses services of two processes ({', '.join(h.name for h in hosts)}); "
+                "split it in two, with a field between them."
             )
         return hosts[0] if hosts else None
 
@@ -236,13 +237,13 @@ class Stage:
         for module in self.imports:
             importlib.import_module(module)
 
-    def missing_tools(self) -> list[str]:
+    def unbound(self) -> list[str]:
         """Returns the required keyword parameters that are not bound."""
         parameters = inspect.signature(self.fn).parameters
         return [
             name
             for name in self.accepts
-            if name not in self.tools and parameters[name].default is inspect.Parameter.empty
+            if name not in self.services and parameters[name].default is inspect.Parameter.empty
         ]
 
 
@@ -314,13 +315,13 @@ def stage(
                 f"stage '{fn.__name__}' runs once a {grain}, so it cannot stream; let it run once a step."
             )
         reads: list[Read] = []
-        tools: list[str] = []
+        services: list[str] = []
         # A function's closure lacks names of the enclosing function that only its annotations use.
         around = sys._getframe(1).f_locals
         for name, parameter in inspect.signature(fn).parameters.items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 if name != "task":
-                    tools.append(name)
+                    services.append(name)
             elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
                 reads.append(Read(name, _lag(fn, parameter, around)))
             else:
@@ -336,7 +337,7 @@ def stage(
             streams=streams,
             after=tuple(after),
             every=every,
-            accepts=tuple(tools),
+            accepts=tuple(services),
             whole_batch=whole_batch,
             imports=tuple(imports),
             replays=replays,

@@ -41,7 +41,7 @@ def test_a_stage_is_a_plain_function_with_named_fields():
     assert f.reads == (Read("one"), Read("two", "carried"), Read("three", "latest"))
     assert (f.name, f.writes, f.on, f.after, f.every, f.grain) == ("f", ("a", "b"), "gpu", ("x",), 2, "step")
     assert f.accepts == ("tool",)
-    assert f.missing_tools() == ["tool"]
+    assert f.unbound() == ["tool"]
 
 
 def test_bind_renames_and_leaves_the_stage_as_it_was():
@@ -49,7 +49,7 @@ def test_bind_renames_and_leaves_the_stage_as_it_was():
     assert (other.name, other.on, other.every, other.writes) == ("val_rollout", "io", 5, ("val_responses",))
     assert other.reads == (Read("val"), Read("weights", "carried"))
     assert rollout.name == "rollout"
-    assert scale.bind(factor=2).tools == {"factor": 2}
+    assert scale.bind(factor=2).services == {"factor": 2}
 
 
 def test_edges_come_from_names():
@@ -67,7 +67,7 @@ def test_edges_come_from_names():
 
 def test_explain_says_what_feeds_what():
     text = grpo_pipeline(val_every=3).explain()
-    assert "reads  weights from sync_weights (of 1 + max_staleness steps before)" in text
+    assert "reads  weights_version from sync_weights (of 1 + max_staleness steps before)" in text
     assert "reads  actor from actor_update (of the step before)" in text
     assert "reads  prompts input" in text
     assert "on gpu, once a mini-batch" in text
@@ -79,7 +79,7 @@ def test_stages_chart_gives_mermaid():
     assert lines[0] == "flowchart LR"
     assert "    prompts --> rollout" in lines
     assert "    rollout -->|responses| old_log_prob" in lines
-    assert "    sync_weights -.->|weights| rollout" in lines
+    assert "    sync_weights -.->|weights_version| rollout" in lines
 
 
 def plain(name: str, **options):
@@ -179,16 +179,19 @@ WRONG = {
     ),
     "missing tool": (
         build(*GRPO, scale),
-        "stage 'scale' needs a tool 'factor'; bind it: scale.bind(factor=...).",
+        "stage 'scale' needs service or option 'factor'; bind it: scale.bind(factor=...).",
     ),
     "unknown tool": (
         lambda: scale.bind(facto=2),
-        "stage 'scale' takes no tool 'facto'; did you mean 'factor'? (it takes factor, offset).",
+        "stage 'scale' takes no service or option 'facto'; did you mean 'factor'? (it takes factor, offset).",
     ),
-    "no tools at all": (lambda: rollout.bind(x=1), "stage 'rollout' takes no tool 'x' (it takes none)."),
+    "neither service nor option": (
+        lambda: rollout.bind(x=1),
+        "stage 'rollout' takes no service or option 'x' (it takes none).",
+    ),
     "two processes": (
         lambda: Pipeline([*GRPO, scale.bind(factor=Hosted("one", dict), offset=Hosted("two", dict))], ["prompts"]),
-        "stage 'scale' uses tools of two processes (one, two); split it in two stages and pass a value between them.",
+        "stage 'scale' uses services of two processes (one, two); split it in two, with a field between them.",
     ),
     "after nothing": (
         build(*GRPO, plain("mine", writes="m", on="io", after=["rolout"])),
@@ -217,7 +220,7 @@ def test_what_is_wrong_is_one_exact_sentence(case):
 def test_a_subset_turns_what_others_wrote_into_inputs():
     part = grpo_pipeline(val_every=3).subset(["val_rollout", "val_score"])
     assert [s.name for s in part.stages] == ["val_rollout", "val_score"]
-    assert part.inputs == ("prompts", "weights")
+    assert part.inputs == ("prompts", "weights_version")
     assert all(s.every is None for s in part.stages)
 
 

@@ -178,7 +178,7 @@ def test_grpo_expands_to_the_parts_and_versions_of_its_policy(staleness, mini_ba
     for step in range(1, 10):
         version = max(0, step - 1 - staleness)
         read = task(graph, step, "rollout").inputs[1]
-        assert read.field == "weights"
+        assert read.field == "weights_version"
         assert read.state
         assert read.sources == ((TaskId(version, "sync_weights"),) if version else ())
         updates = [t for t in graph.unroll(step) if t.stage.name == "actor_update"]
@@ -196,10 +196,10 @@ def test_what_reads_the_parts_once_a_step_works_on_their_groups(split):
     def scale(rewards, prompts, held_out): ...
 
     @stage(writes="report", on="io")
-    def report(scaled, responses, weights, val_responses): ...
+    def report(scaled, responses, weights_version, val_responses): ...
 
     @stage(writes="val_responses", on="gpu")
-    def validate(held_out, weights): ...
+    def validate(held_out, weights_version): ...
 
     @stage(on="io")
     def late(responses): ...

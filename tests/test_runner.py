@@ -110,7 +110,7 @@ def test_versions_are_exact_under_any_order_of_rewards(drawn, seed, gpus):
         version = max(0, step - 1 - policy.max_staleness)
         assert version >= step - 1 - policy.max_staleness
         sync = (TaskId(version, "sync_weights"),) if version else ()
-        assert seen[TaskId(step, "rollout")].fields["weights"] == sync
+        assert seen[TaskId(step, "rollout")].fields["weights_version"] == sync
         last = TaskId(step - 1, "actor_update", mini_batches - 1, mini_batches)
         before = (last,) if step > 1 else ()
         assert seen[TaskId(step, "old_log_prob")].fields["actor"] == before
@@ -118,7 +118,7 @@ def test_versions_are_exact_under_any_order_of_rewards(drawn, seed, gpus):
         assert seen[TaskId(step, "gather_weights")].fields["actor"] == (last._replace(step=step),)
         validation = seen.get(TaskId(step, "val_rollout"))
         assert (validation is not None) == (step in (3, 6, 8))
-        assert validation is None or validation.fields["weights"] == (TaskId(step, "sync_weights"),)
+        assert validation is None or validation.fields["weights_version"] == (TaskId(step, "sync_weights"),)
 
 
 @QUICK

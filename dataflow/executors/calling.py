@@ -149,7 +149,7 @@ def prepare(
     stage: Stage,
     call: StageCall,
     values: Sequence[Any],
-    tools: Mapping[str, Any],
+    services: Mapping[str, Any],
     on_emit: Callable[[int, tuple[Any, ...]], None] | None = None,
 ) -> tuple[list[Any], dict[str, Any], TaskInfo]:
     """Returns arguments, keyword arguments and the info object for one call of a stage function.
@@ -158,7 +158,7 @@ def prepare(
         stage: the stage to call.
         call: the call as it arrived.
         values: of the fields, then of the chunks that the task has emitted already.
-        tools: services in this process, by parameter name.
+        services: services in this process, by parameter name.
         on_emit: called with the number of each chunk that the function emits, and a value per field.
     """
     wide = len(stage.writes)
@@ -167,8 +167,8 @@ def prepare(
         number: old[at * wide] if wide == 1 else tuple(old[at * wide : (at + 1) * wide])
         for at, number in enumerate(call.emitted)
     }
-    info = replace(call.info, metrics={}, marks=[], facts={}, handed=emitted, on_emit=on_emit)
-    keywords = {name: tools.get(name, tool) for name, tool in stage.tools.items()}
+    info = replace(call.info, metrics={}, marks=[], facts={}, emitted=emitted, on_emit=on_emit)
+    keywords = {name: services.get(name, service) for name, service in stage.services.items()}
     if "task" in inspect.signature(stage.fn).parameters:
         keywords["task"] = info
     return fields_of(call, values), keywords, info

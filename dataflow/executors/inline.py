@@ -76,7 +76,11 @@ class InlineExecutor:
 
     def _bound(self, stage: Stage) -> dict[str, Any]:
         host = stage.host
-        return {name: self._services[host.name] for name, tool in stage.tools.items() if tool is host} if host else {}
+        return (
+            {name: self._services[host.name] for name, service in stage.services.items() if service is host}
+            if host
+            else {}
+        )
 
     def _prepare(
         self, task: Task, call: StageCall, values: Sequence[Any]
@@ -86,7 +90,7 @@ class InlineExecutor:
 
         streams = emit if task.emits > 1 else None
         arguments, keywords, info = prepare(task.stage, call, values, self._bound(task.stage), streams)
-        info.handed = own_copy(info.handed)
+        info.emitted = own_copy(info.emitted)
         return own_copy(arguments), keywords, info
 
     def _compute(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:

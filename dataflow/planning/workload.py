@@ -262,7 +262,7 @@ class Workload:
 
 
 @stage(writes="responses", on="gpu", role="samples", streams=True)
-def rollout(prompts: object, weights: Carried) -> None: ...
+def rollout(prompts: object, weights_version: Carried) -> None: ...
 
 
 @stage(writes="reward_ticket", on="controller", role="requests", per_chunk=True)
@@ -289,12 +289,12 @@ def advantage(responses: object, rewards: object) -> None: ...
 def actor_update(responses: object, old_log_probs: object, advantages: object, actor: Latest) -> None: ...
 
 
-@stage(writes="weights", on="gpu", role="syncs")
+@stage(writes="weights_version", on="gpu", role="syncs")
 def sync_weights(actor: object) -> None: ...
 
 
 @stage(writes="val_responses", on="gpu", role="validates")
-def val_rollout(weights: object) -> None: ...
+def val_rollout(weights_version: object) -> None: ...
 
 
 @stage(writes="val_scores", on="reward", role="validates")

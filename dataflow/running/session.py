@@ -311,7 +311,7 @@ class Session:
         pipeline = self.graph.pipeline.subset(s.name for s in self.graph.pipeline.with_role("validates"))
         await executor.open(pipeline)
         graph = expand(pipeline, SchedulingPolicy(), steps=0, first=0)
-        inputs: Mapping[str, Callable[[int], Any]] = {**self.inputs, "weights": lambda step: 0}
+        inputs: Mapping[str, Callable[[int], Any]] = {**self.inputs, "weights_version": lambda step: 0}
         await Runner(graph, executor, inputs=inputs, trace=self._before, on_step=self._on_step).run()
 
     def _on_step(self, step: int, metrics: dict[str, float]) -> None:

@@ -65,9 +65,9 @@ def check_estimator(name: str) -> None:
         raise ConfigError(f"algorithm.adv_estimator: no estimator '{name}'{guess}")
 
 
-def needs_whole_batch(tools: Mapping[str, Any]) -> str | None:
+def needs_whole_batch(services: Mapping[str, Any]) -> str | None:
     """Returns why the estimator that is bound needs all groups of a step at once, or None if it does not."""
-    algorithm = tools.get("algorithm")
+    algorithm = services.get("algorithm")
     name = getattr(algorithm, "adv_estimator", None)
     return f"adv_estimator '{name}' {WHOLE_BATCH[name]}" if name in WHOLE_BATCH else None
 

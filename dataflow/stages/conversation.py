@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dataflow.batch import Batch
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @stage(writes="responses", on="gpu", role="samples", streams=True)
 async def conversation(
     prompts: Batch,
-    weights: Carried,
+    weights_version: Annotated[int | None, Carried],
     *,
     engine: RolloutEngine,
     sampling: Sampling,
@@ -46,7 +46,7 @@ async def conversation(
     Args:
         prompts: a row per prompt: ``prompt_ids``, ``raw_prompt`` (chat messages), ``extra_info`` (with what each tool
             is to be told of this sample in ``tools_kwargs``) and what the reward needs.
-        weights: version of the weights that the engine was last given; None before the first sync.
+        weights_version: of the weights that the engine must hold; None before the first sync.
         engine: holds the weights. It takes prompts of ``max_prompt_length + max_response_tokens``.
         sampling: how to draw a turn; ``max_tokens`` is the longest one.
         tools: that the model may call.
@@ -68,7 +68,7 @@ async def conversation(
         DataError: ``tools_kwargs`` that do not fit the tools, or a prompt that is too long.
         ModelError: the chat template cannot frame a tool's answer.
     """
-    check_version(engine, weights, task)
+    check_version(engine, weights_version, task)
     tools.check_template()
     described = tools.described(prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)
@@ -90,7 +90,7 @@ async def conversation(
 @stage(writes="val_responses", on="gpu", role="validates")
 async def val_conversation(
     val_prompts: Batch,
-    weights: Any,
+    weights_version: int | None,
     *,
     engine: RolloutEngine,
     sampling: Sampling,
@@ -103,7 +103,7 @@ async def val_conversation(
     task: TaskInfo,
 ) -> Batch:
     """Answers the held-out prompts with the weights of this step, tools at hand; see :func:`conversation`."""
-    check_version(engine, weights, task)
+    check_version(engine, weights_version, task)
     tools.check_template()
     described = tools.described(val_prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)

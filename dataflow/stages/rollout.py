@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from dataflow.batch import Batch
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
@@ -23,7 +23,7 @@ VALIDATION_SEED = 1 << 40
 @stage(writes="responses", on="gpu", role="samples", streams=True)
 async def rollout(
     prompts: Batch,
-    weights: Carried,
+    weights_version: Annotated[int | None, Carried],
     *,
     engine: RolloutEngine,
     sampling: Sampling,
@@ -35,7 +35,7 @@ async def rollout(
 
     Args:
         prompts: a row per prompt (``prompt_ids`` and what the reward needs).
-        weights: version of the weights that the engine was last given; None before the first sync.
+        weights_version: of the weights that the engine must hold; None before the first sync.
         engine: holds the weights.
         sampling: how to draw.
         seed: of the run; a sample's own stream follows from it, the step, the group and its place in the group.
@@ -48,7 +48,7 @@ async def rollout(
     Raises:
         RunError: the engine holds another version than the graph says.
     """
-    check_version(engine, weights, task)
+    check_version(engine, weights_version, task)
     left = not_emitted(prompts, task)
     samples = engine.generate(left, sampling, seed=(seed << 20) + task.step)
     responses = await emit_batches(prompts, samples, engine, sampling.n, sampling.max_tokens, task, sleeps)
@@ -60,7 +60,7 @@ async def rollout(
 @stage(writes="val_responses", on="gpu", role="validates")
 async def val_rollout(
     val_prompts: Batch,
-    weights: Any,
+    weights_version: int | None,
     *,
     engine: RolloutEngine,
     sampling: Sampling,
@@ -69,17 +69,17 @@ async def val_rollout(
     task: TaskInfo,
 ) -> Batch:
     """Answers the held-out prompts with the weights of this step."""
-    check_version(engine, weights, task)
+    check_version(engine, weights_version, task)
     samples = engine.generate(val_prompts, sampling, seed=VALIDATION_SEED + seed)
     return await emit_batches(val_prompts, samples, engine, sampling.n, sampling.max_tokens, task, sleeps)
 
 
-def check_version(engine: RolloutEngine, weights: Any, task: TaskInfo) -> None:
+def check_version(engine: RolloutEngine, weights_version: int | None, task: TaskInfo) -> None:
     """Fails unless the engine holds the weights that the graph says it does."""
-    if engine.version != (weights or 0):
+    if engine.version != (weights_version or 0):
         raise RunError(
             f"{task.stage}[{task.step}]: the engine holds weights version {engine.version}, "
-            f"the graph says {weights or 0}; a sync was lost or came too early."
+            f"the graph says {weights_version or 0}; a sync was lost or came too early."
         )
 
 
@@ -99,7 +99,7 @@ def length_metrics(responses: Batch) -> dict[str, float]:
 
 def not_emitted(prompts: Batch, task: TaskInfo) -> Batch:
     """Returns the prompts whose responses the task has not emitted yet."""
-    done = {group for batch in task.handed.values() for group in batch.ids}
+    done = {group for batch in task.emitted.values() for group in batch.ids}
     return prompts.select([group for group in prompts.ids if group not in done])
 
 
@@ -123,7 +123,7 @@ async def emit_batches(
         task: what it emits, and has emitted.
         sleeps: whether the engine sleeps before and after.
     """
-    done: dict[int, Batch] = dict(task.handed)
+    done: dict[int, Batch] = dict(task.emitted)
     chunks = Chunks(not_emitted(prompts, task).ids, n, task)
     async with _awake(engine, sleeps), _closing(samples) as coming:
         async for sample in coming:
@@ -166,7 +166,7 @@ class Chunks:
     """
 
     def __init__(self, groups: Sequence[int], n: int, task: TaskInfo) -> None:
-        numbers = [number for number in range(task.emits) if number not in task.handed]
+        numbers = [number for number in range(task.emits) if number not in task.emitted]
         bounds = [len(groups) * at // len(numbers) for at in range(len(numbers) + 1)] if numbers else []
         self._sizes = {number: bounds[at + 1] - bounds[at] for at, number in enumerate(numbers)}
         self._chunk_of = (

@@ -14,7 +14,7 @@ def gather_weights(actor: Any, *, trainer: Trainer) -> dict[str, Any]:
     return trainer.weights()
 
 
-@stage(writes="weights", on="gpu", role="syncs", replays=True)
+@stage(writes="weights_version", on="gpu", role="syncs", replays=True)
 async def sync_weights(actor_weights: dict[str, Any], *, engine: RolloutEngine, task: TaskInfo) -> int:
     """Loads the weights into the rollout engine; returns their version, which is the step that made them."""
     await engine.sync(actor_weights, task.step)

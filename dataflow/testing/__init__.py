@@ -49,9 +49,9 @@ SECONDS = {
 
 
 @stage(writes="responses", on="gpu", role="samples", streams=True)
-def rollout(prompts: Any, weights: Carried) -> Any:
+def rollout(prompts: Any, weights_version: Carried) -> Any:
     """Returns the version that it sampled from."""
-    return weights or 0
+    return weights_version or 0
 
 
 @stage(writes="ticket", on="controller", role="requests", per_chunk=True)
@@ -88,16 +88,16 @@ def gather_weights(actor: Any) -> Any:
     return actor
 
 
-@stage(writes="weights", on="gpu", role="syncs")
+@stage(writes="weights_version", on="gpu", role="syncs")
 def sync_weights(actor_weights: Any) -> Any:
     """Returns its input."""
     return actor_weights
 
 
 @stage(writes="val_responses", on="gpu", role="validates")
-def val_rollout(prompts: Any, weights: Any) -> Any:
+def val_rollout(prompts: Any, weights_version: Any) -> Any:
     """Returns the version that its own step synced."""
-    return weights
+    return weights_version
 
 
 @stage(writes="accuracy", on="reward", role="validates")

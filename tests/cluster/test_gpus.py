@@ -66,7 +66,7 @@ def shares(gpus_per_worker: float, ranks: int, **more: object) -> dict[str, Host
         {"ray": {"gpus_per_worker": gpus_per_worker}, "trainer": {"world_size": ranks}, "model": {"path": "x"}, **more}
     )
     hosts = gsm8k_grpo.pipeline(config).hosts()
-    assert isinstance(gsm8k_grpo.pipeline(config).by_name["rollout"].tools["sampling"], Sampling)
+    assert isinstance(gsm8k_grpo.pipeline(config).by_name["rollout"].services["sampling"], Sampling)
     return hosts
 
 

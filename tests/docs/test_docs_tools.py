@@ -75,7 +75,7 @@ def test_commands_build_a_pipeline(words: list[str], monkeypatch: pytest.MonkeyP
     module = load_pipeline_file(words[2])
     config = parse_overrides(module.Config, words[3:])
     stages = module.pipeline(config).by_name
-    assert stages["rollout"].tools["tools"].reader.parse("nothing") == []
+    assert stages["rollout"].services["tools"].reader.parse("nothing") == []
 
 
 def test_the_table_of_options() -> None:

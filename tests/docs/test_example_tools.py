@@ -46,7 +46,7 @@ def bound(example: ModuleType, model: Path, *words: str) -> tuple[Any, dict[str,
     config = parse_overrides(example.Config, [f"model.path={model}", *words])
     stage = example.pipeline(config).by_name["rollout"]
     assert stage.fn is conversation.fn
-    tools = dict(stage.tools)
+    tools = dict(stage.services)
     return tools.pop("engine"), tools
 
 
@@ -67,8 +67,8 @@ def test_the_pipeline_is_that_of_single_responses_with_conversations(example: Mo
     hosts = made.hosts()
     assert hosts["trainer"].options["response_length"] == 96
     assert hosts["rollout"].options["max_prompt_length"] == config.data.max_prompt_length + 96
-    assert made.by_name["rollout"].tools["sampling"].max_tokens == 40
-    assert made.by_name["val_rollout"].tools["sampling"].max_tokens == 40
+    assert made.by_name["rollout"].services["sampling"].max_tokens == 40
+    assert made.by_name["val_rollout"].services["sampling"].max_tokens == 40
     assert config.engine.max_tokens == 40
 
 

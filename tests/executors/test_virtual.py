@@ -37,7 +37,9 @@ def test_a_set_is_there_when_its_last_group_has_ended(spare: int) -> None:
 
 
 def test_costs_of_a_stage_without_seconds_say_how_to_give_them() -> None:
-    graph = expand(Pipeline([rollout.bind(name="rollouts")], inputs=["prompts", "weights"]), SchedulingPolicy(), 1)
+    graph = expand(
+        Pipeline([rollout.bind(name="rollouts")], inputs=["prompts", "weights_version"]), SchedulingPolicy(), 1
+    )
     with pytest.raises(DataflowError, match=r"no seconds for stage 'rollouts'; did you mean 'rollout'\?; give"):
         simulate(graph, SteadyCosts())
 

@@ -31,7 +31,7 @@ def test_the_engine_sleeps_where_the_trainer_needs_its_gpu(gpus: float, placemen
     config = RunConfig.model_validate({"ray": {"gpus_per_worker": gpus}, "placement": placement})
     for offered in ([], ["calculator"]):
         config.tools.names = offered
-        assert [each.tools["sleeps"] for each in rollout_stages(config)] == [bool(sleeps)] * 2
+        assert [each.services["sleeps"] for each in rollout_stages(config)] == [bool(sleeps)] * 2
 
 
 @pytest.mark.heavy

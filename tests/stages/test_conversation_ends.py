@@ -235,7 +235,7 @@ def test_what_was_handed_on_is_not_said_again(tiny_qwen: Path, tokenizer: Any) -
     prompts = prompts_of(tokenizer, 4)
     before = converse(ScriptedRollout(tokenizer, by_turn("a")), toolbox(tiny_qwen), prompts)
     engine = ScriptedRollout(tokenizer, by_turn(CALLED, ANSWERED))
-    task = TaskInfo(step=1, emits=2, handed={0: before.select([1, 2])}, on_emit=lambda *_: None)
+    task = TaskInfo(step=1, emits=2, emitted={0: before.select([1, 2])}, on_emit=lambda *_: None)
     batch = converse(engine, toolbox(tiny_qwen), prompts, task=task)
     assert {group for group, _index, _turn in engine.asked} == {0, 3}
     assert batch["turns"].tolist() == [2, 1, 1, 2]

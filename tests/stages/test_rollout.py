@@ -23,10 +23,12 @@ def prompts(groups: int) -> Batch:
     return Batch(range(groups), {"prompt_ids": [[1]] * groups})
 
 
-def run(stage: Any, groups: int, engine: Any, task: TaskInfo, weights: Any = None, n: int = 2) -> Batch:
+def run(stage: Any, groups: int, engine: Any, task: TaskInfo, weights_version: Any = None, n: int = 2) -> Batch:
     async def body() -> Batch:
         async with asyncio.timeout(30):
-            found = await stage(prompts(groups), weights, engine=engine, sampling=Sampling(n=n), seed=5, task=task)
+            found = await stage(
+                prompts(groups), weights_version, engine=engine, sampling=Sampling(n=n), seed=5, task=task
+            )
             return Batch(found.groups, found.columns, found.meta)
 
     return asyncio.run(body())
@@ -63,32 +65,32 @@ def test_sets_hold_each_group_once_and_whole(groups: int, n: int, emits: int, or
 
 
 def test_all_samples_come_back_in_order_of_the_groups_whatever_ended_first() -> None:
-    handed: dict[int, Batch] = {}
-    task = TaskInfo(3, "rollout", emits=4, on_emit=lambda number, values: handed.update({number: values[0]}))
-    found = run(rollout, 8, FakeRollout(seed=1, version=2), task, weights=2)
-    whole = run(rollout, 8, FakeRollout(seed=2, version=2), TaskInfo(3, "rollout"), weights=2)
+    emitted: dict[int, Batch] = {}
+    task = TaskInfo(3, "rollout", emits=4, on_emit=lambda number, values: emitted.update({number: values[0]}))
+    found = run(rollout, 8, FakeRollout(seed=1, version=2), task, weights_version=2)
+    whole = run(rollout, 8, FakeRollout(seed=2, version=2), TaskInfo(3, "rollout"), weights_version=2)
     assert found.groups.tolist() == whole.groups.tolist() == [g for g in range(8) for _ in range(2)]
     assert found["response_text"].tolist() == whole["response_text"].tolist()
-    assert sorted(handed) == [0, 1, 2, 3]
-    assert [len(batch.ids) for batch in handed.values()] == [2, 2, 2, 2]
-    assert handed[0].ids != (0, 1), "those that end first"
+    assert sorted(emitted) == [0, 1, 2, 3]
+    assert [len(batch.ids) for batch in emitted.values()] == [2, 2, 2, 2]
+    assert emitted[0].ids != (0, 1), "those that end first"
     assert task.metrics == {"staleness/rollout": 0.0}
     assert found.meta["weights_version"] == 2
 
 
 def test_started_anew_it_samples_only_what_was_not_handed_on() -> None:
     engine = FakeRollout(seed=1)
-    handed: dict[int, Batch] = {}
-    first = TaskInfo(1, "rollout", emits=4, on_emit=lambda number, values: handed.update({number: values[0]}))
+    emitted: dict[int, Batch] = {}
+    first = TaskInfo(1, "rollout", emits=4, on_emit=lambda number, values: emitted.update({number: values[0]}))
     whole = run(rollout, 8, engine, first)
-    kept = {number: handed[number] for number in (0, 2)}
-    handed.clear()
-    again = TaskInfo(1, "rollout", emits=4, handed=kept, on_emit=first.on_emit)
+    kept = {number: emitted[number] for number in (0, 2)}
+    emitted.clear()
+    again = TaskInfo(1, "rollout", emits=4, emitted=kept, on_emit=first.on_emit)
     engine = FakeRollout(seed=9)
     found = run(rollout, 8, engine, again)
     done = {group for batch in kept.values() for group in batch.ids}
     assert engine.asked[0][1] == tuple(group for group in range(8) if group not in done)
-    assert sorted(handed) == [1, 3]
+    assert sorted(emitted) == [1, 3]
     assert found["response_text"].tolist() == whole["response_text"].tolist()
     assert found.groups.tolist() == whole.groups.tolist()
 
@@ -106,7 +108,7 @@ def test_the_seed_is_of_run_and_step_and_validation_has_its_own() -> None:
 @pytest.mark.parametrize("stage", [rollout, val_rollout])
 def test_another_version_of_the_weights_ends_the_run(stage: Any) -> None:
     with pytest.raises(RunError, match=r"\[2\]: the engine holds weights version 3, the graph says 1"):
-        run(stage, 2, FakeRollout(version=3), TaskInfo(2, stage.name), weights=1)
+        run(stage, 2, FakeRollout(version=3), TaskInfo(2, stage.name), weights_version=1)
 
 
 @pytest.mark.parametrize("stage", [rollout, val_rollout])

@@ -88,7 +88,7 @@ def test_an_update_trains_on_all_columns_and_logs():
         task = info(3, part, max_staleness=1)
         batch = samples(*groups, version=1)
         more = batch.like(old_log_probs=[0.0] * 4), batch.like(advantages=[0.0] * 4)
-        actor = stage(batch, *more, actor, task=task, **stage.tools)
+        actor = stage(batch, *more, actor, task=task, **stage.services)
         assert task.metrics == {"actor/pg_loss": 0.5, "staleness/mean": 1.0, "staleness/max": 1.0}
     assert actor == Trained(3, frozenset(range(4)))
     names = ("advantages", "old_log_probs", "score")
@@ -99,9 +99,9 @@ def test_what_was_trained_goes_with_the_actor_whatever_the_stage():
     trainer = Trainer()
     batch = samples(0, 1, version=0)
     first, second = (kind.bind(trainer=trainer, groups=4) for kind in (actor_update, actor_update.bind(name="other")))
-    actor = first(batch, batch, batch, None, task=info(), **first.tools)
+    actor = first(batch, batch, batch, None, task=info(), **first.services)
     with pytest.raises(RunError, match="trained twice"):
-        second(batch, batch, batch, actor, task=info(part=1), **second.tools)
+        second(batch, batch, batch, actor, task=info(part=1), **second.services)
     assert len(trainer.calls) == 1
 
 
@@ -115,7 +115,7 @@ def test_dropped_samples_train_with_an_empty_mask_and_skipped_updates_add_up():
         batch = batch.merge(batch.like(response_mask=torch.ones(4, dtype=torch.long)))
         task = info(1, part, parts=3)
         advantages = batch.like(response_mask=torch.tensor(mask))
-        actor = stage(batch, batch, advantages, actor, task=task, **stage.tools)
+        actor = stage(batch, batch, advantages, actor, task=task, **stage.services)
         told.append(task.metrics["actor/skipped_updates"])
     assert trainer.masks == masks
     assert [last for _, _, last in trainer.calls] == [False, False, True]
@@ -132,5 +132,5 @@ def test_the_reference_is_read_only_where_it_is_used():
     batch = samples(0, 1, version=0)
     reference = batch.like(ref_log_prob=[0.0] * 4)
     run = with_reference.bind(trainer=trainer, groups=2)
-    run(batch, batch, reference, batch, None, task=info(parts=1), **run.tools)
+    run(batch, batch, reference, batch, None, task=info(parts=1), **run.services)
     assert "ref_log_prob" in trainer.calls[0][1]

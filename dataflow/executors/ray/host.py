@@ -105,7 +105,7 @@ class Host:
         self, call: StageCall, values: Sequence[Any], on_emit: Callable[[int, tuple[Any, ...]], None] | None = None
     ) -> tuple[Stage, list[Any], dict[str, Any], TaskInfo]:
         stage = self.stages[call.stage]
-        bound = {n: self.service for n, t in stage.tools.items() if isinstance(t, Hosted) and t.name == self.name}
+        bound = {n: self.service for n, s in stage.services.items() if isinstance(s, Hosted) and s.name == self.name}
         return (stage, *prepare(stage, call, values, bound, on_emit))
 
 
