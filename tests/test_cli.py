@@ -102,7 +102,7 @@ def test_files_that_are_no_pipeline_or_run(capsys: pytest.CaptureFixture[str], t
 def test_show_prints_the_stages_and_the_unrolled_graph(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["show", PIPELINE, "policy=both", "steps=2"]) == 0
     out = capsys.readouterr().out
-    assert "weights from sync_weights (of 1 + max_staleness steps before)" in out
+    assert "weights_version from sync_weights (of 1 + max_staleness steps before)" in out
     assert "rollout[2]           gpu         at once" in out
     assert main(["show", PIPELINE, "policy=baseline", "steps=2", "--json", "val.every=0"]) == 0
     graph = json.loads(capsys.readouterr().out)

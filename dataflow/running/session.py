@@ -213,7 +213,7 @@ class Session:
                     await self._evaluate(executor)
             # Both executors' clocks are unix time, by which the trace can be laid over others.
             trace.meta["started"] = executor.now()
-            writer.say(trace.meta)
+            writer.describe(trace.meta)
             runner = Runner(
                 graph,
                 executor,

@@ -1,10 +1,10 @@
 """Advantages: verl's estimators over whole groups, from one score per response.
 
-A sample whose reward failed and was not kept has no part in its group's baseline, and an empty ``response_mask``
-from here on, so that it trains nothing. Rows and groups stay as many as they were.
+A sample whose reward failed and was not kept is left out of its group's baseline and gets a ``response_mask`` of zeros,
+so that it trains nothing. The number of rows and groups stays the same.
 
-Where verl differs: a group whose scores are all equal gets advantages of exactly 0 here. In verl it gets what float32
-leaves of the scores less their mean, over a standard deviation that is as small: up to 0.9 for eight scores of 100.1.
+Difference from verl: a group of equal scores gets advantages of exactly 0 here. In verl, the rounding errors of
+float32 are divided by a standard deviation as small as they are: up to 0.9 for eight scores of 100.1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataflow.graph import TaskInfo, stage
 if TYPE_CHECKING:
     import torch
 
-# What each of verl's estimators looks at beyond a group's own scores, read in verl's core_algos (0.9.1).
+# Which scores each of verl's estimators uses, from verl's core_algos (0.9.1).
 GROUPWISE = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo")
 WHOLE_BATCH = {
     "gdpo": "whitens the advantages over the whole batch",
@@ -30,9 +30,9 @@ WHOLE_BATCH = {
     "reinforce_plus_plus": "whitens the returns over the whole batch",
     "reinforce_plus_plus_baseline": "whitens the advantages over the whole batch",
 }
-# These take each score relative to its group's alone, so that a number taken off all scores of a group changes nothing.
+# These take each score relative to its group's: subtracting a constant from all scores of a group has no effect.
 RELATIVE = (*GROUPWISE, "gdpo", "reinforce_plus_plus_baseline")
-# These compare a sample with all others of the batch, so that one can stand alone in its group.
+# These compare a sample with all others of the batch, so that a group may have a single sample.
 WITHOUT_BASELINE = ("reinforce_plus_plus",)
 UNFED = {
     "gae": "the values of a critic",
@@ -43,10 +43,10 @@ UNFED = {
 
 
 def check_estimator(name: str) -> None:
-    """Sees to it that an advantage estimator exists and can be fed. Imports nothing heavy.
+    """Checks that an advantage estimator exists and that its inputs do. Imports nothing heavy.
 
     Raises:
-        ConfigError: no estimator of verl's has this name.
+        ConfigError: verl has no estimator of this name.
         PipelineError: it needs a column that no stage writes.
 
     >>> check_estimator("grpo")
@@ -66,7 +66,7 @@ def check_estimator(name: str) -> None:
 
 
 def needs_whole_batch(services: Mapping[str, Any]) -> str | None:
-    """Returns why the estimator that is bound needs all groups of a step at once, or None if it does not."""
+    """Returns why the bound estimator needs all groups of a step at once, or None if it does not."""
     algorithm = services.get("algorithm")
     name = getattr(algorithm, "adv_estimator", None)
     return f"adv_estimator '{name}' {WHOLE_BATCH[name]}" if name in WHOLE_BATCH else None
@@ -80,16 +80,16 @@ def needs_whole_batch(services: Mapping[str, Any]) -> str | None:
     imports=("verl.trainer.config", "verl.trainer.ppo.core_algos", "verl.trainer.ppo.metric_utils"),
 )
 def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInfo) -> Batch:
-    """Turns scores into ``advantages`` and ``returns``, float32 ``[rows, R]``, 0 behind the responses' ends.
+    """Turns scores into ``advantages`` and ``returns``, float32 ``[rows, R]``, 0 after the end of each response.
 
     Args:
         responses: columns of a rollout.
-        rewards: ``score`` of each response, the same groups in the same order. ``kept`` (bool ``[rows]``), if there,
-            says which of them count: the others get neither advantage nor mask, nor does the rest of a group that
-            has fewer than two samples left for a baseline.
+        rewards: ``score`` of each response, the same groups in the same order. ``kept`` (bool ``[rows]``, optional)
+            marks the samples that count: the others get zero advantage and mask, and so does the rest of a group
+            with fewer than two samples left for a baseline.
         algorithm: the options of section ``algorithm``: adv_estimator, norm_adv_by_std_in_grpo.
-        task: takes verl's metrics of scores, advantages and lengths, of the samples that count; with ``kept`` also
-            ``reward/dropped_samples`` and ``reward/dropped_groups``, those of the step that train nothing.
+        task: takes verl's metrics of scores, advantages and lengths over the samples that count; with ``kept`` also
+            ``reward/dropped_samples`` and ``reward/dropped_groups``, the step's samples and groups that train nothing.
 
     Returns:
         ``advantages`` and ``returns``; the advantages of a group of two or more equal scores are exactly 0 (before the
@@ -97,9 +97,9 @@ def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInf
         ``response_mask``, int64 ``[rows, R]``, 0 for the samples that do not count.
 
     Raises:
-        ConfigError: an unknown estimator.
-        PipelineError: an estimator that needs more than scores.
-        DataflowError: responses and rewards are not of the same groups.
+        ConfigError: the estimator is unknown.
+        PipelineError: the estimator needs more than scores.
+        DataflowError: responses and rewards have different groups.
     """
     check_estimator(algorithm.adv_estimator)
     data = responses.merge(rewards)
@@ -119,7 +119,7 @@ def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInf
 
 
 def _counting(rewards: Batch, estimator: str) -> torch.Tensor:
-    """Returns which samples take part, bool ``[rows]``: those that were kept, if their group has a baseline left."""
+    """Returns which samples count, bool ``[rows]``: those that were kept, if their group has a baseline left."""
     import torch
 
     kept: torch.Tensor = rewards["kept"]
@@ -127,7 +127,7 @@ def _counting(rewards: Batch, estimator: str) -> torch.Tensor:
         return kept
     _, group, size = np.unique(rewards.groups, return_inverse=True, return_counts=True)
     left = np.bincount(group, weights=kept.numpy())
-    # verl takes the raw score of a lone sample for its advantage. A group that was of one from the start may have that.
+    # verl uses the raw score of a single sample as its advantage. That is right only for groups of one from the start.
     whole = (left >= 2) | (left == size)
     return kept & torch.from_numpy(whole[group])
 
@@ -135,7 +135,7 @@ def _counting(rewards: Batch, estimator: str) -> torch.Tensor:
 def _log_dropped(groups: np.ndarray, counts: torch.Tensor, task: TaskInfo) -> None:
     trained = len(np.unique(groups[counts.numpy()]))
     dropped = {"samples": int((~counts).sum()), "groups": len(np.unique(groups)) - trained}
-    # A step's metrics are means over its parts: what is multiplied by their number comes out as their sum.
+    # A step's metric is the mean over its parts; multiplied by their number, it is the sum.
     task.log({f"reward/dropped_{what}": float(n * task.parts) for what, n in dropped.items()})
 
 
@@ -147,9 +147,9 @@ def _spread(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _of_equal_scores(scores: torch.Tensor, groups: np.ndarray, estimator: str) -> torch.Tensor:
-    """Returns which samples have the same score as all that they are compared with, bool ``[rows]``.
+    """Returns which samples have the same score as all samples they are compared with, bool ``[rows]``.
 
-    A sample that is alone in its group is compared with none.
+    False for the single sample of a group of one, which is compared with none.
     """
     import torch
 
@@ -163,7 +163,7 @@ def _of_equal_scores(scores: torch.Tensor, groups: np.ndarray, estimator: str) -
 
 
 def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch.Tensor]:
-    """Returns verl's ``advantages`` and ``returns`` of all these samples, and logs verl's metrics of them."""
+    """Returns verl's ``advantages`` and ``returns`` of the samples, and logs verl's metrics of them."""
     import torch
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
@@ -172,7 +172,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     data = samples.to_dataproto()
     mask = data.batch["response_mask"]
     scores = torch.zeros(mask.shape, dtype=torch.float32)
-    # A response's one score stands on the last token that the model said; between its turns may be a tool's.
+    # The score goes to the last token that the model sampled; tokens of tools' answers may lie between its turns.
     last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(dim=-1)
     scores[torch.arange(len(mask)), last] = data.batch["score"].float()
     name = algorithm.adv_estimator
@@ -182,7 +182,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     takes = inspect.signature(estimate).parameters
     equal = _of_equal_scores(data.batch["score"], samples.groups, name)
     advantages, returns = estimate(
-        # 0 less the mean of zeros is 0; any other number less the mean of its like may be off in the last digit.
+        # Zeros minus their mean are exactly 0; other equal numbers minus their mean may differ in the last digit.
         token_level_rewards=scores.masked_fill(equal[:, None], 0.0) if name in RELATIVE else scores,
         response_mask=mask,
         index=data.non_tensor_batch["uid"],

@@ -1,8 +1,7 @@
-"""Conversation: a rollout of several turns. The model may call tools, and goes on with what they said.
+"""Conversation: a rollout of several turns. The model may call tools, and continues with their answers.
 
-Each sample is a conversation, and each conversation a coroutine of its own: one that waits for a tool holds up no
-other, and each is handed on when it has ended. What a tool said is no token of the model's: it has mask 0 and
-log-prob 0, so that no loss sees it.
+Each sample is a conversation with a coroutine of its own, so a slow tool delays only its own conversation. A sample is
+emitted when its conversation ends. The tokens of a tool's answer have mask 0 and log-prob 0, so the loss ignores them.
 
     prompt | model's turn ... <tool_call> ... eos | frame, answer, frame | model's turn ... eos |
     mask     1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1     0 0 0 0 0 0 0 0 0 0 0  1 1 1 1 1 1 1 1 1 1
@@ -41,31 +40,31 @@ async def conversation(
     sleeps: bool = False,
     task: TaskInfo,
 ) -> Batch:
-    """Samples ``sampling.n`` conversations per prompt with the weights the policy allows; takes rollout's place.
+    """Samples ``sampling.n`` conversations per prompt with the weights the policy allows. Replaces ``rollout``.
 
     Args:
-        prompts: a row per prompt: ``prompt_ids``, ``raw_prompt`` (chat messages), ``extra_info`` (with what each tool
-            is to be told of this sample in ``tools_kwargs``) and what the reward needs.
+        prompts: a row per prompt: ``prompt_ids``, ``raw_prompt`` (chat messages), ``extra_info`` (its ``tools_kwargs``
+            hold arguments of the tools for this sample) and what the reward needs.
         weights_version: of the weights that the engine must hold; None before the first sync.
-        engine: holds the weights. It takes prompts of ``max_prompt_length + max_response_tokens``.
-        sampling: how to draw a turn; ``max_tokens`` is the longest one.
-        tools: that the model may call.
+        engine: holds the weights; must accept prompts of ``max_prompt_length + max_response_tokens`` tokens.
+        sampling: how to draw a turn; ``max_tokens`` bounds each turn.
+        tools: the tools that the model may call.
         max_turns: turns of the model in a conversation; a call in the last one is not answered.
-        max_response_tokens: R, tokens of all turns together, the tools' included.
-        seed: of the run; turn t of a sample is drawn by (run and step, group, index, t) alone.
-        max_prompt_length: tokens that a prompt may have once the tools are described in it; None does not check.
-        sleeps: as of :func:`~dataflow.stages.rollout.rollout`.
-        task: which step this is; takes rollout's metrics, ``tools/turns`` and ``tools/calls`` (means over samples) and
+        max_response_tokens: R, the tokens of all turns together, including the tools' answers.
+        seed: of the run; turn t of a sample is drawn from the seed of (run and step, group, index, t).
+        max_prompt_length: tokens that a prompt with its descriptions of tools may have; None does not check.
+        sleeps: see :func:`~dataflow.stages.rollout.rollout`.
+        task: gives the step, and takes rollout's metrics, ``tools/turns`` and ``tools/calls`` (means over samples) and
             ``tools/errors`` (the share of calls that failed).
 
     Returns:
         What :meth:`RolloutEngine.batch` returns, padded to ``max_response_tokens``, with columns ``turns``,
-        ``tool_calls``, ``tool_errors`` (ints) and ``ended`` (``answer``, ``max_turns``, ``length`` or ``budget``). The
-        first three stand in ``extra_info`` too, where rewards see them, ``turns`` as verl's ``num_turns``.
+        ``tool_calls``, ``tool_errors`` (ints) and ``ended`` (``answer``, ``max_turns``, ``length`` or ``budget``).
+        ``extra_info`` repeats the first three for the rewards, ``turns`` under verl's name ``num_turns``.
 
     Raises:
-        RunError: the engine holds another version than the graph says.
-        DataError: ``tools_kwargs`` that do not fit the tools, or a prompt that is too long.
+        RunError: the engine holds another version.
+        DataError: ``tools_kwargs`` do not fit the tools, or a prompt is too long.
         ModelError: the chat template cannot frame a tool's answer.
     """
     check_version(engine, weights_version, task)
@@ -102,7 +101,7 @@ async def val_conversation(
     sleeps: bool = False,
     task: TaskInfo,
 ) -> Batch:
-    """Answers the held-out prompts with the weights of this step, tools at hand; see :func:`conversation`."""
+    """Answers the held-out prompts with the weights of this step and the tools; see :func:`conversation`."""
     check_version(engine, weights_version, task)
     tools.check_template()
     described = tools.described(val_prompts, max_prompt_length)
@@ -113,7 +112,7 @@ async def val_conversation(
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a conversation ends: turns of the model, and tokens of all turns with the tools' answers."""
+    """Bounds of a conversation: turns of the model, and tokens of all turns including the tools' answers."""
 
     turns: int
     tokens: int
@@ -127,10 +126,10 @@ async def conversations(
     Args:
         prompts: a row per prompt.
         engine: draws the turns.
-        sampling: how, and how many conversations a prompt has.
-        tools: that the model may call.
+        sampling: how to draw a turn; ``n`` conversations per prompt.
+        tools: the tools that the model may call.
         limits: of each conversation.
-        seed: of all of them.
+        seed: common to all conversations.
     """
     ended: asyncio.Queue[asyncio.Task[Sample]] = asyncio.Queue()
     rows = zip(prompts.ids, prompts["prompt_ids"], _extras(prompts), strict=True)
@@ -165,7 +164,7 @@ class Conversation:
         prompt: its token ids.
         extra_info: of its row.
         caller: calls tools.
-        tools: read the calls and frame the answers.
+        tools: parses the calls and frames the answers.
         tokens: of all turns so far, with mask and log-prob of each.
     """
 
@@ -183,7 +182,7 @@ class Conversation:
     async def run(
         self, engine: RolloutEngine, sampling: Sampling, limits: Limits, seed: tuple[int, int, int]
     ) -> Sample:
-        """Returns the whole conversation; ``seed`` ends in its group and index."""
+        """Returns the whole conversation; the last two numbers of ``seed`` are its group and index."""
         state = self.caller.state(self.extra_info)
         version: int | None = None
         try:
@@ -206,8 +205,8 @@ class Conversation:
         return Sample(seed[1], seed[2], self.tokens, self.log_probs, version, cut, self.mask, facts)
 
     async def _answer(self, turn: Sample, limits: Limits, state: ToolState) -> str | None:
-        """Has the turn's calls answered; returns how the conversation ends with it, None if it goes on."""
-        if turn.finish == "length":  # cut in the middle: it has no end that an answer could follow
+        """Calls the tools that the turn asks for; returns how the conversation ends, or None if it continues."""
+        if turn.finish == "length":  # the turn was cut off, so no answer can follow it
             return "budget" if len(self.tokens) >= limits.tokens else "length"
         calls = self.tools.parse(turn.tokens)
         if not calls:
@@ -226,7 +225,7 @@ class Conversation:
         return "budget" if len(frame) >= room else None
 
     def _add(self, tokens: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
-        """Adds what the model drew or, without log-probs, what a tool said."""
+        """Adds tokens of the model or, without log-probs, of a tool's answer."""
         self.tokens += tokens
         self.mask += [int(log_probs is not None)] * len(tokens)
         self.log_probs += [0.0] * len(tokens) if log_probs is None else log_probs

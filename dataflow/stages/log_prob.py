@@ -11,8 +11,7 @@ from dataflow.graph import Latest, stage
 def old_log_prob(responses: Batch, actor: Latest, *, trainer: Trainer) -> Batch:
     """Returns ``old_log_probs`` float32 ``[rows, R]``: the proximal policy of the clipped loss.
 
-    ``actor`` is read from the step before, whatever the staleness: these are the weights that this step's update
-    starts from.
+    ``actor`` is read from the previous step, whatever the staleness: the update of this step starts from these weights.
     """
     return trainer.old_log_probs(responses)
 

@@ -1,4 +1,4 @@
-"""The reward stages: send responses off, take whole groups back as they are scored, score a validation."""
+"""The reward stages: submit responses, collect whole groups as they are scored, score a validation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataflow.graph import TaskInfo, stage
 from dataflow.reward_agent import RewardAgent, Ticket
 
 _NOW = ("running", "waiting", "abandoned")
-"""What of the agent's stats is logged with each step, as it stands then."""
+"""The agent's stats whose current values are logged with each step."""
 
 
 @stage(writes="reward_ticket", on="controller", role="requests", per_chunk=True, replays=True)
 async def reward_request(responses: Batch, *, agent: RewardAgent, extra_groups: int = 0, task: TaskInfo) -> Ticket:
-    """Hands the responses to the agent and returns at once; the calls go on behind it. Where the rollout streams, they
-    come in chunks.
+    """Submits the responses to the agent and returns at once; they are scored meanwhile. A streaming rollout calls it
+    with each chunk.
 
-    ``extra_groups`` of the groups replace failed ones; that many fewer are collected.
+    ``extra_groups`` of the groups are spare, to replace failed ones: that many fewer are collected.
     """
     task.note(requests=len(responses))
     return agent.submit(task.step, responses, extra_groups=extra_groups, more=task.parts > 1)
@@ -26,12 +26,12 @@ async def reward_request(responses: Batch, *, agent: RewardAgent, extra_groups: 
 
 @stage(writes="rewards", on="reward", role="collects")
 async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: TaskInfo) -> Batch:
-    """Waits for the next groups of the step: their ids make up the part.
+    """Waits for the next scored groups of the step, which form the part.
 
-    With the step's last groups it logs, over the whole step since percentiles do not average, ``reward/latency_*`` and
-    how many samples were ``reward/requested``, ``scored``, ``failed``, ``retried``, ``hedged`` and ``cached``; what the
-    agent used since the step before, ``reward/tokens`` and the like; and as they stand then ``reward/running``,
-    ``waiting``, ``abandoned`` and ``limit``.
+    With the step's last groups it logs, for the whole step (percentiles of parts cannot be averaged),
+    ``reward/latency_*`` and the numbers of samples ``reward/requested``, ``scored``, ``failed``, ``retried``,
+    ``hedged`` and ``cached``; the agent's usage since the last step, such as ``reward/tokens``; and the current values
+    of ``reward/running``, ``waiting``, ``abandoned`` and ``limit``.
     """
     rewards = await agent.collect(reward_ticket.step, task.take, order=task.order, last=task.last)
     _mark(rewards, task)
@@ -46,17 +46,17 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
 
 @stage(writes="val_scores", on="reward", role="validates")
 async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo) -> Batch:
-    """Scores the validation responses, behind every waiting training request.
+    """Scores the validation responses; queued training requests go first.
 
-    Logs verl's ``val-core/<data_source>/reward/mean@<n>``, n the responses of a prompt; samples that the failure rule
-    leaves out are in no mean, and are counted as ``val-aux/failed``.
+    Logs verl's ``val-core/<data_source>/reward/mean@<n>``, where n is the number of responses per prompt. Samples that
+    the failure rule drops are left out of the means and counted as ``val-aux/failed``.
     """
     step = f"val:{task.step}"
     task.note(requests=len(val_responses))
     agent.submit(step, val_responses)
     scores = await agent.collect(step, order="index")
     _mark(scores, task, validation=True)
-    # The scores come back by group id, whatever the order the responses stood in.
+    # The scores come back in the order of group ids, which may not be that of the responses.
     sources = val_responses.select(scores.ids)["data_source"]
     n = len(scores) // len(scores.ids)
     by_source: dict[str, list[float]] = {}
@@ -70,7 +70,7 @@ async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo)
 
 
 def _bare(rewards: Batch) -> Batch:
-    """Returns the columns alone: what is marked need not travel on in the meta of every later batch."""
+    """Returns the columns without meta: marks are in the trace, and later batches need not carry them."""
     return Batch(rewards.groups, rewards.columns)
 
 

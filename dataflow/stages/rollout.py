@@ -16,7 +16,7 @@ from dataflow.graph import Carried, TaskInfo, stage
 from dataflow.stage import SAMPLED
 from dataflow.system import clock
 
-# Validation draws from streams of its own, whatever the step.
+# Validation draws from random streams that no training step uses.
 VALIDATION_SEED = 1 << 40
 
 
@@ -38,15 +38,16 @@ async def rollout(
         weights_version: of the weights that the engine must hold; None before the first sync.
         engine: holds the weights.
         sampling: how to draw.
-        seed: of the run; a sample's own stream follows from it, the step, the group and its place in the group.
-        sleeps: the engine frees its GPU memory while it does not sample.
-        task: which step this is.
+        seed: of the run; each sample has a random stream of its own, derived from the seed, the step, the group and
+            its index in the group.
+        sleeps: whether the engine frees its GPU memory while it does not sample.
+        task: gives the step.
 
     Returns:
         What :meth:`RolloutEngine.batch` returns, padded to ``sampling.max_tokens``.
 
     Raises:
-        RunError: the engine holds another version than the graph says.
+        RunError: the engine holds another version.
     """
     check_version(engine, weights_version, task)
     left = not_emitted(prompts, task)
@@ -79,12 +80,12 @@ def check_version(engine: RolloutEngine, weights_version: int | None, task: Task
     if engine.version != (weights_version or 0):
         raise RunError(
             f"{task.stage}[{task.step}]: the engine holds weights version {engine.version}, "
-            f"the graph says {weights_version or 0}; a sync was lost or came too early."
+            f"where the graph needs {weights_version or 0}; a sync was lost or came too early."
         )
 
 
 def length_metrics(responses: Batch) -> dict[str, float]:
-    """Returns verl's ``response_length/mean``, ``max``, ``min`` and ``clip_ratio``, the share that fills its space."""
+    """Returns verl's ``response_length/mean``, ``max``, ``min`` and ``clip_ratio`` (share of the longest possible)."""
     if "response_mask" not in responses:
         return {}
     room = responses["response_mask"].shape[1]
@@ -115,13 +116,13 @@ async def emit_batches(
     """Makes batches of samples as they arrive, emits them if the task streams, and returns all of them.
 
     Args:
-        prompts: all of the task's.
+        prompts: all prompts of the task.
         samples: of the prompts whose responses were not emitted before, in any order.
         engine: makes the batches.
-        n: samples of a group.
+        n: samples per group.
         length: tokens that responses are padded to.
-        task: what it emits, and has emitted.
-        sleeps: whether the engine sleeps before and after.
+        task: emits the batches, and holds those that were emitted before.
+        sleeps: whether to wake the engine before sampling and let it sleep afterwards.
     """
     done: dict[int, Batch] = dict(task.emitted)
     chunks = Chunks(not_emitted(prompts, task).ids, n, task)
@@ -160,9 +161,9 @@ class Chunks:
     otherwise the groups that finish first make the first chunk.
 
     Args:
-        groups: that are still to be sampled.
-        n: samples of each group.
-        task: how many chunks it emits, and which it has emitted before.
+        groups: ids of the groups that are still to be sampled.
+        n: samples per group.
+        task: gives the number of chunks, and those emitted before.
     """
 
     def __init__(self, groups: Sequence[int], n: int, task: TaskInfo) -> None:
@@ -175,7 +176,7 @@ class Chunks:
             else {}
         )
         self.whole = 0
-        """Groups that have all their samples."""
+        """Number of groups that have all their samples."""
         self._n = n
         self._open: dict[int, list[Sample]] = {}
         self._ready: dict[int, list[Sample]] = {number: [] for number in numbers}

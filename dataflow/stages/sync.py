@@ -1,4 +1,4 @@
-"""Weight sync: the trainer's weights go out as one value, and into the rollout engine as a task of their own."""
+"""Weight sync: one stage gathers the trainer's weights, another loads them into the rollout engine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def gather_weights(actor: Any, *, trainer: Trainer) -> dict[str, Any]:
 
 @stage(writes="weights_version", on="gpu", role="syncs", replays=True)
 async def sync_weights(actor_weights: dict[str, Any], *, engine: RolloutEngine, task: TaskInfo) -> int:
-    """Loads the weights into the rollout engine; returns their version, which is the step that made them."""
+    """Loads the weights into the rollout engine; returns their version, the number of the step that made them."""
     await engine.sync(actor_weights, task.step)
     return task.step

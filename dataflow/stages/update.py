@@ -1,6 +1,6 @@
-"""Actor update: one optimizer step on one mini-batch, which sees to it that each sample trains once per step.
+"""Actor update: one optimizer step on one mini-batch. Checks that each sample is trained exactly once per step.
 
-What a step has trained on so far is the value of the field ``actor``, so it goes from each update to the next.
+The value of the field ``actor`` is the record of the groups that the step has trained on so far.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataflow.graph import Latest, Stage, TaskInfo, stage
 
 @dataclass(frozen=True)
 class Trained:
-    """What made the actor's weights: a step, and those of its groups that were trained on until now."""
+    """The step whose updates made the actor's weights, and the groups of this step trained on so far."""
 
     step: int = 0
     groups: frozenset[int] = frozenset()
 
     def then(self, task: TaskInfo, batch: Batch, groups: int) -> Trained:
-        """Returns what is trained on after one more mini-batch of a step that has this many groups.
+        """Returns the record after one more mini-batch of a step with ``groups`` groups.
 
         Raises:
             RunError: a group comes twice in a step, or is missing at its end.
@@ -37,10 +37,10 @@ class Trained:
 
 
 def staleness(task: TaskInfo, batch: Batch) -> int:
-    """Returns how many steps older the samples' weights are than those this step's update starts from.
+    """Returns the samples' staleness: steps from the weights that sampled them to those that the update starts from.
 
     Raises:
-        RunError: more than the policy allows.
+        RunError: it is more than the policy allows, or unknown.
     """
     version = batch.meta.get("weights_version")
     if version is None:
@@ -61,7 +61,7 @@ def _update(trainer: Trainer, groups: int, task: TaskInfo, actor: Any, responses
     found = trainer.update(batch, last=task.last)
     task.log({**found, "staleness/mean": float(lag), "staleness/max": float(lag)})
     if any("response_mask" in more for more in columns):
-        # Samples may be dropped. A step's metrics are means over its updates: this one comes out as their sum.
+        # Samples may be dropped. A step's metric is the mean over its updates; multiplied by their number, the sum.
         task.log({"actor/skipped_updates": task.parts * found.get("actor/skipped_updates", 0.0)})
     return trained
 
@@ -77,17 +77,17 @@ def actor_update(
     groups: int,
     task: TaskInfo,
 ) -> Trained:
-    """Takes one optimizer step on the mini-batch's whole groups; returns what these weights are trained on.
+    """Takes one optimizer step on the mini-batch's whole groups; returns the step's record of trained groups.
 
     Args:
         responses: columns of a rollout.
         old_log_probs: their log-probs under the weights that the step started from.
-        advantages: their advantages; a ``response_mask`` in them takes the place of the responses' own.
-        actor: what the weights were trained on until now; None for the initial ones.
+        advantages: their advantages; a ``response_mask`` in them replaces that of the responses.
+        actor: the record so far; None for the initial weights.
         trainer: holds the weights.
         groups: prompt groups in a step.
-        task: takes the trainer's metrics, ``staleness/*``, and ``actor/skipped_updates`` of the step where samples
-            may be dropped.
+        task: takes the trainer's metrics, ``staleness/*`` and, if samples may be dropped, ``actor/skipped_updates``
+            of the step.
 
     Raises:
         RunError: a group is trained twice in a step or not at all, or its samples are too stale.
@@ -112,5 +112,5 @@ def actor_update_kl(
 
 
 def update_stage(use_reference: bool) -> Stage:
-    """Returns the update that reads the reference's log-probs, or the one that does without."""
+    """Returns the update stage that reads the reference's log-probs, or the one that does not."""
     return actor_update_kl.bind(name="actor_update") if use_reference else actor_update

@@ -1,8 +1,8 @@
-"""What the GPUs waited for. Pure: reads a trace, charges each second a resource idled to one cause.
+"""What the GPUs waited for. Pure: reads a trace and charges each idle second of a resource to one cause.
 
-A gap is walked back from the task that ends it: the time since its last dependency finished is dispatch, the
-time that this dependency took is charged to the dependency's resource, and so on to the gap's begin. So an
-update that waited a millisecond for its advantages, which waited ten seconds for rewards, waited for rewards.
+Each gap is followed backwards from the task that ends it. The time since that task's last dependency finished is
+dispatch; the time that the dependency took is charged to the dependency's resource; and so on to the gap's begin.
+So if an update waited a millisecond for its advantages, and these ten seconds for rewards, the cause is rewards.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 from dataflow.timeline.spans import POOLS, Span, Trace, by_task, union
 
 CAUSES = {"reward": "rewards"}
-"""Causes that are not called as the resource is."""
+"""Names of causes that differ from the resource's name."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Time in which nothing ran on a resource.
+    """An interval in which nothing ran on a resource.
 
     Attributes:
         begin, end: seconds from the run's first task.
         cause: "rewards", "weights", "controller", "io", "start-up", "dispatch", or another resource or stage by name.
         task: the task that ended the wait.
-        by: the task that the time is charged to, whose end was waited for; "" where there is none.
+        by: the task whose end was waited for, to which the time is charged; "" if there is none.
     """
 
     begin: float
@@ -36,7 +36,7 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
+        """Its length."""
         return self.end - self.begin
 
 
@@ -44,17 +44,17 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
     """Returns every wait of a resource, in order of time.
 
     Args:
-        trace: of the run, or of what there is of it so far.
-        resource: whose waits.
-        window: (begin, end) in seconds; the run's first task to its last training task by default.
+        trace: of a run, finished or not.
+        resource: to look at.
+        window: (begin, end) in seconds; by default from the run's first task to the end of its last training task.
 
     Returns:
-        Waits that neither overlap nor leave out any idle time of the window. A gap with several causes
-        gives one wait for each.
+        Waits that do not overlap and cover all idle time of the window. A gap with several causes gives one wait for
+        each.
     """
     begin, end = window or trace.window
     trained = trace.window[1]
-    # A window near the end of a long run looks at what is near it, not at everything once more.
+    # For a window near the end of a long run, only the spans near it are read.
     near = trace if window is None else Trace([s for s in trace.spans if s.end >= begin])
     spans = near.on(resource)
     known = by_task(near.spans)
@@ -69,7 +69,7 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
 
     starts: dict[float, Span] = {}
     for s in spans:
-        # An empty span does not end a gap: the union leaves it out, and so must this.
+        # An empty span does not end a gap, as `union` leaves it out.
         if s.end > s.begin:
             starts.setdefault(s.begin, s)
 
@@ -78,7 +78,7 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
     for busy_from, busy_to in [*union((s.begin, s.end) for s in spans), (end, end)]:
         until = min(busy_from, end)
         if until > at:
-            # Time before the first task on the resource is start-up; a window may begin anywhere in it.
+            # Time before the first task on the resource is start-up; the window may begin within it.
             start_up = min(max(first, at), until)
             ended_by = starts.get(busy_from)
             if busy_from >= end and (
@@ -95,16 +95,16 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
 
 
 def waits_after(trace: Trace, resource: str = "gpu") -> list[Wait]:
-    """Returns the waits of a resource between the last training task and the end of the last task of all.
+    """Returns the waits of a resource between the end of the last training task and the end of the last task.
 
-    They are a late validation's or checkpoint's, and no part of the exposed waits, which are those of training.
+    A late validation or checkpoint causes them. They are not exposed waits, which are only those of training.
     """
     begin, end = trace.window[1], trace.end
     return exposed_waits(trace, resource, (begin, end)) if end > begin else []
 
 
 def _last(trace: Trace, end: float, optional: bool) -> Span | None:
-    """The last task of the window, which closes it if none on the resource does (a late write)."""
+    """Returns the last task of the window; it ends the window if no task on the resource does (a late write)."""
     closing = [s for s in trace.spans if (optional or not s.optional) and s.end <= end]
     return max(closing, key=lambda s: (s.end, s.step, s.stage, s.part), default=None)
 
@@ -118,12 +118,12 @@ def _walk(
     on: Mapping[str, str],
     syncs: Collection[str],
 ) -> list[Wait]:
-    """Splits a gap by cause, from its end back to its begin along what each task waited for last."""
+    """Splits a gap by cause, from its end back to its begin along the last dependency of each task."""
 
     def cause_of(stage: str, where: str) -> str:
         if where == resource:
             return "dispatch"
-        # A wait for new weights is one wherever they are gathered and loaded.
+        # The cause is "weights" on whichever resource they are gathered and loaded.
         return "weights" if stage in syncs else CAUSES.get(where, where)
 
     name = span.task if span else ""
@@ -136,7 +136,7 @@ def _walk(
         if before is None or before.task in seen:
             stage = task.waited_for.partition("[")[0] if task else ""
             if task and stage and before is None:
-                # It left no span: all that remains was a wait for it, if its name says where it ran.
+                # It left no span: the rest of the gap is charged to it, on the resource of its stage.
                 cause, by = cause_of(stage, on.get(stage, stage)), task.waited_for
             pieces.append(Wait(begin, at, cause, name, by))
             break
@@ -147,7 +147,7 @@ def _walk(
         at, task, cause, by = done, before, cause_of(before.stage, before.resource), before.task
     merged: list[Wait] = []
     for piece in reversed(pieces):
-        # Two tasks of one cause in a row, as a dispatch after the other, are one wait: for the one that ended it.
+        # Consecutive pieces of one cause are one wait, charged to the task that ended it.
         if merged and merged[-1].cause == piece.cause:
             merged[-1] = replace(piece, begin=merged[-1].begin)
         else:
@@ -158,12 +158,12 @@ def _walk(
 def pool_waits(
     trace: Trace, window: tuple[float, float] | None = None, pools: Sequence[str] | None = None
 ) -> dict[str, float]:
-    """Returns cause -> seconds in which the GPUs waited; of several pools the mean, so that it is a share of the time.
+    """Returns {cause: seconds that the GPUs waited}; the mean over several pools, so that it is a share of the time.
 
     Args:
-        trace: of the run, or of what there is of it so far.
+        trace: of a run, finished or not.
         window: see :func:`exposed_waits`.
-        pools: of GPUs; None for those that the trace has something of.
+        pools: of GPUs; None for all that the trace shows.
     """
     pools = (trace.pools or POOLS[:1]) if pools is None else pools
     by_cause: dict[str, float] = {}
@@ -177,14 +177,13 @@ def summary(trace: Trace) -> dict[str, Any]:
     """Returns the run's numbers, JSON-able; times in seconds.
 
     Returns:
-        ``wall_s`` (first task to last training task), ``step_s`` (wall time per step that ended, up to the end of the
-        last one), ``after_training_s`` (from there to the end of the last task, a late validation's), of which the GPUs
-        were idle for ``after_training_idle_s``, ``gpu_busy_s``,
-        ``exposed_wait_s``, ``exposed_wait_by_cause`` {cause: seconds}, ``busy`` {resource: share of the wall
-        time}, ``stages`` {stage: {"total_s", "count"}}. Busy time and exposed wait are the mean of the GPU pools, and
-        add up to the wall time. Where the trace has its job: ``reward_service_s``, what the reward requests take at
-        full concurrency, and ``lower_bound_s``: neither the GPUs nor the reward service can take less, whatever the
-        order.
+        ``wall_s`` (first task to last training task), ``step_s`` (wall time per complete step), ``after_training_s``
+        (from the last training task to the last task of all, such as a late validation), ``after_training_idle_s``
+        (idle time of the GPUs in it), ``gpu_busy_s``, ``exposed_wait_s``, ``exposed_wait_by_cause`` {cause: seconds},
+        ``busy`` {resource: share of the wall time}, ``stages`` {stage: {"total_s", "count"}}. Busy time and exposed
+        wait are means over the GPU pools, and add up to the wall time. If the trace has its job, also
+        ``reward_service_s`` (time of the reward requests at full concurrency) and ``lower_bound_s`` (the larger of
+        it and the GPUs' busy time, which no order of the tasks can beat).
     """
     by_cause, pools = pool_waits(trace), trace.pools or POOLS[:1]
     stages: dict[str, dict[str, float]] = {}
@@ -213,7 +212,7 @@ def summary(trace: Trace) -> dict[str, Any]:
 
 
 def _step_s(trace: Trace) -> float:
-    """Returns the seconds per step that ended; of an interrupted one there is only a part."""
+    """Returns the seconds per complete step, up to the end of the last one."""
     whole = set(trace.whole_steps)
     if not whole:
         return 0.0

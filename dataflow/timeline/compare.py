@@ -16,7 +16,7 @@ from dataflow.timeline.text import table
 
 Load = Callable[[str], Trace]
 _SHOWN = {"total_s", "lower_bound_s", "accuracy_before", "accuracy_after", "accuracy_mean_last_3"}
-"""What tables and pages show of a summary."""
+"""Keys of a summary that tables and pages show."""
 _HEAD = (
     "policy",
     "steps",
@@ -32,16 +32,16 @@ _HEAD = (
 
 
 def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> str:
-    """Returns the table of several runs, the first of which the others are compared with.
+    """Returns the table of several runs, compared with the first of them.
 
     Args:
         runs: their directories.
         load: reads a run's trace.
         out: a picture or page to write.
-        as_json: the table as JSON.
+        as_json: whether to return the table as JSON.
 
     Raises:
-        UserError: a run that is not there or is given twice, or a file that cannot be drawn.
+        UserError: a run does not exist or is given twice, or the file cannot be drawn.
     """
     files.check(out)
     traces: dict[str, Trace] = {}
@@ -88,7 +88,7 @@ def _row(run: str, name: str, trace: Trace, first_s: float | None) -> dict[str, 
         "wall_s": wall,
         "total_s": known.get("total_s"),
         "step_s": numbers["step_s"],
-        # By the step: runs may differ in their number of steps, as one that was interrupted does.
+        # Per step, as runs may differ in their number of steps: one may have been interrupted.
         "change": numbers["step_s"] / first_s - 1 if first_s else 0.0,
         "gpu_busy": numbers["gpu_busy_s"] / wall if wall else 0.0,
         "exposed_wait_s": numbers["exposed_wait_s"],
@@ -100,17 +100,17 @@ def _row(run: str, name: str, trace: Trace, first_s: float | None) -> dict[str, 
 
 
 def written(out: str | None) -> str:
-    """Returns the line that names the picture or page just written; an empty text if there is none."""
+    """Returns the line that names the picture or page just written, or "" if there is none."""
     if not out:
         return ""
     return f"\n\n{'page' if out.lower().endswith('.html') else 'picture'}: {out}"
 
 
 def summary_of(run: str) -> dict[str, Any]:
-    """Returns what a run's summary.json holds; nothing if it has none.
+    """Returns the content of a run's summary.json; {} if there is none.
 
     Raises:
-        DataError: it is no JSON object, or a figure in it is no number.
+        DataError: it is not a JSON object, or a figure in it is not a finite number.
     """
     path = Path(run)
     path = (path if path.is_dir() else path.parent) / "summary.json"
@@ -119,12 +119,12 @@ def summary_of(run: str) -> dict[str, Any]:
     try:
         known = json.loads(decoded(path.read_bytes()))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON object: {error}; the run may have been cut off.") from error
+        raise DataError(f"{path} is not a JSON object: {error}; the run may have been cut off.") from error
     if not isinstance(known, dict):
-        raise DataError(f"{path} is no JSON object; the run may have been cut off.")
+        raise DataError(f"{path} is not a JSON object; the run may have been cut off.")
     for name in _SHOWN & known.keys():
         if known[name] is not None and not _is_finite(known[name]):
-            raise DataError(f"{path}: {name} is no finite number; remove the file, or run the pipeline again.")
+            raise DataError(f"{path}: {name} is not a finite number; remove the file, or run the pipeline again.")
     return known
 
 

@@ -1,7 +1,7 @@
-"""The critical path of a run as it was: the chain of tasks that its end hung on. Pure.
+"""The critical path of a run: the chain of tasks that determined when it ended. Pure.
 
-From the last training task back: each task began when the last thing it needed was there, which is the end of a task it
-depended on, or of the one that had its slot before it.
+It is followed backwards from the last training task. Each task began when the last thing it needed was available: the
+output of the last dependency, or the slot that another task had occupied.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataflow.timeline.spans import POOLS, Span, Trace, by_task
 def critical_path(trace: Trace) -> list[Span]:
     """Returns the tasks on the critical path, in order of time.
 
-    Of a task that streams, only the time until it had handed on what was waited for is on the path: a span that ends
-    there. Tasks may overlap by what the clocks of two processes differ.
+    Of a streaming task, only the time until it emitted the chunk that was waited for is on the path. Tasks may overlap
+    by the difference between the clocks of two processes.
 
     Args:
-        trace: of a run; ``meta["resources"]`` says where tasks wait for a slot.
+        trace: of a run; ``meta["resources"]`` gives the resources with a limited number of slots.
     """
     slots = trace.meta.get("resources") or {}
     known = by_task(trace.spans)
@@ -38,6 +38,6 @@ def critical_path(trace: Trace) -> list[Span]:
         if at.resource in before and (ended := bisect_right(ends[at.resource], at.begin)):
             holder = before[at.resource][ended - 1]
         found = [s for s in (holder, dependency) if s is not None and s.task not in seen]
-        # Of two that ended together the dependency, which says more.
+        # Prefer the dependency if both ended together, since it explains more.
         at = max(found, key=lambda s: (s.end, s is dependency), default=None)
     return path[::-1]

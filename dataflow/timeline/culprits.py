@@ -1,4 +1,4 @@
-"""Who a wait was for: of rewards the group that came last, with what had happened to its request. Pure."""
+"""What a wait was for: the task or, for rewards, the last group and what happened to its request. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Culprit:
     """What one wait was for.
 
     Attributes:
-        wait: the time.
+        wait: the interval.
         pool: the GPUs that waited.
-        step: of what was waited for; None for a wait for nobody (start-up).
-        request: of rewards the request that ended last of those waited for, where the trace has it.
+        step: of the task that was waited for; None if there was none (start-up).
+        request: for rewards, the last to end of the requests waited for, if the trace has it.
     """
 
     wait: Wait
@@ -31,7 +31,7 @@ class Culprit:
 
     @property
     def words(self) -> str:
-        """Says who it was: ``step 12, group 17, 3 tries``."""
+        """A description for people: ``step 12, group 17, 3 tries``."""
         if self.step is None:
             return ""
         words = [f"step {self.step}"]
@@ -44,7 +44,7 @@ class Culprit:
         if facts.get("tries", 1) > 1:
             words.append(f"{facts['tries']} tries")
         if throttled := facts.get("throttled"):
-            words.append(f"told to slow down {throttled} time{'s' * (throttled != 1)}")
+            words.append(f"throttled {throttled} time{'s' * (throttled != 1)}")
         if "queued_s" in facts:
             held = "by the rate limit" if facts.get("held_by") == "rate" else "for a free slot"
             words.append(f"held back {facts['queued_s']:.1f} s {held}")
@@ -53,7 +53,7 @@ class Culprit:
         return ", ".join(words)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns it JSON-able; ``seconds`` are of the wait, the facts of the request are those of the trace."""
+        """Returns it JSON-able: ``seconds`` of the wait, and the facts of the request from the trace."""
         facts = {} if self.request is None else dict(self.request.args)
         wait = self.wait
         own = {"pool": self.pool, "cause": wait.cause, "seconds": wait.seconds, "begin_s": wait.begin}
@@ -61,12 +61,12 @@ class Culprit:
 
 
 def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = False) -> list[Culprit]:
-    """Returns one for each wait of the GPUs (:func:`~dataflow.timeline.attribution.exposed_waits`), the longest first.
+    """Returns a culprit per wait of the GPUs (:func:`~dataflow.timeline.attribution.exposed_waits`), longest first.
 
     Args:
         trace: of a run.
-        pools: of GPUs; None for all that the trace has something of.
-        after: also for the waits behind training, see :func:`~dataflow.timeline.attribution.waits_after`.
+        pools: of GPUs; None for all that the trace shows.
+        after: whether to include waits after training, see :func:`~dataflow.timeline.attribution.waits_after`.
     """
     last = last_requests(trace.marks)
     of_step: dict[int, Mark] = {}
@@ -91,7 +91,7 @@ def worst_waits(trace: Trace, most: int = 5) -> list[dict[str, Any]]:
 
 
 def last_requests(marks: Iterable[Mark]) -> dict[tuple[int, int], Mark]:
-    """Returns the training request that ended last of each step and part; -1 is the part of a step that has none."""
+    """Returns the last training request to end, by (step, part); the part is -1 if a step has a single one."""
     last: dict[tuple[int, int], Mark] = {}
     for mark in marks:
         step, part = mark.args.get("step"), mark.args.get("part", -1)

@@ -1,4 +1,4 @@
-"""Which files a timeline is drawn into, by the ending of their names: a picture, or a page to look around in."""
+"""Draws a timeline into a file whose extension selects the kind: a picture, or an interactive page."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def check(out: str | None, *more: str, kinds: Sequence[str] = KINDS) -> None:
     """Checks that a file can be drawn, before anything is run or written.
 
     Args:
-        out: its name; None is none.
-        more: endings that are taken beside ``kinds``.
-        kinds: endings of what is drawn.
+        out: its name; None if no file is asked for.
+        more: extensions that are allowed besides ``kinds``.
+        kinds: extensions of pictures and pages.
 
     Raises:
-        DataError: another ending, or a file that cannot be written.
+        DataError: the extension is another one, or the file cannot be written.
     """
     if out is None:
         return
@@ -40,11 +40,11 @@ def draw(
     title: str | None = None,
     facts: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Draws one run or several, as the name's ending says; see :func:`check`.
+    """Draws one run or several; the extension of ``out`` selects the kind, see :func:`check`.
 
     Args:
-        traces: by the names they are to have.
-        out: the file; replaced in one go.
+        traces: by the names to show.
+        out: the file; replaced atomically.
         title: of a page.
         facts: of each run, for a page: ``accuracy_before`` and ``accuracy_after``.
     """

@@ -1,4 +1,4 @@
-"""Which samples went where: from the rollout of a step to each part of its rewards to each update on them. Pure."""
+"""The way of the samples: from a step's rollout to the parts of its rewards, and to the updates on them. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataflow.timeline.spans import Span, Trace, chunk_spans
 
 
 def flows(trace: Trace) -> Iterator[tuple[Span, float, Span, Span]]:
-    """Yields (rollout, when its samples left it, part of the rewards, update on that part), for each update.
+    """Yields (rollout, when the samples left it, part of the rewards, update on that part), for each update.
 
-    Of a rollout that streams, samples leave with what it hands on: the last set that the part had to wait for.
+    Samples leave a streaming rollout with its chunks: the time is that of the last chunk that the part waited for.
     """
     stages = chain(trace)
     if stages is None:
@@ -31,7 +31,7 @@ def flows(trace: Trace) -> Iterator[tuple[Span, float, Span, Span]]:
 
 
 def chain(trace: Trace) -> tuple[str, str, str] | None:
-    """Returns the stages that sample, collect rewards and train; None if the pipeline has no such."""
+    """Returns the stages that sample, collect rewards and train; None if the pipeline lacks one."""
     role_of = trace.roles
     first = {role: name for name, role in reversed(role_of.items())}
     chosen = [first.get(role) for role in ("samples", "collects", "trains")]
@@ -40,13 +40,13 @@ def chain(trace: Trace) -> tuple[str, str, str] | None:
 
 
 def _overlap(one: Span, other: Span) -> bool:
-    """Whether two parts of a step overlap, both as shares of it."""
+    """Whether two parts of a step, each taken as a share of the step, overlap."""
     return (
         one.part * other.parts < (other.part + 1) * one.parts and other.part * one.parts < (one.part + 1) * other.parts
     )
 
 
 def _left(rollout: Span, scored: Span) -> float:
-    """Returns when the last samples left a rollout whose rewards are in a part."""
+    """Returns when the last samples of a part left the rollout."""
     sets = chunk_spans(rollout)
     return max((one.end for one in sets if _overlap(one, scored)), default=rollout.end)

@@ -1,7 +1,7 @@
-"""A run's trace and profiles of the same time in one file: torch profiler traces, Ray timelines, on one clock.
+"""Merges a run's trace with profiles of the same time (torch profiler, Ray timeline) into one file, on one clock.
 
-A trace says at which unix time its second 0 was, a torch profiler trace that of its own zero
-(``baseTimeNanoseconds``), and a Ray timeline's times are unix time.
+A trace has the unix time of its second 0; a torch profiler trace has that of its zero (``baseTimeNanoseconds``); the
+times of a Ray timeline are unix times.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from dataflow.timeline.spans import Trace
 from dataflow.timeline.writer import TraceWriter
 
 APART_S = 60.0
-"""Seconds that a profile may lie before or behind the run: its workers start earlier, and end later."""
+"""Seconds that a profile may lie before or after the run, as its workers start earlier and end later."""
 
-_UNIX_US = 1e14  # microseconds: times below it are of no clock that began in 1970
-_IDS = 100_000  # numbers of processes and tracks from here on are not ours
+_UNIX_US = 1e14  # microseconds; smaller times are not unix times
+_IDS = 100_000  # first number for the processes and tracks of profiles
 
 
 def merge(trace: Trace, profiles: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None) -> str:
-    """Writes a run's trace and profiles into one file, which stays a trace of the run for every reader.
+    """Writes a run's trace and profiles into one file, which can still be read as a trace of the run.
 
     Args:
         trace: of a run.
         profiles: files that ``torch.profiler`` exported (``export_chrome_trace``) or ``ray timeline`` wrote, ``.gz`` or
-            not. Their processes keep apart, and are called after the file.
+            not. Their processes are shown separately, named after the file.
         out: the .json file to write.
 
     Returns:
         ``out``.
 
     Raises:
-        DataError: the run does not say when it began, a file is no profile, broken, or of another time, or ``out``
-            cannot be written.
+        DataError: the trace lacks its exact start time; a file is not a profile, is broken or of another time; or
+            ``out`` cannot be written.
     """
     check_out(out)
     assert out is not None
     started = trace.meta.get("started")
     if not isinstance(started, float | int) or trace.meta.get("version") in (None, 1):
-        raise DataError("merge: this trace does not say exactly when it began; make the run again with this dataflow.")
+        raise DataError("merge: this trace lacks its exact start time; make the run again with this dataflow.")
     numbers = itertools.count(_IDS)
     loaded = [_Profile(Path(path), trace, started, numbers) for path in profiles]
-    # No time may be negative: what began before the run moves all of it on.
+    # No time may be negative: if a profile began before the run, all times are shifted.
     zero = max([0, *(math.ceil(-profile.begin) for profile in loaded)])
     try:
         with replaced(out) as temporary, TraceWriter(temporary, trace.meta, zero) as writer:
@@ -69,7 +69,7 @@ def check_out(out: str | os.PathLike[str] | None) -> None:
     """Checks that a merged trace can be written, before anything is read.
 
     Raises:
-        DataError: no name, one that is no .json file's, or a file that cannot be written.
+        DataError: the name is missing or does not end in .json, or the file cannot be written.
     """
     if out is None or Path(out).suffix != ".json":
         raise DataError(f"merge: -o {out or 'is missing'}; give it the name of a .json file, -o merged.json.")
@@ -84,8 +84,8 @@ class _Profile:
     Attributes:
         path: of the file.
         trace, started: of the run, and the unix time of its second 0.
-        numbers: for processes, tracks and flows, which no two files may share.
-        shift: microseconds from the file's times to the run's.
+        numbers: source of ids for processes, tracks and flows, which must differ between files.
+        shift: microseconds to add to the file's times to get the run's.
         begin: of its first event, in microseconds of the run's clock.
     """
 
@@ -112,10 +112,10 @@ class _Profile:
         end = max(ts + self._number(e, "dur", 0.0) for ts, e in zip(begins, timed, strict=True))
         base = data.get("baseTimeNanoseconds") if isinstance(data, dict) else None
         if base is None and begin < _UNIX_US:
-            raise self._wrong("does not say of what time it is (it has no baseTimeNanoseconds, and no unix times)")
+            raise self._wrong("has no absolute time (neither baseTimeNanoseconds nor unix times)")
         if base is not None and (not isinstance(base, int | float) or not math.isfinite(base)):
-            raise self._wrong(f"has the time {base!r} for its zero")
-        # Nanoseconds as whole numbers: a float of unix time holds them to a quarter of a microsecond.
+            raise self._wrong(f"has {base!r} as the time of its zero")
+        # Whole nanoseconds, as a float of unix time is exact only to a quarter of a microsecond.
         self.shift = (int(base or 0) - round(self.started * 1e9)) / 1000
         self.begin = begin + self.shift
         before = -(end + self.shift) / 1e6
@@ -125,7 +125,7 @@ class _Profile:
             raise DataError(f"profile {self.path} {said}; give one that was taken during the run.")
 
     def moved(self, zero: int) -> Iterator[dict[str, Any]]:
-        """Yields its events on the run's clock, ``zero`` microseconds on, with numbers of their own."""
+        """Yields its events on the run's clock, ``zero`` microseconds later, with ids that no other file has."""
         stem = self.path.name.removesuffix(".gz").removesuffix(".json").removesuffix(".pt.trace")
         named: set[tuple[str, ...]] = set()
         for event in self.events:
@@ -142,7 +142,7 @@ class _Profile:
             if event["ph"] != "M":
                 event["ts"] = round(event["ts"] + self.shift + zero, 3)
                 if "dur" in event:
-                    # Ray takes the difference of two large floats, which may fall below nothing.
+                    # Ray subtracts two large floats, so a duration may be slightly negative.
                     event["dur"] = max(0, event["dur"])
                 yield event
                 continue
@@ -179,7 +179,7 @@ class _Profile:
 
 
 def _key(*what: Any) -> tuple[str, ...]:
-    """What a process, a track or a flow is known by: of a number how it is written, so that 1 and "1" are one."""
+    """Returns the key of a process, a track or a flow; the number 1 and the text "1" have the same key."""
     return tuple(part if isinstance(part, str) else json.dumps(part) for part in what)
 
 
@@ -197,8 +197,8 @@ def _load(path: Path) -> Any:
         data = path.read_bytes()
         return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"profile {path} is no whole gzip file ({error}); write it anew.") from error
+        raise DataError(f"profile {path} is not a complete gzip file ({error}); export it again.") from error
     except OSError as error:
-        raise DataError(f"profile {path}: {error.strerror or error}; give a file that is there.") from error
+        raise DataError(f"profile {path}: {error.strerror or error}; give an existing file.") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"profile {path} is not JSON ({error}); give one that was written to its end.") from error
+        raise DataError(f"profile {path} is not JSON ({error}); give a complete one.") from error

@@ -1,9 +1,9 @@
-"""The trace as a file: Trace Event JSON, which https://ui.perfetto.dev opens as it is, and the way back.
+"""Writes and reads a trace as a file of Trace Event JSON, which https://ui.perfetto.dev opens.
 
-A process per run, a track per resource (further ones where its tasks overlap), one for the GPU's waits, async
-spans for reward requests, arrows from samples to their rewards to their updates, counters of requests in flight and of
-the limits that changed. Timestamps are whole microseconds, so that neighbours on a track never overlap by rounding; the
-exact times stand in ``args``. docs/trace.md has the format; :mod:`dataflow.timeline.writer` writes it.
+A file has a process per run, a track per resource (more if its tasks overlap), a track for the GPU's waits, async spans
+for reward requests, arrows from samples to their rewards to their updates, and counters of requests in flight and of
+limits. Timestamps are whole microseconds, so that neighbours on a track never overlap by rounding; the exact times are
+in ``args``. docs/trace.md describes the format; :mod:`dataflow.timeline.writer` writes it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from dataflow.files import decoded, replaced
 from dataflow.timeline.spans import USUAL, VERSION, Level, Mark, Span, Trace
 from dataflow.timeline.writer import FORMAT, LEVEL, MARK, PID, REQUEST, SPAN, TASK, TraceWriter
 
-_SHARE = 1000  # items that are written at once
+_SHARE = 1000  # items per write
 
 
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Writes a whole trace; a reader sees the old file or the new one, never half of it.
+    """Writes a whole trace; the file is replaced atomically.
 
     Args:
-        trace: what to write. NaN and infinities in ``args`` become null, numpy scalars become numbers.
+        trace: to write. NaN and infinities in ``args`` become null, numpy scalars become numbers.
         path: of the JSON file; its directory must exist.
 
     Raises:
-        ValueError: the time of something is NaN or infinite.
+        ValueError: a time is NaN or infinite.
         RunError: the file cannot be written.
     """
     items: list[Span | Mark | Level] = [*trace.spans, *trace.marks, *trace.levels]
@@ -46,35 +46,35 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def load(run: str) -> Trace:
-    """Reads the trace of a run, given by its directory or by the file.
+    """Reads the trace of a run, given its directory or its file.
 
     Raises:
-        DataError: there is no such run, or as :func:`read`.
+        DataError: there is no such run, or see :func:`read`.
     """
     path = Path(run)
     if path.is_dir():
         path = path / "trace.json"
     if not path.is_file():
         near = nearest(run, [str(p) for p in path.parent.parent.glob("*")]) if path.parent.parent.is_dir() else ""
-        raise DataError(f"no run at '{run}': there is no {path}{near or '; give a run directory (runs/NAME)'}")
+        raise DataError(f"no run at '{run}': {path} does not exist{near or '; give a run directory (runs/NAME)'}")
     return read(path)
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
-    """Reads a trace's file, equal to the bit; of one that was cut off, what there is.
+    """Reads a trace from its file; equal, bit for bit, to the one written. Also reads files that were cut off.
 
     Args:
-        path: of a file that :func:`write` wrote, or a run while it went; also packed, as ``.gz``. If it has no end,
-            ``meta["cut"]`` says in a sentence what is missing, and ``meta["status"]`` is "cut off".
+        path: of a file that :func:`write` or a run wrote; may be compressed, as ``.gz``. If its end is missing,
+            ``meta["status"]`` is "cut off", and ``meta["cut"]`` is a sentence that describes what is missing.
 
     Raises:
-        DataError: no such file, no JSON, no trace of ours, or one of a newer version.
+        DataError: the file does not exist, is not JSON or no trace of dataflow, or has a newer version.
     """
     try:
         data = Path(path).read_bytes()
         text = decoded(gzip.decompress(data) if Path(path).suffix == ".gz" else data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"trace {path} is no whole gzip file ({error}); pack it anew.") from error
+        raise DataError(f"trace {path} is not a complete gzip file ({error}); compress it again.") from error
     except OSError as error:
         raise DataError(f"trace {path}: {error.strerror or error}; give the trace.json of a run.") from error
     except ValueError as error:
@@ -84,12 +84,12 @@ def read(path: str | os.PathLike[str]) -> Trace:
     events, said = _parse(text, path)
     version, meta = said.get("version"), said.get("meta")
     if not isinstance(version, int) or version > VERSION:
-        raise DataError(f"trace {path} is of version {version}, this dataflow reads {VERSION}; install a newer one.")
+        raise DataError(f"trace {path} has version {version}, this dataflow reads {VERSION}; install a newer one.")
     if not isinstance(meta, dict):
-        raise DataError(f"trace {path} does not say of what run it is; give the trace.json of another run.")
+        raise DataError(f"trace {path} has no description of its run; give the trace.json of another run.")
     trace = Trace(meta=meta)
     for stage in trace.declared:
-        # A trace of before says which stage formed parts, and no other role.
+        # An old trace declares which stage forms parts, and no other role.
         if stage.get("grain") == "emission":
             stage["grain"] = "chunk"
         usual = "collects" if stage.pop("forms_parts", False) else USUAL.get(stage.get("name", ""), ("", ""))[0]
@@ -110,7 +110,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
 
 
 def _parse(text: str, path: str | os.PathLike[str]) -> tuple[list[Any], dict[str, Any]]:
-    """Returns a file's events and what it says of itself, last: its version, its meta, whether it is still open."""
+    """Returns a file's events and its last description: version, meta, and whether the file is still open."""
     try:
         data = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -119,7 +119,7 @@ def _parse(text: str, path: str | os.PathLike[str]) -> tuple[list[Any], dict[str
         data = _lines(text, path)
     other: Any = None
     if isinstance(data, dict):
-        # Version 1, or a tool that saved the trace in the other form.
+        # Version 1, or saved by another program in the format's object form.
         other, data = data.get("otherData"), data.get("traceEvents")
     events = data if isinstance(data, list) else []
     for event in events:
@@ -131,7 +131,7 @@ def _parse(text: str, path: str | os.PathLike[str]) -> tuple[list[Any], dict[str
 
 
 def _lines(text: str, path: str | os.PathLike[str]) -> list[Any]:
-    """Returns the events of a file that has no end: one a line, the last of which may be half written."""
+    """Returns the events of a file without its end: one per line; the last line may be incomplete."""
     lines = text.strip().split("\n")
     events = []
     for number, line in enumerate(lines, start=1):
@@ -154,7 +154,7 @@ def _lines(text: str, path: str | os.PathLike[str]) -> list[Any]:
 def _take(trace: Trace, event: Any) -> None:
     kind = (event["ph"], event.get("cat"))
     if event.get("pid", PID) != PID:
-        return  # of a profile that was merged with it
+        return  # an event of a merged profile
     if kind == ("X", TASK):
         own, args = _unpack(SPAN, event["args"])
         trace.add(Span(**own, args=args))
@@ -167,10 +167,10 @@ def _take(trace: Trace, event: Any) -> None:
 
 def _cut(trace: Trace) -> str:
     if not trace.spans:
-        return "cut off before its first task had ended: the run was killed, or still goes on"
+        return "cut off before its first task had ended: the run was killed, or is still running"
     end = max(s.end for s in trace.spans)
     last = max(trace.spans, key=lambda s: s.end).task
-    return f"cut off after {end:.1f} s: the run was killed, or still goes on; its last task was {last}"
+    return f"cut off after {end:.1f} s: the run was killed, or is still running; its last task was {last}"
 
 
 def _unpack(keys: Mapping[str, str], args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The timeline as a picture: a row per resource, a colour per stage, hatching for GPU pools that wait."""
+"""The timeline as a picture: a row per resource, a colour per stage, hatching where a GPU pool waits."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def draw(
     Args:
         traces: one run, or several by name; the others are compared with the first.
         path: file name ending in ``.png`` (1400 pixels wide) or ``.svg``, replaced atomically.
-        title: over the whole picture; none by default.
+        title: above the whole picture; none by default.
         steps: (first, last) to show of each run, from the first task of these steps on; all by default.
 
     Raises:
-        DataError: the file name has another ending, or a trace has no task.
+        DataError: the file name has another extension, or a trace has no task.
     """
     from matplotlib.figure import Figure
 
@@ -86,7 +86,7 @@ class _Panel:
         for resource in trace.resources:
             on = [s for s in spans if s.resource == resource]
             if resource == "reward" and self.levels:
-                # The band shows the requests; of the tasks that wait for them, their ends say enough.
+                # The band shows the requests; of the tasks that collect them, only the ends are drawn.
                 on = [s for s in on if s.stage not in collects]
             rows = lanes(on)
             if rows or (resource == "reward" and self.levels):
@@ -156,7 +156,7 @@ class _Panel:
     ) -> None:
         bars: dict[tuple[str, bool], list[tuple[float, float]]] = {}
         for span in lane:
-            # Keep very short tasks visible: at least a pixel wide, without an edge that would hide the fill.
+            # Keep very short tasks visible: at least a pixel wide, and without an edge, which would hide the colour.
             wide = max(span.end - span.begin, 1.2 / pixels)
             bars.setdefault((span.stage, wide * pixels >= 4), []).append((span.begin - self.begin, wide))
         for (stage, edge), places in bars.items():
@@ -179,7 +179,7 @@ class _Panel:
         axis.broken_barh(places, (below, height), **HATCHED)
 
     def _band(self, axis: Axes, below: float, height: float, own_lanes: int) -> None:
-        """Draws the requests in flight, and a stroke where the rewards of a part were complete."""
+        """Draws the requests in flight, and a line where the rewards of a part were complete."""
         most = max(level for _, level in self.levels)
         room = height * (0.62 if own_lanes else 1.0)
         times = [time - self.begin for time, _ in self.levels]

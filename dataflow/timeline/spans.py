@@ -1,4 +1,4 @@
-"""Spans, marks and the trace they form. Pure: times are seconds from the run's first task, handed in.
+"""Spans, marks and the trace they form. Pure: reads no clock; times are seconds from the run's first task.
 
 Everything that shows or analyses a run (attribution, Perfetto, text, picture, planner) starts from a Trace.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from dataflow.graph import TaskId
 
 VERSION = 2
-"""Version of the trace's content; a reader refuses newer ones."""
+"""Version of the trace's content; newer versions are refused when a trace is read."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Span:
     """What one task occupied.
 
     Attributes:
-        stage, step, part, parts: which task; steps count from 1, parts from 0.
-        resource: what it ran on.
+        stage, step, part, parts: identify the task; steps count from 1, parts from 0.
+        resource: that it ran on.
         begin, end: seconds from the run's first task.
-        args: facts about it, JSON-able (``weights_version``, ``samples``); ``optional`` marks a task that is
-            no part of training (validation).
-        waited_for: the task it depended on that finished last, as ``str(TaskId)`` writes it, or "".
+        args: facts about it, JSON-able (``weights_version``, ``samples``); ``optional`` marks a task that is not part
+            of training (validation).
+        waited_for: the last of its dependencies to finish, as ``str(TaskId)`` writes it, or "".
     """
 
     stage: str
@@ -41,12 +41,12 @@ class Span:
 
     @property
     def task(self) -> str:
-        """Its name, as ``waited_for`` of another span would say it."""
+        """Its name, in the form of ``waited_for``."""
         return str(TaskId(self.step, self.stage, self.part, self.parts))
 
     @property
     def label(self) -> str:
-        """What is written on it: the step, and the part counted from 1 if there are several.
+        """Its short label: the step, and the part counted from 1 if there are several.
 
         >>> Span("actor_update", 3, 0, 4, "gpu", 0.0, 1.0).label
         '3.1'
@@ -55,13 +55,13 @@ class Span:
 
     @property
     def optional(self) -> bool:
-        """Whether training goes on without it (validation)."""
+        """Whether training does not need it (validation)."""
         return bool(self.args.get("optional"))
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something inside a task that took time but no slot: a reward request of a step, group and sample."""
+    """An interval inside a task that takes no slot: a reward request of a step, group and sample."""
 
     name: str
     resource: str
@@ -71,13 +71,13 @@ class Mark:
 
 
 def called(facts: Mapping[str, Any]) -> bool:
-    """Whether the request of a mark was answered by a call of its own, whose time says something of the service."""
+    """Whether the request of a mark was answered by a call of its own, so that its duration is the service's."""
     return facts.get("how", "") in ("", "hedged")
 
 
 @dataclass(frozen=True)
 class Level:
-    """What a number that goes up and down (a limit) is from a time on, in seconds from the run's first task."""
+    """The value of a varying number (a limit) from the time ``at`` on, in seconds from the run's first task."""
 
     name: str
     at: float
@@ -98,13 +98,13 @@ USUAL = {
     "val_score": ("validates", "reward"),
     "save_checkpoint": ("saves", "gpu"),
 }
-"""Role and resource of the stages of traces that do not say them: those of before, and those without a pipeline."""
+"""Role and resource of stages by name, for traces without them: old ones, and those made without a pipeline."""
 
 UNFINISHED = ("running", "interrupted", "failed", "cut off")
-"""What the status of a trace says of a run whose last steps may not be whole."""
+"""Statuses of a trace whose last steps may be incomplete."""
 
 POOLS = ("gpu", "rollout", "train")
-"""Resources that are GPUs: of a colocated run, and of one that samples and trains on different ones."""
+"""Resources that are GPUs: ``gpu`` of a colocated run, the others of a disaggregated one."""
 
 
 @dataclass
@@ -116,9 +116,9 @@ class Trace:
         marks: reward requests.
         levels: changes of limits.
         meta: ``policy``, ``steps``, ``seed``, ``status`` ("running", "finished", "interrupted", "failed", or "cut off"
-            of a file without its end, of which ``cut`` says what is missing),
-            ``resources`` {name: slots, None for as many as come}, ``started`` (unix time of second 0), ``version``.
-        sink: given whatever is added, after it was: a file that grows while the run goes.
+            for a file without its end, where ``cut`` describes what is missing), ``resources`` {name: slots, None for
+            any number}, ``started`` (unix time of second 0), ``version``.
+        sink: called with all items after they are added, for example to write them to a file.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -131,7 +131,7 @@ class Trace:
         self.meta.setdefault("version", VERSION)
 
     def add(self, *items: Span | Mark | Level) -> None:
-        """Adds spans, marks and levels; a task's come in one call, so that the sink has all of it or nothing."""
+        """Adds spans, marks and levels; one call per task, so that the sink gets all of a task or nothing."""
         for item in items:
             if isinstance(item, Span):
                 self.spans.append(item)
@@ -144,7 +144,7 @@ class Trace:
 
     @property
     def window(self) -> tuple[float, float]:
-        """From the first task's begin to the end of the last that is not optional: training, in seconds."""
+        """Begin and end of training in seconds: from the first task to the last one that is not optional."""
         begin = min((s.begin for s in self.spans), default=0.0)
         end = max((s.end for s in self.spans if not s.optional), default=begin)
         return begin, max(begin, end)
@@ -157,24 +157,24 @@ class Trace:
 
     @property
     def resources(self) -> list[str]:
-        """Resources that something ran on: in the order of ``meta["resources"]``, then of appearance."""
+        """Resources that were used, in the order of ``meta["resources"]``, then of first use."""
         seen = dict.fromkeys([s.resource for s in self.spans] + [m.resource for m in self.marks])
         declared = [name for name in self.meta.get("resources") or {} if name in seen]
         return list(dict.fromkeys([*declared, *seen]))
 
     @property
     def end(self) -> float:
-        """When the last task ended, optional ones included: a late validation ends behind :attr:`window`."""
+        """End of the last task, optional ones included: a late validation ends after :attr:`window`."""
         return max([self.window[1], *(s.end for s in self.spans)])
 
     @property
     def steps(self) -> int:
-        """How many steps were trained to their end."""
+        """Number of steps that are complete."""
         return len(self.whole_steps)
 
     @property
     def whole_steps(self) -> list[int]:
-        """The steps of which every training task has ended, in order; of a run that ended well, all."""
+        """The steps whose training tasks have all ended, in order; all steps if the run finished."""
         training = [s for s in self.spans if not s.optional]
         steps = sorted({s.step for s in training})
         if self.meta.get("status", "finished") not in UNFINISHED:
@@ -188,18 +188,18 @@ class Trace:
 
     @property
     def declared(self) -> list[dict[str, Any]]:
-        """The stages of the run's pipeline, as of ``Pipeline.facts``; none if the trace does not have them."""
+        """The stages of the run's pipeline, as ``Pipeline.facts`` returns them; empty if the trace has none."""
         return list(((self.meta.get("job") or {}).get("pipeline") or {}).get("stages") or ())
 
     @property
     def placed(self) -> dict[str, str]:
-        """The resource of each stage, also of one that left no span."""
+        """The resource of each stage, including stages without a span."""
         declared = {s["name"]: s["on"] for s in self.declared} or {name: on for name, (_, on) in USUAL.items()}
         return declared | {s.stage: s.resource for s in self.spans}
 
     @property
     def roles(self) -> dict[str, str]:
-        """The role of each stage that has one, as its pipeline says, or the usual one of its name."""
+        """The role of each stage that has one, from the pipeline; without a pipeline, the usual role of its name."""
         declared = self.declared
         if declared:
             return {s["name"]: s["role"] for s in declared if s.get("role")}
@@ -216,7 +216,7 @@ class Trace:
 
     @property
     def pools(self) -> list[str]:
-        """The pools of GPUs among them: one where engine and trainer share it, else one for each."""
+        """The GPU pools among the resources: one if engine and trainer share it, else one for each."""
         return [name for name in self.resources if name in POOLS]
 
     def on(self, resource: str) -> list[Span]:
@@ -230,7 +230,7 @@ class Trace:
 
 
 def looks(traces: Iterable[Trace]) -> tuple[list[str], dict[str, str]]:
-    """Returns the stages of traces and the roles of these, in an order that is the same for all runs of a pipeline."""
+    """Returns the stages of traces and their roles, in an order that is the same for all runs of a pipeline."""
     stages: dict[str, None] = {}
     roles: dict[str, str] = {}
     for trace in traces:
@@ -242,7 +242,7 @@ def looks(traces: Iterable[Trace]) -> tuple[list[str], dict[str, str]]:
 
 
 def by_task(spans: Iterable[Span]) -> dict[str, Span]:
-    """Returns spans by the names of their tasks, with what streaming tasks handed on: see :func:`chunk_spans`."""
+    """Returns spans by the names of their tasks, and the chunks of streaming tasks (:func:`chunk_spans`) by theirs."""
     spans = list(spans)
     found = {span.task: span for span in spans}
     for span in spans:
@@ -252,7 +252,7 @@ def by_task(spans: Iterable[Span]) -> dict[str, Span]:
 
 
 def chunk_spans(span: Span) -> list[Span]:
-    """Returns what a streaming task had handed on at each time, as if each were a task of its own that ended then."""
+    """Returns a span for each chunk of a streaming task, from the task's begin until the chunk was emitted."""
     times = span.args.get("emitted_s") or ()
     return [replace(span, part=i, parts=len(times), end=at, args={}) for i, at in enumerate(times)]
 
@@ -278,7 +278,7 @@ def covered(intervals: Iterable[tuple[float, float]], begin: float, end: float) 
 
 
 def lanes(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spreads spans over as few lanes as keep them apart; each takes the first lane that is free."""
+    """Spreads spans over the fewest lanes without overlap; each takes the first free lane."""
     ordered = sorted(spans, key=lambda s: (s.begin, s.end, s.step, s.stage, s.part))
     rows: list[list[Span]] = []
     taken: list[tuple[float, int]] = []  # (end, lane)
@@ -295,7 +295,7 @@ def lanes(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def in_flight(marks: Iterable[Mark]) -> list[tuple[float, int]]:
-    """Returns (time, how many marks are open from then on), once for each time at which that changes."""
+    """Returns (time, number of open marks from then on) for each change of that number."""
     change: dict[float, int] = {}
     for mark in marks:
         if mark.end > mark.begin:

@@ -20,18 +20,18 @@ LETTERS = {
     "validates": "Vv",
     "saves": "K",
 }
-"""Letters of the stages with a role: the first such stage has the first one, unless another begins its name."""
+"""Letters of the stages with a role; a stage's first choice is the one that its name begins with."""
 
 _SPARE = "BDEHJKMNPTWXYZabcdefghijkmnpqrstuwxyz"  # O, I, o and l look like digits
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 def letters(stages: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
-    """Returns a letter for each stage: that of its role, or one of its name that is free, or any that is.
+    """Returns a letter for each stage: that of its role, else a free one from its name, else any free one.
 
     Args:
         stages: in the order of the pipeline.
-        roles: of those that have one.
+        roles: of the stages that have one.
 
     >>> letters(["draw", "penalise_length"], {"draw": "samples"})
     {'draw': 'R', 'penalise_length': 'P'}
@@ -57,9 +57,9 @@ class Chart:
     """A trace drawn with letters.
 
     Attributes:
-        rows: name and bars of each; further lanes of a resource have no name, the last may be the rewards in flight.
+        rows: (name, bars) of each; further lanes of a resource have no name; the last row may be the rewards in flight.
         axis: of time, in seconds; as wide as the bars.
-        legend: what letters and signs mean.
+        legend: meaning of letters and signs.
         letter: of each stage.
     """
 
@@ -70,16 +70,16 @@ class Chart:
 
 
 def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) -> str:
-    """Draws a trace as text, the same every time.
+    """Draws a trace as text; deterministic.
 
     Args:
         trace: of one run.
-        width: columns, names of the rows included.
+        width: columns, including the names of the rows.
         steps: (first, last) to show; all by default.
 
     Returns:
         A title, a row for each lane of each resource, a row of rewards in flight, a time axis in seconds and
-        a legend. A task is its letter, its step (and part) where they fit, then "="; the GPU's waits are "~".
+        a legend. A task is drawn as its letter, its step (and part) if they fit, then "="; the GPU's waits as "~".
     """
     if not trace.spans:
         return f"{title(trace)}\n(no task ran)\n"
@@ -90,7 +90,7 @@ def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) 
 
 
 def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Chart:
-    """Draws the rows of :func:`gantt`, whose arguments these are; the trace has tasks."""
+    """Draws the rows of :func:`gantt`, which has the same arguments; the trace must have tasks."""
     begin, end = extent(trace, steps)
     rows: list[tuple[str, list[Span], list[Wait]]] = []
     for resource in trace.resources:
@@ -119,7 +119,7 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
             if b > a:
                 cells[a:b] = _bar(letter[span.stage], span, b - a)
         for span in lane:
-            # Too short for a column: shown where nothing else is.
+            # Shorter than a column: shown only where the column is empty.
             a = min(column(span.begin), columns - 1)
             if column(span.end) <= a and cells[a] == " ":
                 cells[a] = letter[span.stage]
@@ -134,7 +134,7 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
 
 
 def title(trace: Trace) -> str:
-    """Returns a run's numbers in a line: policy, steps, wall time, busy share and waits of the GPUs."""
+    """Returns one line with the run's policy, steps, wall time, and busy share and waits of the GPUs."""
     facts = summary(trace)
     status = trace.meta.get("status", "finished")
     count = trace.steps
@@ -159,10 +159,10 @@ _WAITS = {
 
 
 def idle_lines(trace: Trace) -> list[str]:
-    """Returns a sentence for each pool of GPUs: how long it idled, and for what, with the longest wait for each cause.
+    """Returns a sentence for each GPU pool: how long it idled, by cause, and the longest wait of each cause.
 
-    The causes come in the order of their time, and sum to the idle time but for rounding. Where tasks went on behind
-    training (a late validation), a last sentence says for how long.
+    The causes are in descending order of their times, which sum to the idle time except for rounding. If tasks ran on
+    after training (a late validation), a last sentence says for how long.
     """
     lines = [_idle_line(trace, pool) for pool in trace.pools]
     if (after := trace.end - trace.window[1]) >= 0.005:
@@ -202,7 +202,7 @@ def named(traces: Mapping[str, Trace] | Trace, what: str) -> dict[str, Trace]:
 
     Args:
         traces: one run, or several by name.
-        what: the drawing, as error messages name it.
+        what: the drawing's name in error messages.
 
     Raises:
         DataError: there is no run, or one of the runs has no task.
@@ -212,22 +212,22 @@ def named(traces: Mapping[str, Trace] | Trace, what: str) -> dict[str, Trace]:
         raise DataError(f"{what}: there is no run to show; give one.")
     for name, trace in runs.items():
         if not trace.spans:
-            raise DataError(f"{what}: no task of run '{name}' ran, so there is nothing to show.")
+            raise DataError(f"{what}: run '{name}' has no task, so there is nothing to show.")
     return runs
 
 
 def extent(trace: Trace, steps: tuple[int, int] | None = None) -> tuple[float, float]:
-    """Returns (begin, end) in seconds of the whole trace, or of the training tasks of some steps."""
+    """Returns (begin, end) in seconds of the whole trace, or of the training tasks of the given steps."""
     chosen = trace.spans
     if steps is not None:
         chosen = [s for s in trace.spans if steps[0] <= s.step <= steps[1] and not s.optional] or chosen
     begin, end = min((s.begin for s in chosen), default=0.0), max((s.end for s in chosen), default=0.0)
-    # Below a nanosecond there is no time axis to draw.
+    # A time axis shorter than a nanosecond cannot be drawn.
     return begin, end if end - begin >= 1e-9 else begin
 
 
 def tick(span: float, most: int) -> float:
-    """Returns the least 1, 2 or 5 times a power of ten that cuts ``span`` in at most ``most`` pieces.
+    """Returns the smallest 1, 2 or 5 times a power of ten that divides ``span`` into at most ``most`` pieces.
 
     >>> tick(37.0, 8), tick(0.9, 8)
     (5.0, 0.2)
@@ -245,7 +245,7 @@ def tick(span: float, most: int) -> float:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows of text as aligned columns: the first one left, the others right.
+    """Returns rows of text as aligned columns: the first left-aligned, the others right-aligned.
 
     >>> print(table([["policy", "wall s"], ["both", "9.5"]]))
     policy  wall s
@@ -261,13 +261,13 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def _bar(letter: str, span: Span, room: int) -> str:
     fits = [text for text in (letter + span.label, f"{letter}{span.step}", letter) if len(text) <= room]
-    # Without its part, a step's label looks like the whole step's: only its letter is left then.
+    # Without its part, the label would look like that of the whole step; then only the letter is drawn.
     text = fits[0] if span.parts == 1 or fits[0] == letter + span.label else letter
     return text.ljust(room, "=")
 
 
 def _flights(levels: Sequence[tuple[float, int]], begin: float, end: float, columns: int) -> str:
-    """The most requests in flight during each column, as bars of eighths of the run's most."""
+    """Draws the maximum of requests in flight in each column, as bars in eighths of the run's maximum."""
     most = max(level for _, level in levels)
     cells = [0] * columns
     for (time, level), (until, _) in zip(levels, [*levels[1:], (end, 0)], strict=True):

@@ -1,8 +1,8 @@
-"""The trace's file, which grows while the run goes: Trace Event JSON, an event a line, a flush a task.
+"""Writes the trace's file during the run: Trace Event JSON, one event per line, flushed after each task.
 
-The array form of the format, whose end may be missing: Perfetto and Chrome open what a killed process left. What can
-be told only of the whole (waits, flows, requests in flight) comes last, when the file is closed, and the reader
-(:func:`dataflow.timeline.perfetto.read`) passes over it.
+It uses the array form of the format, whose end may be missing, so Perfetto and Chrome open the file of a killed process
+as well. What depends on the whole trace (waits, flows, requests in flight) is written when the file is closed;
+:func:`dataflow.timeline.perfetto.read` skips it.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ SPAN = {k: k for k in ("stage", "step", "part", "parts", "resource", "waited_for
 SPAN |= {"begin_s": "begin", "end_s": "end"}
 MARK = {"resource": "resource", "begin_s": "begin", "end_s": "end"}
 
-_SHARE = 1000  # lines that are written at once of what there is much of
-_ROOM = 1000  # places for the tracks of one resource
+_SHARE = 1000  # lines per write
+_ROOM = 1000  # track numbers reserved for each resource
 
 
 @dataclass
 class _Lane:
-    """A track, and the microsecond until which it is taken."""
+    """A track, and the microsecond until which it is occupied."""
 
     tid: int
     end: int
 
 
 class TraceWriter:
-    """Writes one trace, as it comes.
+    """Writes one trace while its items are added.
 
     Args:
-        path: of the file, which is begun anew; its directory must exist.
+        path: of the file, which is overwritten; its directory must exist.
         meta: of the trace, as far as it is known.
-        zero_us: the trace's zero on the file's clock, in microseconds; 0 unless something came before it.
+        zero_us: the trace's zero on the file's clock, in microseconds; more than 0 if a merged profile begins earlier.
 
     Raises:
-        RunError: the file cannot be made.
+        RunError: the file cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str], meta: Mapping[str, Any], zero_us: int = 0) -> None:
         self.path = Path(path)
         self.left_out = 0
-        """Items that cannot be written: their times are no finite numbers, or their facts hold themselves."""
+        """Number of items that could not be written: a time is not finite, or the facts contain themselves."""
         self._zero = zero_us
         self._place = {name: i for i, name in enumerate(meta.get("resources") or {}, start=1)}
         self._lanes: dict[str, list[_Lane]] = {}
@@ -81,13 +81,13 @@ class TraceWriter:
             raise
 
     def add(self, *items: Span | Mark | Level) -> None:
-        """Writes spans, marks and levels, in one go: what was added is with the operating system when this returns.
+        """Writes spans, marks and levels at once, so that they outlive a kill of this process.
 
         Raises:
-            RunError: it cannot be written (the disk is full); said once, after which nothing more is written.
+            RunError: writing failed (the disk is full); raised once, and nothing more is written afterwards.
         """
         for item in items:
-            # Whatever a task tells of itself, a run goes on: what no file can hold is counted.
+            # Facts that cannot be written must not end the run; such items are counted.
             try:
                 if isinstance(item, Span):
                     self._span(item)
@@ -99,20 +99,20 @@ class TraceWriter:
                 self.left_out += 1
         self._flush()
 
-    def say(self, meta: Mapping[str, Any]) -> None:
-        """Writes what is known of the trace by now; the reader takes what was said last.
+    def describe(self, meta: Mapping[str, Any]) -> None:
+        """Writes the trace's meta as known by now; the last one in the file counts.
 
         Raises:
-            RunError: as :meth:`add`.
+            RunError: see :meth:`add`.
         """
         self._put(self._said(meta, open=True))
         self._flush()
 
     def raw(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Writes events of another trace as they are; their times are on the file's clock.
+        """Writes events of another trace unchanged; their times must be on the file's clock.
 
         Raises:
-            RunError: as :meth:`add`.
+            RunError: see :meth:`add`.
         """
         for event in events:
             self._put(event)
@@ -121,20 +121,20 @@ class TraceWriter:
         self._flush()
 
     def close(self, trace: Trace) -> None:
-        """Ends the file: the meta as it is now, and what is told of the whole. A second call does nothing.
+        """Ends the file with the final meta and what depends on the whole trace. A second call does nothing.
 
         Args:
-            trace: all that was added.
+            trace: of everything that was added.
 
         Raises:
-            RunError: as :meth:`add`.
+            RunError: see :meth:`add`.
         """
         if self._file.closed:
             return
         with self:
-            self._put(self._said(trace.meta))  # first: with it nothing of the trace is missing
+            self._put(self._said(trace.meta))  # first, as it marks the trace as complete
             self.raw(self._derived(trace))
-            # The last event, behind which no comma may stand.
+            # The last event must not be followed by a comma.
             self._put(_about("process_sort_index", 0, sort_index=0))
             self._flush(end=b"\n]\n")
             if not self._broken:
@@ -147,18 +147,18 @@ class TraceWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Lets go of the file, as it is."""
+        """Closes the file without its end."""
         with contextlib.suppress(OSError):
             self._file.close()
 
     # --- events ---------------------------------------------------------------------------------------------
 
     def _said(self, meta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        # A kind of event that every viewer knows, and none shows more of than the labels.
+        # Every viewer knows this kind of event, and shows only its labels.
         own = {"format": FORMAT, "version": VERSION, **more, "meta": meta}
         return _about("process_labels", 0, labels=str(meta.get("status", "")), **own)
 
-    # Spans and requests are many: their lines are put together by hand, in half the time.
+    # Spans and requests are many: formatting their lines by hand takes half the time.
 
     def _span(self, span: Span) -> None:
         ts, until = self._ticks(span.begin, span.end)
@@ -190,7 +190,7 @@ class TraceWriter:
         if not math.isfinite(level.value):
             raise ValueError(f"{level.name} is {level.value}")
         event = {"ph": "C", "cat": LEVEL, "name": level.name, "pid": PID, "ts": ts}
-        # The exact time stands beside the args, all of which Perfetto would draw.
+        # The exact time is kept outside the args, since Perfetto draws all of these.
         self._put({**event, "at_s": level.at, "args": {"value": level.value}})
 
     def _derived(self, trace: Trace) -> Iterator[dict[str, Any]]:
@@ -213,10 +213,10 @@ class TraceWriter:
             yield {"ph": "C", "name": "rewards in flight", "pid": PID, "ts": ts, "args": {"requests": level}}
 
     def _flow(self, number: int, at: float, slices: list[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
-        """An arrow through three slices, if they lie so that it can go forward in time.
+        """Yields the events of an arrow through three slices, unless it would go back in time.
 
-        Viewers bind a flow's event to the slice that is open then, on its track: the last microsecond of a slice is
-        in it, its end is not, and nothing is in one of no length.
+        Viewers bind a flow's event to the slice of its track that is open at its time: the last microsecond of a slice
+        belongs to it, its end does not, and an empty slice contains nothing.
         """
         if len(slices) < 3 or any(ts == until for _, ts, until in slices):
             return
@@ -234,16 +234,16 @@ class TraceWriter:
     # --- tracks and times -----------------------------------------------------------------------------------
 
     def _ticks(self, begin: float, end: float) -> tuple[int, int]:
-        # Another machine's clock may say that a task began before the run did; viewers know no such time.
+        # By another machine's clock a task may begin before the run; viewers cannot show negative times.
         ts = self._zero + round(begin * 1e6)
         until = self._zero + round(end * 1e6)
         ts = ts if ts > 0 else 0
         return ts, until if until > ts else ts
 
     def _lane(self, resource: str, begin: int, end: int) -> int:
-        """Returns the track of a span: spans come in the order of their ends, so the fullest one that is free.
+        """Returns the track for a span: the free one whose last span ended last.
 
-        That opens as few tracks as keep the spans apart.
+        As spans come in the order of their ends, this opens the fewest tracks on which they do not overlap.
         """
         lanes = self._lanes_of(resource)
         lane = None
@@ -273,7 +273,7 @@ class TraceWriter:
     # --- the file -------------------------------------------------------------------------------------------
 
     def _put(self, *events: Mapping[str, Any]) -> None:
-        self._lines += [encode(event) for event in events]  # all or none of them
+        self._lines += [encode(event) for event in events]  # adds all or none
 
     def _flush(self, begin: bytes = b"", end: bytes = b",\n") -> None:
         lines, self._lines = self._lines, []
@@ -281,7 +281,7 @@ class TraceWriter:
             return
         try:
             data = begin + ",\n".join(lines).encode("ascii") + end
-            while data:  # a disk that is nearly full takes a part of it
+            while data:  # a nearly full disk may accept only part of it
                 data = data[self._file.write(data) :]
         except OSError as error:
             raise self._failed(error) from error
@@ -302,20 +302,20 @@ def _about(kind: str, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _pack(own: str, keys: Mapping[str, str], theirs: Mapping[Any, Any]) -> str:
-    """Puts our facts and the user's side by side; a user's key that looks like ours gets a "+" in front."""
+    """Encodes our facts and the user's in one object; a user's key that equals one of ours gets a "+" in front."""
     if not theirs:
         return f"{{{own}}}"
     try:
         clear = keys.keys().isdisjoint(theirs) and "+" not in "".join(theirs)
     except TypeError:
-        clear = False  # a key that is no text
+        clear = False  # a key is not a string
     if not clear:
         theirs = {f"+{k}" if k in keys or str(k).startswith("+") else k: v for k, v in theirs.items()}
     return f"{{{own},{encode(theirs)[1:]}"
 
 
 def encode(value: Any) -> str:
-    """Returns a value as JSON in one line; what JSON cannot say becomes what it can."""
+    """Returns a value as JSON in one line; values that JSON lacks are converted by :func:`plain`."""
     try:
         return _quick(value)
     except (ValueError, TypeError):
@@ -323,7 +323,7 @@ def encode(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can say of a value: Perfetto refuses a whole file for one NaN in it."""
+    """Returns a value converted to what JSON has; a single NaN would make Perfetto refuse the whole file."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

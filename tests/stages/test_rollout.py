@@ -107,7 +107,7 @@ def test_the_seed_is_of_run_and_step_and_validation_has_its_own() -> None:
 
 @pytest.mark.parametrize("stage", [rollout, val_rollout])
 def test_another_version_of_the_weights_ends_the_run(stage: Any) -> None:
-    with pytest.raises(RunError, match=r"\[2\]: the engine holds weights version 3, the graph says 1"):
+    with pytest.raises(RunError, match=r"\[2\]: the engine holds weights version 3, where the graph needs 1"):
         run(stage, 2, FakeRollout(version=3), TaskInfo(2, stage.name), weights_version=1)
 
 

@@ -87,7 +87,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_run(
     assert "no such kind" in refused(capsys, "compare", PIPELINE, f"runs={tmp_path / 'new'}", "-o", pdf)
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "both" / "summary.json").write_text("{")
-    assert "is no JSON" in refused(capsys, "compare", *runs)
+    assert "is not a JSON object" in refused(capsys, "compare", *runs)
 
 
 def test_an_empty_run_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_an_empty_run_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.Captu
     trace.spans.clear()
     trace.marks.clear()
     perfetto.write(trace, tmp_path / "trace.json")
-    assert "no task of run 'both' ran" in refused(capsys, "timeline", str(tmp_path), "-o", str(tmp_path / "run.html"))
+    assert "run 'both' has no task" in refused(capsys, "timeline", str(tmp_path), "-o", str(tmp_path / "run.html"))
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
 
 

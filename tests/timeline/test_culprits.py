@@ -37,7 +37,7 @@ def test_each_part_has_its_own_slowest_group_and_the_longest_wait_comes_first() 
     found = culprits(two_parts())
     assert [(c.wait.seconds, c.request and c.request.args["group"]) for c in found] == [(5, 5), (3, 3)]
     assert [c.words for c in found] == [
-        "step 1, group 5, 3 tries, told to slow down 2 times, held back 1.2 s by the rate limit",
+        "step 1, group 5, 3 tries, throttled 2 times, held back 1.2 s by the rate limit",
         "step 1, group 3, hedged",
     ]
 

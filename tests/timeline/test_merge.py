@@ -167,10 +167,10 @@ WRONG: list[tuple[bytes, str]] = [
     (b"{}", "holds no list of trace events"),
     (b"[1]", "holds no list of trace events"),
     (b"[]", "holds no event"),
-    (b'[{"ph": "X", "ts": 5, "dur": 1}]', "does not say of what time it is"),
+    (b'[{"ph": "X", "ts": 5, "dur": 1}]', "has no absolute time"),
     (b'[{"ph": "X", "ts": "now"}]', "has a broken event (ts is 'now')"),
     (b'[{"ph": "X"}]', "has a broken event (ts is None)"),
-    (b'{"baseTimeNanoseconds": "x", "traceEvents": [{"ph": "i", "ts": 1}]}', "has the time 'x' for its zero"),
+    (b'{"baseTimeNanoseconds": "x", "traceEvents": [{"ph": "i", "ts": 1}]}', "has 'x' as the time of its zero"),
     (json.dumps(ray_timeline(STARTED + 3600)).encode(), "begins 3598 s after its end; give one that was taken"),
     (json.dumps(ray_timeline(STARTED - 7200)).encode(), "ends 7200 s before the run began"),
 ]
@@ -194,7 +194,10 @@ def test_what_is_no_profile_of_the_run_is_one_sentence(
 def test_files_that_are_missing_cut_or_cannot_be_made_are_said(tmp_path: Path) -> None:
     ray = save(tmp_path / "ray.json", ray_timeline())
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(ray.read_bytes())[:-10])
-    for profile, says in ((tmp_path / "none.json", "No such file"), (tmp_path / "cut.json.gz", "no whole gzip file")):
+    for profile, says in (
+        (tmp_path / "none.json", "No such file"),
+        (tmp_path / "cut.json.gz", "not a complete gzip file"),
+    ):
         with pytest.raises(DataError, match=says):
             merge(run(), [profile], tmp_path / "merged.json")
     with pytest.raises(DataError, match="there is no directory"):
@@ -208,5 +211,5 @@ def test_files_that_are_missing_cut_or_cannot_be_made_are_said(tmp_path: Path) -
 def test_a_run_that_does_not_say_when_it_began_is_refused(tmp_path: Path, meta: dict[str, Any]) -> None:
     trace = run()
     trace.meta |= meta
-    with pytest.raises(DataError, match="does not say exactly when it began"):
+    with pytest.raises(DataError, match="lacks its exact start time"):
         merge(trace, [save(tmp_path / "ray.json", ray_timeline())], tmp_path / "merged.json")

@@ -272,7 +272,7 @@ def test_what_is_missing_of_a_cut_file_is_said(tmp_path: Path) -> None:
     assert len(back.spans) == 2
     assert back.meta["status"] == "cut off"
     assert back.meta["cut"] == (
-        "cut off after 0.7 s: the run was killed, or still goes on; its last task was reward_collect[1.1]"
+        "cut off after 0.7 s: the run was killed, or is still running; its last task was reward_collect[1.1]"
     )
     path.write_text("\n".join(lines[: tasks[0]]))
     assert perfetto.read(path).meta["cut"].startswith("cut off before its first task had ended")
@@ -317,8 +317,8 @@ def broken_event() -> str:
         (b'[{"ph": "X", "ts": 1},\n{"ph"', "not written by dataflow"),
         (b"[3, null]", "not written by dataflow"),
         (said(version=VERSION + 1, meta={}), "install a newer"),
-        (said(version=VERSION), "does not say of what run it is"),
-        (said(meta={}), "of version None"),
+        (said(version=VERSION), "has no description of its run"),
+        (said(meta={}), "has version None"),
         (b'{"traceEvents": []}', "not written by dataflow"),
         (
             b'{"traceEvents": {}, "otherData": {"format": "dataflow", "version": 1}}',
@@ -328,7 +328,7 @@ def broken_event() -> str:
             b'{"traceEvents": [], "otherData": {"format": "dataflow", "version": 99, "meta": {}}}',
             "install a newer",
         ),
-        (b'{"traceEvents": [], "otherData": {"format": "dataflow"}}', "of version None"),
+        (b'{"traceEvents": [], "otherData": {"format": "dataflow"}}', "has version None"),
         (
             b'{"traceEvents": [3], "otherData": {"format": "dataflow", "version": 1, "meta": {}}}',
             "broken event",
@@ -352,7 +352,7 @@ def test_a_packed_trace_is_read_and_a_torn_one_said(tmp_path: Path) -> None:
     assert perfetto.read(tmp_path / "trace.json.gz") == example()
     for torn in (packed[:-20], b"[", b""):
         (tmp_path / "trace.json.gz").write_bytes(torn)
-        with pytest.raises(DataError, match=r"is no whole gzip file|is empty"):
+        with pytest.raises(DataError, match=r"is not a complete gzip file|is empty"):
             perfetto.read(tmp_path / "trace.json.gz")
 
 

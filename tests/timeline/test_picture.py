@@ -81,7 +81,7 @@ def test_odd_runs_are_drawn_too(tmp_path: Path, trace: Trace) -> None:
 def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"\.png or \.svg"):
         draw(run(), tmp_path / "run.gif")
-    with pytest.raises(DataError, match="no task of run 'both'"):
+    with pytest.raises(DataError, match="run 'both' has no task"):
         draw(Trace(meta={"policy": "both"}), tmp_path / "run.png")
     with pytest.raises(DataError, match="no run to show"):
         draw({}, tmp_path / "run.png")

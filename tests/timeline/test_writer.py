@@ -73,7 +73,7 @@ def test_what_is_said_last_counts(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     trace, writer = start(path, started=1.0)
     trace.meta["started"] = 2.0
-    writer.say(trace.meta)
+    writer.describe(trace.meta)
     assert perfetto.read(path).meta["started"] == 2.0
     writer.close(trace)
 

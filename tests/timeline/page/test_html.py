@@ -116,7 +116,7 @@ def test_names_from_a_trace_are_shown_and_never_run(tmp_path: Path) -> None:
 
 def test_what_cannot_be_shown_is_said_in_a_sentence(tmp_path: Path) -> None:
     for given, name, said in (
-        (Trace(meta={"policy": "both"}), "run.html", "no task of run 'both' ran"),
+        (Trace(meta={"policy": "both"}), "run.html", "run 'both' has no task"),
         ({}, "run.html", "no run to show"),
         (two_parts(), "run.pdf", r"give a name in \.html"),
     ):
@@ -174,7 +174,7 @@ def test_waits_and_who_they_were_for_are_in_the_columns() -> None:
     waits = list(zip(*(drawn.waits[name] for name in ("begin", "end", "cause", "task", "who")), strict=True))
     assert waits[1] == (
         6, 11, "rewards", "actor_update[1.2]",
-        "step 1, group 5, 3 tries, told to slow down 2 times, held back 1.2 s by the rate limit",
+        "step 1, group 5, 3 tries, throttled 2 times, held back 1.2 s by the rate limit",
     )  # fmt: skip
     requests = list(zip(*(drawn.requests[name] for name in ("step", "begin", "end", "to_x", "task")), strict=True))
     assert requests == [(1, 1, 4, 4, "actor_update[1.1]"), (1, 1, 11, 11, "actor_update[1.2]")]
