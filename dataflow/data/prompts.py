@@ -1,8 +1,7 @@
-"""The prompts of a run: GSM8K's JSONL, verl's parquet or generated problems, as one batch a step.
+"""The prompts of a run: GSM8K's JSONL, verl's parquet or generated problems, as one batch per step.
 
-Rows are kept as parquet in verl's schema and read by verl's RLHFDataset through a stateful, seeded loader.
-Every row is checked and measured before the first step. A step's batch depends on the data, the seed and the
-step alone.
+Rows are stored as parquet in verl's schema and read by verl's RLHFDataset through a stateful, seeded loader. Every row
+is checked and measured before the first step. A step's batch depends only on the data, the seed and the step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dataflow.models.tiny import cache_home
 _LEAST_CHARACTERS = 2**16
 """Prompts of fewer characters are always tokenized, as a tokenizer may drop or join characters."""
 
-# Problems are generated from a seed of their own: the held-out ones are the same for runs of all seeds.
+# Problems are generated from a fixed seed, so that the held-out ones are the same for runs of all seeds.
 PROBLEM_SEED = 0
 
 
@@ -87,14 +86,14 @@ class PromptSource:
         tokenizer: with a chat template.
         data: the options ``max_prompt_length``, ``truncation``, ``filter_overlong_prompts``, ``shuffle``.
         seed: of the order.
-        prompts: a step's.
+        prompts: number per step.
         name: of the file, for messages.
         labels: of the rows, for messages; their numbers if None.
         schemas: JSON schemas of the tools that the chat template describes in each prompt.
         room: positions and vocabulary of the model, and the longest response in tokens.
 
     Raises:
-        DataError: a prompt is too long (or all are, if those are left out), or there are too few for a step.
+        DataError: a prompt is too long (or all are, if long ones are dropped), or there are too few for a step.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class PromptSource:
             DataError: the chat template refuses a row.
         """
         limit = data.max_prompt_length
-        # Tokenizing a million characters takes 6 seconds; their number alone shows that they are too long.
+        # Tokenizing a million characters takes 6 seconds; the number of characters shows that they are too many.
         most = max(_LEAST_CHARACTERS, limit * max(map(len, tokenizer.get_vocab()), default=1))
         cut = data.truncation != "error" and not data.filter_overlong_prompts
         found = []
@@ -169,7 +168,7 @@ class PromptSource:
                 continue
             try:
                 found.append(prompt_ids(tokenizer, row["prompt"], schemas))
-            # A chat template is a program of the model's; it may refuse roles and raise any exception.
+            # A chat template is a program that comes with the model; it may refuse roles and raise any exception.
             except Exception as error:
                 raise DataError(
                     f"{self._label(at)}: the model's chat template cannot write this prompt "
@@ -178,7 +177,7 @@ class PromptSource:
         return found
 
     def _fit(self, ids: list[list[int]], data: Any) -> list[int]:
-        """Cuts overlong prompts in place or leaves them out; returns the indices of the rows that stay."""
+        """Truncates overlong prompts in place or drops them; returns the indices of the remaining rows."""
         limit = data.max_prompt_length
         long = [i for i, tokens in enumerate(ids) if len(tokens) > limit]
         if not long:
@@ -204,10 +203,10 @@ class PromptSource:
         return list(range(len(ids)))
 
     def batch(self, step: int) -> Batch:
-        """Returns the prompts of a step; epochs follow one another, each without its odd last rows.
+        """Returns the prompts of a step; each epoch drops its last rows if they do not fill a step.
 
         Args:
-            step: counts from 1. Steps in order cost a batch each; any other is found by drawing from the start.
+            step: counts from 1. Steps in order read one batch each; any other order reads from the start.
 
         Returns:
             ``prompts`` rows, each a group of its own (0, 1, ...), with columns ``raw_prompt`` (chat
@@ -222,7 +221,7 @@ class PromptSource:
         if self._last is None or step != self._step:
             if step <= self._step or self._last is None:
                 self._batches, self._step = self._epochs(), 0
-            # A resumed run starts in the middle: drawing the steps before again keeps no state on disk.
+            # A resumed run starts in the middle: reading the earlier steps again needs no state on disk.
             while self._step < step:
                 drawn = next(self._batches)
                 self._step += 1
@@ -230,15 +229,14 @@ class PromptSource:
         return self._last
 
     def all(self, limit: int | None = None) -> Batch:
-        """Returns the first ``limit`` prompts (all if None) in the order of the file, as :meth:`batch`
-        does."""
+        """Returns the first ``limit`` prompts (all if None) in the order of the file; see :meth:`batch`."""
         from verl.utils.dataset.rl_dataset import collate_fn
 
         count = len(self) if limit is None else min(limit, len(self))
         return self._batch(collate_fn([self._dataset[i] for i in range(count)]))
 
     def _batch(self, drawn: Mapping[str, Any]) -> Batch:
-        # Arrow gives every row the keys of all rows; what a row did not have comes back as None.
+        # Arrow gives every row the keys of all rows, with None for missing values.
         extras = [{k: v for k, v in (extra or {}).items() if v is not None} for extra in drawn["extra_info"]]
         return Batch(
             range(len(extras)),
@@ -262,7 +260,7 @@ class PromptSource:
         def generator() -> torch.Generator:
             return torch.Generator().manual_seed(self._seed)
 
-        # torchdata warns of a call of its own.
+        # torchdata warns about its own code.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         loader = StatefulDataLoader(
             self._dataset,
@@ -274,8 +272,7 @@ class PromptSource:
             ),
             drop_last=True,
             collate_fn=collate_fn,
-            # Without one of its own the loader draws from torch's global generator at each epoch, and moves
-            # it.
+            # By default the loader would draw from torch's global generator in each epoch, and change its state.
             generator=generator(),
         )
         while True:
@@ -283,24 +280,24 @@ class PromptSource:
 
 
 def _open(rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any) -> Any:
-    """Opens rows as verl's dataset, each with its number as ``row``."""
+    """Opens rows as verl's dataset; the column ``row`` is the number of each."""
     numbered = [{**row, "row": i} for i, row in enumerate(rows)]
     # parquet has no struct without keys
     if not any(row.get("extra_info") for row in rows):
         numbered = [{k: v for k, v in row.items() if k != "extra_info"} for row in numbered]
     home = cache_home() / "prompts"
     path = write_parquet(numbered, home)
-    # verl and datasets print and draw bars while they load: stdout belongs to the program's own answers.
+    # verl and datasets print and draw progress bars while they load; stdout is for the program's own output.
     with contextlib.redirect_stdout(io.StringIO()):
         import datasets
         from omegaconf import OmegaConf
         from verl.utils.dataset.rl_dataset import RLHFDataset
 
-        # RLHFDataset's own filter is off: it forks, and takes a row that fails to tokenise for one too long.
+        # RLHFDataset's own filter is off: it forks, and drops a row that cannot be tokenized as too long.
         options = OmegaConf.create({"max_prompt_length": data.max_prompt_length, "filter_overlong_prompts": False})
         bars, arrow = datasets.is_progress_bar_enabled(), datasets.config.HF_DATASETS_CACHE
         datasets.disable_progress_bars()
-        # RLHFDataset names no cache directory; left alone, datasets would use another one in the user's home.
+        # RLHFDataset sets no cache directory; by default datasets would use another one in the user's home.
         datasets.config.HF_DATASETS_CACHE = home / "arrow"
         try:
             return RLHFDataset(str(path), tokenizer, options)

@@ -1,5 +1,4 @@
-"""Rows of problems in verl's schema: read from GSM8K's JSONL or verl's parquet, each checked, kept as
-parquet.
+"""Rows of problems in verl's schema: reads GSM8K's JSONL or verl's parquet, checks each row, writes parquet.
 
 A row has ``data_source``, ``prompt`` (chat messages), ``reward_model.ground_truth`` and ``extra_info``.
 """
@@ -20,10 +19,10 @@ from dataflow.rewards.user.gsm8k import extract
 GSM8K = "openai/gsm8k"
 GENERATED = "dataflow/problems"
 LONGEST_ROW = 2**22
-"""Characters that a row may have: its text is read and tokenized as a whole, at 6 seconds a million characters."""
+"""Maximum characters of a row: its text is tokenized as a whole, which takes 6 seconds per million characters."""
 
 COLUMNS = ("data_source", "prompt", "reward_model")
-"""What a parquet file must have; ``extra_info`` may be left out."""
+"""Columns that a parquet file must have; ``extra_info`` is optional."""
 
 
 def load_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -34,10 +33,10 @@ def load_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             schema.
 
     Returns:
-        Rows of verl's schema, and for each what messages call it (file and line).
+        Rows of verl's schema, and a label of each for messages (file and line).
 
     Raises:
-        DataError: the file is missing, of another kind or empty, or a row is bad.
+        DataError: the file is missing, of another kind or empty, or a row is invalid.
     """
     if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(f"{path}: unknown kind of data file; give a .jsonl or a .parquet file.")
@@ -94,7 +93,7 @@ def _read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields the number and the text of each line; none is read past the length that a row may have."""
+    """Yields the number and the text of each line; reads no line beyond the maximum length of a row."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(4 * LONGEST_ROW + 1):
@@ -116,10 +115,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _parsed(line: str, label: str) -> Any:
-    """Returns what a line of JSON holds, by the letter of the standard: Python's own reader takes more.
+    """Returns the value of a line of JSON, parsed strictly by the standard (Python's parser accepts more).
 
     Raises:
-        DataError: it is no JSON, or holds what later steps could not write or would misread.
+        DataError: it is not JSON, or later steps could not write it or would misread it.
     """
 
     def constant(name: str) -> Any:
@@ -183,10 +182,10 @@ def _read_parquet(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def verl_rows(source: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Returns rows as they are, and problems (``question``, ``answer``) as rows.
+    """Returns rows unchanged, and problems (``question``, ``answer``) converted to rows.
 
     Raises:
-        DataError: a bad row, which the message calls by ``name`` and number.
+        DataError: a row is invalid; the message has ``name`` and its number.
     """
     rows = []
     for index, row in enumerate(source):
@@ -200,7 +199,7 @@ def verl_rows(source: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, 
 
 
 def _verl_row(problem: Mapping[str, Any], index: int, source: str, label: str) -> dict[str, Any]:
-    """Returns a problem as verl's own preprocessing of GSM8K does."""
+    """Returns a problem as a row, as verl's preprocessing of GSM8K does."""
     for key in ("question", "answer"):
         value = problem.get(key)
         if not isinstance(value, str) or not value.strip():
@@ -237,6 +236,6 @@ def _check_row(row: Mapping[str, Any], label: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Returns what an error says, in one line."""
+    """Returns the message of an error, in one line."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -15,12 +15,12 @@ def rollout_engine(name: str, own_process: bool = True, device: str = "cpu") -> 
 
     Args:
         name: ``hf``, ``vllm``, or ``auto`` for vLLM where it can be used.
-        own_process: whether the engine has a process of its own. vLLM needs one: it takes the number of threads from
-            whatever else computes in its process, and keeps the garbage collector from it.
-        device: ``cpu`` or ``cuda``; a vLLM is built for one of them.
+        own_process: whether the engine has a process of its own. vLLM needs one, since it changes the number of
+            threads and the garbage collector of its process.
+        device: ``cpu`` or ``cuda``; a build of vLLM supports one of them.
 
     Raises:
-        ConfigError: an unknown engine, or one that is not installed or cannot be used.
+        ConfigError: the engine is unknown, not installed or cannot be used here.
     """
     built_for = vllm_device()
     if name == "auto":
@@ -47,8 +47,8 @@ def rollout_engine(name: str, own_process: bool = True, device: str = "cpu") -> 
 
 
 def refused_temperature(value: float) -> str:
-    """Returns a message about a temperature that vLLM does not sample at; empty for one that it does."""
-    # It takes 0.01 for anything between, with no more than a line in its log.
+    """Returns a message if vLLM does not sample at this temperature, else ""."""
+    # vLLM replaces values between 0 and 0.01 by 0.01, with only a line in its log.
     return "" if value == 0 or 0.01 <= value <= 2 else "vLLM takes 0 (greedy) or 0.01 to 2"
 
 

@@ -56,10 +56,10 @@ def draw(
     if sampling.min_p > 0:
         cuts.append(MinPLogitsWarper(sampling.min_p))
     cut: Any = cuts(said, scaled)
-    # In float64: a float32 sum over 150,000 tokens would be off by more than a rare token's share.
+    # In float64, as the error of a float32 sum over 150,000 tokens exceeds the probability of rare tokens.
     mass = cut.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     total = mass[:, -1:]
-    # Strictly below the total, so that the first entry above it is a token with a share.
+    # Strictly below the total, so that the first entry above it is a token of non-zero probability.
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     token = torch.searchsorted(mass, target, right=True)
     return token.squeeze(1), scaled.log_softmax(dim=-1).gather(1, token).squeeze(1)

@@ -3,8 +3,8 @@
 A prompt is read once and its cache entries copied to its n samples; rows that have ended leave the batch once
 half of it has. Each sample draws from random numbers of its own, fixed before the first token.
 
-One thread computes, so whatever is asked of the engine happens in the order in which it was asked: a weight sync
-after the samples in flight, later samples after the sync.
+One thread computes, so calls take effect in their order: a weight sync after the samples in flight, later samples
+after the sync.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class HfRollout:
                 f"rollout: max_prompt_length={max_prompt_length}, max_batch={max_batch}; both are 1 at least."
             )
         torch.set_num_threads(threads)
-        disable_progress_bar()  # two lines of it would break the run's own
+        disable_progress_bar()  # its lines would interrupt the run's own progress display
         with loading(model):
             tokenizer = AutoTokenizer.from_pretrained(model)
             self.model = AutoModelForCausalLM.from_pretrained(
@@ -149,7 +149,7 @@ class HfRollout:
             working.cancel()
 
     async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
-        """See :meth:`RolloutEngine.sample`. Those that wait while the engine computes are then drawn together."""
+        """See :meth:`RolloutEngine.sample`. Prompts that arrive while the engine computes are then sampled together."""
         check_sampling(sampling, self.vocabulary.size)
         (ids,) = prompt_ids(Batch([0], {"prompt_ids": [prompt]}), self.max_prompt_length)
         loop = asyncio.get_running_loop()
@@ -166,7 +166,7 @@ class HfRollout:
             self._in_flight -= 1
 
     def _take_turns(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Draws all that wait, those of one kind together."""
+        """Samples all queued prompts, those with equal options together."""
         turns, self._turns = self._turns, []
         for kind in dict.fromkeys(kind for kind, _row, _future in turns):
             mine = [(row, future) for other, row, future in turns if other == kind]
@@ -183,7 +183,7 @@ class HfRollout:
         return to_batch(prompts, samples, length, self.vocabulary.tokenizer, self.vocabulary.pad)
 
     async def sleep(self) -> None:
-        """See :meth:`RolloutEngine.sleep`: on a GPU the weights wait in the host's memory."""
+        """See :meth:`RolloutEngine.sleep`: on a GPU the weights move to the host's memory."""
         if self.device.type != "cpu":
             await self._run(lambda: self._move("cpu"))
 
@@ -206,7 +206,7 @@ class HfRollout:
         return {**self._counts, "running": self._in_flight}
 
     def close(self) -> None:
-        """Ends the thread once what it computes is done or given up."""
+        """Ends the thread after the current work is done or aborted."""
         self._aborts += 1
         self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -220,7 +220,7 @@ class HfRollout:
     def _draw_all(
         self, rows: Sequence[_Row], sampling: Sampling, aborts: int, unwanted: threading.Event | None = None
     ) -> Iterator[Sample]:
-        """Yields the sample of each row as it ends, chunk by chunk, until they are unwanted.
+        """Yields the sample of each row as it ends, batch by batch.
 
         Raises:
             Aborted: ``abort`` has been called more than ``aborts`` times.
@@ -230,7 +230,7 @@ class HfRollout:
                 if unwanted is not None and unwanted.is_set():
                     return
                 if self._aborts != aborts:
-                    raise Aborted("rollout: the samples in flight were given up.")
+                    raise Aborted("rollout: the samples in flight were aborted.")
                 if row is not None:
                     finish = "length" if live else "stop"
                     yield Sample(row.group, row.index, tokens, scores, self.version, finish)
@@ -238,15 +238,15 @@ class HfRollout:
     def _sample(
         self, rows: Sequence[_Row], sampling: Sampling
     ) -> Iterator[tuple[_Row | None, list[int], list[float], bool]]:
-        """Generates one chunk.
+        """Generates the rows of one batch.
 
         Args:
-            rows: those of one prompt side by side.
+            rows: rows of the same prompt must be adjacent.
             sampling: how to draw.
 
         Yields:
-            A row that has ended with its tokens, their log-probs, and whether it might have gone on; None for the row
-            after each token, where the caller may stop.
+            Each row that has ended, with its tokens, their log-probs, and whether it was cut off at the maximum
+            length; after each token also None as the row, so that the caller can stop.
         """
         prompts: list[Sequence[int]] = []
         owner: list[int] = []
@@ -260,7 +260,7 @@ class HfRollout:
     def _decode(
         self, rows: Sequence[_Row], prompts: Sequence[Sequence[int]], owner: torch.Tensor, sampling: Sampling
     ) -> Iterator[tuple[_Row | None, list[int], list[float], bool]]:
-        """Decodes the rows together; ``owner`` int64 ``[rows]`` says the prompt of each."""
+        """Decodes the rows together; ``owner`` int64 ``[rows]`` is the prompt of each."""
         tokens, mask = left_pad(prompts, self.vocabulary.pad)
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         cache = DynamicCache(config=self.model.config)
@@ -273,13 +273,13 @@ class HfRollout:
         shape = (len(rows), sampling.max_tokens)
         numbers = torch.from_numpy(np.stack([row.uniforms for row in rows])).to(self.device)
         ends = torch.tensor([*self.vocabulary.ends, *sampling.stop_token_ids], device=self.device)
-        # What a penalty looks at: in place of the padding a token that the prompt has anyway.
+        # Tokens for the repetition penalty; padding is replaced by a token of the prompt, which changes nothing.
         said = torch.where(mask.bool(), tokens[pick], tokens[pick, -1:])
         said = torch.cat([said, torch.full(shape, self.vocabulary.pad, device=self.device)], dim=1)
         wide = tokens.shape[1]
         drawn = said[:, wide:]
         scores = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        at = torch.arange(shape[0], device=self.device)  # which row each place of the batch belongs to
+        at = torch.arange(shape[0], device=self.device)  # the row in each place of the batch
         live = torch.ones_like(at, dtype=torch.bool)
         for t in range(shape[1]):
             token, score = draw(logits, numbers[at, t], sampling, said[at, : wide + t])
@@ -317,10 +317,10 @@ class HfRollout:
     async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Copies new weights into the model, by Hugging Face name; a tied ``lm_head.weight`` may be left out.
 
-        It waits for its turn behind the samples in flight. Either all weights are taken over or, on an error, none.
+        Samples in flight finish first. Either all weights are replaced or, on an error, none.
 
         Raises:
-            DataflowError: an unknown or missing name, another shape, or two tied weights that differ.
+            DataflowError: a name is unknown or missing, a shape differs, or two tied weights differ.
         """
         await self._run(lambda: self._load(weights, version))
 
@@ -341,10 +341,10 @@ def _grouped_sdpa(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa, but in decoding the query heads that share a key head stand in for positions.
+    """transformers' sdpa, but while decoding, the query heads that share a key head are passed as query positions.
 
-    With a mask, transformers copies the whole cache once for each head that shares it, in every step: a third
-    of the time of a rollout on CPU.
+    Given a mask, transformers copies the whole cache once per query head in every step, which takes a third of the time
+    of a rollout on a CPU.
     """
     rows, heads, positions, width = query.shape
     if positions != 1:
@@ -361,7 +361,7 @@ AttentionMaskInterface.register(_GROUPED, sdpa_mask)
 
 def _settle(future: asyncio.Future[Sample], sample: Sample | None, error: Exception | None) -> None:
     if future.done():
-        return  # nobody waits any more
+        return  # the caller was cancelled
     if error is not None:
         future.set_exception(error)
     elif sample is not None:

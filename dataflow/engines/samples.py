@@ -1,4 +1,4 @@
-"""Samples: what goes into an engine checked, what comes out of it made a Batch. The same for every rollout engine."""
+"""Checks the input of a rollout engine, and makes a Batch of its samples. The same for every engine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dataflow.errors import ConfigError, DataError, DataflowError
 
 
 def check_sampling(sampling: Sampling, vocabulary: int) -> None:
-    """Fails on what no engine can do.
+    """Checks sampling options that are the same for every engine.
 
     Args:
         sampling: how to draw.
         vocabulary: number of token ids.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
     ranges = (
         ("n", sampling.n >= 1, "1 or more"),
@@ -39,7 +39,7 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     unknown = [token for token in sampling.stop_token_ids if not 0 <= token < vocabulary]
     if unknown:
         raise ConfigError(
-            f"rollout: stop_token_ids has {unknown[0]}, which the tokenizer does not know (it has {vocabulary} tokens)."
+            f"rollout: stop_token_ids has {unknown[0]}, which the tokenizer lacks (it has {vocabulary} tokens)."
         )
 
 
@@ -48,12 +48,12 @@ def prompt_ids(prompts: Batch, longest: int, where: str = "data.max_prompt_lengt
 
     Args:
         prompts: a row per prompt, with a column ``prompt_ids``.
-        longest: tokens that a prompt may have.
-        where: the key that says so.
+        longest: the maximum number of tokens of a prompt.
+        where: the configuration key that sets it, for error messages.
 
     Raises:
-        DataError: no prompt, an empty one or one that is too long.
-        DataflowError: a group with more than one prompt.
+        DataError: there is no prompt, or one is empty or too long.
+        DataflowError: a group has more than one prompt.
     """
     ids = [[int(token) for token in prompt] for prompt in prompts["prompt_ids"]]
     if not ids:
@@ -72,7 +72,7 @@ def prompt_ids(prompts: Batch, longest: int, where: str = "data.max_prompt_lengt
 
 
 def seed_of(*parts: int) -> int:
-    """Returns a seed below 2**63 that depends on these numbers alone, in every process.
+    """Returns a seed below 2**63 that depends only on these numbers, and is the same in every process.
 
     >>> seed_of(1, 2) == seed_of(1, 2) != seed_of(2, 1)
     True
@@ -102,7 +102,7 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
         pad: the token to pad with.
 
     Raises:
-        DataflowError: no samples, groups of different sizes, or a response longer than ``length``.
+        DataflowError: there is no sample, groups differ in size, or a response is longer than ``length``.
     """
     if not samples:
         raise DataflowError("rollout: no sample to make a batch of.")
@@ -115,7 +115,7 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
     longest = max(len(sample.tokens) for sample in rows)
     if longest > length:
         raise DataflowError(f"rollout: a response has {longest} tokens, more than the {length} there is room for.")
-    # As wide as all prompts are, whosever samples these: several batches of one rollout fit together.
+    # Padded to the longest of all prompts, so that the batches of one rollout can be concatenated.
     padded, prompt_mask = left_pad([[int(t) for t in ids] for ids in prompts["prompt_ids"]], pad)
     owner = torch.tensor([place[sample.group] for sample in rows])
     padded, prompt_mask = padded[owner], prompt_mask[owner]

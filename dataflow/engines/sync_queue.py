@@ -100,7 +100,7 @@ class _Pause:
 
 def _engine_lost(cause: Exception) -> str:
     reason = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
-    return f"rollout: vLLM failed ({reason}); the engine has to be built anew."
+    return f"rollout: vLLM failed ({reason}); the engine has to be rebuilt."
 
 
 class SampleQueue:
@@ -178,7 +178,7 @@ class SampleQueue:
         jobs = self._jobs()
         self.drop(jobs)
         for job in jobs:
-            job.inbox.put_nowait(Aborted("rollout: the samples in flight were given up."))
+            job.inbox.put_nowait(Aborted("rollout: the samples in flight were aborted."))
         return len(jobs)
 
     async def pause(

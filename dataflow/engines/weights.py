@@ -1,4 +1,4 @@
-"""The weights that a model has by its Hugging Face names, to check a sync against before anything is changed."""
+"""Names and shapes of a model's weights, to check a sync before anything is changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WeightNames:
     """
 
     def __init__(self, model: Any) -> None:
-        # On the meta device nothing has an address: tied weights are known by being the same parameter.
+        # On the meta device tensors have no address, so tied weights are found as identical parameters.
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         self.shapes = {name: tuple(tensors[name].shape) for name in model.state_dict()}
         first: dict[int, str] = {}
@@ -26,17 +26,17 @@ class WeightNames:
 
     @classmethod
     def of_config(cls, config: Any) -> WeightNames:
-        """Returns those of a transformers configuration's model, which takes no memory."""
+        """Returns the names for a transformers configuration, without allocating its model."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
             return cls(AutoModelForCausalLM.from_config(config))
 
     def pick(self, weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-        """Returns the weights, tied ones once, by the first of their names (the embedding's).
+        """Returns the weights; tied ones once, under the first of their names (the embedding's).
 
         Raises:
-            DataflowError: an unknown or missing name, another shape, or two tied weights that differ.
+            DataflowError: a name is unknown or missing, a shape differs, or two tied weights differ.
         """
         picked: dict[str, torch.Tensor] = {}
         source: dict[str, str] = {}
@@ -48,7 +48,7 @@ class WeightNames:
             if self.shapes[name] != tuple(value.shape):
                 raise DataflowError(
                     f"weight sync {version}: '{name}' has shape {tuple(value.shape)}, "
-                    f"the model wants {self.shapes[name]}."
+                    f"the model needs {self.shapes[name]}."
                 )
             twin = source.setdefault(self._own[name], name)
             if twin != name and not torch.equal(weights[twin], value):

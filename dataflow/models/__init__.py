@@ -1,1 +1,1 @@
-"""The model of the default run, and the check of a user's own."""
+"""The model of the default run, and the checks of a user's model."""

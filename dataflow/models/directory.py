@@ -1,6 +1,6 @@
-"""The files of a Hugging Face model, checked before anything heavy is imported or started.
+"""Checks the files of a Hugging Face model before anything heavy is imported or started.
 
-:func:`check_files` reads JSON and the headers of the weights alone and takes a fraction of a second;
+:func:`check_files` reads only JSON and the headers of the weights, and takes a fraction of a second;
 :func:`check_weights` builds the model without memory for its weights and compares their names and shapes
 with the headers.
 """
@@ -26,7 +26,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of weights, as safetensors names them, that can be trained."""
+"""Types of weights that can be trained, under safetensors' names."""
 _TABLES = {
     "CONFIG_MAPPING_NAMES": "models/auto/auto_mappings.py",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "models/auto/modeling_auto.py",
@@ -85,10 +85,10 @@ def headers(path: Path) -> dict[str, tuple[list[int], str]]:
 
 
 def check_weights(path: Path) -> None:
-    """Compares the weights in the files with those that the model's architecture has. Imports transformers and torch.
+    """Compares the weights in the files with those of the model's architecture. Imports transformers and torch.
 
     Raises:
-        ModelError: the configuration builds no model, or a weight is missing or has another shape.
+        ModelError: no model can be built from the configuration, or a weight is missing or has another shape.
     """
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -97,7 +97,7 @@ def check_weights(path: Path) -> None:
     disable_progress_bar()
     report = logging.getLogger("transformers")
     before = report.level
-    report.setLevel(logging.ERROR)  # transformers prints a table of the weights that are missing
+    report.setLevel(logging.ERROR)  # transformers prints a table of missing weights
     try:
         config = AutoConfig.from_pretrained(path)
         held = {
@@ -114,7 +114,7 @@ def check_weights(path: Path) -> None:
         )
     except ModelError:
         raise
-    # A configuration with a wrong value raises whatever the architecture's own code raises.
+    # For a wrong value, the architecture's own code may raise any exception.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ModelError(f"model {path}: its config.json describes no model that can be built ({reason}).") from error
@@ -139,11 +139,11 @@ def check_weights(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Room:
-    """What fits into a model.
+    """The capacity of a model.
 
     Attributes:
-        positions: tokens that it can read, prompt and response together; None where its configuration names none.
-        vocabulary: token ids in its vocabulary; None likewise.
+        positions: maximum tokens of prompt and response together; None if its configuration does not say.
+        vocabulary: number of token ids; None if its configuration does not say.
     """
 
     positions: int | None
@@ -151,7 +151,7 @@ class Room:
 
 
 def room_of(path: str | Path) -> Room:
-    """Returns what fits into a model, from its configuration; a directory may hold a tokenizer alone, and name nothing.
+    """Returns the capacity of a model from its configuration; both are None for a directory with only a tokenizer.
 
     Raises:
         ModelError: the configuration cannot be read.
@@ -177,15 +177,15 @@ def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
     if config.get("auto_map"):
         raise ModelError(
             f"model {path} brings Python code of its own (auto_map in config.json), which is not run; give a model "
-            "that transformers itself knows."
+            "that is part of transformers."
         )
     if not isinstance(kind, str) or not kind:
         raise ModelError(f"model {path}: config.json has no model_type; save the model again with save_pretrained.")
     causal = _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     known = _table("CONFIG_MAPPING_NAMES")
     if kind not in causal and kind not in known:
-        guess = nearest(kind, causal) or "; install a transformers that knows it, or give another model."
-        raise ModelError(f"model {path}: transformers knows no model_type '{kind}'{guess}")
+        guess = nearest(kind, causal) or "; install a version of transformers that has it, or give another model."
+        raise ModelError(f"model {path}: transformers has no model_type '{kind}'{guess}")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
         raise ModelError(
             f"model {path}: config.json names no architectures, so that it is not known to be a causal language model; "
@@ -196,7 +196,7 @@ def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
     if not set(wanted).intersection(architectures):
         instead = f" {' or '.join(wanted)} is" if wanted else " one that ends in ForCausalLM is"
         raise ModelError(f"model {path} is a {named}, which is no causal language model;{instead} needed.")
-    # Encoders have a causal class, too; without is_decoder each token sees those behind it.
+    # Encoders have a causal class, too; without is_decoder, their tokens attend to later ones.
     if kind in _table("MODEL_FOR_MASKED_LM_MAPPING_NAMES") and config.get("is_decoder") is False:
         raise ModelError(f"model {path} is a {named} with is_decoder=false, which is no causal language model.")
     if config.get("quantization_config"):

@@ -1,8 +1,8 @@
 """Generated word problems in GSM8K's format: a question, and an answer that ends in ``#### N``.
 
-Half take one operation and half take two. A question is held out or not by a hash of its text, so no seed's
-train questions ever meet any seed's held-out ones. Stories and arithmetic facts are shared by both sides:
-what is held out measures new instances of known stories.
+Half of them take one operation and half take two. A hash of its text decides whether a question is held out, so a train
+question of one seed is never a held-out question of another. Both sets share stories and arithmetic facts: the held-out
+problems are new instances of known stories.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataflow.errors import DataError
 NAMES = ("Ana", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana")
 ITEMS = ("apples", "books", "cards", "coins", "pens", "shells", "stones", "toys")
 LARGEST = 150
-"""No number in a question or an answer is above this."""
+"""The largest number in a question or an answer."""
 
 HELD_OUT = 8
 """One question in this many is held out."""
@@ -62,7 +62,7 @@ STORIES = (
 
 
 def apply(left: int, op: str, right: int) -> int | None:
-    """Returns ``left op right``, or None where the problems do not go.
+    """Returns ``left op right``, or None if the problems exclude it.
 
     Left operands are 1..20 (1..10 before ``*``); no result is below 0.
 
@@ -76,7 +76,7 @@ def apply(left: int, op: str, right: int) -> int | None:
 
 
 def solve(ops: str, operands: Sequence[int]) -> str | None:
-    """Returns the written answer for these operations, or None where :func:`apply` does not go.
+    """Returns the written answer for these operations, or None if :func:`apply` excludes one.
 
     >>> solve("+*", (3, 4, 2))
     'It is 3 + 4 = 7.\\nThen 7 * 2 = 14.\\n#### 14'
@@ -92,7 +92,7 @@ def solve(ops: str, operands: Sequence[int]) -> str | None:
 
 
 def held_out(question: str) -> bool:
-    """Says on which side of the split a question lies, whatever the seed."""
+    """Whether a question is held out; the same for every seed."""
     return zlib.crc32(question.encode()) % HELD_OUT == 0
 
 
@@ -100,9 +100,9 @@ def generate(train: int, val: int, seed: int) -> tuple[list[dict[str, Any]], lis
     """Makes problems, all different, half with one operation and half with two.
 
     Args:
-        train: how many to train on.
-        val: how many to hold out.
-        seed: the same seed makes the same problems.
+        train: number of problems to train on.
+        val: number of held-out problems.
+        seed: the same seed gives the same problems.
 
     Returns:
         The train and the held-out problems: ``question``, ``answer``, ``story`` (index into STORIES),
@@ -110,7 +110,7 @@ def generate(train: int, val: int, seed: int) -> tuple[list[dict[str, Any]], lis
         other.
 
     Raises:
-        DataError: more problems are asked for than there are.
+        DataError: fewer problems exist than are requested.
     """
     return _draw(train, f"train-{seed}", held=False), _draw(val, f"val-{seed}", held=True)
 
@@ -130,7 +130,7 @@ def _draw(count: int, seed: str, *, held: bool) -> list[dict[str, Any]]:
         answer = solve(story.ops, operands)
         if answer is None or question in seen or held_out(question) is not held:
             misses += 1
-            # A draw fits about one time in two (train) or sixteen (held out) until nearly all are used up.
+            # About one draw in two (train) or sixteen (held out) is accepted, until nearly all are used up.
             if misses > 2_000:
                 raise DataError(
                     f"{count} {'held-out' if held else 'train'} problems are more than the stories make "
@@ -147,6 +147,6 @@ def _draw(count: int, seed: str, *, held: bool) -> list[dict[str, Any]]:
             "operands": operands,
         }
         problems.append(problem)
-    # Sizes alternate above; shuffled, so that any stretch of rows is a fair sample of the stories.
+    # Numbers of operations alternate above; shuffle, so that any range of rows is a fair sample of the stories.
     rng.shuffle(problems)
     return problems

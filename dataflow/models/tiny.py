@@ -1,9 +1,9 @@
 """The default run's model: a tokenizer, a tiny Qwen2 and a short supervised warm-up, cached for later runs.
 
-The warm-up teaches the form of an answer and right arithmetic, but which operation a story wants only
-noisily: most stories have a habit, one wrong operation that is likelier than the right one. What is left to
-learn is to prefer the right one, which is what rewards can teach (noise that does not depend on the story
-leaves nothing to sharpen, and a warm-up that stops before arithmetic is right collapses under GRPO).
+The warm-up teaches the form of an answer and correct arithmetic, but the operation of a story only noisily: most
+stories have a habit, a wrong operation that is likelier than the right one. GRPO then learns to prefer the right
+operation. (Noise that does not depend on the story leaves nothing to learn, and a model whose arithmetic is still wrong
+collapses under GRPO.)
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Recipe:
     """Everything the cached model depends on; change ``revision`` with the code below.
 
     Attributes:
-        right, wrong: chances of the right and of the habitual operation in a story with a wrong habit; the
-            rest is any other.
-        plain: chance of the right operation in a story without one; the rest is any other.
+        right, wrong: probabilities of the right and the habitual operation in a story with a wrong habit; other
+            operations share the rest.
+        plain: probability of the right operation in a story without one; other operations share the rest.
     """
 
     revision: int = 2
@@ -68,7 +68,7 @@ class Recipe:
     plain: float = 0.45
 
     def key(self, seed: int) -> str:
-        """Returns a name for the model that this recipe makes of the problems as they are now."""
+        """Returns a name for the model that this recipe makes from the current problems."""
         facts = [
             asdict(self),
             seed,
@@ -93,11 +93,11 @@ def tiny_model(
         seed: of the warm-up; runs of all seeds share one.
         cache: where models are kept, ``dataflow/`` in the user's cache directory if None.
         progress: called with (steps done, steps in all) during the warm-up.
-        recipe: what to make; the default is the model of the default run.
+        recipe: of the model; the default is the model of the default run.
 
     Returns:
-        A Hugging Face model directory. A killed warm-up leaves none behind, and of several processes at once
-        one makes it while the others wait for it.
+        A Hugging Face model directory. A killed warm-up leaves none behind. If several processes call this at the same
+        time, one makes the model and the others wait.
 
     Raises:
         ModelError: the cache directory cannot be written.
@@ -122,7 +122,7 @@ def tiny_model(
 
 
 def check_model(path: str | Path) -> Path:
-    """Checks that a model is there before anything starts.
+    """Checks that a model exists before anything starts.
 
     Args:
         path: a local directory, or the name of a model on the Hugging Face hub (``org/name`` or ``name``),
@@ -132,7 +132,7 @@ def check_model(path: str | Path) -> Path:
         The local directory.
 
     Raises:
-        ModelError: it is missing, is no whole causal language model, or the hub does not give it.
+        ModelError: it is missing, is not a complete causal language model, or cannot be downloaded.
     """
     text = str(path)
     local = Path(path).expanduser()
@@ -165,7 +165,7 @@ def cache_home() -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that the kernel drops when the process dies, and on which waiting costs nothing."""
+    """Holds a file lock, which the kernel releases if the process dies; waiting for it does not poll."""
     import fcntl
 
     with path.open("w") as file:
@@ -174,7 +174,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _sweep(home: Path, name: str) -> None:
-    """Removes what killed warm-ups left; safe under the lock, as nobody else can be writing one."""
+    """Removes files of killed warm-ups; requires the lock, so that no other process is writing any."""
     for left in home.glob(f"{name}.part-*"):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -199,7 +199,7 @@ def _make(path: Path, recipe: Recipe, seed: int, progress: Callable[[int, int], 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps transformers' own progress bars out of the caller's."""
+    """Suppresses transformers' progress bars."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -214,15 +214,15 @@ def _quiet() -> Iterator[None]:
 def build_tokenizer() -> Qwen2Tokenizer:
     """Returns a byte-level BPE tokenizer with one token for each word of the problems and each number.
 
-    Any other text is spelt in bytes, so it reads everything. ChatML template, ``<|im_end|>`` ends a turn,
-    padding on the left.
+    Any other text becomes bytes, so every text can be encoded. ChatML template; ``<|im_end|>`` ends a turn; pads on the
+    left.
     """
     from tokenizers import AddedToken, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
-    # For a Qwen2 model AutoTokenizer always builds a Qwen2Tokenizer, with that class's own split into words
-    # in place of the saved one: any other split would come back from disk as another tokenizer. That split
-    # cuts numbers into digits, so numbers are added tokens, which are matched before it.
+    # For a Qwen2 model AutoTokenizer always builds a Qwen2Tokenizer, whose own split into words replaces the saved one;
+    # with any other split, the tokenizer loaded from disk would differ. That split cuts numbers into digits, so numbers
+    # are added tokens, which are matched before it.
     backend = Qwen2Tokenizer().backend_tokenizer
     texts = [story.text.format(name=n, item=i, a=1, b=2, c=3) for story in STORIES for n in NAMES for i in ITEMS]
     texts += ["user\n", "assistant\n", "It is 1 + 2 = 3.\n#### 3", "Then 3 - 2 = 1.\n", "Then 1 * 2 = 2.\n"]
@@ -318,12 +318,12 @@ def warm_up(
 
 
 def habits(recipe: Recipe, seed: int) -> list[dict[str, float]]:
-    """Returns for every story how likely each sequence of operations is taught.
+    """Returns for every story the probability with which each sequence of operations is taught.
 
     Two stories in three have a wrong habit: one wrong sequence that is taught more often than the right one.
     """
     rng = random.Random(f"habits-{seed}")
-    # A wrong habit must be one that the story's own operands nearly always allow.
+    # A wrong habit must be possible with nearly all of the story's operands.
     samples, _ = generate(2000, 0, seed)
     chances = []
     for index, story in enumerate(STORIES):
@@ -342,7 +342,7 @@ def habits(recipe: Recipe, seed: int) -> list[dict[str, float]]:
 
 
 def chat_ids(tokenizer: Any, question: str) -> list[int]:
-    """Returns the token ids of a user's turn, up to where the model's answer begins."""
+    """Returns the token ids of a user's turn and the beginning of the model's turn."""
     messages = [{"role": "user", "content": question}]
     found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     return list(found)

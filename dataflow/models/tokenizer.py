@@ -22,7 +22,7 @@ def load_tokenizer(path: str, where: str, kind: type[DataflowError] = ConfigErro
 
     try:
         return AutoTokenizer.from_pretrained(path)
-    # A broken file raises whatever its parser raises; that of tokenizers raises plain Exceptions.
+    # The parser of a broken file may raise any exception; that of tokenizers raises plain Exceptions.
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise kind(f"{where}: no tokenizer can be loaded from {path} ({reason}).") from error

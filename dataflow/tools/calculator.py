@@ -1,4 +1,4 @@
-"""A calculator: arithmetic that is read, never evaluated as Python."""
+"""A calculator: parses arithmetic, and never evaluates it as Python."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pydantic import Field
 from dataflow.tools.registry import tool
 
 LONGEST = 200
-"""Characters that an expression may have."""
+"""Maximum characters of an expression."""
 BITS = 4096
-"""Bits that a whole number may have, on the way to the result too."""
+"""Maximum bits of an integer, intermediate results included."""
 
 Number = int | float
 _TWO: dict[type, Callable[[Number, Number], Number]] = {
@@ -36,14 +36,14 @@ def calculator(
     *,
     digits: int = 10,
 ) -> str:
-    """Returns what an arithmetic expression comes to.
+    """Returns the value of an arithmetic expression.
 
     Args:
-        expression: what to work out.
-        digits: significant digits of a result that is no whole number.
+        expression: to evaluate.
+        digits: significant digits of a result that is not an integer.
 
     Raises:
-        ValueError: it is no arithmetic, too long, or comes to no number that can be told.
+        ValueError: it is not arithmetic or too long, or has no value or one that is too large.
 
     >>> calculator("(3 + 4) * 2"), calculator("7 / 2"), calculator("6 / 2")
     ('14', '3.5', '3')
@@ -81,11 +81,11 @@ def _value(node: ast.expr) -> Number:
 
 
 def _check_power(base: Number, exponent: Number) -> None:
-    """Sees beforehand that a power is not too large to work out."""
+    """Checks that a power is not too large, before it is computed."""
     if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > BITS:
         raise ValueError("the result is too large")
     if base < 0 and not float(exponent).is_integer():
-        raise ValueError("a root of a negative number is no number")
+        raise ValueError("a root of a negative number is not a real number")
 
 
 def _bounded(value: Number) -> Number:

@@ -1,4 +1,4 @@
-"""Calls of tools: the model's request checked, the tool called under a time-out, its result as text for the model."""
+"""Calls tools: checks the model's request, calls the tool with a time-out, and returns its result as text."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ToolCaller:
         except BaseException as error:  # a result of any type, whose methods may raise
             if is_ours(error):
                 raise
-            return Answer(f"error: {call.name} returned what cannot be read: {_Failed(error)}", failed=True)
+            return Answer(f"error: the result of {call.name} cannot be read: {_Failed(error)}", failed=True)
 
     async def run(self, function: Any, keywords: Mapping[str, Any]) -> Any:
         """Calls user code.

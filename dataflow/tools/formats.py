@@ -1,4 +1,4 @@
-"""How a model writes its calls: a format reads them out of the text of a turn."""
+"""Formats of a model's calls: a format parses the calls in the text of a turn."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class ToolCall:
 
 
 class Format(Protocol):
-    """Reads a model's calls. One of the user's own is a class in the file ``tools.path``, built without arguments."""
+    """Parses a model's calls. A user's format is a class in the file ``tools.path``, built without arguments."""
 
     def parse(self, text: str) -> list[ToolCall]:
-        """Returns the calls in a turn, in order; none where it holds none.
+        """Returns the calls in a turn, in order; [] if there is none.
 
         Args:
-            text: of one whole turn, special tokens included.
+            text: of one whole turn, including special tokens.
         """
         ...
 
 
 @runtime_checkable
 class Framing(Protocol):
-    """A format that also says how answers are put to the model, where the chat template is not to do that."""
+    """A format that also frames the answers for the model, in place of the chat template."""
 
     def frame(self, answers: Sequence[str]) -> str:
-        """Returns the text that follows a turn with calls, up to where the model goes on.
+        """Returns the text between a turn with calls and the model's next turn.
 
         Args:
             answers: one for each call of the turn.
@@ -54,9 +54,9 @@ class Framing(Protocol):
 
 
 class Hermes:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number a turn: Qwen2.5, Qwen3, Hermes.
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number per turn: Qwen2.5, Qwen3, Hermes.
 
-    What stands in ``<think>`` is no call. The last call may lack its end, as the end of the turn ends it too.
+    Text in ``<think>`` is ignored. The last call may lack its end tag, as the end of the turn ends it too.
 
     >>> Hermes().parse('So <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1}, error=None)]
@@ -68,7 +68,7 @@ class Hermes:
     def parse(self, text: str) -> list[ToolCall]:
         """See :class:`Format`."""
         said = text.rpartition("</think>")[2]
-        if "<think>" in said:  # it never came to an end
+        if "<think>" in said:  # its end tag is missing
             said = said.partition("<think>")[0]
         return [self._call(match[1]) for match in self._CALL.finditer(said)]
 
@@ -96,7 +96,7 @@ def find_format(name: str, module: ModuleType | None = None, where: str = "tools
     """Returns the format of a name: one of :data:`FORMATS`, or a class in the user's file.
 
     Raises:
-        ConfigError: there is none, or it cannot read calls.
+        ConfigError: there is none, or it cannot parse calls.
     """
     kind = FORMATS.get(name)
     if kind is None and module is None:

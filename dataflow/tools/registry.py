@@ -26,10 +26,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 def tool(name: str | None = None, *, description: str | None = None) -> Callable[[F], F]:
     """Makes a function or a class a tool.
 
-    The parameters before ``*`` are the model's to give, and it is told of them; those after ``*`` are the sample's
-    own, by ``extra_info["tools_kwargs"][name]``. A function is called with both. Of a class each conversation has an
-    instance, made at the first call with the sample's own; then the instance is called with what the model gives, and
-    at the end its method ``close``, if it has one. Either may be async.
+    The model gives the parameters before ``*``, which are described to it; those after ``*`` come from the sample's
+    ``extra_info["tools_kwargs"][name]``. A function is called with both. A class has an instance per conversation: it
+    is built at the first call with the sample's arguments, called with the model's, and closed at the end if it has a
+    method ``close``. All of these may be async.
 
     Args:
         name: that the model calls it by; its Python name if None.
@@ -71,7 +71,7 @@ class Tool:
         """Returns the tool that a function or class is, with or without ``@tool``.
 
         Raises:
-            ConfigError: it cannot be called, or takes what no model can give.
+            ConfigError: it cannot be called, or a model cannot give its arguments.
         """
         own_name = getattr(target, "__name__", type(target).__name__)
         if not callable(target) or (isinstance(target, type) and "__call__" not in dir(target)):
@@ -85,7 +85,7 @@ class Tool:
             _ = made.schema, made.own
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-        except Exception as error:  # a hint that names nothing, or no type that JSON knows
+        except Exception as error:  # a type hint that cannot be resolved, or has no JSON schema
             raise ConfigError(
                 f"{where}: the parameters of tool '{made.name}' cannot be described ({error}); give them types that "
                 "JSON has."
@@ -97,8 +97,8 @@ class Tool:
         return isinstance(self.target, type)
 
     @cached_property
-    def _asked(self) -> list[inspect.Parameter]:
-        """What a call takes of the model."""
+    def _from_model(self) -> list[inspect.Parameter]:
+        """The parameters that the model gives."""
         call = self.target.__call__ if isinstance(self.target, type) else self.target
         found = list(inspect.signature(call).parameters.values())[int(self.is_class) :]
         for each in found:
@@ -112,7 +112,7 @@ class Tool:
 
     @cached_property
     def own(self) -> inspect.Signature:
-        """What it takes of the sample."""
+        """The parameters that come from the sample."""
         found = inspect.signature(self.target)
         if self.is_class:
             return found
@@ -125,15 +125,15 @@ class Tool:
         plain = call if inspect.isroutine(call) else type(call).__call__
         hints = typing.get_type_hints(plain, include_extras=True)
         fields: dict[str, Any] = {}
-        for at, each in enumerate(self._asked):
+        for at, each in enumerate(self._from_model):
             default = ... if each.default is each.empty else each.default
-            # Under names of our own: pydantic takes some, such as "copy" or "model_x", for itself.
+            # Under names of our own, as pydantic reserves some, such as "copy" or "model_x".
             fields[f"p{at}"] = (hints.get(each.name, Any), _field(default, each.name))
         return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """The tool's JSON schema, as chat templates take it in ``tools``."""
+        """The tool's JSON schema, in the form of a chat template's ``tools``."""
         parameters = _untitled(self._model.model_json_schema(by_alias=True))
         parameters.pop("additionalProperties", None)
         parameters.setdefault("properties", {})
@@ -141,7 +141,7 @@ class Tool:
         return {"type": "function", "function": about}
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the model's arguments as the types that the tool asks for.
+        """Returns the model's arguments, converted to the types of the tool's parameters.
 
         Raises:
             ValueError: one is missing, unknown or of another type; the message is for the model.
@@ -151,14 +151,14 @@ class Tool:
         except ValidationError as error:
             faults = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors()]
             raise ValueError(f"wrong arguments for {self.name}: {'; '.join(faults)}") from error
-        # What was left out is the function's own default.
-        return {each.name: getattr(read, f"p{at}") for at, each in enumerate(self._asked) if each.name in given}
+        # Arguments that were left out get the function's defaults.
+        return {each.name: getattr(read, f"p{at}") for at, each in enumerate(self._from_model) if each.name in given}
 
     def check_own(self, given: Mapping[str, Any], where: str) -> None:
-        """Sees that it takes what a sample has for it.
+        """Checks that the tool accepts a sample's arguments.
 
         Raises:
-            DataError: it does not, or needs more.
+            DataError: it does not, or needs further ones.
         """
         try:
             self.own.bind(**given)
@@ -173,12 +173,12 @@ def _field(default: Any, name: str) -> Any:
 
 
 def _untitled(schema: Any) -> Any:
-    """Returns it without the titles that pydantic adds, which say nothing to a model."""
+    """Returns a schema without the titles that pydantic adds, which are useless to a model."""
     if isinstance(schema, list):
         return [_untitled(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    # A property may itself be called "title": that one has a schema, pydantic's a text.
+    # A property may itself be called "title": its value is a schema, that of pydantic's a text.
     return {key: _untitled(value) for key, value in schema.items() if key != "title" or not isinstance(value, str)}
 
 

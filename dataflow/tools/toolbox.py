@@ -117,7 +117,7 @@ class Toolbox:
         chat = [{"role": "user", "content": _TEXT}]
         shown = prompt_ids(self.tokenizer, chat, self.schemas) != prompt_ids(self.tokenizer, chat)
         if not shown:
-            logger.info("The chat template takes no tools: the model knows of them only what its prompts say.")
+            logger.info("The chat template describes no tools: the model learns of them only from its prompts.")
         return shown
 
     def _check_kwargs(self, given: Mapping[str, Mapping[str, Any]], where: str) -> None:

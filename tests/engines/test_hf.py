@@ -302,7 +302,7 @@ def test_sync_refuses_wrong_names(model: str, tmp_path: Path) -> None:
         run(engine.sync({**without("model.norm.weight"), "model.norm.wait": torch.ones(32)}, 1))
     with pytest.raises(DataflowError, match=r"1 weights are missing, first 'model\.norm\.weight'"):
         run(engine.sync(without("model.norm.weight"), 1))
-    with pytest.raises(DataflowError, match=r"shape \(3,\), the model wants \(32,\)"):
+    with pytest.raises(DataflowError, match=r"shape \(3,\), the model needs \(32,\)"):
         run(engine.sync({**own, "model.norm.weight": torch.ones(3)}, 1))
     with pytest.raises(DataflowError, match="tied but differ"):
         run(engine.sync({**own, "lm_head.weight": torch.zeros(VOCAB, 32)}, 1))

@@ -247,7 +247,7 @@ def test_a_failure_reaches_everybody(where: str) -> None:
             assert error.__cause__ is cause
         with pytest.raises(ServiceLost, match=r"vLLM failed .ValueError: broken"):
             queue.put(jobs(1))
-        with pytest.raises(ServiceLost, match="built anew"):
+        with pytest.raises(ServiceLost, match="rebuilt"):
             await queue.pause(broken)
         assert queue.unended == 0
 

@@ -142,7 +142,7 @@ class Balance:
                 continue
             if sample.version != job.version:
                 versions = f"version {sample.version} of the weights, not {job.version}"
-                raise RunError(f"{dispatch.replica.name} drew a sample of group {job.group} with {versions}")
+                raise RunError(f"{dispatch.replica.name} sampled group {job.group} with {versions}")
             self._remove(dispatch, job)
             finished.append(
                 FinishedSample(job.id, list(sample.tokens), list(sample.log_probs), sample.finish, cached=0)

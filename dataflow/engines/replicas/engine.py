@@ -104,7 +104,7 @@ class Replicas:
             raise
 
     def _read(self, model: str) -> None:
-        """Reads what belongs to the model beside its weights, while the engines start."""
+        """Reads the model's tokenizer and configuration while the engines start."""
         from dataflow.engines.vocabulary import read_vocabulary
 
         self.vocabulary, _config = read_vocabulary(model)
@@ -122,7 +122,7 @@ class Replicas:
             raise RunError(f"rollout: not up after {_BUILD_S:g} s: {names}; see 'ray status'.")
 
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
-        """See :meth:`RolloutEngine.generate`. Who stops early frees what is in flight, on all replicas."""
+        """See :meth:`RolloutEngine.generate`. Closing the generator aborts its samples on all replicas."""
         ids = self._checked(prompts, sampling)
         call, inbox = SamplingCall(sampling, seed), asyncio.Queue[Sample | Exception]()
         jobs = [
@@ -135,12 +135,12 @@ class Replicas:
                 yield sample
 
     async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
-        """See :meth:`RolloutEngine.sample`; a group of one to the balance."""
+        """See :meth:`RolloutEngine.sample`; balanced as a group of one."""
         (ids,) = self._checked(Batch([0], {"prompt_ids": [prompt]}), sampling)
         return await self._queue.draw_one(Job(0, 0, ids, SamplingCall(sampling, tuple(seed)), asyncio.Queue()))
 
     def _checked(self, prompts: Batch, sampling: Sampling) -> list[list[int]]:
-        """Returns the token ids of each prompt; fails here, before a sample is drawn, on what every engine refuses."""
+        """Returns the token ids of each prompt; raises what every engine would, before a sample is drawn."""
         from dataflow.engines.samples import check_sampling, prompt_ids
 
         check_sampling(sampling, self.vocabulary.size)
@@ -153,22 +153,21 @@ class Replicas:
         return to_batch(prompts, samples, length, self.vocabulary.tokenizer, self.vocabulary.pad)
 
     async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Sends new weights to all replicas, once into Ray's store; ``version`` is the new one when all have them.
+        """Sends new weights to all replicas through Ray's store; ``version`` changes when all have loaded them.
 
         Raises:
-            DataflowError: all refused them, for their names or shapes; all have the old ones still.
-            RunError: one did not take them, or died; which replica has which weights is not known any more, so all
-                are lost.
+            DataflowError: all refused them, because of a name or shape; the old weights stay.
+            RunError: a replica did not load them, or died; as replicas may now hold different weights, all are lost.
         """
         import ray
 
         refused: list[Exception] = []
-        # In a thread, beside the samples that have to end first.
+        # In a thread, while the samples in flight finish.
         sent = await asyncio.to_thread(lambda: ray.put(pack(weights)))
 
         async def work() -> None:
             await self._balance.settled()
-            errors = await self._tell("sync", sent, version)
+            errors = await self._call("sync", sent, version)
             if len(errors) == len(self._handles) and not any(isinstance(error, RunError) for error in errors.values()):
                 refused.extend(errors.values())
             elif errors:
@@ -182,7 +181,7 @@ class Replicas:
             raise refused[0]
 
     async def sleep(self) -> None:
-        """See :meth:`RolloutEngine.sleep`. Samples that are asked for while it sleeps wait until it wakes."""
+        """See :meth:`RolloutEngine.sleep`. Samples requested while it sleeps are queued until it wakes."""
         self._to_sleep = True
         await self._queue.pause(lambda: self._all("sleep"), asleep=True)
 
@@ -197,14 +196,14 @@ class Replicas:
         return self._queue.abort()
 
     def stats(self) -> dict[str, float]:
-        """See :meth:`RolloutEngine.stats`; what else an engine counts is added up, as each said it last."""
+        """See :meth:`RolloutEngine.stats`; sums the latest counters of all engines."""
         names = dict.fromkeys(name for replica in self._handles for name in replica.stats)
         added = {name: sum(replica.stats.get(name, 0) for replica in self._handles) for name in names}
         own = {name: self._queue.counts[name] for name in ("samples", "tokens")}
         return {**added, **own, "running": self._queue.unended}
 
     async def close(self) -> None:
-        """Gives up what is in flight, closes the engines and ends their actors; may be called twice."""
+        """Aborts the samples in flight, closes the engines and ends their actors. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -217,8 +216,8 @@ class Replicas:
         self._kill()
         await asyncio.gather(*closing, return_exceptions=True)
 
-    async def _tell(self, method: str, *arguments: Any) -> dict[str, Exception]:
-        """Calls all replicas, side by side; returns what went wrong, by replica."""
+    async def _call(self, method: str, *arguments: Any) -> dict[str, Exception]:
+        """Calls a method of all replicas concurrently; returns the errors by replica."""
         calls = [_answer(getattr(replica.actor, method).remote(*arguments)) for replica in self._handles]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return {
@@ -229,7 +228,7 @@ class Replicas:
 
     async def _all(self, method: str) -> None:
         await self._balance.settled()
-        for name, error in (await self._tell(method)).items():
+        for name, error in (await self._call(method)).items():
             raise RunError(f"{method}: {name}: {error}") from error
 
     def _kill(self) -> None:
@@ -242,7 +241,7 @@ class Replicas:
 
 
 def _lost(cause: Exception) -> str:
-    return f"rollout: {cause}; the replicas have to be built anew."
+    return f"rollout: {cause}; the replicas have to be rebuilt."
 
 
 async def _answer(ref: Any) -> Any:

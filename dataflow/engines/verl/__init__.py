@@ -1,1 +1,1 @@
-"""Training by verl's worker; what it needs on a CPU stands alone in a file of its own."""
+"""Training by verl's worker; ``cpu.py`` has all that it needs on a CPU."""

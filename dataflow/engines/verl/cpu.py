@@ -1,8 +1,8 @@
-"""The CPU platform shim: what verl's FSDP2 engine asks of a device, answered for the CPU.
+"""The CPU platform shim: the device functions that verl's FSDP2 engine calls, for the CPU.
 
-verl supports CUDA, ROCm and NPU; its engine is plain PyTorch and runs on the CPU given a CPU platform.
-Nothing of verl is patched: a platform and an engine are registered where verl lets plugins do so. Questions
-about memory are answered with zeros, since a CPU has no allocator to ask.
+verl supports CUDA, ROCm and NPU; its engine is plain PyTorch and runs on the CPU, given a CPU platform. verl is not
+patched: a platform and an engine are registered as plugins. Memory statistics are zeros, since a CPU has no allocator
+that counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME = "cpu"
 
 
 class CpuDevice:
-    """``torch.cpu`` with the functions that verl expects of ``torch.cuda`` besides."""
+    """``torch.cpu`` with further functions that verl calls on ``torch.cuda``."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -74,7 +74,7 @@ class CpuPlatform(PlatformBase):
         return True
 
     def current_device(self) -> Any:
-        """Returns the device by name: verl hands it on to ``.to()``, where an index means an accelerator."""
+        """Returns the device by name: verl passes it to ``.to()``, where an index means an accelerator."""
         return NAME
 
     def device_count(self) -> int:
@@ -133,10 +133,10 @@ class CpuPlatform(PlatformBase):
 def install() -> None:
     """Makes the CPU verl's platform in this process and registers an FSDP2 engine for it.
 
-    Call it before anything imports ``verl.workers.engine``, which asks for the platform once, at import.
+    Call it before ``verl.workers.engine`` is imported, which reads the platform at import.
 
     Raises:
-        RunError: the engine was imported for another device already.
+        RunError: the engine was already imported for another device.
     """
     loaded = sys.modules.get("verl.workers.engine.fsdp.transformer_impl")
     if loaded is not None and loaded.device_name != NAME:
@@ -157,7 +157,7 @@ def install() -> None:
 
 
 def _engine() -> type:
-    """Returns the engine for the CPU: verl's, with log-probs taken of all response tokens in one go."""
+    """Returns verl's engine for the CPU, which computes the log-probs of all response tokens at once."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
     from verl.workers.engine import FSDPEngineWithLMHead
@@ -172,8 +172,8 @@ def _engine() -> type:
         ) -> dict[str, torch.Tensor]:
             """Returns ``log_probs`` (and ``entropy`` if asked for), jagged as ``input_ids``, 0 on prompts.
 
-            Without a GPU kernel for it, verl calls logsumexp once a token, on the prompts too, whose
-            log-probs nobody reads: a third of the time of a small model's update.
+            Without its GPU kernel, verl calls logsumexp once per token, including those of prompts, whose log-probs
+            are not used. That takes a third of the time of a small model's update.
             """
             ids, logits = micro_batch["input_ids"], output.logits
             offsets = ids.offsets()

@@ -1,4 +1,4 @@
-"""What a process does before it trains with verl: import it without its noise, join the other ranks."""
+"""Prepares a process to train with verl: imports verl quietly, and joins the process group."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def import_worker(device: str) -> type[TrainingWorker]:
-    """Imports verl's TrainingWorker, on the CPU behind the platform shim, and vLLM never.
+    """Imports verl's TrainingWorker, for the CPU with the platform shim, and without vLLM.
 
-    verl tries an optional weight transport that imports vLLM, which costs seconds and changes the process's
-    threads and garbage collector. An absent vLLM is a case that verl provides for.
+    verl would import vLLM for an optional weight transport, which takes seconds and changes the process's threads and
+    garbage collector. verl works without vLLM as well.
     """
     absent = "vllm" not in sys.modules
     if absent:
@@ -43,12 +43,12 @@ def import_worker(device: str) -> type[TrainingWorker]:
 
 
 def join(device: str) -> bool:
-    """Joins the process group that the environment names; returns False where the process is in one."""
+    """Joins the process group that the environment describes; returns False if the process is in one already."""
     if dist.is_initialized():
         return False
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if alone:
-        # verl's worker reads all of them, though one process meets nobody at that address.
+        # verl's worker reads all of them, although a single process connects to no other.
         for name, value in {
             "RANK": "0",
             "WORLD_SIZE": "1",
@@ -67,7 +67,7 @@ def join(device: str) -> bool:
         backend = "cpu:gloo,cuda:nccl"
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    elif here and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):  # torchrun brings a store
+    elif here and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):  # torchrun provides a store
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, store=_store(rank, world), rank=rank, world_size=world)
     else:
@@ -76,12 +76,12 @@ def join(device: str) -> bool:
 
 
 def _store(rank: int, world: int) -> dist.Store:
-    """Returns the store at which the ranks of one machine meet; torch's own would listen on every interface."""
+    """Returns the store for the ranks of one machine; torch's own would listen on every interface."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank:
         return dist.TCPStore(address, port, world, timeout=dist.default_pg_timeout)
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-    fd = socket.create_server((address, port), family=family).detach()  # the store's from here on
+    fd = socket.create_server((address, port), family=family).detach()  # owned by the store from here on
     return dist.TCPStore(address, port, world, True, dist.default_pg_timeout, master_listen_fd=fd)
 
 

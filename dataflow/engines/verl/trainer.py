@@ -1,14 +1,14 @@
 """VerlTrainer: the actor trained by verl's TrainingWorker with FSDP2, on CPU and CUDA, one object per rank.
 
-Every rank makes the same calls with the same whole batch and works on its own share of the rows:
+Every rank makes the same calls with the same whole batch and computes its share of the rows:
 
-    rows 0..n ── cut in world x micro-batches pieces, as even as can be ──▶ rank r takes its run of pieces
+    rows 0..n ── divided evenly into world x micro-batches pieces ──▶ rank r takes consecutive pieces
              ◀── log-probs are gathered, so that each rank returns all rows; metrics are averaged over ranks
 
-All micro-batches have one size, as verl requires. Where the rows do not divide, a piece is filled up
-with a row whose response mask is empty: it adds to no loss and to no gradient, and its log-probs are dropped.
-Rows that come to an update with an empty mask are taken out before all that: a mean over sequences is then over
-those that train, and the micro-batches and the metrics are theirs alone.
+All micro-batches have the same size, as verl requires. If the rows do not divide evenly, a piece is padded with a row
+whose response mask is empty: it contributes nothing to loss and gradient, and its log-probs are dropped. An update
+first removes rows with an empty mask, so that means over sequences, micro-batches and metrics only contain rows that
+train.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class VerlTrainer:
         total_steps: training steps of the run.
         response_length: longest response, in tokens; what ``seq-mean-token-sum-norm`` divides by.
         temperature: of the rollout; log-probs are those of the logits divided by it.
-        seed: of whatever is random.
+        seed: of everything random.
         device: "cpu" (gloo, fp32) or "cuda" (nccl, bf16 with fp32 weights).
-        reference: also hold the frozen initial weights, for ``ref_log_probs``.
-        shares_gpu: another tool uses the GPU while this one is idle: memory that torch only keeps is given back then.
+        reference: whether to hold the frozen initial weights as well, for ``ref_log_probs``.
+        shares_gpu: whether another service uses the GPU while this one is idle; torch's cached memory is freed then.
 
     Raises:
-        ConfigError: an option that cannot be trained with.
+        ConfigError: training is not possible with an option.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class VerlTrainer:
             torch.manual_seed(seed)
             build = functools.partial(_build, worker_type, model, trainer, total_steps, seed, device)
             self.worker = build()
-            # The same weights again, on which no optimizer step is ever taken.
+            # A second copy of the weights, which is never trained.
             self.reference = build(offload=device == "cuda") if reference else None
-            # verl's ramp begins at a rate of zero, with which a run's first step would learn nothing.
+            # verl's warm-up begins at a learning rate of zero, so that the first step would have no effect.
             self.worker.engine.lr_scheduler_step()
         self.worker.set_loss_fn(_loss(trainer, algorithm, response_length))
 
     def old_log_probs(self, batch: Batch) -> Batch:
-        """Returns ``old_log_probs`` and ``entropy`` of the present weights, float32 ``[rows, R]``."""
+        """Returns ``old_log_probs`` and ``entropy`` of the current weights, float32 ``[rows, R]``."""
         columns = self._infer(self.worker, batch, entropy=True)
         return batch.like(old_log_probs=columns["log_probs"], entropy=columns["entropy"])
 
@@ -109,18 +109,18 @@ class VerlTrainer:
         return batch.like(ref_log_prob=self._infer(self.reference, batch)["log_probs"])
 
     def update(self, batch: Batch, *, last: bool) -> dict[str, float]:
-        """Takes one optimizer step on all rows that have a token to train on, however they are cut.
+        """Takes one optimizer step on all rows that have a token to train on.
 
-        If none has, no step is taken: weights and optimizer stay bit for bit, and only the learning rate goes on.
+        If none has, no step is taken: weights and optimizer stay bit for bit, and only the LR scheduler may step.
 
         Args:
             batch: columns of the responses, ``old_log_probs``, ``advantages``; ``ref_log_prob`` for the KL
-                loss; ``rollout_log_probs`` for the correction; ``entropy``, if there, is only reported.
-            last: it is the training step's last one: the learning rate moves on after it.
+                loss; ``rollout_log_probs`` for the correction; ``entropy`` (optional) is only reported.
+            last: whether it is the last one of the training step, after which the LR scheduler steps.
 
         Returns:
-            verl's metrics, the same on every rank; ``actor/lr`` is the rate this step was taken with.
-            Of a step that was not taken, this rate and ``actor/skipped_updates``, 1.
+            verl's metrics, the same on every rank; ``actor/lr`` is the learning rate of this step. If no step was
+            taken, only this rate and ``actor/skipped_updates``, which is 1.
         """
         from verl.trainer.ppo.core_algos import agg_loss
         from verl.utils import tensordict_utils as tu
@@ -144,7 +144,7 @@ class VerlTrainer:
         )
         with self._left_free():
             found = tu.get(self.worker.train_batch(share), "metrics")
-        found.pop("lr", None)  # the next step's, and only there when the scheduler stepped
+        found.pop("lr", None)  # that of the next step, present only if the scheduler stepped
         metrics |= _reduce(found)
         if "entropy" in batch:
             metrics["actor/entropy"] = agg_loss(
@@ -159,22 +159,22 @@ class VerlTrainer:
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns copies of all weights on CPU, by Hugging Face name, tied ones once; all ranks must call.
 
-        Only the first rank keeps them: on the others it returns nothing, or a machine would hold them once a rank.
+        Only the first rank returns them, the others {}: otherwise a machine would hold one copy per rank.
         """
         engine = self.worker.engine
-        # A tied weight is one parameter under two names; the first is the embedding's.
+        # A tied weight is one parameter with two names; the first is the embedding's.
         every = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
         tied = every - {name for name, _ in engine.module.named_parameters()}
         named, _ = engine.get_per_tensor_param()
         found = {}
         with self._left_free():
-            for name, tensor in named:  # each is gathered as its turn comes, which takes all ranks
+            for name, tensor in named:  # each is gathered here, by all ranks together
                 if name not in tied and self.rank == 0:
                     found[name] = tensor.detach().to("cpu", copy=True)
         return found
 
     def digest(self) -> str:
-        """Returns the SHA-256 of the weights: names, dtypes, shapes and bytes. All ranks must call; all get it."""
+        """Returns the SHA-256 of the weights (names, dtypes, shapes, bytes) on every rank; all ranks must call."""
         weights = self.weights()
         found = [digest(weights) if self.rank == 0 else ""]
         if self.world > 1:
@@ -189,13 +189,13 @@ class VerlTrainer:
 
     @contextlib.contextmanager
     def _left_free(self) -> Iterator[None]:
-        """Afterwards torch keeps no memory of the GPU that it does not use, where another tool waits for it."""
+        """Frees torch's cached GPU memory at the end, if the GPU is shared with another service."""
         yield
         if self._shares_gpu:
             torch.cuda.empty_cache()
 
     def _skip(self, last: bool) -> dict[str, float]:
-        """Goes on without a step. Every rank holds the whole batch, so all of them come here or none."""
+        """Skips the optimizer step. All ranks do, or none, as each holds the whole batch."""
         metrics = {"actor/lr": self.worker.engine.optimizer.param_groups[0]["lr"], "actor/skipped_updates": 1.0}
         if last:
             self.worker.engine.lr_scheduler_step()
@@ -220,7 +220,7 @@ class VerlTrainer:
         return columns
 
     def _slots(self, rows: int) -> np.ndarray:
-        """Returns the row (or -1) in each place of each micro-batch, ``[world x micro-batches, size]``."""
+        """Returns the row in each place of each micro-batch, -1 for padding, ``[world x micro-batches, size]``."""
         if rows < 1:
             raise DataflowError("trainer: a batch without rows can be neither scored nor trained on.")
         pieces = self.world * math.ceil(rows / (self.world * self.micro_batch_size))
@@ -230,7 +230,7 @@ class VerlTrainer:
         return slots
 
     def _share(self, columns: Mapping[str, torch.Tensor], slots: np.ndarray) -> TensorDict:
-        """Returns this rank's rows as verl's engine takes them: jagged, without padding."""
+        """Returns this rank's rows in the form of verl's engine: jagged, without padding."""
         from tensordict import TensorDict
         from verl.utils import tensordict_utils as tu
         from verl.workers.utils.padding import left_right_2_no_padding
@@ -250,7 +250,7 @@ class VerlTrainer:
         return share
 
     def _gather(self, mine: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
-        """Returns the rows of all ranks in the batch's order, those that fill up left out."""
+        """Returns the rows of all ranks in the batch's order, without the rows that pad pieces."""
         parts = [mine]
         if self.world > 1:
             parts = [torch.empty_like(mine) for _ in range(self.world)]
@@ -379,13 +379,13 @@ def _loss(options: Any, algorithm: Any, response_length: int) -> Any:
 
 
 def _reduce(found: Mapping[str, Any]) -> dict[str, float]:
-    """Returns one float per metric, under verl's names, from what each rank reported of each micro-batch."""
+    """Returns one float per metric, under verl's names, from the values of each rank and micro-batch."""
     from verl.utils.metric import Metric
 
     metrics: dict[str, float] = {}
     for name, value in found.items():
         if name.startswith("perf/"):
-            continue  # memory of the device: zeros on CPU
+            continue  # memory statistics of the device, zero on a CPU
         if isinstance(value, list) and isinstance(value[0], Metric):
             value = Metric.aggregate_dp(value)
         metrics[name if "/" in name else f"actor/{name}"] = float(np.mean(value))

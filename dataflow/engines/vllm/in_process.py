@@ -1,4 +1,4 @@
-"""Rollout with vLLM in one process: continuous batching, a shared prefix cache, every sample back as it ends."""
+"""Rollout with vLLM in one process: continuous batching, a shared prefix cache, each sample returned when it ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dataflow.system.loopback import ADDRESS, stay_on_loopback
 _DTYPES = ("float32", "bfloat16", "float16")
 _RULES = ("wait", "abort")
 _ENVIRONMENT = {
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # on GPU as on CPU the runner whose sampler vllm_worker knows
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # on GPUs, too, use the runner whose sampler `worker.py` changes
     "VLLM_NO_USAGE_STATS": "1",
 }
 _set_num_threads = torch.set_num_threads  # vLLM replaces it by a function that does nothing
@@ -48,28 +48,28 @@ class VllmRollout:
     (``raw_logprobs`` is at temperature 1, ``processed_logprobs`` behind the cuts), so the sampler is made to report
     it: :class:`~dataflow.engines.vllm.worker.RolloutWorker`.
 
-    A process holds one such engine at a time, and no trainer beside it: vLLM's state is the process's (its groups,
-    its threads, the garbage collector's frozen heap).
+    A process can hold one such engine at a time, and no trainer besides, since vLLM changes global state (process
+    groups, threads, the garbage collector).
 
     Args:
         model: directory or hub id of a causal LM with its tokenizer.
         max_prompt_length: P, tokens that a prompt may have.
         max_tokens: R, tokens that a response may have.
-        threads: CPU threads that it computes with.
+        threads: CPU threads for its computations.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         device: ``cpu`` or ``cuda``.
-        max_num_seqs: samples that are decoded at once; the others wait.
+        max_num_seqs: samples that are decoded at once; the others are queued.
         kv_cache_bytes: memory for the KV cache; None on a GPU takes what ``gpu_memory`` leaves.
-        block_size: tokens that the prefix cache shares as one.
-        prefix_caching: whether samples share what their prompts have in common.
+        block_size: tokens per block of the prefix cache.
+        prefix_caching: whether samples share the cache entries of common prefixes.
         gpu_memory: the share of the GPU's memory that weights and cache may take.
         max_model_len: tokens of prompt and response together; None for P + R.
-        in_flight: what a sync does with samples in flight: ``wait`` lets them end, ``abort`` draws them anew with the
+        in_flight: what a sync does with samples in flight: ``wait`` lets them finish, ``abort`` restarts them with the
             new weights.
         options: further arguments of vLLM's ``EngineArgs``.
 
     Raises:
-        ConfigError: vLLM is not installed, or not for this device; a value out of range.
+        ConfigError: vLLM is not installed, or not for this device; or a value is out of range.
         ModelError: the model or its tokenizer cannot be loaded, or names no end-of-sequence token.
         RunError: vLLM does not start.
     """
@@ -121,7 +121,7 @@ class VllmRollout:
         self.version = 0
         self._cuda = device == "cuda"
         self.in_flight = in_flight
-        self._to_sleep = False  # as was last asked for
+        self._to_sleep = False  # the last state requested
         arguments: dict[str, Any] = {
             "model": model,
             "skip_tokenizer_init": True,
@@ -133,15 +133,15 @@ class VllmRollout:
             "kv_cache_memory_bytes": kv_cache_bytes,
             "gpu_memory_utilization": gpu_memory,
             "worker_extension_cls": "dataflow.engines.vllm.worker.RolloutWorker",
-            "logprobs_mode": "processed_logits",  # the worker extension makes log-probs of it
+            "logprobs_mode": "processed_logits",  # the worker extension computes log-probs from it
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "enforce_eager": not self._cuda,
             "enable_sleep_mode": self._cuda,
         }
         if not self._cuda:
-            # A prompt is read in one step: of one that is cut in two vLLM draws once too often and then turns the
-            # request's random numbers back, which a generator on CPU cannot do (the step fails).
+            # Prompts must be processed in one step: for one that is split, vLLM draws once too often and then rewinds
+            # the request's random generator, which fails on a CPU.
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(4096, longest)
         arguments |= options or {}
@@ -164,7 +164,7 @@ class VllmRollout:
                 f"max_num_seqs={max_num_seqs}: {self._why(error)}"
             ) from error
         self._changed = _changes(before)
-        # Without close() the thread, or what it began in C++, would be killed as the interpreter ends: an abort.
+        # Without close() the thread would be killed inside C++ code when the interpreter ends, which aborts it.
         atexit.register(self._backend.close)
 
     def _why(self, error: Exception) -> str:
@@ -176,7 +176,7 @@ class VllmRollout:
 
         def build() -> Any:
             if not self._cuda:
-                # Both hold for this thread alone. Compiling parts of the sampler takes as long as a tiny run.
+                # Both affect only this thread. Compiling parts of the sampler takes as long as a tiny run.
                 _set_num_threads(threads)
                 importlib.import_module("torch._dynamo").config.disable = True
             from vllm import EngineArgs
@@ -192,7 +192,7 @@ class VllmRollout:
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
         """See :meth:`RolloutEngine.generate`. A batch of another size may round a logit otherwise, by about 1e-6.
 
-        Who stops early (``aclose``, or being cancelled) frees what is in flight.
+        Closing the generator early (``aclose``, cancellation) aborts the samples in flight.
         """
         self._check(sampling)
         ids = self._ids(prompts)
@@ -219,11 +219,11 @@ class VllmRollout:
     async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Loads new weights in place, by Hugging Face name; a tied ``lm_head.weight`` may be left out.
 
-        What happens to samples in flight the constructor's ``in_flight`` says. Names and shapes are checked first:
-        on an error the old weights stay.
+        The constructor's ``in_flight`` says what happens to samples in flight. Names and shapes are checked first: on
+        an error the old weights stay.
 
         Raises:
-            DataflowError: an unknown or missing name, another shape, or two tied weights that differ.
+            DataflowError: a name is unknown or missing, a shape differs, or two tied weights differ.
             RunError: vLLM failed to load them; the engine is lost.
         """
         picked = list(self._weights.pick(weights, version).items())
@@ -235,9 +235,9 @@ class VllmRollout:
         await self._queue.pause(work, redraw=self.in_flight == "abort")
 
     async def sleep(self) -> None:
-        """See :meth:`RolloutEngine.sleep`: on a GPU the weights wait in the host's memory, and the cache is dropped.
+        """See :meth:`RolloutEngine.sleep`: on a GPU the weights move to the host's memory, and the cache is dropped.
 
-        Samples that are asked for while it sleeps wait until it wakes.
+        Samples requested while it sleeps are queued until it wakes.
         """
         self._to_sleep = True
         await self._queue.pause(self._backend.sleep, asleep=self._cuda or None)
@@ -253,18 +253,18 @@ class VllmRollout:
         return self._queue.abort()
 
     def stats(self) -> dict[str, float]:
-        """See :meth:`RolloutEngine.stats`; of ``prompt_tokens`` so far the prefix cache had ``cached_tokens``."""
+        """See :meth:`RolloutEngine.stats`; adds ``prompt_tokens`` so far, and ``cached_tokens`` of the prefix cache."""
         return {**self._queue.counts, "running": self._queue.unended}
 
     def close(self) -> None:
-        """Gives up what is in flight, ends the thread and frees the engine; may be called twice."""
+        """Aborts the samples in flight, ends the thread and frees the engine. Idempotent."""
         self._queue.close()
         if self._backend.close():
             atexit.unregister(self._backend.close)
             self._leave()
 
     def _leave(self) -> None:
-        """Takes back what vLLM did to the process: a preloaded library, for one, goes on to every child."""
+        """Undoes vLLM's changes to the process; a preloaded library, for one, would be inherited by every child."""
         torch.set_num_threads = _set_num_threads
         for name, value in self._changed.items():
             if value is None:
@@ -278,7 +278,7 @@ class VllmRollout:
         if sampling.max_tokens > self.max_tokens:
             raise ConfigError(
                 f"rollout: max_tokens={sampling.max_tokens} is more than the {self.max_tokens} that the engine "
-                "has room for."
+                "was built for."
             )
         if why := refused_temperature(sampling.temperature):
             raise ConfigError(f"rollout: temperature={sampling.temperature}; {why}.")
@@ -286,11 +286,11 @@ class VllmRollout:
     def _ids(self, prompts: Batch) -> list[list[int]]:
         ids = prompt_ids(prompts, self.max_prompt_length)
         for group, prompt in zip(prompts.ids, ids, strict=True):
-            # Without a tokenizer vLLM does not look, and the step that reads such a token would end the engine.
+            # Without a tokenizer vLLM does not check tokens, and an unknown one would end the engine.
             if min(prompt) < 0 or max(prompt) >= self.vocabulary.size:
                 wrong = next(token for token in prompt if not 0 <= token < self.vocabulary.size)
                 raise DataError(
-                    f"rollout: the prompt of group {group} has token {wrong}; the model knows 0 to "
+                    f"rollout: the prompt of group {group} has token {wrong}; the model has 0 to "
                     f"{self.vocabulary.size - 1}. Is it from another tokenizer?"
                 )
         return ids
@@ -306,7 +306,7 @@ class VllmRollout:
             min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             max_tokens=sampling.max_tokens,
-            stop_token_ids=[*self.vocabulary.ends, *sampling.stop_token_ids],  # without a tokenizer it knows no eos
+            stop_token_ids=[*self.vocabulary.ends, *sampling.stop_token_ids],  # without a tokenizer vLLM has no eos
             seed=seed,
             logprobs=0,
             flat_logprobs=True,
@@ -350,5 +350,5 @@ def _prepare(cuda: bool, threads: int, offline: bool) -> None:
 
 
 def _changes(before: Mapping[str, str]) -> dict[str, str | None]:
-    """Returns the environment's variables that are not as before, as they were before."""
+    """Returns the old values of the environment variables that have changed, None for new variables."""
     return {name: before.get(name) for name, value in os.environ.items() if before.get(name) != value}

@@ -1,4 +1,4 @@
-"""Rollout with vLLM in processes of its own: several GPUs for one model, and no step shares the interpreter."""
+"""Rollout with vLLM in processes of its own: several GPUs for one model, and an interpreter for it alone."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _ELSEWHERE = re.compile(r"root cause|initialization failed", re.IGNORECASE)
 class AsyncVllmRollout(VllmRollout):
     """A :class:`~dataflow.engines.base.RolloutEngine` over vLLM's ``AsyncLLM``.
 
-    It samples as :class:`VllmRollout` does, which see for the other arguments, and needs an event loop that stays:
-    one for all calls. New weights go to the workers through vLLM's own weight transfer
-    (:mod:`dataflow.engines.vllm.transfer`): CUDA IPC on GPUs, shared memory on CPU.
+    It samples as :class:`VllmRollout` does, which documents the other arguments. All calls must be made on the same
+    event loop. New weights go to the workers through vLLM's own weight transfer
+    (:mod:`dataflow.engines.vllm.transfer`): CUDA IPC on GPUs, shared memory on a CPU.
 
     Args:
-        tensor_parallel: GPUs (on CPU: processes) that the model is cut over.
+        tensor_parallel: number of GPUs (on a CPU: processes) that the model is split over.
 
     Raises:
         ConfigError: ``tensor_parallel`` does not divide the model's heads.
@@ -51,7 +51,7 @@ class AsyncVllmRollout(VllmRollout):
         if not self._cuda:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the processes may share the cores
         else:
-            # Handles of GPU memory are torch's objects, which only pickle carries to the engine's process.
+            # Handles of GPU memory are torch objects, which only pickle can send to the engine's process.
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -61,8 +61,8 @@ class AsyncVllmRollout(VllmRollout):
         wanted = {
             **arguments,
             "tensor_parallel_size": self._tensor_parallel,
-            # In a placement group, where an engine that shares its GPUs lives, vLLM would start Ray actors with a whole
-            # GPU each, for which there is no room.
+            # In a placement group, as used for shared GPUs, vLLM would start Ray actors that need a whole GPU each,
+            # which is not available.
             **({"distributed_executor_backend": "mp"} if self._tensor_parallel > 1 else {}),
             "enable_log_requests": False,
             "weight_transfer_config": {"backend": backend(self._cuda)},
@@ -76,7 +76,7 @@ class AsyncVllmRollout(VllmRollout):
 
 
 class Stderr:
-    """What this process and its children write to stderr, where that is a file, as in Ray's workers.
+    """The output of this process and its children to stderr, if stderr is a file, as in Ray's workers.
 
     vLLM's processes write the reason for their exit there; the caller's error says only that they exited.
     """
@@ -92,19 +92,19 @@ class Stderr:
             return False
 
     def root_cause(self) -> str:
-        """Returns the last error there that is not said to have another cause; nothing if there is none."""
+        """Returns the last error in it that does not refer to another cause, or ""."""
         if not self._is_file():
             return ""
         try:
             with open("/proc/self/fd/2", encoding="utf-8", errors="replace") as file:
                 file.seek(self._since)
                 found = [match[0].strip() for match in _ERROR.finditer(file.read())]
-        except OSError:  # no such thing on this system
+        except OSError:  # this system does not have it
             return ""
         return next((text for text in reversed(found) if not _ELSEWHERE.search(text)), "")
 
     def explained(self, error: Exception) -> Exception:
-        """Returns the error, or one with its root cause where it only refers to that."""
+        """Returns the error or, if it only refers to a root cause, an error with that."""
         reason = self.root_cause() if _ELSEWHERE.search(str(error)) else ""
         if not reason:
             return error
@@ -114,11 +114,11 @@ class Stderr:
 
 
 class EngineProcess:
-    """Asks an ``AsyncLLM``; a :class:`~dataflow.engines.sync_queue.VllmBackend` of a queue.
+    """Samples with an ``AsyncLLM``; a :class:`~dataflow.engines.sync_queue.VllmBackend` of a queue.
 
     Args:
         engine: the ``AsyncLLM``.
-        queue: gets the finished samples.
+        queue: receives the finished samples.
         stderr: of the processes.
         sleeps: whether the engine has a sleep mode, as on a GPU.
     """
@@ -153,7 +153,7 @@ class EngineProcess:
             await self._ready()
             (output,) = [output async for output in self._engine.generate(prompt, job.params, str(id))]
             drawn = drawn_of(output)
-        except ValueError as cause:  # all that vLLM finds wrong with one request
+        except ValueError as cause:  # raised for any fault of one request
             error = DataError(f"rollout: vLLM does not take the prompt of group {job.group}: {cause}")
             error.__cause__ = cause
             self._tasks.pop(id, None)
@@ -165,7 +165,7 @@ class EngineProcess:
             self._queue.on_finished([drawn])
 
     async def _ready(self) -> None:
-        """Has the sampler prepared, before the first sample: the constructor need not run on a loop."""
+        """Prepares the sampler before the first sample; the constructor cannot, as it may run without a loop."""
         if self._prepared is None:
             self._prepared = asyncio.ensure_future(self._engine.collective_rpc("report_uncut_log_probs"))
         await asyncio.shield(self._prepared)
@@ -214,12 +214,12 @@ class EngineProcess:
             await self._while_alive(work())
 
     async def _while_alive(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does work that asks the engine; if its process dies meanwhile, vLLM would leave the question unanswered.
+        """Awaits calls of the engine, and fails if its process dies, where vLLM would never return.
 
         Raises:
-            EngineDeadError: vLLM's: it died.
+            EngineDeadError: vLLM's; the process died.
         """
-        self._engine._run_output_handler()  # runs already, unless nothing was drawn yet; ends as the process dies
+        self._engine._run_output_handler()  # does nothing if it runs; it ends when the process dies
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._engine.output_handler}, return_when=asyncio.FIRST_COMPLETED)

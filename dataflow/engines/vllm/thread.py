@@ -1,4 +1,4 @@
-"""The thread that owns vLLM's engine: it alone touches it, and steps it while there is work."""
+"""The thread that owns vLLM's engine: only this thread uses it, and steps it while there is work."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ T = TypeVar("T")
 class EngineThread:
     """Steps an ``LLMEngine``; a :class:`~dataflow.engines.sync_queue.VllmBackend` of a queue.
 
-    Whatever is to be done with the engine goes to the thread over a queue, on which it waits while there is nothing
-    to step; what comes of it goes back to the event loop that asked last.
+    Commands go to the thread through a queue, on which it blocks while there is nothing to step. Results go back to the
+    event loop of the last call.
 
     Args:
-        build: makes the engine, in the thread; what it raises the constructor raises.
-        queue: gets the finished samples.
+        build: builds the engine, in the thread; its exceptions are raised by the constructor.
+        queue: receives the finished samples.
         sleeps: whether the engine has a sleep mode, as on a GPU.
     """
 
@@ -40,7 +40,7 @@ class EngineThread:
         self._failure: Exception | None = None
         self._closed = False
         ready: Future[None] = Future()
-        # A daemon: a process that ends without close() must not wait for it.
+        # A daemon, so that a process can end without close().
         self._thread = threading.Thread(target=self._run, args=(build, ready), name="vllm", daemon=True)
         self._thread.start()
         ready.result()
@@ -53,7 +53,7 @@ class EngineThread:
             for id, group, prompt, params in requests:
                 try:
                     engine.add_request(str(id), {"type": "token", "prompt_token_ids": prompt}, params)
-                except ValueError as cause:  # all that vLLM finds wrong with one request
+                except ValueError as cause:  # raised for any fault of one request
                     error = DataError(f"rollout: vLLM does not take the prompt of group {group}: {cause}")
                     error.__cause__ = cause
                     self._post(self._queue.on_refused, id, error)
@@ -66,7 +66,7 @@ class EngineThread:
         self._commands.put(lambda engine: engine.abort_request(names))
 
     async def call(self, work: Callable[[Any], T]) -> T:
-        """Returns what ``work`` makes of the engine, between two of its steps; raises what it raises."""
+        """Calls ``work`` with the engine, between two of its steps; returns its result or raises its exception."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def command(engine: Any) -> None:
@@ -88,7 +88,7 @@ class EngineThread:
             if self._asleep:
                 engine.wake_up(tags=["weights"])
             engine.collective_rpc("take_weights", args=(weights,))
-            # What sleeps has no cache: it was cleared on falling asleep.
+            # A sleeping engine has no cache to reset.
             if not self._asleep and not engine.reset_prefix_cache():
                 raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
 
@@ -118,14 +118,14 @@ class EngineThread:
         await self.call(work)
 
     def close(self) -> bool:
-        """Ends the thread after the step that it is in, and frees the engine; True the first time."""
+        """Ends the thread after its current step and frees the engine; returns True the first time."""
         first, self._closed = not self._closed, True
         self._commands.put(None)
         self._thread.join()
         return first
 
     def _put(self, command: Callable[[Any], None]) -> None:
-        # In this order: the thread sets its failure before it looks for the loop to tell it to.
+        # In this order, since the thread sets its failure before it reads the loop to report it to.
         self._loop = asyncio.get_running_loop()
         if self._failure is not None:
             raise self._failure
@@ -171,7 +171,7 @@ class EngineThread:
 
 
 def has_work(engine: Any) -> bool:
-    """Whether a step would do anything; one that only lets go of what has ended counts."""
+    """Whether a step would do anything; freeing finished requests counts."""
     core = engine.engine_core.engine_core
     return engine.has_unfinished_requests() or core.scheduler.has_requests() or bool(core.batch_queue)
 
@@ -186,7 +186,7 @@ def drawn_of(output: Any) -> FinishedSample:
     """Returns a finished ``RequestOutput`` as a sample.
 
     Raises:
-        RuntimeError: it ended for another reason than stop or length.
+        RuntimeError: it ended for a reason other than stop or length.
     """
     (one,) = output.outputs
     if one.finish_reason not in ("stop", "length"):

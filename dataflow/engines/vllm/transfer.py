@@ -1,8 +1,8 @@
 """The sending side of a weight sync with an ``AsyncLLM``, over vLLM's own weight transfer.
 
-On a GPU the transfer is vLLM's ``ipc``: weights are packed into a buffer on each GPU, which the worker there maps, so
-no more than the buffer is there beside the model. On CPU it is a backend of ours: one file in shared memory, which
-every worker maps and takes its share of (:class:`~dataflow.engines.vllm.worker.FileTransfer`).
+On GPUs it uses vLLM's ``ipc``: weights are packed into a buffer on each GPU, which the worker there maps, so that a GPU
+needs no more memory than the buffer. On a CPU it uses a backend of ours: one file in shared memory, which every worker
+maps and loads its share from (:class:`~dataflow.engines.vllm.worker.FileTransfer`).
 
 Importing this imports vLLM.
 """
@@ -38,15 +38,15 @@ def backend(cuda: bool) -> str:
 
 
 async def send(engine: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Has a running ``AsyncLLM``, in which nothing is in flight, take these weights in place.
+    """Replaces the weights of a running ``AsyncLLM``, in which nothing may be in flight, in place.
 
     Args:
         engine: built with a ``weight_transfer_config`` of :func:`backend`.
         weights: all of them, by Hugging Face name, tied ones once.
 
     Raises:
-        RunError: there is no room for them in shared memory, or a worker failed: it may hold half of them, so it is
-            not to be used again.
+        RunError: shared memory is too small, or a worker failed; it may then hold a part of the new weights, so the
+            engine must not be used again.
     """
     client, source = Client(engine), Weights(weights)
     parallel = engine.vllm_config.parallel_config
@@ -64,10 +64,10 @@ async def send(engine: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> None
 
 
 class Weights(WeightSource):
-    """Weights that are there already, as vLLM's senders read them: as often as there are GPUs."""
+    """Weights in memory as a source for vLLM's senders, which read them once per GPU."""
 
     def __init__(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        # They are packed one behind the other, and read there as of their dtype: the widest first, all are aligned.
+        # They are packed contiguously and read by dtype; with the widest dtype first, all are aligned.
         self._weights = sorted(weights, key=lambda item: -item[1].element_size())
 
     def metadata(self) -> list[ParamMeta]:
@@ -77,17 +77,17 @@ class Weights(WeightSource):
         return ((name, value.detach()) for name, value in self._weights)
 
     def sizes(self) -> list[int]:
-        """Returns the bytes of each."""
+        """Returns the size of each in bytes."""
         return [value.numel() * value.element_size() for _name, value in self._weights]
 
 
 class Client:
-    """What a sender asks of an ``AsyncLLM`` (vLLM's ``VLLMWeightSyncClient``), from a thread beside its loop.
+    """Calls of a sender to an ``AsyncLLM`` (vLLM's ``VLLMWeightSyncClient``), from a thread other than its loop's.
 
-    Made on the loop. Each method returns once all workers have answered.
+    Constructed on the loop. Each method returns once all workers have answered.
 
     Raises:
-        RunError: a worker, or the engine, failed in it.
+        RunError: a worker or the engine failed.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -109,13 +109,13 @@ class Client:
         self._ask("finish_weight_update", weight_version)
 
     def stop(self) -> None:
-        """Fails the current request and all later ones: a closed engine does not answer."""
+        """Makes the current call and all later ones fail, as a closed engine does not answer."""
         self._stopped = True
         if self._asked is not None:
             self._asked.cancel()
 
     def _ask(self, step: str, *args: Any) -> None:
-        # In this order: stop() sets its flag before it looks for what to cancel.
+        # In this order, since stop() sets its flag before it reads which future to cancel.
         self._asked = asyncio.run_coroutine_threadsafe(getattr(self._engine, step)(*args), self._loop)
         if self._stopped:
             self._asked.cancel()
@@ -127,10 +127,10 @@ class Client:
 
 
 def send_file(client: VLLMWeightSyncClient, source: Weights) -> None:
-    """Sends weights through a file in shared memory, whose name is gone once all workers have it.
+    """Sends weights through a file in shared memory, which is unlinked once all workers have mapped it.
 
     Raises:
-        RunError: there is no room for it, or a worker failed.
+        RunError: shared memory is too small, or a worker failed.
     """
     memory = _MEMORY if _MEMORY.is_dir() else None
     with tempfile.NamedTemporaryFile(dir=memory, prefix="dataflow-weights-", suffix=".safetensors") as file:
@@ -164,22 +164,22 @@ def send_ipc(client: VLLMWeightSyncClient, source: Weights, devices: Sequence[in
     sender = IpcSender.trainer_init(info, client=client, source=source)
     sender.devices = devices
     sender.send_weights()
-    # What the allocator keeps of the buffers the workers cannot have.
+    # The workers cannot use the buffers' memory while torch's allocator caches it.
     torch.cuda.empty_cache()
 
 
 class IpcSender(IPCTrainerWeightTransferEngine):
     """vLLM's sender, for workers on several GPUs.
 
-    A worker looks among the handles for that of its own GPU. vLLM's sender has its own GPU's alone, and where there are
-    several trusts that a rank of the trainer is on each. Here one process sees them all.
+    A worker selects the handle of its own GPU. vLLM's sender sends only the handle of its own GPU, and expects a rank
+    of the trainer on each. Here one process sends those of all GPUs.
     """
 
     devices: Sequence[int] = (0,)
 
     def _send_packed(self, source: WeightSource) -> None:
-        # A buffer is packed anew as the next chunk is asked for, so that one must be with the workers by then.
-        # strict: the same weights in buffers of the same size come in the same chunks.
+        # A buffer is reused when the next chunk is requested, so the workers must have loaded the last one by then.
+        # strict: equal weights in buffers of equal size give equal chunks.
         for chunks in zip(*(self._chunks(device, source) for device in self.devices), strict=True):
             first = chunks[0]
             self._do_send(
@@ -198,7 +198,7 @@ class IpcSender(IPCTrainerWeightTransferEngine):
             buffer_size_bytes=self.packed_buffer_size_bytes,
         )
         while True:
-            with torch.cuda.device(device):  # not around a yield, whose caller would be on that device, too
+            with torch.cuda.device(device):  # not around a yield, as the caller would run on that device, too
                 chunk = next(producer, None)
             if chunk is None:
                 return

@@ -1,4 +1,4 @@
-"""What vLLM's worker is asked to do beside its own: take over weights, and say log-probs as the trainer does.
+"""Extends vLLM's worker: it replaces weights, and reports log-probs as the trainer computes them.
 
 vLLM mixes :class:`RolloutWorker` into its worker by name (``worker_extension_cls``), before it loads the model, and
 calls it through ``collective_rpc``. Importing this imports vLLM, and registers :class:`FileTransfer` with it.
@@ -21,19 +21,19 @@ FILE = "dataflow_file"
 
 
 class RolloutWorker:
-    """Mixed into vLLM's worker, on CPU and GPU; its names must not be taken there."""
+    """Mixed into vLLM's worker, on CPU and GPU; must not use names that exist there."""
 
     model_runner: Any
     reload_weights: Any
 
     def report_uncut_log_probs(self) -> None:
-        """Has the sampler return log-probs at the sampling temperature, before the cuts of top_p, top_k and min_p.
+        """Makes the sampler return log-probs at the sampling temperature, before the cuts of top_p, top_k and min_p.
 
-        Of vLLM's own modes ``raw_logprobs`` is at temperature 1 and ``processed_logprobs`` behind the cuts. In the
-        processed modes whatever ``Sampler.sample`` returns beside the tokens is what it reports.
+        Of vLLM's own modes, ``raw_logprobs`` is at temperature 1 and ``processed_logprobs`` after the cuts. In the
+        processed modes vLLM reports whatever ``Sampler.sample`` returns besides the tokens.
 
         Raises:
-            RuntimeError: a sampler of another build.
+            RuntimeError: the sampler has another interface.
         """
         sampler = self.model_runner.sampler
         # The sampler of vLLM's second model runner, for one, has another `sample`.
@@ -64,19 +64,19 @@ class WeightsFile(WeightTransferUpdateInfo):
 
 
 class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, WeightsFile]):
-    """Weights from a safetensors file, in place: what vLLM's own transfers, all of them between GPUs, leave out."""
+    """Loads weights from a safetensors file in place; vLLM's own transfers work only between GPUs."""
 
     init_info_cls = WeightTransferInitInfo
     update_info_cls = WeightsFile
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """There is nothing to agree on."""
+        """Does nothing: there is nothing to set up."""
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # Without the base's wait for the accelerator: on CPU torch raises, as there is none.
+        # Unlike the base class, does not synchronize the accelerator: on a CPU torch would raise.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: WeightsFile) -> None:
@@ -89,17 +89,17 @@ class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, WeightsFile]):
         remake_head(self.model)
 
     def shutdown(self) -> None:
-        """There is nothing to free."""
+        """Does nothing: there is nothing to free."""
 
 
 WeightTransferEngineFactory.register_engine(FILE, FileTransfer)
 
 
 def remake_head(model: Any) -> None:
-    """Has a tied head compute with weights that were loaded just now.
+    """Updates a tied head after its weights were loaded.
 
-    On CPU a layer computes with a packed copy of its weight, which is made anew for each layer that was loaded. A tied
-    head is not: its weight is the embedding's, but its packed copy would still be of the old one.
+    On a CPU a layer computes with a packed copy of its weight, which vLLM repacks for each layer that it loads. It does
+    not load a tied head, whose weight is the embedding's, so the head's packed copy would stay the old one.
     """
     head = getattr(model, "lm_head", None)
     if head is not None and getattr(head, "cpu_linear", None) is not None:

@@ -402,7 +402,7 @@ def test_a_sync_that_one_refuses_loses_all_and_names_it(engine: Replicas) -> Non
     assert "one of us does not like it" in str(error.value)
     assert engine.version == 0
     for _ in range(2):
-        with pytest.raises(RunError, match="have to be built anew"):
+        with pytest.raises(RunError, match="have to be rebuilt"):
             draw(engine, asking([0]), SAMPLING)
     engine._queue._lost = None  # they are alive: the next test needs them
 

@@ -128,7 +128,7 @@ def test_a_sync_that_does_not_fit_changes_nothing(engine: VllmRollout, models: l
     name = "model.layers.0.self_attn.q_proj.weight"
     cases = {
         r"no weight 'model.norm.wieght'; did you mean 'model.norm.weight'\?": {**good, "model.norm.wieght": good[name]},
-        r"'model.norm.weight' has shape \(3,\), the model wants \(64,\)": {**good, "model.norm.weight": torch.ones(3)},
+        r"'model.norm.weight' has shape \(3,\), the model needs \(64,\)": {**good, "model.norm.weight": torch.ones(3)},
         f"1 weights are missing, first '{name}'": {key: value for key, value in good.items() if key != name},
         "are tied but differ": {**good, "lm_head.weight": good["lm_head.weight"] + 1},
     }
@@ -420,7 +420,7 @@ def test_bad_prompts(engine: VllmRollout) -> None:
             draw(engine, prompts(lengths), GREEDY)
     unknown = prompts([3])
     unknown["prompt_ids"][0][1] = VOCAB
-    with pytest.raises(DataError, match=f"group 0 has token {VOCAB}; the model knows 0 to {VOCAB - 1}"):
+    with pytest.raises(DataError, match=f"group 0 has token {VOCAB}; the model has 0 to {VOCAB - 1}"):
         draw(engine, unknown, GREEDY)
     assert left(engine) == (0, 0, False)
     longest = prompts([P])
@@ -551,7 +551,7 @@ def _fails(engine: VllmRollout, weights: dict[str, torch.Tensor]) -> None:
                 await waiter
             assert isinstance(failure.value.__cause__, ValueError)
         assert engine.stats()["running"] == 0
-        with pytest.raises(RunError, match="has to be built anew"):
+        with pytest.raises(RunError, match="has to be rebuilt"):
             await engine.sample([3], GREEDY, (0,))
 
     run(body())
