@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from dataflow.config import verl_keys
+from dataflow.config.checkpoint import CheckpointConfig
 from dataflow.config.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
 from dataflow.config.reward import CustomRewardConfig, JudgeConfig, RewardConfig
@@ -272,6 +273,7 @@ class RunConfig(Section):
     """Name of the run and of its directory; null makes one of policy and time."""
     runs: Text = "runs"
     """Directory that the runs are written to."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     placement: Placement = "colocated"
     """colocated: engine and trainer take turns on the same GPUs; disaggregated: each has its own, and works at once."""
     executor: Literal["ray", "inline"] = "ray"

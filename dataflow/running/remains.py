@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,7 @@ def summarise(
 
 def _summary(directory: Path, status: str) -> dict[str, Any]:
     from dataflow.running.reward_totals import RewardTotals
+    from dataflow.running.tracking import METRICS, read_metrics
     from dataflow.system import clock
     from dataflow.timeline import perfetto
     from dataflow.timeline.spans import Trace
@@ -104,7 +105,7 @@ def _summary(directory: Path, status: str) -> dict[str, Any]:
     trace.meta["status"] = status
     evaluations: dict[int, float] = {}
     done, totals = 0, RewardTotals()
-    for row in _metrics(directory / "metrics.jsonl"):
+    for row in read_metrics(directory / METRICS):
         scores = [value for name, value in row.items() if name.startswith("val-core/") and value is not None]
         if scores:
             evaluations[row["step"]] = sum(scores) / len(scores)
@@ -114,18 +115,3 @@ def _summary(directory: Path, status: str) -> dict[str, Any]:
     config = directory / "config.yaml"
     total_s = clock.now() - config.stat().st_mtime if config.exists() else None
     return summarise(trace, done, evaluations, totals.counts((trace,)), total_s)
-
-
-def _metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields a file's rows, without a last one that was cut off."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            yield row

@@ -31,6 +31,8 @@ TIMINGS = {"samples": "gen", "trains": "update_actor"}
 FIELDS = {"old_log_probs": "old_log_prob", "ref_log_probs": "ref", "advantages": "adv", "values": "values"}
 """verl's names of stages that are known by what they write."""
 
+METRICS = "metrics.jsonl"
+
 _PACKAGES = {"clearml": "clearml", "mlflow": "mlflow", "swanlab": "swanlab", "tensorboard": "tensorboard"}
 _PACKAGES |= {"trackio": "trackio", "wandb": "wandb"}
 # Of each service: the variable of its key, the one that switches it off, with what; files that may hold a key, and
@@ -93,7 +95,7 @@ class Tracker:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._backends = _open(self.directory, list(backends), project, name, dict(config or {}))
             # Appended to, so that a resumed run goes on where it was.
-            self._file: IO[str] | None = (self.directory / "metrics.jsonl").open("a", encoding="utf-8")
+            self._file: IO[str] | None = (self.directory / METRICS).open("a", encoding="utf-8")
 
     def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
         """Leaves out the traceback of TensorBoard's writer: the next call to it raises the same error."""
@@ -232,6 +234,21 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields a file's rows, without a last one that was cut off."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield row
 
 
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
