@@ -1,4 +1,4 @@
-"""Asks the judge only where a rule cannot tell: one that ends in '#### <reference>' is right for free."""
+"""Calls the judge only if a rule cannot decide: a response that ends in '#### <reference>' is right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CheapFirst(Judge):
     async def compute_score(
         self, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns the rule's score where it is sure, else the judge's."""
+        """Returns the rule's score if it can decide, else the judge's."""
         if solution_str.rstrip().endswith(f"#### {ground_truth}"):
             return {"score": 1.0, "tokens": 0, "by": "rule"}
         if len(solution_str) > self._longest:

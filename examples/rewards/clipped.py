@@ -1,4 +1,4 @@
-"""A reward manager of your own: it changes what any reward function returned, and hands all else on."""
+"""A reward manager of your own: changes the results of any reward function, and forwards everything else."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataflow.rewards.user.results import read_result
 
 
 class Clipped(Manager):
-    """Keeps scores within ``low`` and ``high``; the score before that becomes the column ``raw``."""
+    """Clips scores to ``low`` and ``high``; the column ``raw`` is the score before."""
 
     def __init__(self, reward: Any, low: float = -1.0, high: float = 1.0) -> None:
         super().__init__(reward)
         self._low, self._high = low, high
 
     def finish(self, result: Any, arguments: Mapping[str, Any]) -> Any:
-        """Returns the changed result; runs wherever the reward does."""
+        """Returns the changed result; runs in the process of the reward function."""
         try:
             score, columns = read_result(result)
         except ValueError:
-            return result  # no score: the agent says what is wrong with it
+            return result  # not a score: the agent reports the error
         return {**columns, "raw": score, "score": min(max(score, self._low), self._high)}

@@ -1,4 +1,4 @@
-"""Is the last number of the response the right one? A sync function: each call runs in a thread."""
+"""Scores whether the last number of the response is right. A sync function: each call runs in a thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], wrong: float = 0.0
 ) -> dict[str, Any]:
-    """Returns 1 or, for a wrong number, ``wrong``; and what was found, as a further column."""
+    """Returns 1, or ``wrong`` for a wrong number; the number found is a further column."""
     found = NUMBER.findall(solution_str.replace(",", ""))
     if not found:
         return {"score": 0.0, "answer": None}

@@ -1,4 +1,4 @@
-"""A scoring service of your own, behind HTTP. One call is one request: tries, time-outs and limits are the agent's."""
+"""A scoring service of your own, behind HTTP. One call is one request: the agent adds retries, time-outs and limits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataflow.rewards.retry import is_transient
 
 
 class EmptyReply(Exception):
-    """The service had nothing to say; asked again, it mostly has."""
+    """The service returned nothing; another try usually succeeds."""
 
 
 class Service:
-    """Asks ``POST URL/score``, which answers ``{"score": 0.5, "why": "...", "tokens": 312}``."""
+    """Calls ``POST URL/score``, which answers ``{"score": 0.5, "why": "...", "tokens": 312}``."""
 
     def __init__(self, urls: list[str], scale: float = 1.0) -> None:
         self._urls, self._scale = urls, scale
@@ -38,19 +38,19 @@ class Service:
         return {"score": answer["score"] * self._scale, "explanation": answer["why"], "tokens": answer["tokens"]}
 
     def endpoint(self, solution_str: str, **_: Any) -> str:
-        """Says where the call will go, the same for each of its tries: reward.endpoints may limit each address."""
+        """Returns the address of the call, the same for each try; reward.endpoints may limit each address."""
         return self._urls[crc32(solution_str.encode()) % len(self._urls)]
 
     def tokens(self, solution_str: str, **_: Any) -> int:
-        """Guesses what the call will use, for reward.tpm; the column 'tokens' corrects it afterwards."""
+        """Estimates the tokens of the call, for reward.tpm; the column 'tokens' corrects it afterwards."""
         return 200 + len(solution_str) // 4
 
     def retry_on(self, error: BaseException) -> bool:
-        """Says which errors are worth another try; it replaces the agent's rule, so it asks that too."""
+        """Returns whether to try again; replaces the agent's rule, and therefore calls it as well."""
         return isinstance(error, EmptyReply) or is_transient(error)
 
     def post_process_scores(self, scores: list[float]) -> list[float]:
-        """Takes the scores of one whole group: here the best response gets a bonus."""
+        """Changes the scores of one whole group: here the best response gets a bonus."""
         best = max(scores)
         return [score + 0.1 if score == best else score for score in scores]
 
@@ -62,12 +62,12 @@ class Service:
         latencies: list[float],
         group_uids: list[int],
     ) -> None:
-        """Told of all that is collected, an entry a sample: here it says what took long."""
+        """Called with all collected samples, one entry each: here it prints slow ones."""
         for group, seconds in zip(group_uids, latencies, strict=True):
             if seconds > 60:
                 print(f"group {group}: a reward took {seconds:.0f} s")
 
     async def close(self) -> None:
-        """The run is over."""
+        """Called at the end of the run."""
         if self._session is not None:
             await self._session.close()

@@ -1,4 +1,4 @@
-"""A function written for verl's reward loop: it asks a reward model behind verl's router, and runs here unchanged."""
+"""A function written for verl's reward loop, unchanged: it calls a reward model behind verl's router."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def compute_score(
     reward_router_address: str,
     reward_model_tokenizer: Any,
 ) -> dict[str, Any]:
-    """Returns the reward model's verdict; a KeyError, and so a failure, if it is neither yes nor no."""
+    """Returns the reward model's verdict; raises KeyError, and so fails, if it is neither yes nor no."""
     ask = f"{solution_str}\n\nIs this answer equal to {ground_truth}? Reply with yes or no."
     chat = [{"role": "user", "content": ask}]
     prompt = reward_model_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

@@ -1,6 +1,6 @@
 """GRPO on GSM8K (or on generated problems of its form) with a calculator: each response is a conversation.
 
-All stages are those of pipelines/gsm8k_grpo.py; that tools are offered makes its rollout a conversation.
+All stages are those of pipelines/gsm8k_grpo.py; since tools are offered, its rollout is a conversation.
 
 dataflow run examples/tools/calculator.py policy=both+stream
 """
@@ -19,6 +19,6 @@ pipeline = BASE.pipeline
 
 
 class Config(BASE.Config):  # type: ignore[name-defined,misc]
-    """Those of the pipeline, and the tools."""
+    """The options of the pipeline, with the calculator as a tool."""
 
     tools: ToolsConfig = Field(default_factory=lambda: ToolsConfig(names=["calculator"], max_response_tokens=96))

@@ -1,4 +1,4 @@
-"""A tool with what each sample has of its own: a shop's prices, from the row's ``extra_info["tools_kwargs"]``."""
+"""Tools with data of each sample: a shop's prices, from the row's ``extra_info["tools_kwargs"]``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def price(item: Annotated[str, Field(description="Singular, as in: apple."
 
 @tool("basket")
 class Basket:
-    """Puts an item in the basket and tells what the basket costs so far."""
+    """Puts an item in the basket and returns the total so far."""
 
     def __init__(self, prices: dict[str, float]) -> None:
         self.prices, self.total = prices, 0.0

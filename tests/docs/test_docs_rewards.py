@@ -205,7 +205,7 @@ def test_keys_named_in_the_text_are_keys(pipeline: ModuleType) -> None:
 
 
 def test_names_of_columns_that_are_taken() -> None:
-    said = TEXT[TEXT.index("a name that is taken") :].partition(".")[0]
+    said = TEXT[TEXT.index("a reserved key") :].partition(".")[0]
     assert set(re.findall(r"`(\w+)`", said)) == RESERVED
 
 
