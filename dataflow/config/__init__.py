@@ -1,1 +1,1 @@
-"""The configuration of a run: one module a section, overrides, and verl's names for ours."""
+"""The configuration of a run: one module per section, overrides, and the equivalents of verl's keys."""

@@ -1,4 +1,4 @@
-"""Overrides: ``key=value`` arguments with dots, laid over a configuration's defaults."""
+"""Overrides: ``key=value`` arguments with dots, which replace a configuration's defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataflow.errors import ConfigError, DataflowError, alike, nearest
 
 T = TypeVar("T", bound=BaseModel)
 
-# What a value of that pydantic error should have been.
+# The fix in the message for each of pydantic's types of error.
 WANTED = {
     "bool": "give true or false",
     "dict": "give a mapping, {key: value}",
@@ -30,13 +30,13 @@ BOUNDS = {"gt": "greater than", "ge": "of at least", "lt": "less than", "le": "o
 
 
 def parse_overrides(cls: type[T], args: Sequence[str], base: Mapping[str, Any] | None = None) -> T:
-    """Returns a configuration with ``key=value`` arguments laid over the defaults of ``cls``.
+    """Returns a configuration with the defaults of ``cls``, overridden by ``key=value`` arguments.
 
     Args:
         cls: the pipeline's Config.
         args: such as ``policy=both``, ``trainer.lr=1e-4``, ``tracking.backends=[tensorboard,wandb]``; values
-            are YAML scalars and lists, except that a key for text takes it as it stands.
-        base: values from a file, which lie over the defaults and below the arguments.
+            are YAML scalars and lists, except that a key for text takes the value unchanged.
+        base: values from a file, which override the defaults and are overridden by the arguments.
 
     Raises:
         ConfigError: one sentence that names key and value, and the nearest valid key.
@@ -76,24 +76,24 @@ def _laid_over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 
 def build(cls: type[T], values: Mapping[str, Any], typed: Mapping[str, str] | None = None) -> T:
-    """Returns ``cls`` of nested values.
+    """Returns ``cls`` built from nested values.
 
     Args:
         cls: the pipeline's Config.
-        values: sections as mappings, as a run's ``config.yaml`` holds them.
+        values: sections as mappings, as in a run's ``config.yaml``.
         typed: values as the user wrote them, by dotted key, for the message.
 
     Raises:
-        ConfigError: one sentence about the first value that is wrong.
+        ConfigError: one sentence about the first invalid value.
     """
     try:
-        # The defaults of a pipeline's Config may be whole sections; what is given goes over them key by key.
+        # The defaults of a pipeline's Config may be whole sections; given values override them key by key.
         return cls.model_validate(_over_defaults(cls, values))
     except ValidationError as error:
         raise ConfigError(_sentence(cls, error, typed or {})) from error
     except (DataflowError, KeyboardInterrupt):
         raise
-    # A validator of the pipeline's own Config raises whatever it likes.
+    # A validator of the pipeline's own Config may raise any exception.
     except Exception as error:
         said = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
@@ -117,7 +117,7 @@ def describe(cls: type[BaseModel]) -> str:
 
 
 def fields(cls: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """Yields (path, field) of every section and key: plain keys first, then the sections with theirs."""
+    """Yields (path, field) of every key and section: plain keys first, then each section with its keys."""
     for name, info in sorted(cls.model_fields.items(), key=lambda item: _section(item[1]) is not None):
         yield (*prefix, name), info
         if (section := _section(info)) is not None:
@@ -133,7 +133,7 @@ def accepts(annotation: Any, *types: type) -> bool:
 
 def _section(info: FieldInfo) -> type[BaseModel] | None:
     if accepts(info.annotation, dict):
-        return None  # sections by a name of the user's: given as one mapping
+        return None  # sections with names chosen by the user, given as one mapping
     for kind in (info.annotation, *get_args(info.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
@@ -171,7 +171,7 @@ def _settings(cls: type[BaseModel], key: str, raw: str) -> Iterator[tuple[tuple[
 
 
 def _find(cls: type[BaseModel], path: tuple[str, ...]) -> tuple[FieldInfo | None, tuple[str, ...]]:
-    """Returns the field of that path, and what of the path lies inside its mapping (``alpha`` of kwargs)."""
+    """Returns the field of a path, and the rest of the path, inside the field's mapping (``alpha`` of kwargs)."""
     info = cls.model_fields.get(path[0])
     if info is None or len(path) == 1:
         return info, ()
@@ -186,7 +186,7 @@ def _unknown(cls: type[BaseModel], key: str) -> str:
     section, _, leaf = key.rpartition(".")
     same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
     same_section = [k for k in keys if section and k.startswith(f"{section}.")]
-    # A name that is right in verl, or nearly so, must not be taken for a misspelt one of another meaning.
+    # Check verl's names first, so that they are not taken for misspelt names of another meaning.
     elsewhere = getattr(cls, "elsewhere", lambda key, exactly=False: None)
     if (now := getattr(cls, "renamed", {}).get(key)) is not None:
         return f"unknown key '{key}'; it is called '{now}' now."
@@ -213,7 +213,7 @@ def _continued(leaf: str, keys: Sequence[str]) -> str:
 
 
 def _nearest_leaf(leaf: str, keys: Sequence[str]) -> str:
-    """Compares last parts alone: a common section would make any two keys look alike."""
+    """Suggests the key with the nearest last part; a common section would make any two keys look alike."""
     by_leaf: dict[str, str] = {}
     for key in keys:
         by_leaf.setdefault(key.rpartition(".")[2], key)
@@ -222,7 +222,7 @@ def _nearest_leaf(leaf: str, keys: Sequence[str]) -> str:
 
 
 def shortened(value: object) -> str:
-    """Returns a value to show in a message: whole where it is short, its beginning where it is long."""
+    """Returns a value to show in a message: only its beginning if it is long."""
     text = str(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
@@ -237,7 +237,7 @@ def _yaml(key: str, raw: str) -> Any:
 
 
 def _value(key: str, raw: str, info: FieldInfo | None) -> Any:
-    """Returns what an argument's value means: YAML, but text stays text where the key takes it."""
+    """Returns the value of an argument: parsed as YAML, except for keys that take text."""
     text = info is not None and accepts(info.annotation, str) and not accepts(info.annotation, list, dict)
     if not text or raw[:1] in ("'", '"'):
         value = _yaml(key, raw)
@@ -272,7 +272,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sentence(cls: type[BaseModel], error: ValidationError, typed: Mapping[str, str]) -> str:
-    """Returns one sentence about the first thing that is wrong."""
+    """Returns one sentence about the first error."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     kind, context = first["type"], first.get("ctx", {})
@@ -284,7 +284,7 @@ def _sentence(cls: type[BaseModel], error: ValidationError, typed: Mapping[str, 
         return f"key '{key}' has no default; give {key}=..."
     if kind == "value_error":
         wanted = str(context["error"])
-        if isinstance(first["input"], Mapping) and key not in typed:  # a rule of a whole section, which names its keys
+        if isinstance(first["input"], Mapping) and key not in typed:  # a rule of a section; the message names its keys
             return f"{wanted if wanted.startswith(key) else f'{key}: {wanted}'}."
     elif kind == "literal_error":
         expected = context["expected"].replace("'", "")

@@ -17,7 +17,7 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
     """Runs a pipeline file and returns it as a module with ``pipeline(config)`` and ``Config``.
 
     Raises:
-        ConfigError: the file is missing, is no Python file, cannot be imported (its error is chained), or
+        ConfigError: the file is missing, is not a Python file, cannot be imported (its error is chained), or
             lacks one of the two.
     """
     import sys
@@ -32,8 +32,8 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
     loader = SourceFileLoader(f"dataflow_pipeline_{file.stem}", str(file.resolve()))
     module = ModuleType(loader.name)
     module.__file__ = loader.path
-    # Classes look their module up while they are made. Afterwards it leaves, so that cloudpickle sends the
-    # file's own functions to Ray workers by value: they could not import it.
+    # Classes look up their module while they are defined. It is removed afterwards, so that cloudpickle sends the
+    # file's functions to Ray workers by value, as these cannot import the file.
     sys.modules[loader.name] = module
     try:
         loader.exec_module(module)
@@ -73,9 +73,9 @@ def pipeline_of(module: ModuleType, config: RunConfig) -> Pipeline:
 
 
 def inputs_of(module: ModuleType, config: RunConfig) -> Mapping[str, Callable[[int], Any]]:
-    """Returns the fields that the file's ``inputs(config)`` adds, each a function of the step; none without one.
+    """Returns the fields that the file's ``inputs(config)`` adds, each a function of the step; {} without one.
 
-    The function gets a copy of the configuration: what it changes there does not reach the run.
+    The function gets a copy of the configuration, so that its changes do not affect the run.
 
     Raises:
         ConfigError: it raises, or returns something else.
@@ -122,7 +122,7 @@ def _kind(value: object) -> str:
 
 
 def _line_in(error: BaseException, file: str | Path) -> str:
-    """Returns the line of the pipeline file that the error came through last."""
+    """Returns the last line of the pipeline file in the error's traceback."""
     import traceback
 
     file = Path(file)

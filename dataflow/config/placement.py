@@ -1,6 +1,6 @@
 """Placement: whether the rollout engine and the trainer take turns on the same GPUs or have their own.
 
-One graph, another map of its resources. Pure.
+The graph stays the same; only its resources differ. Pure.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ SHARED, ENGINE, TRAINER = POOLS
 
 
 def placed(pipeline: Pipeline, placement: Placement) -> Pipeline:
-    """Returns the same stages on other pools of GPUs.
+    """Returns the same stages on the GPU pools of a placement.
 
-    The engine's are those that read or write the weights which the rollout samples from.
+    The stages on the engine's pool are those that read or write the weights that the rollout samples from.
 
     Raises:
         PipelineError: the pipeline has no stage that samples from weights of an earlier step, or none on GPUs.

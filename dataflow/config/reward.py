@@ -1,4 +1,4 @@
-"""The configuration of rewards: the agent, a reward function of the user's own, the judge."""
+"""The configuration of rewards: the agent, the user's reward function, the judge."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dataflow.config.section import Section, Text
 
 
 class EndpointConfig(Section):
-    """Limits of one endpoint, within those of section reward."""
+    """Limits of one endpoint, in addition to those of section reward."""
 
     concurrency: PositiveInt | None = None
     """Requests in flight there; null for reward.concurrency."""
@@ -27,13 +27,13 @@ class EndpointConfig(Section):
     tpm: PositiveFloat | None = None
     """Tokens that may be sent for there in any minute; null for no limit."""
     adaptive: bool = False
-    """Lower its concurrency on 429 and time-outs, and raise it again while all goes well."""
+    """Lower its concurrency on 429 and time-outs, and raise it again afterwards."""
     floor: PositiveInt = 1
     """Where adaptive stops lowering."""
 
 
 class RewardConfig(Section):
-    """The reward agent: how requests are sent, and what becomes of those that fail."""
+    """The reward agent: how requests are sent, and what happens to those that fail."""
 
     concurrency: PositiveInt = 64
     """Reward requests in flight."""
@@ -42,7 +42,7 @@ class RewardConfig(Section):
     tpm: PositiveFloat | None = None
     """Tokens that may be sent for in any minute; null for no limit."""
     adaptive: bool = False
-    """Lower the concurrency on 429 and time-outs, and raise it again while all goes well."""
+    """Lower the concurrency on 429 and time-outs, and raise it again afterwards."""
     floor: PositiveInt = 1
     """Where adaptive stops lowering."""
     endpoints: dict[str, EndpointConfig] = Field(default_factory=dict)
@@ -50,29 +50,29 @@ class RewardConfig(Section):
     timeout: PositiveFloat | None = 120.0
     """Seconds that one try may take; null for no limit."""
     tries: PositiveInt = 4
-    """Tries of a request whose error may pass: a time-out, a broken connection, 429, 5xx."""
+    """Tries of a request after transient errors: a time-out, a broken connection, 429, 5xx."""
     deadline: PositiveFloat | None = 600.0
-    """Seconds from the first try's begin in which a request must have ended; null for no limit."""
+    """Seconds that all tries of a request may take together; null for no limit."""
     backoff: NonNegativeFloat = 0.5
-    """The wait before a second try is random, up to this many seconds; it doubles with each further try."""
+    """Maximum of the random wait before a second try, in seconds; doubled for each further try."""
     max_backoff: NonNegativeFloat = 30.0
-    """Longest such wait; a server's Retry-After may be longer."""
+    """Largest such maximum, in seconds; a server's Retry-After may be longer."""
     hedge_after: Text | PositiveFloat | None = None
     """Send a second request when the first takes longer than this: a percentile (p95) or seconds; null never does."""
     on_failure: Text = "fail"
-    """What becomes of a failed sample: fail, score:X, drop_sample, drop_group or replace_group."""
+    """What happens to a failed sample: fail, score:X, drop_sample, drop_group or replace_group."""
     max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The run stops when more than this share of its latest reward requests has failed."""
     extra_groups: NonNegativeInt = 0
     """Prompt groups that a step samples beyond data.prompts, to replace failed ones (replace_group)."""
     max_abandoned: NonNegativeInt | None = None
-    """Calls that may still run after their time-out; null for as many as may be in flight."""
+    """Calls that may keep running after their time-out; null for as many as may be in flight."""
     ledger: bool = True
     """Journal requests and answers in the run's directory, so that nothing is paid for twice."""
     share_equal: bool = True
-    """Ask once for requests in flight with the same prompt and response."""
+    """Make one call for requests in flight with the same prompt and response."""
     cache: Text | None = None
-    """Ledger file shared with other runs: what any of them was answered is not asked again."""
+    """Ledger file shared with other runs, whose answers are used again."""
     manager: Text = "naive"
     """Reward manager: naive, dapo, rate_limited or remote; with manager_path the class in that file."""
     manager_path: Text | None = None
@@ -80,15 +80,15 @@ class RewardConfig(Section):
     manager_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of the manager."""
     router_address: Text | None = None
-    """Passed to a reward function as reward_router_address where it takes that."""
+    """Passed to a reward function as reward_router_address if it has that parameter."""
     model_tokenizer: Text | None = None
-    """Path of a tokenizer, passed to a reward function as reward_model_tokenizer where it takes that."""
+    """Path of a tokenizer, passed to a reward function as reward_model_tokenizer if it has that parameter."""
     actors: PositiveInt = 1
-    """Processes that send the requests, within the same limits; more than one where one is kept busy by them (ray)."""
+    """Processes that send the requests, within common limits; more than one if one has not enough CPU time (ray)."""
     frozen_after: NonNegativeFloat | None = None
-    """Seconds for which a call may keep all else in the agent's process from running; null for timeout, 0 for ever."""
+    """Seconds that a call may block the agent's process; null for timeout, 0 for no limit."""
     restarts: NonNegativeInt = 3
-    """How often the agent's process may be started anew after it died."""
+    """How often the agent's process may be restarted after it died."""
 
     @field_validator("on_failure")
     @classmethod
@@ -126,10 +126,10 @@ class RewardConfig(Section):
 
 
 class CustomRewardConfig(Section):
-    """A reward function of the user's own, in place of the judge; verl's names."""
+    """The user's reward function, in place of the judge; verl's names."""
 
     path: Text | None = None
-    """Python file that defines it; null asks the judge."""
+    """Python file that defines it; null uses the judge."""
     name: Text = "compute_score"
     """Function or class in that file."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -137,22 +137,22 @@ class CustomRewardConfig(Section):
 
 
 class JudgeConfig(Section):
-    """The HTTP judge that the default reward asks."""
+    """The HTTP judge of the default reward."""
 
     url: Text | list[Text] | None = None
-    """Base URL of an OpenAI-style server, or of several equal ones; null starts one on loopback for the run."""
+    """Base URL of an OpenAI-style server, or of several equal ones; null starts a stand-in on loopback."""
     model: Text = "judge"
     """Model name in the requests."""
     api_key_env: Text | None = None
     """Environment variable that holds the API key."""
     method: Literal["strict", "flexible"] = "strict"
-    """How the default prompt tells the judge to find the answer: on a line '#### <number>', or the last number."""
+    """Where the default prompt tells the judge to find the answer: on a line '#### <number>', or the last number."""
     template: Text | None = None
-    """User message with {question}, {reference} and {response}, or a .txt or .md file with it; null for ours."""
+    """User message with {question}, {reference} and {response}, or a .txt or .md file with it; null for the default."""
     system: Text | None = None
-    """System message, a template too; null for ours, or for none beside a template of your own."""
+    """System message, also a template; null for the default, or for none if template is given."""
     score_pattern: Text | None = None
-    """Regular expression that matches the reply once, its group the score; null for a line 'Score: <number>'."""
+    """Regular expression that matches the reply once; its group is the score; null for a line 'Score: <number>'."""
     score_range: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest score that the judge may give."""
     normalize: bool = True
@@ -172,11 +172,11 @@ class JudgeConfig(Section):
     price_per_million: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
     """Price of a million prompt tokens and of a million reply tokens."""
     timeout: PositiveFloat | None = None
-    """Seconds that one call may take; null leaves it to reward.timeout."""
+    """Seconds that one call may take; null for reward.timeout."""
     latency: Text = "uniform:1:40"
-    """Distribution of the delay of the run's own judge, in seconds."""
+    """Distribution of the delays of the stand-in, in seconds."""
     time_scale: NonNegativeFloat = 0.02
-    """Factor on those delays; 0 answers at once."""
+    """Factor on these delays; 0 answers at once."""
 
     def client_options(self) -> dict[str, Any]:
         """Returns the keyword arguments of :class:`~dataflow.rewards.judge.judge.Judge`."""

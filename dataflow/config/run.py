@@ -1,7 +1,7 @@
-"""The configuration of a run: a pydantic model per section, and its whole as YAML.
+"""The configuration of a run: a pydantic model per section, and the whole configuration as YAML.
 
-A pipeline file defines a ``Config`` that derives from :class:`RunConfig` and may add keys or other defaults.
-Whatever is wrong with a key or value is a ConfigError of one sentence that names both.
+A pipeline file defines a ``Config`` that derives from :class:`RunConfig` and may add keys or other defaults. An invalid
+key or value is a ConfigError: one sentence that names both.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Stops = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 LONGEST_NAME = 200
-"""Bytes of a run's name: file systems take 255 for a directory's, and files in it are named after it."""
+"""Maximum bytes of a run's name: file systems allow 255, and files in the directory are named after it."""
 LARGEST_STEP = 2**24
-"""Samples that a step may have, prompts times responses."""
+"""Maximum samples of a step, prompts times responses."""
 Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 
 
@@ -52,18 +52,18 @@ class PolicyConfig(Section):
     shorthand = "preset"
 
     preset: Text = "both"
-    """Scheduling policy: baseline, mini-batch, off-policy or both; with +stream behind it the rollout streams."""
+    """Scheduling policy: baseline, mini-batch, off-policy or both; with the suffix +stream the rollout streams."""
     split: PositiveInt | None = None
     """Parts in which a step's rewards are collected and used; null takes the preset's."""
     max_staleness: NonNegativeInt | None = None
-    """Steps that the weights a sample comes from may lag behind its update; null takes the preset's."""
+    """Steps that a sample's weights may be older than those its update starts from; null takes the preset's."""
     order: Literal["arrival", "index"] = "arrival"
     """Which groups form a part: the first to be scored, or by index (reproducible bit for bit)."""
     stream_rollout: bool | None = None
-    """Groups go out for their rewards as they finish; null takes the preset's."""
+    """Submit each group for scoring as soon as it is finished; null takes the preset's."""
 
     def resolve(self, mini_batches: int) -> SchedulingPolicy:
-        """Returns the preset for ``mini_batches`` optimizer steps a step, with what is given overridden.
+        """Returns the preset for ``mini_batches`` optimizer steps per step, with the given numbers overridden.
 
         Raises:
             PolicyError: no preset of that name, or a number that does not fit.
@@ -87,19 +87,19 @@ class DataConfig(Section):
     val: Text | None = None
     """Held-out problems, .jsonl or .parquet; null generates word problems."""
     prompts: PositiveInt = 32
-    """Prompt groups a step."""
+    """Prompt groups per step."""
     max_prompt_length: PositiveInt = 1024
     """Longest prompt in tokens, chat template included."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What becomes of a longer prompt: an error, or the side to cut."""
+    """What happens to a longer prompt: an error, or the side to cut."""
     filter_overlong_prompts: bool = False
-    """Leave longer prompts out instead."""
+    """Drop longer prompts instead."""
     shuffle: bool = True
     """Draw the training problems in a seeded random order."""
     train_size: PositiveInt = 4000
-    """Generated training problems."""
+    """Number of generated training problems."""
     val_size: PositiveInt = 512
-    """Held-out problems to evaluate on, at most."""
+    """Maximum number of held-out problems to evaluate on."""
 
 
 class ModelConfig(Section):
@@ -113,7 +113,7 @@ class EngineConfig(Section):
     """Rollout: how responses are sampled."""
 
     rollout: Literal["auto", "hf", "vllm"] = "auto"
-    """Rollout engine: hf (transformers), vllm, or auto: vLLM where it is installed for the CPU or GPU in use."""
+    """Rollout engine: hf (transformers), vllm, or auto: vLLM if it is installed for the CPU or GPU in use."""
     n: PositiveInt = 8
     """Responses per prompt."""
     temperature: NonNegativeFloat = 1.0
@@ -125,17 +125,17 @@ class EngineConfig(Section):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Least probability kept, as a share of the likeliest token's; 0 keeps all."""
     repetition_penalty: PositiveFloat = 1.0
-    """Above 1 makes tokens less likely that were there before."""
+    """Above 1 makes tokens less likely that occurred before."""
     max_tokens: PositiveInt = 24
     """Longest response in tokens, eos included."""
     stop: Stops = Field(default=[])
-    """Tokens that end a response beside the model's own, as the tokenizer writes them."""
+    """Tokens that end a response besides the model's own, as the tokenizer writes them."""
     stop_token_ids: list[NonNegativeInt] = Field(default=[])
-    """The same by their ids."""
+    """The same as ids."""
     replicas: Annotated[int, Field(gt=0, le=65536)] = 1
     """Engines that share a step's prompts, each in a process of its own."""
     tensor_parallel: PositiveInt = 1
-    """GPUs that one engine's model is spread over (vllm)."""
+    """GPUs that one engine's model is split over (vllm)."""
     max_num_seqs: PositiveInt = 256
     """Samples that are decoded at once (vllm)."""
     kv_cache_gb: PositiveFloat | None = None
@@ -143,9 +143,9 @@ class EngineConfig(Section):
     gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the GPU's memory that weights and KV cache may take (vllm)."""
     in_flight: Literal["wait", "abort"] = "wait"
-    """What a weight sync does with samples in flight: lets them end, or draws them anew with the new weights (vllm)."""
+    """What a weight sync does with samples in flight: wait for them, or restart them with the new weights (vllm)."""
     restarts: NonNegativeInt = 2
-    """How often in a run the engine is built anew when its process dies; it then samples what was lost."""
+    """How often the engine may be rebuilt after its process died; lost samples are then repeated."""
 
 
 class TrainerConfig(Section):
@@ -154,7 +154,7 @@ class TrainerConfig(Section):
     world_size: Annotated[int, Field(gt=0, le=65536)] = 1
     """Trainer processes; they share each mini-batch's rows."""
     mini_batches: PositiveInt = 4
-    """Optimizer steps a step; must divide data.prompts."""
+    """Optimizer steps per step; must divide data.prompts."""
     micro_batch_size: PositiveInt = 64
     """Rows per rank in one forward and backward pass."""
     lr: PositiveFloat = 2e-4
@@ -189,7 +189,7 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the group's standard deviation."""
     clip_ratio: PositiveFloat = 0.2
-    """Clip range of the policy loss; also the two below where they are not given."""
+    """Clip range of the policy loss; default of the next two keys."""
     clip_ratio_low: PositiveFloat = 0.2
     """Clip range below 1."""
     clip_ratio_high: PositiveFloat = 0.2
@@ -197,7 +197,7 @@ class AlgorithmConfig(Section):
     loss_agg_mode: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
-    """How token losses become one number."""
+    """How token losses are aggregated."""
     use_kl_loss: bool = False
     """Add a KL term against the initial weights to the loss."""
     kl_loss_coef: NonNegativeFloat = 0.001
@@ -217,7 +217,7 @@ class AlgorithmConfig(Section):
             for name in ("clip_ratio_low", "clip_ratio_high"):
                 if name not in self.model_fields_set:
                     setattr(self, name, self.clip_ratio)
-                    self.model_fields_set.discard(name)  # so that another clip_ratio over it spreads again
+                    self.model_fields_set.discard(name)  # so that a later clip_ratio replaces it again
         return self
 
 
@@ -238,7 +238,7 @@ class RayConfig(Section):
     address: Text | None = None
     """Cluster to join (auto finds one); null starts a local one."""
     num_cpus: PositiveInt | None = None
-    """CPUs of the local one; null lets Ray count."""
+    """CPUs of the local one; null for all that Ray detects."""
     gpus_per_worker: NonNegativeFloat = 0.0
     """GPUs per trainer and rollout process; 0 computes on the CPU."""
 
@@ -249,20 +249,20 @@ class TrackingConfig(Section):
     backends: Backends = Field(default=["tensorboard"])
     """Backends of verl's Tracking."""
     project: Text = "dataflow"
-    """Project name there."""
+    """Project name in the backends."""
 
 
 class RunConfig(Section):
     """All settings of a run. Pipelines derive their ``Config`` from it."""
 
     elsewhere: ClassVar[Callable[..., str | None]] = staticmethod(verl_keys.hint)
-    """Says what a key that is unknown here, and known to verl, is called here."""
+    """Returns a message with the equivalent of verl's key."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "reward.spare_groups": "reward.extra_groups",
         "reward.max_strays": "reward.max_abandoned",
     }
-    """Keys of earlier versions, and what they are called now."""
+    """Keys of earlier versions, and their present names."""
 
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     steps: PositiveInt = 30
@@ -270,14 +270,14 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of data order, sampling and generated problems."""
     name: Text | None = None
-    """Name of the run and of its directory; null makes one of policy and time."""
+    """Name of the run and of its directory; null makes one from the pipeline, the policy and a number."""
     runs: Text = "runs"
     """Directory that the runs are written to."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     placement: Placement = "colocated"
-    """colocated: engine and trainer take turns on the same GPUs; disaggregated: each has its own, and works at once."""
+    """colocated: engine and trainer take turns on the same GPUs; disaggregated: each has its own GPUs, in parallel."""
     executor: Literal["ray", "inline"] = "ray"
-    """Where tasks run: ray processes, or inline in this one to debug."""
+    """Where tasks run: in Ray's processes, or inline in this process, to debug."""
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -306,11 +306,11 @@ class RunConfig(Section):
 
     @property
     def response_length(self) -> int:
-        """Tokens that a response may have, over all its turns."""
+        """Maximum tokens of a response, all turns together."""
         return self.tools.max_response_tokens if self.tools.offered else self.engine.max_tokens
 
     def run_file(self, name: str) -> str | None:
-        """Returns where a file of the run's directory lies, on whatever machine; None while the run has no name."""
+        """Returns the absolute path of a file in the run's directory; None while the run has no name."""
         return str(Path(self.runs, self.name, name).absolute()) if self.name else None
 
     @model_validator(mode="after")

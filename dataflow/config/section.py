@@ -12,15 +12,15 @@ from pydantic.fields import FieldInfo
 from dataflow.config.overrides import accepts
 
 LARGEST = 2**31 - 1
-"""The largest whole number that a key takes, unless it has a bound of its own: torch, Ray and vLLM take 32 bits."""
+"""The largest integer of a key without a bound of its own, as torch, Ray and vLLM use 32 bits."""
 LARGEST_FLOAT = 1e9
-"""The same for other numbers: as seconds 31 years, close to the longest time-out of Python's locks."""
+"""The same for other numbers: in seconds 31 years, close to the longest time-out of Python's locks."""
 
 Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """A group of keys. Unknown ones are errors, defaults are validated as values are."""
+    """A group of keys. Unknown keys are errors; defaults are validated like given values."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
     shorthand: ClassVar[str | None] = None

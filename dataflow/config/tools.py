@@ -1,4 +1,4 @@
-"""The configuration of tools: which there are, and how long a conversation with them may be."""
+"""The configuration of tools: which are offered, and how long a conversation with them may be."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class ToolsConfig(Section):
     """Tools that the model may call while it answers; with none, each response is one turn."""
 
     path: Text | None = None
-    """Python file that defines tools with @tool; null for those alone that come with dataflow."""
+    """Python file that defines tools with @tool; null for only those that come with dataflow."""
     names: Names = Field(default=[])
-    """Tools to offer, of the file or ready ones (calculator); empty offers all that the file marks."""
+    """Tools to offer, from the file or built in (calculator); empty offers all that are marked in the file."""
     max_turns: PositiveInt = 4
     """Turns of the model in a conversation; a call in the last one is not answered."""
     max_response_tokens: PositiveInt = 256
-    """Tokens of all turns together, the tools' answers included; engine.max_tokens bounds each turn."""
+    """Tokens of all turns together, including the tools' answers; engine.max_tokens bounds each turn."""
     timeout: PositiveFloat = 10.0
-    """Seconds that a call may take; then the model is told so."""
+    """Seconds that a call may take; after that the model gets an error message."""
     format: Text = "hermes"
     """How the model writes calls: hermes (Qwen's <tool_call>), or a class of the file with parse(text)."""
 
     @property
     def offered(self) -> bool:
-        """Whether there are any."""
+        """Whether any tool is offered."""
         return bool(self.path or self.names)

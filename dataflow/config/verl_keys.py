@@ -183,7 +183,7 @@ KEYS: dict[str, Meaning] = {
     "reward_model.model.path": Meaning(None, _SERVER),
     "reward_model.launch_reward_fn_async": Meaning(None, "rewards are always requested as responses finish"),
     "reward_model.reward_kwargs": Meaning("reward.manager_kwargs"),
-    "sandbox_fusion.url": Meaning(None, "write a reward function that asks it (custom_reward_function.path)"),
+    "sandbox_fusion.url": Meaning(None, "write a reward function that calls it (custom_reward_function.path)"),
 }
 """verl's common keys, by their full names."""
 
@@ -197,8 +197,8 @@ SECTIONS = {
     "reward_model": "sections reward, judge and custom_reward_function hold the options of rewards",
     "reward.reward_model": _SERVER,
     "reward.reward_manager": "'reward.manager' names the manager",
-    "reward.sandbox_fusion": "write a reward function that asks it (custom_reward_function.path)",
-    "sandbox_fusion": "write a reward function that asks it (custom_reward_function.path)",
+    "reward.sandbox_fusion": "write a reward function that calls it (custom_reward_function.path)",
+    "sandbox_fusion": "write a reward function that calls it (custom_reward_function.path)",
     "ray_kwargs": "section ray holds the options of Ray",
     "global_profiler": "a run writes trace.json",
     "distillation": "there is no distillation",

@@ -149,7 +149,7 @@ def test_syncs_of_an_untied_model_in_chunks_too_and_one_that_fails(
         monkeypatch.undo()
         monkeypatch.setattr(vllm_transfer, "save_file", corrupt)
         for _ in range(2):
-            with pytest.raises(RunError, match=r"update_weights failed: .*header too large.* built anew"):
+            with pytest.raises(RunError, match=r"update_weights failed: .*header too large.* rebuilt"):
                 await engine.sync(models[0].state_dict(), 4)
         with pytest.raises(RunError, match="vLLM failed"):
             await check(4, models[0])
