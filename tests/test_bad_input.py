@@ -310,7 +310,7 @@ def model(tmp_path: Path) -> Path:
     [
         ("config.json", b"{}", "has no model_type"),
         ("config.json", b'{"model_type": "bert", "architectures": ["BertModel"]}', "no causal language model"),
-        ("config.json", b'{"model_type": "no_such_type"}', "knows no model_type 'no_such_type'"),
+        ("config.json", b'{"model_type": "no_such_type"}', "has no model_type 'no_such_type'"),
         ("config.json", None, "has no config.json"),
         ("tokenizer.json", None, "has no tokenizer"),
         ("tokenizer.json", b"{", "tokenizer.json cannot be read"),

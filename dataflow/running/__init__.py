@@ -1,1 +1,1 @@
-"""A run from its first moment to its last: session, progress, tracking, summary."""
+"""One run from start to end: session, progress, tracking, summary."""

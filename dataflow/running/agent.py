@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dataflow.rewards.remote.agent import RemoteAgent
 
 _ASIDE = ("url", "api_key_env", "timeout", "client", "max_tokens", "max_cost", "price_per_million", "max_reply_bytes")
-"""Options of a judge that change how it is called, not what it is asked."""
+"""Options of a judge that change how it is called, but not its prompt."""
 
 
 def build_agent(
@@ -49,8 +49,8 @@ def build_agent(
         default: ``target``, a function or class as ``"package.module:name"``, and its ``kwargs``.
         options: section ``reward`` of the configuration.
         run: the run's name, under which the ledger journals.
-        ledger: file of the run's own ledger; ``options.cache`` takes its place.
-        tokenizer: path of the tokenizer that wrote the responses, for managers that want one.
+        ledger: file of the run's own ledger; ``options.cache`` replaces it.
+        tokenizer: path of the run's tokenizer, for managers that need one.
 
     Raises:
         ConfigError: the function cannot be loaded or built, or an option does not suit it.
@@ -110,7 +110,7 @@ def host_agent(options: RewardConfig, **given: Any) -> RewardAgent | RemoteAgent
         given: further arguments of :func:`build_agent`.
 
     Raises:
-        ConfigError: as there; or Ray, which actors need, does not run.
+        ConfigError: see there; or the actors cannot be made, since Ray does not run.
     """
     build = partial(build_agent, options=options, **given)
     if options.actors == 1:
@@ -128,9 +128,9 @@ def check_reward(custom: Mapping[str, Any], judge: Mapping[str, Any], options: R
     """Checks that :func:`build_agent` can succeed, without starting anything.
 
     Args:
-        custom: as there.
-        judge: keyword arguments of the judge; without ``url`` the run starts its own.
-        options: as there.
+        custom: see there.
+        judge: keyword arguments of the judge; without ``url`` the run starts a stand-in.
+        options: see there.
 
     Raises:
         ConfigError: it cannot.
@@ -171,7 +171,7 @@ def retry_of(options: RewardConfig, timeout_s: float | None = None) -> Retry:
 
 
 def _scorer(custom: Mapping[str, Any] | None, default: Mapping[str, Any], options: RewardConfig) -> str:
-    """Returns a text that identifies the way to score; a changed file or prompt changes it."""
+    """Returns a text that identifies how samples are scored; it differs if a file or prompt has changed."""
     manager = [options.manager, _content(options.manager_path), dict(options.manager_kwargs)]
     if custom is not None and custom.get("path"):
         what: list[Any] = [

@@ -1,4 +1,4 @@
-"""The directory of a run: whether it can be made, made, and removed again with a run that could not start."""
+"""The directory of a run: checks that it can be made, makes it, and removes it if the run could not start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_directory(config: RunConfig) -> None:
 
 
 def make_directory(config: RunConfig, stem: str) -> Path:
-    """Makes the run's directory: the name given, or pipeline, policy and a number that is free.
+    """Makes the run's directory: under the given name, or a free one of pipeline, policy and a number.
 
     Raises:
         ConfigError: a run of that name exists, or the directory cannot be written.
@@ -53,8 +53,8 @@ def make_directory(config: RunConfig, stem: str) -> Path:
 
 
 def remove_directory(directory: Path, parents: Sequence[Path]) -> None:
-    """Removes a run's directory, and those above it that were made for it."""
+    """Removes a run's directory, and the parents that were made for it."""
     shutil.rmtree(directory)
-    with contextlib.suppress(OSError):  # another run has begun in one
+    with contextlib.suppress(OSError):  # another run has begun in one of them
         for parent in parents:
             parent.rmdir()

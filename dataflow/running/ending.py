@@ -48,7 +48,7 @@ def act(options: argparse.Namespace) -> int:
                 print(f"RunError: the output cannot be written: {error.strerror}; make room there.", file=sys.stderr)
                 _drop_output()
                 return 1
-            # Even to ask whether a file of such a name exists is an error, wherever that is asked.
+            # For such a name even a check whether the file exists raises, at any place.
             if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
                 return _interrupted()
             print(f"DataError: {one_line(str(error.filename))}: {error.strerror}; give another name.", file=sys.stderr)
@@ -60,7 +60,7 @@ def act(options: argparse.Namespace) -> int:
 def _interrupted() -> int:
     """Ends a command that a signal interrupted; raises the current error again if there was no signal.
 
-    An extension module whose import a signal interrupts raises an error of its own instead.
+    If a signal interrupts the import of an extension module, the error is one of the module.
     """
     if stopping.received is None and not isinstance(sys.exception(), KeyboardInterrupt):
         raise
@@ -73,21 +73,21 @@ def _failed(error: DataflowError) -> int:
         print(f"{type(error).__name__}: {one_line(redact(str(error)))}", file=sys.stderr)
         return 2
     print(f"{type(error).__name__}: {redact(str(error))}", file=sys.stderr)
-    # Where in the user's code the error came from (the worker's traceback), then how far the run came.
+    # First the origin of the error in the user's code (the worker's traceback), then the last complete step.
     for note in (*attribute_of(error.__cause__, "__notes__", ()), *attribute_of(error, "__notes__", ())):
         print(redact(str(note)), file=sys.stderr)
     return 1
 
 
 def _drop_output() -> None:
-    """Sends what stdout still holds to the null device: the interpreter would try to write it again at its exit."""
+    """Discards buffered output of stdout, which the interpreter would try to write again at its exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
 
 
 def one_line(text: str) -> str:
-    """Returns a message as one printable line: what a user typed or a file holds may have line breaks or escapes in it.
+    """Returns a message as one printable line; texts from a user or a file may contain line breaks or escapes.
 
     >>> one_line("name=a\\nb: give a plain name.")
     'name=a\\\\nb: give a plain name.'

@@ -1,4 +1,4 @@
-"""The process of the rollout engine, from a run's configuration: which engine, with what, on how many GPUs."""
+"""The host of the rollout engine, from a run's configuration: which engine, with which options, on how many GPUs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ HF = "dataflow.engines.hf:HfRollout"
 VLLM = "dataflow.engines.vllm.in_process:VllmRollout"
 VLLM_ON_GPU = "dataflow.engines.vllm.multi_process:AsyncVllmRollout"
 REPLICAS = "dataflow.engines.replicas.engine:Replicas"
-_CLOSE_S = 8.0  # for vLLM's processes to end and give back their shared memory
+_CLOSE_S = 8.0  # time for vLLM's processes to end and free their shared memory
 
 
 def check_room(config: Any) -> None:
-    """Checks that a response fits into the model, whose directory ``config.model.path`` is.
+    """Checks that a response fits into the model in the directory ``config.model.path``.
 
     Raises:
-        ConfigError: it does not, or a stop token is none of the model's.
+        ConfigError: it does not, or the model does not have a stop token.
     """
     draw, room = config.engine, room_of(config.model.path)
     key = "tools.max_response_tokens" if config.tools.offered else "engine.max_tokens"
@@ -32,7 +32,7 @@ def check_room(config: Any) -> None:
         )
     device = "cuda" if config.ray.gpus_per_worker else "cpu"
     kind = rollout_engine(draw.rollout, own_process=config.executor != "inline", device=device)
-    # vLLM sets its memory up for the longest prompt that may come; transformers takes each as long as it is.
+    # vLLM reserves memory for the longest possible prompt; transformers for each actual one.
     longest = config.data.max_prompt_length
     if kind == "vllm" and positions is not None and longest + tokens > positions:
         raise ConfigError(
@@ -54,12 +54,12 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         gpus: for each of the engine's workers, shares allowed; 0 samples on the CPU.
 
     Raises:
-        ConfigError: an engine that is not installed, or cannot do what is asked of it.
+        ConfigError: the engine is not installed, or does not support an option.
     """
     draw = config.engine
     device = "cuda" if gpus else "cpu"
     kind = rollout_engine(draw.rollout, own_process=config.executor != "inline", device=device)
-    # A later turn's prompt holds the turns before it.
+    # The prompt of a later turn includes the turns before it.
     turns = config.tools.max_response_tokens if config.tools.offered else 0
     options: dict[str, Any] = {
         "model": config.model.path,
@@ -110,7 +110,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         devices=workers,
         concurrent=True,
         restarts=draw.restarts,
-        # vLLM measures what is free on its GPUs; a trainer that loads meanwhile would be taken for its own.
+        # vLLM measures the free memory of its GPUs; it would count a trainer that loads meanwhile as its own.
         alone=device == "cuda" and config.placement == "colocated",
         close_s=_CLOSE_S if factory == VLLM_ON_GPU else 1.0,
     )

@@ -1,6 +1,6 @@
-"""What a terminal shows while a run goes: the last steps as a moving Gantt, the rewards, what is ahead.
+"""The picture of a running run on a terminal: the last steps as a moving Gantt, and the rewards.
 
-Only draws: its caller passes in the finished and the running tasks and the reward agent's stats.
+Only draws: its caller passes the finished and the running tasks and the reward agent's stats.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 STEPS = 3
-"""Steps that are shown: the newest, and those it overlaps with."""
+"""Steps to show: the newest, and those it overlaps with."""
 _PIECES = re.compile(r"[^\W\d_][\d.=]*|~+|[^~\w]+|.")
-"""A bar is its letter, then digits, dots and dashes; what waits; the rest."""
+"""Matches a bar (a letter, then digits, dots and dashes), a wait, or anything else."""
 _MARKS = 20_000
-"""Requests to look at: enough for some steps of any run, few enough to draw twice a second."""
+"""Number of newest requests to read: enough for some steps of any run, few enough to draw twice per second."""
 
 
 def recent(trace: Trace, running: Sequence[Span], most: int) -> Trace:
-    """Returns the newest tasks, with those that run: what a picture of now needs of a long run.
+    """Returns the newest and the running tasks, which suffice for a picture of a long run.
 
     Args:
         trace: of the run so far.
         running: tasks that have not ended, as spans until now.
-        most: finished tasks to look at.
+        most: maximum number of finished tasks.
     """
     spans = [*trace.spans[-most:], *running]
     begin = min((s.begin for s in spans), default=0.0)
@@ -58,10 +58,10 @@ def picture(trace: Trace, width: int) -> Text:
 
 
 def facts(stats: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """Returns the numbers of now in a line.
+    """Returns the current figures in one line.
 
     Args:
-        stats: the reward agent's, empty where there is none.
+        stats: of the reward agent, empty if there is none.
         metrics: of the last step.
     """
     said = []

@@ -21,7 +21,7 @@ def run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
 
     Raises:
         ConfigError: ``policy`` or ``name`` is among the overrides.
-        DataflowError: a run did not end well; it has said why.
+        DataflowError: a run failed; its own command has printed the reason.
     """
     given = [text for text in overrides if text.split("=")[0] in ("policy", "name")]
     if given:
@@ -36,7 +36,7 @@ def run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
         directory = Path(config.runs) / f"compare-{number}-{name}"
         print(f"{name}:", file=sys.stderr)
         run = command("dataflow.cli", "run", pipeline, *overrides, f"policy={name}", f"name={directory.name}")
-        # The child prints its own error; stdout belongs to the table.
+        # The child prints its own error; stdout is for the table.
         code = _ended(subprocess.Popen(run, stdout=sys.stderr))
         if code:
             raise (UserError if code == 2 else DataflowError)(
@@ -47,7 +47,7 @@ def run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Waits for a run; one that is stopped gets the time to close, as its own command gives it."""
+    """Waits for a run; if it is stopped, gives it the same time to close as its own command does."""
     try:
         return process.wait()
     except KeyboardInterrupt:

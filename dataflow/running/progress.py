@@ -1,4 +1,4 @@
-"""Progress on the terminal: a moving picture on a tty, a plain line a step elsewhere; and the table at the end."""
+"""Progress of a run: a moving picture on a terminal, elsewhere one plain line per step; and the table at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataflow.timeline.spans import Span, Trace
 if TYPE_CHECKING:
     from rich.console import Console
 
-# What is said of a step, in this order: beside the moving picture, and where there is none.
+# Metrics of a step to print, in this order: with the moving picture, and without it.
 _SHORT = {"critic/score/mean": "reward {:.2f}"}
 _LONG = {
     "reward/latency_p95": "p95 {:.2f} s",
@@ -29,11 +29,11 @@ def _worth(name: str, metrics: Mapping[str, float]) -> bool:
 
 
 class Progress:
-    """Shows what a run does.
+    """Shows the progress of a run.
 
     Args:
-        quiet: show nothing.
-        console: rich's, where to; stderr by default.
+        quiet: whether to show nothing.
+        console: rich's console to print to; stderr by default.
     """
 
     def __init__(self, quiet: bool = False, console: Console | None = None) -> None:
@@ -83,7 +83,7 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """Shows what goes on before and after training."""
+        """Shows a phase before or after training."""
         if self._console.is_terminal:
             with self._console.status(what):
                 yield
@@ -93,11 +93,11 @@ class Progress:
 
     @property
     def moves(self) -> bool:
-        """Whether there is a terminal that can show a moving picture."""
+        """Whether the console is a terminal that can show a moving picture."""
         return bool(self._console.is_terminal and not self._console.quiet)
 
     def start(self, steps: int) -> None:
-        """Training starts."""
+        """Call when training starts."""
         self._steps = steps
         if self.moves:
             from rich.live import Live
@@ -108,11 +108,11 @@ class Progress:
             self._live.start()
 
     def show(self, trace: Trace, running: Sequence[Span], stats: Mapping[str, Any], most: int) -> None:
-        """Moves the picture on.
+        """Redraws the picture.
 
         Args:
             trace, running, most: see :func:`dataflow.running.live.recent`.
-            stats: the reward agent's.
+            stats: of the reward agent.
         """
         if self._live is None:
             return
@@ -125,7 +125,7 @@ class Progress:
             self._live.update(Group(self._bar, picture(shown, self._console.width), line))
 
     def accuracy(self, step: int, value: float) -> None:
-        """The evaluation of a step ended, of 0 before training; by then later steps may have ended, too."""
+        """Call when the evaluation of a step ends (0: before training); later steps may have ended before."""
         self._accuracy = f"accuracy {value:.3f} ({f'step {step}' if step else 'before'})"
         if self._bar is not None:
             self._bar.update(self._task, facts=self._facts())
@@ -136,7 +136,7 @@ class Progress:
         return "  ".join(filter(None, (self._line(self._metrics, _SHORT), self._accuracy)))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step's training ended."""
+        """Call when the training of a step ends."""
         self._metrics = metrics
         if self._bar is not None:
             self._bar.update(self._task, completed=step, facts=self._facts())
@@ -144,21 +144,21 @@ class Progress:
             self._console.print(f"step {step}/{self._steps}  {self._line(metrics, _SHORT | _LONG)}", soft_wrap=True)
 
     def _line(self, metrics: Mapping[str, float], formats: Mapping[str, str]) -> str:
-        # A count of nothing need not be said.
+        # Counts of 0 are left out.
         return "  ".join(text.format(metrics[name]) for name, text in formats.items() if _worth(name, metrics))
 
     def stop(self) -> None:
-        """Training is over, well or not."""
+        """Call when training ends, whether it succeeded or not."""
         if self._live is not None:
             self._live.stop()
             self._live = self._bar = None
 
 
 def end_table(summary: dict[str, Any]) -> str:
-    """Returns what a run came to, as a table of two columns.
+    """Returns the results of a run, as a table of two columns.
 
     Args:
-        summary: what its summary.json holds.
+        summary: the content of its summary.json.
     """
     from dataflow.timeline.text import table
 

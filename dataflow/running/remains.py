@@ -1,4 +1,4 @@
-"""What a run comes to: its summary, made from its own process or, if that was killed, from the files that it left."""
+"""The summary of a run: made in its own process or, if that was killed, from its files."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
     from dataflow.timeline.spans import Trace
 
 LAST_EVALUATIONS = 3
-"""Evaluations at the end of a run whose mean its summary has: single ones swing by several points."""
+"""Number of last evaluations whose mean the summary has, as single ones swing by several points."""
 _FACTS = ("policy", "split", "max_staleness", "order")
 _FIGURES = ("wall_s", "step_s", "after_training_s", "after_training_idle_s", "gpu_busy_s", "exposed_wait_s",
             "exposed_wait_by_cause", "reward_service_s", "lower_bound_s")  # fmt: skip
 
 
 def finish(directory: Path, status: str, steps: int | None) -> str:
-    """Writes the summary of a run that has none, as far as its trace and its metrics go.
+    """Writes the summary of a run that has none, from its trace and its metrics.
 
     Args:
         directory: of the run.
         status: "failed" or "interrupted".
-        steps: that the run was to make.
+        steps: the planned number of steps.
 
     Returns:
-        How far the run came, in words that follow "it" or "interrupted: ".
+        The number of steps made, in words that follow "it" or "interrupted: ".
     """
     target = directory / "summary.json"
     if not target.exists():
@@ -46,7 +46,7 @@ def finish(directory: Path, status: str, steps: int | None) -> str:
 
 
 def stopped(directory: Path, done: int, steps: int | None) -> str:
-    """Returns how far a run came, and how its timeline is drawn."""
+    """Returns the number of steps made, and how to draw the timeline, in words."""
     of = "" if steps is None else f" of {steps}"
     draw = f"'dataflow timeline {directory} -o {directory}.html' draws what it did"
     return f"stopped after {done}{of} steps; {draw if done else f'its files are in {directory}'}"
@@ -60,12 +60,12 @@ def summarise(
     total_s: float | None,
     digest: str | None = None,
 ) -> dict[str, Any]:
-    """Returns what summary.json holds.
+    """Returns the content of summary.json.
 
     Args:
         trace: of the run; its meta has the policy, the seed and the status.
-        steps: that were made.
-        evaluations: an accuracy by step; 0 is before training.
+        steps: number of steps made.
+        evaluations: accuracy by step; 0 is before training.
         rewards: counts of the requests.
         total_s: seconds from the run's start to its end.
         digest: of the weights.
@@ -101,7 +101,7 @@ def _summary(directory: Path, status: str) -> dict[str, Any]:
     try:
         trace = perfetto.load(str(directory))
     except DataflowError:
-        trace = Trace()  # it ended before its first event
+        trace = Trace()  # the run ended before its first event
     trace.meta["status"] = status
     evaluations: dict[int, float] = {}
     done, totals = 0, RewardTotals()

@@ -1,4 +1,4 @@
-"""What became of a run's reward requests, whatever became of its agent: one that is built anew counts from 0 again."""
+"""Totals of a run's reward requests over all its agents, as a rebuilt agent counts from 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GROWING = (*COUNTS, "timed_out", "throttled", "cost", "rate_limit_wait_s")
 
 
 class RewardTotals:
-    """Adds up what the agents of one run say of themselves, and counts the requests that its traces hold."""
+    """Sums the stats of a run's agents, and counts the requests in its traces."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -21,7 +21,7 @@ class RewardTotals:
         self._used: Counter[str] = Counter()
 
     def seen(self, stats: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns an agent's stats with the counts that earlier agents had reached: none of them ever falls."""
+        """Returns an agent's stats plus the counts of earlier agents, so that no count ever decreases."""
         total = dict(stats)
         for name in _GROWING:
             if name in stats:
@@ -32,20 +32,20 @@ class RewardTotals:
         return total
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Takes note of what a step logged of its use."""
+        """Adds the usage that a step logged."""
         for name in ("tokens", "hedged"):
             self._used[name] += int(metrics.get(f"reward/{name}", 0))
 
     def counts(self, traces: Iterable[Trace], stats: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the ``rewards`` of a run's summary; nothing if it asked for none.
+        """Returns the ``rewards`` of a run's summary; {} if it requested none.
 
-        Each request that was sent is scored, failed or cancelled. Cancelled are also those of which the run's end, or
-        an interrupt, left no reward that was collected. ``tokens`` and ``hedged`` are at least that many where an agent
-        died, since what it had not logged by then is not known.
+        Each submitted request is scored, failed or cancelled; ``cancelled`` includes requests whose reward was not
+        collected because the run ended or was interrupted. If an agent died, ``tokens`` and ``hedged`` are lower
+        bounds, since what it had not logged is unknown.
 
         Args:
             traces: of the run, and of evaluations outside its clock.
-            stats: of the agent, where it can still be asked.
+            stats: of the agent, if it is still alive.
         """
         from dataflow.rewards.records import latency_summary
 
@@ -56,7 +56,7 @@ class RewardTotals:
             noted = sum(int(span.args.get("requests", 0)) for span in trace.spans)
             sent += max(noted, len(found))
         total = self.seen(stats or {})
-        if not sent:  # a user's own stages tell the trace nothing
+        if not sent:  # a user's own stages may record nothing in the trace
             latency = total.get("latency_s") or {}
             counts = {name: total.get(name, 0) for name in COUNTS} if stats else {}
         else:

@@ -1,4 +1,4 @@
-"""How a run samples: from its configuration to the stages that do, and what they tell the rollout engine."""
+"""Sampling of a run: from its configuration to the rollout stages and their sampling options."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dataflow.stages.rollout import rollout, val_rollout
 
 
 def rollout_stages(config: Any) -> tuple[Stage, Stage]:
-    """Returns ``rollout`` and ``val_rollout``, to be bound to an engine; conversations where the run offers tools.
+    """Returns ``rollout`` and ``val_rollout``, to be bound to an engine; conversations if the run offers tools.
 
     Args:
         config: a :class:`~dataflow.config.run.RunConfig`.
 
     Raises:
-        ConfigError: a stop token or a tool that is not known.
+        ConfigError: a stop token or a tool does not exist.
     """
     sampling, held_out = sampling_of(config)
     offer = config.tools
-    # Only a GPU that the trainer needs too is worth the time that going to sleep takes.
+    # Sleeping takes time, and is only useful if the trainer uses the same GPU.
     shared = config.placement == "colocated" and config.ray.gpus_per_worker > 0
     how = {"seed": config.seed, "sleeps": shared}
     if not offer.offered:
@@ -45,13 +45,13 @@ def rollout_stages(config: Any) -> tuple[Stage, Stage]:
 
 
 def sampling_of(config: Any) -> tuple[Sampling, Sampling]:
-    """Returns the sampling of training, and that of the held-out problems.
+    """Returns the sampling options of training, and those of the held-out problems.
 
     Args:
-        config: a :class:`~dataflow.config.run.RunConfig`; while it has no model yet, stop tokens are left out.
+        config: a :class:`~dataflow.config.run.RunConfig`; without a model, stop tokens are left out.
 
     Raises:
-        ConfigError: a stop token that the model's tokenizer does not know.
+        ConfigError: the model's tokenizer lacks a stop token.
     """
     draw = config.engine
     sampling = Sampling(

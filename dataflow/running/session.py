@@ -1,6 +1,6 @@
-"""A session: one run of a pipeline from its configuration to its summary. It wires what the other modules make.
+"""A session: one run of a pipeline from its configuration to its summary. It connects the parts of other modules.
 
-Everything a user can get wrong is checked before the run's directory exists and before anything is started.
+All input of the user is checked before the run's directory is made and before anything is started.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from dataflow.timeline.spans import Trace
 from dataflow.timeline.writer import TraceWriter
 
 SHOWN_S = 0.5
-"""Seconds between two pictures of a run on a terminal."""
+"""Seconds between two frames of the picture on a terminal."""
 
 
 class Session:
     """One run.
 
     Args:
-        config: resolved, as ``dataflow.config.run.parse_overrides`` returns it.
+        config: as ``dataflow.config.overrides.parse_overrides`` returns it.
         module: the pipeline file.
-        progress: shows what happens.
+        progress: shows the progress.
 
     Raises:
         UserError: one sentence; nothing has been written or started.
@@ -62,7 +62,7 @@ class Session:
         self.summary: dict[str, Any] = {}
         self._evaluations: dict[int, float] = {}
         self._before = Trace()
-        """Of the evaluation before training, outside the run's clock."""
+        """Trace of the evaluation before training, outside the run's clock."""
         self._totals = RewardTotals()
         self._steps_seen = 0
         check_backends(self.config.tracking.backends)
@@ -70,7 +70,7 @@ class Session:
         self._lost: RunError | None = None
         self._cancel: Callable[[], object] | None = None
         self._check_reward()
-        self.expand()  # before the model is made: a wrong policy is said at once
+        self.expand()  # before the model is made, so that an invalid policy fails at once
         self.inputs = self._inputs()
 
     def _check_reward(self) -> None:
@@ -94,7 +94,7 @@ class Session:
         from dataflow.running.hosting import check_room
         from dataflow.tools import toolbox_of
 
-        # A bad data file is said before a minute of warm-up.
+        # Before the warm-up, which takes a minute, so that an invalid data file fails at once.
         problems = read_problems(self.config.data)
         path = self.config.model.path or tiny_model(progress=self.progress.warm_up)
         model = check_model(path)
@@ -118,11 +118,11 @@ class Session:
         return self.graph
 
     def run(self) -> dict[str, Any]:
-        """Runs to the end; returns what summary.json holds.
+        """Runs to the end; returns the content of summary.json.
 
         Raises:
             StageFailed: a task failed; trace and metrics so far are on disk.
-            Interrupted: Ctrl-C or SIGTERM; likewise.
+            Interrupted: by Ctrl-C or SIGTERM; trace and metrics so far are on disk.
         """
         runs = Path(self.config.runs)
         made = [parent for parent in (runs, *runs.parents) if not parent.exists()]
@@ -131,15 +131,15 @@ class Session:
         with stopping:
             try:
                 self._run_in_directory()
-                # Once more, now that everything has ended: by then it is known how long all of it took.
+                # Write it once more, with the total time, now that everything has ended.
                 self.summary["total_s"] = clock.now() - self._began
                 write_summary(self.directory / "summary.json", self.summary)
             except UserError:
-                # It could not start (no cluster at that address): nothing half-written stays.
+                # The run could not start (no cluster at that address): leave no directory behind.
                 remove_directory(self.directory, made)
                 raise
             except BaseException as error:
-                if self.summary.get("status") == "finished":  # a tool or a file could not be closed
+                if self.summary.get("status") == "finished":  # a service or a file could not be closed
                     with contextlib.suppress(RunError):
                         write_summary(self.directory / "summary.json", {**self.summary, "status": "failed"})
                 status = "failed" if isinstance(error, Exception) else "interrupted"
@@ -197,10 +197,10 @@ class Session:
         main = asyncio.current_task()
         assert main is not None
         loop = asyncio.get_running_loop()
-        # Not at once: the handler runs in the midst of whatever the loop is busy with.
+        # Not at once, as the handler interrupts whatever the loop is doing.
         self._cancel = partial(loop.call_soon_threadsafe, main.cancel)
         stopping.calls(self._cancel)
-        graph = self.expand()  # again: the judge's address is known now
+        graph = self.expand()  # again, as the judge's address is known now
         executor = self._executor()
         trace = Trace(meta=self._meta())
         writer = TraceWriter(self.directory / "trace.json", trace.meta)
@@ -211,7 +211,7 @@ class Session:
             if graph.pipeline.with_role("validates"):
                 with self.progress.phase("evaluating"):
                     await self._evaluate(executor)
-            # Both executors' clocks are unix time, by which the trace can be laid over others.
+            # Both executors' clocks are unix time, so that the trace can be merged with others.
             trace.meta["started"] = executor.now()
             writer.describe(trace.meta)
             runner = Runner(
@@ -243,11 +243,11 @@ class Session:
                 raise self._lost from error  # without its judge a run fails in many ways
             if stopping.received is None and isinstance(error, RunError):
                 raise
-            # A signal for all processes of the run may have ended others first.
+            # A signal to all processes of the run may have ended others first.
             trace.meta["status"] = "interrupted"
             raise Interrupted(stopped(self.directory, self._steps_seen, graph.steps)) from None
         finally:
-            stopping.calls(None)  # closing goes on to its end
+            stopping.calls(None)  # closing is not interrupted
             self._cancel = None
             self.progress.stop()
             if trace.meta["status"] == "running":
@@ -258,7 +258,7 @@ class Session:
                 await self._close(executor, sys.exception())
 
     async def _close(self, executor: Executor, under_way: BaseException | None) -> None:
-        """Closes the tools; the error that the run ended with counts, if there is one."""
+        """Closes the services; if the run ended with an error, that error takes precedence."""
         try:
             await executor.close()
         except RunError as error:
@@ -267,17 +267,17 @@ class Session:
             logger.debug(str(error))
 
     def _leave(self, trace: Trace, writer: TraceWriter) -> None:
-        """Ends the run's files, each also if another one fails; the error that the run ended with counts.
+        """Ends all of the run's files, even if one of them fails; an error that the run ended with takes precedence.
 
         Raises:
-            RunError: one of them cannot be written, and the run went well so far.
+            RunError: one of them cannot be written, and the run has not failed otherwise.
         """
         under_way = sys.exception()
         problem: RunError | None = None
         try:
             writer.close(trace)
             if writer.left_out:
-                logger.warning(f"{writer.path} leaves out {writer.left_out} items whose times are no finite numbers")
+                logger.warning(f"{writer.path} leaves out {writer.left_out} items whose times are not finite")
         except RunError as error:
             problem = error
             if under_way is None:
@@ -292,7 +292,7 @@ class Session:
             return
         if under_way is None:
             raise problem
-        # Not if its sentence has named the disk, or nothing of the run is kept.
+        # Not if the error has named the disk already, or the run's directory is removed.
         if not isinstance(under_way.__cause__, OSError) and not isinstance(under_way, UserError):
             logger.warning(str(problem))
 
@@ -322,7 +322,7 @@ class Session:
         self._totals.step(metrics)
         if step > self._steps_seen:
             self._steps_seen = step
-            # The last steps' spans say all about this one; a long run is not read again from its beginning.
+            # The spans of the last steps suffice; the whole trace of a long run is not read again.
             per_step = sum(self.graph.parts.values())
             recent = Trace(self.trace.spans[-(self.graph.ahead + 3) * per_step :], meta=self.trace.meta)
             metrics = {**metrics, **step_metrics(recent, step)}
@@ -330,7 +330,7 @@ class Session:
         self.tracker.log(step, metrics)
 
     async def _show(self, runner: Runner, executor: Executor) -> None:
-        """Moves the picture on, while there is one and the run goes."""
+        """Redraws the picture during the run, if there is one."""
         per_step = sum(self.graph.parts.values())
         stats: dict[str, Any] = {}
         while self.progress.moves:
@@ -338,7 +338,7 @@ class Session:
                 try:
                     stats = self._totals.seen(await executor.ask("reward", "stats"))
                 except DataflowError as error:
-                    # Of an agent that died the run itself tells, or has a new one.
+                    # The death of an agent ends the run or makes a new agent, so it is not reported here.
                     logger.debug(f"the reward agent does not answer: {error}")
             self.progress.show(runner.trace, runner.running(), stats, (self.graph.ahead + 3) * per_step)
             await asyncio.sleep(SHOWN_S)
@@ -355,7 +355,7 @@ class Session:
             "status": "running",
             "resources": dict(self.graph.pipeline.resources),
             "started": clock.now(),
-            # What 'dataflow plan' needs to run it again on the virtual clock.
+            # The facts that 'dataflow plan' needs to run it again on the virtual clock.
             "job": {
                 "pipeline": self.graph.pipeline.facts(),
                 "prompts": self.config.data.prompts,
@@ -371,9 +371,9 @@ class Session:
 
 
 def prepare_logging() -> None:
-    """Keeps our own log lines short; libraries' chatter goes to their logs."""
+    """Makes log lines short; messages of libraries go to their own logs."""
     logger.remove()
-    # Looked up at each line: while a picture moves, stderr is what writes above it.
-    # Not diagnose: it shows the values of variables.
+    # Looked up for each line, since during a moving picture stderr is replaced by what writes above it.
+    # Without diagnose, which shows the values of variables.
     logger.add(lambda line: sys.stderr.write(redact(line)), level="INFO", format="<level>{message}</level>",
                colorize=sys.stderr.isatty(), diagnose=False)  # fmt: skip

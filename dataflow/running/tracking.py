@@ -1,6 +1,6 @@
 """Metrics of a run: metrics.jsonl, verl's Tracking behind it (TensorBoard, wandb, ...), and summary.json.
 
-metrics.jsonl is written first and flushed each step, so a run that is killed leaves every finished step.
+metrics.jsonl is written first and flushed after each step, so that it has all finished steps of a killed run.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from dataflow.timeline.spans import POOLS, Span, Trace, covered
 if TYPE_CHECKING:
     from verl.utils.tracking import Tracking
 
-# verl's names of what stages of a role do; any other stage goes by its own.
+# verl's names for stages with a role; any other stage keeps its own name.
 TIMINGS = {"samples": "gen", "trains": "update_actor"}
 FIELDS = {"old_log_probs": "old_log_prob", "ref_log_probs": "ref", "advantages": "adv", "values": "values"}
-"""verl's names of stages that are known by what they write."""
+"""verl's names for stages, by a field that they write."""
 
 METRICS = "metrics.jsonl"
 
 _PACKAGES = {"clearml": "clearml", "mlflow": "mlflow", "swanlab": "swanlab", "tensorboard": "tensorboard"}
 _PACKAGES |= {"trackio": "trackio", "wandb": "wandb"}
-# Of each service: the variable of its key, the one that switches it off, with what; files that may hold a key, and
-# a word that they then hold.
+# For each backend: the variable of its key; the variable that disables it, with the value; files that may contain a
+# key, and a word that they then contain.
 _KEYS: dict[str, tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...]]] = {
     "wandb": (
         "WANDB_API_KEY",
@@ -69,14 +69,13 @@ class Tracker:
     """Writes a run's metrics, step by step.
 
     Args:
-        directory: of the run; made if missing. Gets ``metrics.jsonl``, and ``tensorboard/`` if asked for.
-        backends: any that verl's Tracking knows ("tensorboard", "console", "wandb", ...); metrics.jsonl comes
-            with all of them, and with none.
-        project, name: under which the backends file the run.
+        directory: of the run; made if missing. Gets ``metrics.jsonl``, and ``tensorboard/`` if that is a backend.
+        backends: any of verl's Tracking ("tensorboard", "console", "wandb", ...); metrics.jsonl is always written.
+        project, name: of the run in the backends.
         config: of the run, for backends that show it.
 
     Raises:
-        ConfigError: a backend that verl does not know, or whose package is not installed.
+        ConfigError: verl does not have a backend, or its package is not installed.
         RunError: the files cannot be written.
     """
 
@@ -94,11 +93,11 @@ class Tracker:
         with self._written():
             self.directory.mkdir(parents=True, exist_ok=True)
             self._backends = _open(self.directory, list(backends), project, name, dict(config or {}))
-            # Appended to, so that a resumed run goes on where it was.
+            # Append, so that a resumed run continues the file.
             self._file: IO[str] | None = (self.directory / METRICS).open("a", encoding="utf-8")
 
     def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
-        """Leaves out the traceback of TensorBoard's writer: the next call to it raises the same error."""
+        """Suppresses the traceback of TensorBoard's writer thread: the next call of it raises the same error."""
         if type(failure.thread).__name__ != "_AsyncWriterThread" or not isinstance(failure.exc_value, OSError):
             self._hook(failure)
 
@@ -109,7 +108,7 @@ class Tracker:
         """Writes a step's metrics.
 
         Args:
-            step: counts from 1; 0 for what was measured before training.
+            step: counts from 1; 0 for metrics from before training.
             metrics: numbers by name; numpy and torch scalars become numbers, NaN and infinities null.
 
         Raises:
@@ -122,7 +121,7 @@ class Tracker:
             self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
             self._file.flush()
             if self._backends is not None:
-                # Backends take numbers alone; TensorBoard raises on anything else.
+                # Backends accept only numbers; TensorBoard raises on anything else.
                 shown = {k: v for k, v in numbers.items() if isinstance(v, int | float)}
                 self._backends.log(shown, step)
 
@@ -133,7 +132,7 @@ class Tracker:
             exit_code: of the run, for backends that record it (wandb).
 
         Raises:
-            RunError: what they still held cannot be written.
+            RunError: buffered data cannot be written.
         """
         file, self._file = self._file, None
         backends, self._backends = self._backends, None
@@ -144,7 +143,7 @@ class Tracker:
             finally:
                 threading.excepthook = self._hook
                 if backends is not None:
-                    # Closed here, its __del__ has nothing left to do at interpreter exit, where it would fail.
+                    # Close it here, as its __del__ would fail at interpreter exit.
                     backends.finish(exit_code=exit_code)
 
     def __enter__(self) -> Tracker:
@@ -165,13 +164,13 @@ def _open(directory: Path, backends: list[str], project: str, name: str, config:
             raise ConfigError(
                 f"tracking.backends: no backend '{backend}'{nearest(backend, known)} (there are {', '.join(known)})."
             )
-    # verl's wandb backend looks up config["trainer"] whatever the config is.
+    # verl's wandb backend always reads config["trainer"].
     config = {**config, "trainer": config.get("trainer") or {}}
     places = {
         "TENSORBOARD_DIR": str(directory / "tensorboard"),
         "VERL_FILE_LOGGER_PATH": str(directory / "verl.jsonl"),
     }
-    # These print where they write; others hook into sys.stdout, which must be the real one then.
+    # These print where they write; others hook into sys.stdout, which must then be the real one.
     local = {"tensorboard", "file", "console"}.issuperset(backends)
     quiet = contextlib.redirect_stdout(io.StringIO()) if local else contextlib.nullcontext()
     try:
@@ -181,7 +180,7 @@ def _open(directory: Path, backends: list[str], project: str, name: str, config:
         raise ConfigError(
             f"tracking.backends={backends}: {error}; install the package, or take the backend out."
         ) from error
-    # A service that refuses a key, or is not reached, raises a kind of its own.
+    # If a service refuses a key or cannot be reached, its package raises errors of its own.
     except Exception as error:
         said = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
         raise ConfigError(
@@ -190,10 +189,10 @@ def _open(directory: Path, backends: list[str], project: str, name: str, config:
 
 
 def check_backends(backends: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Checks that each backend's package is installed and that it has a key where it needs one. Imports none of them.
+    """Checks that each backend's package is installed, and that it has a key if it needs one. Imports none of them.
 
     Raises:
-        ConfigError: one is not, or has none.
+        ConfigError: a package or a key is missing.
     """
     for backend in backends:
         package = _PACKAGES.get(backend)
@@ -218,12 +217,12 @@ def _names_key(file: Path, word: str) -> bool:
     try:
         return word in file.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False  # it is not there, or not ours to read
+        return False  # it does not exist, or cannot be read
 
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables while verl's constructors read them: a second run must not inherit the first's."""
+    """Sets environment variables while verl's constructors read them, so that a second run does not inherit them."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:
@@ -237,7 +236,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields a file's rows, without a last one that was cut off."""
+    """Yields the rows of a file, except for an incomplete last one."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -252,7 +251,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
-    """Writes a summary as JSON; a reader sees the old file or the new one, never half of it.
+    """Writes a summary as JSON; the file is replaced atomically.
 
     Raises:
         RunError: it cannot be written.
@@ -262,18 +261,18 @@ def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> N
 
 
 def step_metrics(trace: Trace, step: int) -> dict[str, float]:
-    """Returns where a step's time went, by verl's names; times in seconds.
+    """Returns the times of a step under verl's names, in seconds.
 
-    A step's time window runs from the end of the step before (its last training task) to its own end, so that
-    windows tile the run: ``timing_s/step``, and the waits in it, add up over the steps.
+    A step's time window runs from the end of the previous step (its last training task) to its own end. The windows
+    cover the run without overlap, so ``timing_s/step`` and the waits add up over the steps.
 
     Args:
         trace: of the run so far; the step's training tasks must be in it.
-        step: which.
+        step: number of the step.
 
     Returns:
-        ``timing_s/<stage>``: time in which the stage's tasks of this step ran, wherever in the run that was;
-        ``timing_s/reward``: how long the GPUs waited for rewards in the window; ``timing_s/step``: its size;
+        ``timing_s/<stage>``: time in which the stage's tasks of this step ran, even outside the window;
+        ``timing_s/reward``: how long the GPUs waited for rewards in the window; ``timing_s/step``: its length;
         ``overlap/exposed_wait_s``, ``overlap/gpu_busy_frac``: all waits and the busy share in the window.
         Empty if no training task of the step is in the trace.
     """
@@ -302,7 +301,7 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
 
 
 def timing_names(trace: Trace) -> dict[str, str]:
-    """Returns verl's name of each stage that verl times, too; a validation is timed while it samples."""
+    """Returns verl's name for each stage that verl times as well; for a validation, the stage that samples."""
     placed = trace.placed
     names = {stage: TIMINGS[role] for stage, role in trace.roles.items() if role in TIMINGS}
     names |= {stage: "testing" for stage in trace.with_role("validates") if placed.get(stage) in POOLS}
@@ -310,7 +309,7 @@ def timing_names(trace: Trace) -> dict[str, str]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: a number that is none is null."""
+    """Returns None for a number that is not finite, as JSON has no NaN."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
