@@ -1,57 +1,26 @@
-"""Checkpoints on disk: a torn one is never taken for whole, and no rule or failure loses the last whole one."""
+"""Checkpoints on disk: no kill, no full disk and no rule loses the last whole one or leaves anything behind."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import random
+import resource
 import shutil
-import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from loguru import logger
 
+from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.errors import ConfigError, DataError
-from dataflow.running import checkpoints, manifest
-from dataflow.running.checkpoints import CheckpointStore
-
-
-def save(store: CheckpointStore, step: int, text: str = "weights") -> int:
-    """Writes a small checkpoint with files of all kinds."""
-    directory = store.begin(step)
-    (directory / "trainer").mkdir()
-    (directory / "trainer" / "__0_0.distcp").write_bytes(f"{text} of step {step}".encode())
-    (directory / "trainer" / ".metadata").write_bytes(b"shapes")
-    store.save_states(directory, {"actor": step, "pair": (step, text)})
-    return store.commit(step, {"steps": step})
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collects the warnings of the block."""
-    messages: list[str] = []
-    handler = logger.add(messages.append, level="WARNING", format="{message}")
-    try:
-        yield messages
-    finally:
-        logger.remove(handler)
-
-
-@contextmanager
-def empty() -> Iterator[Path]:
-    """A new directory for each example of hypothesis; pytest's is one for all of them."""
-    with tempfile.TemporaryDirectory() as directory:
-        yield Path(directory) / "checkpoints"
+from dataflow.running import checkpoints
+from dataflow.running.checkpoints import CheckpointStore, checkpoint_store
+from tests.rigs.checkpoints import Child, empty, logged, names, save
 
 
 def test_what_is_committed_is_found_with_all_that_was_written(tmp_path: Path) -> None:
@@ -107,167 +76,221 @@ def test_classes_of_no_module_are_kept(tmp_path: Path) -> None:
         checkpoint.states()
 
 
-# A torn checkpoint.
+def test_the_configuration_says_what_is_kept(tmp_path: Path) -> None:
+    arguments = ["checkpoint.keep_last=5", "checkpoint.keep_best=0", "checkpoint.keep_every=7"]
+    store = checkpoint_store(parse_overrides(RunConfig, [f"runs={tmp_path}", "name=x", *arguments]))
+    assert (store.directory, store.keep_last, store.keep_best, store.keep_every) == (
+        tmp_path / "x" / "checkpoints", 5, 0, 7,
+    )  # fmt: skip
+    assert not (tmp_path / "x").exists()
+    for key, value in (("keep_last", 0), ("max_failed", 0), ("every", -1), ("grace_s", -1)):
+        with pytest.raises(ConfigError, match=f"checkpoint.{key}={value}: give a number"):
+            parse_overrides(RunConfig, [f"checkpoint.{key}={value}"])
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep_last=0: give 1 or more"):
+        CheckpointStore(tmp_path, keep_last=0)
 
 
-FILES = ("manifest.json", "states.pkl", "trainer/.metadata", "trainer/__0_0.distcp")
+# Kills.
 
 
-def tear(path: Path, how: str, share: float, mask: int) -> str:
-    """Damages a checkpoint; returns a word of the message that says so."""
-    data = path.read_bytes()
-    at = min(int(share * len(data)), len(data) - 1)
-    if how == "cut":
-        path.write_bytes(data[:at])
-    elif how == "flip":
-        path.write_bytes(data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :])
-    elif how == "longer":
-        path.write_bytes(data + bytes([mask]))
-    elif how == "delete":
-        path.unlink()
-    elif how == "directory":
-        path.unlink()
-        path.mkdir()
-    elif how == "link":
-        shutil.copy(path, path.parents[3] / "elsewhere")
-        path.unlink()
-        path.symlink_to(path.parents[3] / "elsewhere")
-    elif how == "add":
-        path = path.with_name(path.name + ".new")
-        path.write_bytes(b"")
-    return path.name
+def train(directory: Path, steps: int, done: Callable[[int], object] = lambda step: None, size: int = 10) -> None:
+    """Saves a checkpoint of each step after the newest one, with samples of the next, and keeps one."""
+    store = CheckpointStore(directory, keep_last=1, keep_best=0)
+    found = store.newest()
+    for step in range(found.step + 1 if found else 1, steps + 1):
+        store.keep(step + 1, (step + 1, "drawn" * size))
+        save(store, step, "x" * size)
+        done(step)
 
 
-@given(
-    st.sampled_from(FILES),
-    st.sampled_from(["cut", "flip", "longer", "delete", "directory", "add"]),
-    st.floats(0, 1),
-    st.integers(1, 255),
-)
-def test_a_torn_checkpoint_is_passed_over(name: str, how: str, share: float, mask: int) -> None:
+def check_after_kill(directory: Path, least: int, most: int, size: int = 10) -> None:
+    """Checks that the newest checkpoint is one of some steps, that it is whole, and that a new process tidies up."""
+    found = CheckpointStore(directory).newest()
+    step = found.step if found else 0
+    assert least <= step <= most
+    if found is not None:
+        assert found.states() == {"actor": step, "pair": (step, "x" * size)}
+        assert found.samples() == {step + 1: (step + 1, "drawn" * size)}
+        assert (found.trainer / "__0_0.distcp").read_bytes() == f"{'x' * size} of step {step}".encode()
+    train(directory, step + 2, size=size)
+    assert names(directory) == ["drawn", f"step_{step + 2:06}"]
+    assert names(directory / "drawn") == [f"step_{step + 3:06}.pkl"]
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("quick_disk")
+def test_a_kill_before_any_file_operation_loses_nothing_that_was_committed(tmp_path: Path) -> None:
+    train(tmp_path / "warm", 2)  # what is imported late is imported in the parent
+    directory, said = tmp_path / "checkpoints", tmp_path / "said"
+    for at in range(1, 10_000):
+        said.write_text("0")
+        with Child(lambda: train(directory, 2, lambda step: said.write_text(str(step))), kill_at=at) as writer:
+            code = writer.wait()
+        check_after_kill(directory, int(said.read_text() or "0"), 2)
+        if code == 0:
+            break
+        shutil.rmtree(directory)
+    assert at > 60
+
+
+@pytest.mark.timeout(120)
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 3), st.floats(0, 1))
+def test_a_kill_at_any_moment_loses_nothing_that_was_committed(saves: int, delay: float) -> None:
+    size = 200_000
     with empty() as directory:
-        store = CheckpointStore(directory, keep_last=2)
-        save(store, 1)
-        save(store, 2)
-        damaged = tear(directory / "step_000002" / name, how, share, mask)
-        with logged() as warnings:
-            found = store.newest()
-        assert found is not None
-        assert (found.step, found.states()) == (1, {"actor": 1, "pair": (1, "weights")})
-        (message,) = warnings
-        assert f"{directory / 'step_000002'} is not whole and is passed over: " in message
-        assert damaged in message
-        shutil.rmtree(directory / "step_000001")
-        assert store.newest() is None
+        read, write = os.pipe()
+        with Child(lambda: train(directory, 1000, lambda step: os.write(write, b"."), size)) as writer:
+            os.close(write)
+            for _ in range(saves):
+                assert os.read(read, 1) == b"."
+            time.sleep(delay * 0.03)
+            assert writer.kill() == -9
+            more = len(os.read(read, 1000))
+            os.close(read)
+        check_after_kill(directory, saves + more, saves + more + 1, size)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_byte_of_a_checkpoint_can_be_flipped_or_cut_off_unnoticed(tmp_path: Path, name: str) -> None:
-    store = CheckpointStore(tmp_path)
-    save(store, 1)
-    path = tmp_path / "step_000001" / name
-    data = path.read_bytes()
-    draw = random.Random(name)
-    with logged():
-        for at in range(len(data)):
-            path.write_bytes(data[:at])
-            assert store.newest() is None, f"cut at {at}"
-            flipped = bytes([data[at] ^ draw.randrange(1, 256)])
-            path.write_bytes(data[:at] + flipped + data[at + 1 :])
-            assert store.newest() is None, f"{flipped!r} at {at}"
-    path.write_bytes(data)
-    assert store.newest() is not None
+@pytest.mark.timeout(60)
+def test_a_directory_aside_is_removed_if_its_writer_is_dead(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    go_on, go = os.pipe()
+
+    def slow(step: int) -> None:
+        store = CheckpointStore(tmp_path)
+        (store.begin(step) / "a").write_text("x")
+        os.write(write, b".")
+        os.read(go_on, 1)
+        store.commit(step, {})
+
+    store = CheckpointStore(tmp_path, keep_last=3)
+    with Child(lambda: slow(1)) as living, Child(lambda: slow(2)) as dying:
+        assert len(os.read(read, 1) + os.read(read, 1)) == 2
+        aside = [f".step_000001.{living.pid}", f".step_000002.{dying.pid}"]
+        store.begin(3)
+        assert names(tmp_path) == [*aside, f".step_000003.{os.getpid()}"]
+        dying.kill()
+        # Another process with the id of a dead one is no reason to keep its directory.
+        (tmp_path / f".step_000004.{os.getpid()}").mkdir()
+        (tmp_path / ".step_000005.1.old").mkdir()
+        store.begin(6)
+        assert names(tmp_path) == [aside[0], *(f".step_00000{step}.{os.getpid()}" for step in (3, 6))]
+        os.write(go, b".")
+        assert living.wait() == 0
+    for end in (read, write, go_on, go):
+        os.close(end)
+    store.discard(3)
+    store.discard(6)
+    store.discard(7)
+    assert names(tmp_path) == ["step_000001"]
+    assert not checkpoints._HELD
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (
-            lambda d: (d / "trainer" / "__0_0.distcp").write_bytes(b"x"),
-            "trainer/__0_0.distcp has 1 bytes instead of 17",
-        ),
-        (lambda d: (d / "states.pkl").unlink(), "states.pkl is missing"),
-        (lambda d: (d / "trainer" / "new").touch(), "trainer/new is not in the manifest"),
-        (lambda d: (d / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda d: (d / "manifest.json").write_text("[]"), "manifest.json is cut off or changed"),
-        (lambda d: (d / "manifest.json").write_text('{"version": 1}'), "manifest.json is cut off or changed"),
-        (lambda d: tear(d / "trainer" / ".metadata", "link", 0, 0), "trainer/.metadata is no regular file"),
-        (lambda d: tear(d / "trainer" / ".metadata", "flip", 0, 1), "the contents of trainer/.metadata have changed"),
-        (lambda d: shutil.rmtree(d / "trainer"), "trainer/.metadata is missing"),
-        (lambda d: (shutil.rmtree(d), d.touch()), "manifest.json cannot be read (Not a directory)"),
-        (lambda d: (shutil.rmtree(d), d.symlink_to("nowhere")), "manifest.json is missing"),
-        (lambda d: (shutil.rmtree(d), shutil.copytree(d.with_name("step_000001"), d)), "that of step 1"),
-    ],
-)
-def test_the_warning_says_what_is_wrong(tmp_path: Path, damage: Any, message: str) -> None:
-    directory = tmp_path / "checkpoints"
-    store = CheckpointStore(directory)
-    save(store, 1)
-    save(store, 2)
-    damage(directory / "step_000002")
-    with logged() as warnings:
-        found = store.newest()
-    assert found is not None
-    assert found.step == 1
-    assert len(warnings) == 1
-    assert f"{message}." in warnings[0]
+# What is on the disk, and when.
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads all files")
-def test_a_file_that_may_not_be_read_is_torn(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    save(store, 1)
-    (tmp_path / "step_000001" / "states.pkl").chmod(0)
-    with logged() as warnings:
-        assert store.newest() is None
-    assert "states.pkl cannot be read (Permission denied)" in warnings[0]
-
-
-def test_a_newer_format_is_an_error_and_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = CheckpointStore(tmp_path, keep_last=1)
-    save(store, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(manifest, "VERSION", 7)
-        save(CheckpointStore(tmp_path, keep_last=2), 3)
-        assert store.newest() is not None
-    with pytest.raises(ConfigError) as raised:
-        store.newest()
-    assert str(raised.value) == (
-        f"checkpoint {tmp_path / 'step_000003'}: a newer version of dataflow wrote it (format 7; this one reads up to "
-        "1); update dataflow, or move the directory away to go on from an older checkpoint."
-    )
-    assert store.whole() == [1]
-    save(store, 4)
-    assert names(tmp_path) == ["step_000003", "step_000004"]
-
-
-def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    save(store, 2_000_000)
-    for name in ("step_12", "step_0000012", "step_000012_copy", "step_-00001", ".step_000099", "drawn"):
-        (tmp_path / name).mkdir()
-    with logged() as warnings:
-        assert store.whole() == [2_000_000]
-        found = store.newest()
-    assert found is not None
-    assert found.step == 2_000_000
-    assert warnings == []
-
-
-def test_a_checkpoint_that_is_removed_while_it_is_read_makes_way_for_a_newer_one(
+def test_everything_is_on_the_disk_before_a_checkpoint_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = CheckpointStore(tmp_path, keep_last=1)
+    done: list[str] = []
+    fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
+
+    def name(path: object) -> str:
+        return str(Path(str(path)).relative_to(tmp_path)).replace(str(os.getpid()), "PID")
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(name(os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (done.append(f"{name(a)} -> {name(b)}"), rename(a, b)))
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (done.append(f"remove {name(path)}"), rmtree(path)))
+    store = CheckpointStore(tmp_path / "c", keep_last=1)
     save(store, 1)
-    read = checkpoints.read_manifest
+    done.clear()
+    save(store, 2)
+    aside = "c/.step_000002.PID"
+    files = ("states.pkl", "trainer/.metadata", "trainer/__0_0.distcp", "manifest.json")
+    assert done == [
+        *(f"{aside}/{file}" for file in files),
+        aside,
+        f"{aside}/trainer",
+        f"{aside} -> c/step_000002",
+        "c",
+        "c/step_000001 -> c/.step_000001.old",
+        "c",
+        "remove c/.step_000001.old",
+    ]
 
-    def meanwhile(directory: Path) -> manifest.Manifest:
-        monkeypatch.setattr(checkpoints, "read_manifest", read)
-        save(store, 2)
-        return read(directory)
 
-    monkeypatch.setattr(checkpoints, "read_manifest", meanwhile)
-    with logged() as warnings:
-        found = store.newest()
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """Lets files of this process grow to a size only, which fails as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fill(directory: Path) -> None:
+    """Fails to write a checkpoint and samples, then writes both."""
+    store = CheckpointStore(directory, keep_last=3)
+    save(store, 1)
+    store.keep(2, "small")
+    before = names(directory)
+    aside = store.begin(2)
+    for number in range(50):
+        (aside / f"{number}").write_text("x")
+    with files_up_to(4000):
+        with pytest.raises(OSError, match="File too large"):
+            store.commit(2, {})  # of all files, only the manifest is longer
+        assert names(directory) == before
+        with pytest.raises(OSError, match="File too large"):
+            store.save_states(store.begin(2), {"actor": "x" * 5000})
+        store.discard(2)
+        assert names(directory) == before
+        with pytest.raises(OSError, match="File too large"):
+            store.keep(2, "x" * 5000)
+        assert names(directory / "drawn") == ["step_000002.pkl"]
+        with logged() as warnings:
+            found = store.newest()
     assert found is not None
-    assert (found.step, warnings) == (2, [])
+    assert (found.step, warnings) == (1, [])
+    store.link(2, store.begin(1))
+    store.discard(1)
+    save(store, 2)
+    assert store.whole() == [1, 2]
+
+
+@pytest.mark.timeout(60)
+def test_a_full_disk_costs_one_checkpoint_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with Child(lambda: fill(tmp_path)) as writer:
+        assert writer.wait() == 0
+
+
+def test_facts_that_json_cannot_hold_leave_nothing_behind(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for facts, error in (({"a": object()}, TypeError), ({"a": float("nan")}, ValueError)):
+        store.begin(1)
+        with pytest.raises(error):
+            store.commit(1, facts)
+    assert names(tmp_path) == []
+
+
+def test_samples_that_were_not_kept_cannot_be_linked(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"step_000002\.pkl"):
+        store.link(2, store.begin(1))
+    store.discard(1)
+
+
+def test_samples_are_copied_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = CheckpointStore(tmp_path)
+    store.keep(2, "drawn")
+    save(store, 1)
+    found = store.newest()
+    assert found is not None
+    assert found.samples() == {2: "drawn"}
