@@ -62,7 +62,8 @@ def test_nothing_is_removed_for_a_checkpoint_that_is_found_torn(
     save(store, 1)
 
     def tear(directory: Path) -> None:
-        (tmp_path / "step_000002" / "states.pkl").write_bytes(b"")
+        path = tmp_path / "step_000002" / "states.pkl"
+        path.write_bytes(bytes(path.stat().st_size))
         monkeypatch.undo()
 
     monkeypatch.setattr(checkpoints, "sync", tear)
@@ -71,6 +72,14 @@ def test_nothing_is_removed_for_a_checkpoint_that_is_found_torn(
     found = store.newest()
     assert found is not None
     assert found.step == 1
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_drops_the_later_ones(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    save(store, 2)
+    save(store, 5)
+    save(store, 3)
+    assert store.whole() == [2, 3]
 
 
 def test_a_step_that_is_saved_again_is_replaced_unless_it_is_all_there_is(tmp_path: Path) -> None:
