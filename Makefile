@@ -17,6 +17,10 @@ CHROMIUM = $(or $(DATAFLOW_CHROMIUM),$(shell command -v chromium || command -v c
 # Most of the time a test waits for processes to start: two files at once take little more than half of it.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
+# The tests start hundreds of processes that import the package: it is compiled once, not in each of them, even where
+# the environment forbids to write bytecode.
+test test-fast: export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help setup install browser train test gpu-check test-fast check format compare bench clean
 
