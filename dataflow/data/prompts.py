@@ -46,7 +46,7 @@ def read_problems(data: Any) -> tuple[Problems, Problems]:
     if data.train is None or data.val is None:
         from dataflow.models.problems import generate
 
-        made = generate(data.train_size, data.val_size, PROBLEM_SEED)
+        made = generate(0 if data.train else data.train_size, 0 if data.val else data.val_size, PROBLEM_SEED)
     found = []
     for part, path in enumerate((data.train, data.val)):
         name = path or f"generated {'held-out' if part else 'train'} problems"

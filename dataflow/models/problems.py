@@ -127,8 +127,8 @@ def _draw(count: int, seed: str, *, held: bool) -> list[dict[str, Any]]:
         operands = [rng.randint(2, 12), *(rng.randint(2, 9) for _ in story.ops)]
         words = dict(zip("abc", operands, strict=False))
         question = story.text.format(name=rng.choice(NAMES), item=rng.choice(ITEMS), **words)
-        answer = solve(story.ops, operands)
-        if answer is None or question in seen or held_out(question) is not held:
+        answer = solve(story.ops, operands) if held_out(question) is held and question not in seen else None
+        if answer is None:
             misses += 1
             # About one draw in two (train) or sixteen (held out) is accepted, until nearly all are used up.
             if misses > 2_000:
