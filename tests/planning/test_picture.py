@@ -62,6 +62,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
+        self.text = text
         self.loads: list[str] = []
         self.embedded: dict[str, str] = {}
         self.title = ""
@@ -117,6 +118,12 @@ def page(path: Path, rows: Sequence[Prediction] = PLAN, sweeps: Sequence[Sweep] 
     return Page(path.read_text(encoding="utf-8"))
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """The page of the whole plan."""
+    return page(tmp_path_factory.mktemp("drawn") / "plan.html", title="<a> & b")
+
+
 def test_a_png_is_1400_pixels_wide_and_grows_with_the_sweeps(tmp_path: Path) -> None:
     heights = []
     for sweeps in ([], [*SWEEPS, *SWEEPS]):
@@ -147,42 +154,41 @@ def test_an_svg_says_what_is_where(tmp_path: Path) -> None:
     assert path.read_text() == text
 
 
-def test_the_page_loads_nothing_and_says_what_is_where(tmp_path: Path) -> None:
-    found = page(tmp_path / "plan.html", title="<a> & b")
-    assert found.loads == []
-    assert found.title == "<a> & b"
-    assert found.heading == "<a> & b"
-    items = [item["label"]["value"] for item in found.models("LegendItem")]
+def test_the_page_loads_nothing_and_says_what_is_where(drawn: Page) -> None:
+    assert drawn.loads == []
+    assert drawn.title == "<a> & b"
+    assert drawn.heading == "<a> & b"
+    items = [item["label"]["value"] for item in drawn.models("LegendItem")]
     assert items == ["GPU work", "exposed wait: rewards", "exposed wait: start-up", "lower bound"]
-    assert "420.0 s  (−16.0%)" in json.dumps(found.data("item"), ensure_ascii=False)
-    hover = [text for columns in found.columns("markers-both") for text in columns["hover"] if "<b>both</b>" in text]
+    assert "420.0 s  (−16.0%)" in json.dumps(drawn.data("item"), ensure_ascii=False)
+    hover = [text for columns in drawn.columns("markers-both") for text in columns["hover"] if "<b>both</b>" in text]
     assert len(hover) == 4 + 5
     assert hover[1].startswith("<b>both</b>, reward.concurrency = 128<br>265.0 s a step, −47.0% against baseline")
-    before = (tmp_path / "plan.html").read_bytes()
+
+
+def test_the_same_plan_gives_the_same_file(drawn: Page, tmp_path: Path) -> None:
     page(tmp_path / "plan.html", title="<a> & b")
-    assert (tmp_path / "plan.html").read_bytes() == before
+    assert (tmp_path / "plan.html").read_text(encoding="utf-8") == drawn.text
     assert [p.name for p in tmp_path.iterdir()] == ["plan.html"]
 
 
-def test_the_page_shows_every_policy_once_in_its_legend_and_every_second_of_a_step(tmp_path: Path) -> None:
-    found = page(tmp_path / "plan.html")
-    [switches] = found.models("CheckboxButtonGroup", "policies")
+def test_the_page_shows_every_policy_once_in_its_legend_and_every_second_of_a_step(drawn: Page) -> None:
+    [switches] = drawn.models("CheckboxButtonGroup", "policies")
     assert switches["labels"] == [*ROWS, "lower bound"]
     assert switches["active"] == list(range(len(ROWS) + 1))
-    bars = [columns["seconds"] for columns in found.columns("bar-")]
+    bars = [columns["seconds"] for columns in drawn.columns("bar-")]
     assert [sum(parts) for parts in zip(*bars, strict=True)] == [row.step_s for row in PLAN]
-    charts = found.models("Figure", "sweep-")
+    charts = drawn.models("Figure", "sweep-")
     assert [chart["y_range"]["attributes"].get("start", 0) for chart in charts] == [0, 0]
-    axes = [axis for axis in found.models("LinearAxis", "sweep-") if axis["name"].endswith("-x")]
+    axes = [axis for axis in drawn.models("LinearAxis", "sweep-") if axis["name"].endswith("-x")]
     ticks = [axis["ticker"]["attributes"]["ticks"] for axis in axes]
     assert ticks == [[6, 7, 8, 9], [0, 1, 2, 3, 4]]
 
 
-def test_every_colour_for_the_dark_belongs_to_one_model(tmp_path: Path) -> None:
-    found = page(tmp_path / "plan.html")
-    themed = found.data("themed")
+def test_every_colour_for_the_dark_belongs_to_one_model(drawn: Page) -> None:
+    themed = drawn.data("themed")
     for name in {name for name, *_ in themed}:
-        assert json.dumps(found.data("item")).count(f'"name": "{name}"') == 1
+        assert json.dumps(drawn.data("item")).count(f'"name": "{name}"') == 1
     assert len(themed) > 10
 
 
