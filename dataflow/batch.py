@@ -10,6 +10,7 @@ Between processes tensors travel as numpy arrays, whose memory Ray shares; torch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +49,6 @@ class Batch:
         columns: Mapping[str, Any] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        import torch
-
         self.groups = np.asarray(groups, dtype=np.int64).reshape(-1)
         rows = len(self.groups)
         ids = self.ids
@@ -61,7 +60,7 @@ class Batch:
         for name, column in (columns or {}).items():
             if len(column) != rows:
                 raise DataflowError(f"Batch: column '{name}' has {len(column)} rows, the batch has {rows}.")
-            if isinstance(column, torch.Tensor):
+            if _is_tensor(column):
                 tensors[name] = column
             else:
                 self.arrays[name] = _objects(column)
@@ -135,11 +134,13 @@ class Batch:
 
     def rows(self, index: Sequence[int] | np.ndarray) -> Batch:
         """Returns these rows, in the order given."""
-        import torch
-
         at = np.asarray(index, dtype=np.int64)
-        pick = torch.from_numpy(at)
-        columns: dict[str, Any] = {name: column[pick] for name, column in self.tensors.items()}
+        columns: dict[str, Any] = {}
+        if self.tensors:
+            import torch
+
+            pick = torch.from_numpy(at)
+            columns = {name: column[pick] for name, column in self.tensors.items()}
         columns |= {name: column[at] for name, column in self.arrays.items()}
         return Batch(self.groups[at], columns, self.meta)
 
@@ -195,8 +196,6 @@ class Batch:
         Raises:
             DataflowError: there is no batch, tensors differ, or two batches have the same group.
         """
-        import torch
-
         parts = list(batches)
         if not parts:
             raise DataflowError("Batch: nothing to concatenate.")
@@ -209,7 +208,11 @@ class Batch:
         ids = [group for part in parts for group in part.ids]
         if len(set(ids)) != len(ids):
             raise DataflowError("Batch: cannot concatenate batches that have the same group.")
-        columns: dict[str, Any] = {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors}
+        columns: dict[str, Any] = {}
+        if names:
+            import torch
+
+            columns = {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors}
         for name in dict.fromkeys(name for part in parts for name in part.arrays):
             columns[name] = np.concatenate([part.arrays.get(name, _objects([None] * len(part))) for part in parts])
         meta: dict[str, Any] = {}
@@ -273,6 +276,11 @@ class _Tensors(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self._columns)
+
+
+def _is_tensor(column: Any) -> bool:
+    """True for a tensor. Does not import torch, which takes seconds: where it is not imported, there is no tensor."""
+    return isinstance(column, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def _packed(column: Tensor | np.ndarray) -> Tensor | np.ndarray:

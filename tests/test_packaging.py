@@ -38,6 +38,16 @@ def test_import_config_loads_no_engine() -> None:
     assert loaded.strip() == "[]"
 
 
+def test_a_batch_without_tensors_imports_no_torch() -> None:
+    loaded = python(
+        "import sys; from dataflow.batch import Batch\n"
+        "batch = Batch.concat([Batch([0, 0], {'x': ['a', 'b']}), Batch([1], {'x': [[]]})])\n"
+        "assert list(batch.rows([1, 2]).repeat(2)['x']) == ['b', 'b', [], []]\n"
+        "print('torch' in sys.modules)"
+    )
+    assert loaded.strip() == "False"
+
+
 @pytest.mark.heavy
 def test_a_batch_takes_no_more_than_torch() -> None:
     """Each process that is handed one would wait for it (docs/decisions/0009)."""

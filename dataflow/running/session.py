@@ -304,7 +304,8 @@ class Session:
         from dataflow.executors.ray import RayExecutor
 
         ray = self.config.ray
-        return RayExecutor(ray.address, ray.num_cpus, self.config.trainer.threads)
+        # Batches hold tensors.
+        return RayExecutor(ray.address, ray.num_cpus, self.config.trainer.threads, imports=["torch"])
 
     async def _evaluate(self, executor: Executor) -> None:
         """Scores the held-out problems with the initial weights, as step 0, outside the run's clock."""

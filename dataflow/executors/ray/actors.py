@@ -22,11 +22,13 @@ class Actors:
     Args:
         spec: the service.
         threads: OMP threads in each process.
+        imports: modules that each process imports before it builds the service.
     """
 
-    def __init__(self, spec: Hosted, threads: int) -> None:
+    def __init__(self, spec: Hosted, threads: int, imports: Sequence[str] = ()) -> None:
         self._spec = spec
         self._threads = threads
+        self._imports = tuple(imports)
         self._actors: list[Any] = []
         self._gpus: list[Gpus] = []
         self._addresses: list[tuple[str, int]] = []
@@ -66,7 +68,7 @@ class Actors:
         first, *further = blobs
         await first_failure(
             [
-                actor.build.remote(first, self._environment(rank), clock.anchor(), *gpus.seen)
+                actor.build.remote(first, self._environment(rank), clock.anchor(), self._imports, *gpus.seen)
                 for rank, (actor, gpus) in enumerate(zip(self._actors, self._gpus, strict=True))
             ]
         )

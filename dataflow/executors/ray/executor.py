@@ -36,12 +36,17 @@ class RayExecutor:
         address: None starts a local Ray that ends with this run; ``auto`` or ``host:port`` joins a cluster.
         num_cpus: CPUs of the local Ray; None for this machine's.
         threads: OMP threads in each worker.
+        imports: modules that each worker imports before it builds its service, so that the first task need not wait
+            for them.
     """
 
-    def __init__(self, address: str | None = None, num_cpus: int | None = None, threads: int = 1) -> None:
+    def __init__(
+        self, address: str | None = None, num_cpus: int | None = None, threads: int = 1, imports: Sequence[str] = ()
+    ) -> None:
         self.address = address
         self.num_cpus = num_cpus
         self.threads = threads
+        self.imports = tuple(imports)
         self.bytes_read = 0
         self.bytes_put = 0
         self._hosts: dict[str, WorkerGroup] = {}
@@ -144,7 +149,9 @@ class RayExecutor:
             await (workers or self._group(spec)).open(stages)
 
     def _group(self, spec: Hosted) -> WorkerGroup:
-        workers = WorkerGroup(spec, self.threads, BUILD_DEADLINE_S, self._count_bytes, self._events.put_nowait)
+        workers = WorkerGroup(
+            spec, self.threads, self.imports, BUILD_DEADLINE_S, self._count_bytes, self._events.put_nowait
+        )
         self._hosts[spec.name] = workers
         return workers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import pickle
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -37,13 +38,16 @@ class Host:
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
     @answering
-    def build(self, blob: bytes, environment: Mapping[str, str], anchor: clock.Anchor, *gpus: str) -> int:
+    def build(
+        self, blob: bytes, environment: Mapping[str, str], anchor: clock.Anchor, imports: Sequence[str], *gpus: str
+    ) -> int:
         """Builds the service and returns the process id.
 
         Args:
             blob: service and stages, as :func:`~dataflow.cluster.pickling.pickled` returns them.
             environment: variables to set before.
             anchor: of the run's clock.
+            imports: modules to import before.
             gpus: ids of the GPUs that the service may use; those that Ray assigned to the actor if none is given.
         """
         restore_path()
@@ -54,9 +58,8 @@ class Host:
         see(gpus)
         import cloudpickle  # type: ignore[import-untyped]
 
-        # The first Batch to arrive would import it: seconds that belong to start-up, not to a task.
-        import torch  # noqa: F401
-
+        for module in imports:
+            importlib.import_module(module)
         spec, self.stages = cloudpickle.loads(blob)
         for s in self.stages.values():
             s.load()
@@ -114,9 +117,9 @@ class WaitingHost(Host):
 
     @answering
     async def build(  # type: ignore[override]
-        self, blob: bytes, environment: Mapping[str, str], anchor: clock.Anchor, *gpus: str
+        self, blob: bytes, environment: Mapping[str, str], anchor: clock.Anchor, imports: Sequence[str], *gpus: str
     ) -> int:
-        return super().build(blob, environment, anchor, *gpus)
+        return super().build(blob, environment, anchor, imports, *gpus)
 
     @answering
     async def run(self, call: StageCall, keep: bool, *values: Any) -> Any:

@@ -66,6 +66,7 @@ class WorkerGroup:
     Args:
         spec: the service.
         threads: OMP threads in each process.
+        imports: modules that each process imports before it builds the service.
         deadline_s: seconds that building the service may take.
         on_read: called with the size in bytes of each answer that the controller reads.
         on_chunk: called with each chunk that a running task emits.
@@ -80,13 +81,14 @@ class WorkerGroup:
         self,
         spec: Hosted,
         threads: int,
+        imports: Sequence[str],
         deadline_s: float,
         on_read: Callable[[int], None],
         on_chunk: Callable[[Chunk], None],
     ) -> None:
         self.spec = spec
         self.deadline_s = deadline_s
-        self.actors = Actors(spec, threads)
+        self.actors = Actors(spec, threads, imports)
         self.deaths = 0
         self.replays = Replays(spec.name)
         self._on_read = on_read
