@@ -30,7 +30,7 @@ def start(runs: Path, name: str, **overrides: Any) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Waits for a run and returns its summary; a run that failed ends the benchmark with what it said."""
+    """Waits for a run and returns its summary; if the run failed, ends the benchmark with its error."""
     out, errors = process.communicate()
     if process.returncode:
         sys.exit(f"a run failed (exit code {process.returncode}):\n{errors}")

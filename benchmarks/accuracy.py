@@ -2,11 +2,11 @@
 
     python benchmarks/accuracy.py [seeds=5] [steps=60] [jobs=2] [out=docs/accuracy.json]
 
-Each run trains the default pipeline with a nearly immediate judge (what a policy does to learning does not depend on
-how long the rewards take, only on which weights and groups it trains with) and evaluates 512 held-out problems every
-3 steps. Accuracy at step N is the mean of the last three evaluations up to N. Prints a table with means and standard
-errors, writes every curve as JSON and draws them beside it. Finished runs are kept in ``out`` as they end, so a
-stopped benchmark goes on.
+Each run trains the default pipeline with a nearly immediate judge, since the effect of a policy on learning depends
+only on the weights and groups that it trains with, not on how long the rewards take. It evaluates 512 held-out problems
+every 3 steps. Accuracy at step N is the mean of the last three evaluations up to N. Prints a table with means and
+standard errors, writes every curve as JSON and draws them next to it. Finished runs are saved in ``out``, so that a
+stopped benchmark can be continued.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
             while todo and len(running) < jobs:
                 policy, correction, seed = todo.pop(0)
                 keys = {"policy": policy, "seed": seed, "steps": steps, "algorithm__rollout_is": correction}
-                # All of a step's rewards are in flight at once: which groups make a mini-batch is left to chance.
+                # All of a step's rewards are in flight at once, so that the groups of a mini-batch are random.
                 keys |= {"executor": "inline", "reward__concurrency": 256, "judge__time_scale": 0.002}
                 keys["val__every"] = EVERY
                 running.append(
@@ -69,7 +69,7 @@ def key(policy: str, correction: str | None, seed: int) -> str:
 
 
 def at(curve: dict[str, float], step: int) -> float:
-    """Returns the mean of the last evaluations up to a step, the one before training left out."""
+    """Returns the mean of the last evaluations up to a step, without the one before training."""
     upto = [value for when, value in sorted(curve.items(), key=lambda item: int(item[0])) if 0 < int(when) <= step]
     return sum(upto[-LAST:]) / len(upto[-LAST:])
 
@@ -92,7 +92,7 @@ def report(curves: dict[str, dict[str, float]], seeds: int, steps: list[int]) ->
 
 
 def draw(curves: dict[str, dict[str, float]], seeds: int, path: Path) -> None:
-    """Draws each policy's accuracy over the steps: a line a seed, the mean over the seeds bold."""
+    """Draws each policy's accuracy over the steps: a line per seed, the mean over the seeds in bold."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.4), layout="constrained")

@@ -1,14 +1,14 @@
-"""What becomes of a run when one of its processes is killed at a random moment.
+"""Kills one of a run's processes at a random moment, and checks how the run ends.
 
     python benchmarks/kills.py [times=10] [seed=0] [victims=raylet,judge] [engines=hf,vllm] [out=kills.json]
 
 Kills each process of a short run with SIGKILL, ``times`` times, and prints a table, then JSON. A run ends well if it
-finishes (exit code 0) or prints one sentence (exit code 1 or 130), and if no process and no shared memory of it is
-left LEFT_S after its end. Exits with 1 if one does not. Processes are found by their descent from the run, so other
-runs on the machine, and other Rays, are not touched.
+finishes (exit code 0) or prints one sentence (exit code 1 or 130), and if no process and no shared memory of it is left
+LEFT_S after its end. Exits with 1 if a run does not end well. Only descendants of the run are killed, so other runs and
+other Ray clusters on the machine are not affected.
 
-The victims: ``command`` is what the user started, ``driver`` the process below it that runs the pipeline; ``rollout``
-is the engine, ``reward`` the agent. A killed command can print nothing; its run must still end.
+The victims: ``command`` is the process that the user started, ``driver`` the process below it that runs the pipeline;
+``rollout`` is the engine, ``reward`` the agent. A killed command cannot print anything; its run must still end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEFT_S = 5.0
 DEADLINE_S = 300.0
 SIZES = ("steps=2", "data.prompts=4", "engine.n=2", "engine.max_tokens=8", "data.max_prompt_length=200", "val.every=0")
 SMALL = (*SIZES, "trainer.mini_batches=2", "judge.latency=uniform:0.1:0.5", "judge.time_scale=1", "ray.num_cpus=2")
-# What a run prints while all is well, or while it recovers.
+# Lines that a run prints during normal operation and recovery.
 PROGRESS = re.compile(
     r"(step \d+/|starting workers|evaluating|training|making the tiny model|stopped after|'?\w.* died .*restart \d)"
 )
@@ -50,7 +50,7 @@ class Run:
         command = [sys.executable, "-m", "dataflow.cli", "run", str(PIPELINE), f"runs={runs}", f"name={name}", *keys]
         self.begin = time.monotonic()
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        # A group of its own, so that Ctrl-C of the benchmark leaves it to be ended here.
+        # A process group of its own, so that Ctrl-C ends only the benchmark, which then ends the run.
         self.process = subprocess.Popen(command, stdout=self._out, stderr=self._out, cwd=ROOT, process_group=0)
         self.directory = runs / name
         self.seen: dict[int, psutil.Process] = {}
@@ -67,7 +67,7 @@ class Run:
             time.sleep(0.1)
 
     def look(self) -> None:
-        """Takes note of the processes there are; of what was orphaned, as long as it was seen before."""
+        """Records the run's present processes, including orphans that were seen before."""
         roots = [psutil.Process(self.process.pid)] if self.process.poll() is None else []
         for root in [*roots, *list(self.seen.values())]:
             try:
@@ -101,13 +101,13 @@ class Run:
         return {"raylet": "raylet", "gcs_server": "gcs"}.get(name, "judge" if "judge.server" in words else "")
 
     def victim(self, what: str) -> psutil.Process | None:
-        """Returns a process as soon as there is one, or None if the run ends before."""
+        """Returns a process as soon as one exists, or None if the run ends before."""
         with self._news:
             self._news.wait_for(lambda: what in self.appeared or self.process.poll() is not None, DEADLINE_S)
         return self.alive(what)
 
     def alive(self, what: str) -> psutil.Process | None:
-        """Returns a process that is there now."""
+        """Returns a process that exists now."""
         for process in list(self.seen.values()):
             try:
                 if process.is_running() and self._what(process) == what:
@@ -117,7 +117,7 @@ class Run:
         return None
 
     def end(self) -> dict[str, Any]:
-        """Waits for the end; returns how it ended, what was printed, and what is left."""
+        """Waits for the end; returns how the run ended, what it printed, and what it left behind."""
         hung = False
         try:
             self.process.wait(DEADLINE_S)
@@ -165,7 +165,7 @@ class Run:
 
 
 def verdict(found: dict[str, Any], victim: str) -> str:
-    """Says how a run ended: "finished", "one sentence", or what fell short."""
+    """Returns how a run ended: "finished", "one sentence", or what went wrong."""
     if found["left"] or found["shared_memory"]:
         return "left something behind"
     code, said = found["code"], found["said"]
@@ -177,7 +177,7 @@ def verdict(found: dict[str, Any], victim: str) -> str:
         return "finished" if found["status"] == "finished" else f"exit code 0, {found['status']}"
     # An indented line belongs to the sentence above it: the history of a task.
     heads = [line for line in said if not line[0].isspace()]
-    # A run that is killed before it has a directory has no status; after its summary was written it is finished.
+    # A run killed before it has a directory has no status; one killed after its summary was written is finished.
     if code in (1, 130) and len(heads) == 1 and SENTENCE.match(heads[0]) and found["status"] != "running":
         return "one sentence"
     return f"exit code {code}, {found['status']}, {len(heads)} lines"
@@ -187,14 +187,14 @@ GOOD = ("finished", "one sentence", "ended in silence")
 
 
 def measure(runs: Path, times: int, seed: int, victims: list[str], engines: list[str]) -> Iterator[dict[str, Any]]:
-    """Yields what happened, a kill at a time."""
+    """Yields the result of each kill."""
     draw = random.Random(seed)
     for engine in engines:
         keys = [*SMALL, f"engine.rollout={engine}"]
         untouched = Run(runs, f"{engine}-untouched", keys)
         found = untouched.end()
         if found["code"]:
-            sys.exit(f"a run that nothing was done to ended with exit code {found['code']}: {found['said']}")
+            sys.exit(f"a run without a kill ended with exit code {found['code']}: {found['said']}")
         # The trainer, the judge and Ray are the same processes under each engine.
         for victim in victims if engine == engines[0] else [v for v in victims if v == "rollout"]:
             span = found["took_s"] - untouched.appeared[victim]
@@ -234,7 +234,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as runs:
         for row in measure(Path(runs), times, seed, victims, engines):
             rows.append(row)
-            if out:  # a benchmark that is cut off keeps what it has
+            if out:  # so that a stopped benchmark keeps its results
                 Path(out).write_text(json.dumps(rows, indent=1) + "\n")
     lines: list[tuple[str, ...]] = [("killed", "times", "finished", "one sentence", "otherwise", "seconds", "said")]
     for name in dict.fromkeys(row["victim"] for row in rows):
@@ -246,7 +246,7 @@ def main(arguments: list[str]) -> int:
         slowest = f"{max(row['took_s'] - row['at_s'] for row in own):.1f}"
         lines.append((name, str(len(own)), str(count["finished"]), sentence, other, slowest, (heads or ["-"])[0][:80]))
     print(table(lines))
-    print("seconds: from the kill to the end, at most; a killed command says nothing, and counts as one sentence")
+    print("seconds: maximum from the kill to the end; a killed command prints nothing, and counts as one sentence")
     print(json.dumps(rows, indent=1))
     return 0 if all(row["verdict"] in GOOD for row in rows) else 1
 

@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the pipeline, such as steps=30")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("-o", dest="out", default="learning.json")
-    parser.add_argument("--runs", help="keep the runs here; those that are there are not made again")
+    parser.add_argument("--runs", help="keep the runs here; existing ones are not repeated")
     options = parser.parse_args()
     given = dict(item.split("=", 1) for item in options.overrides)
     keys: dict[str, Any] = {"policy": "both", "judge.time_scale": 0, **given}

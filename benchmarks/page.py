@@ -1,9 +1,10 @@
-"""What the timeline's page costs: how large it is, how long it takes to write, and to open in a headless Chromium.
+"""The cost of the timeline's page: its size, the time to write it, and the time to open it in a headless Chromium.
 
     python benchmarks/page.py
 
-Runs of 100, 1,000 and 10,000 tasks and on. A page is open when all is drawn and it answers: from before the file is
-asked for until the frame after the script has ended, the best of several loads. Prints a table and writes JSON.
+Runs of 100, 1,000, 10,000 and more tasks. The time to open is from the request of the file until the frame after the
+script has ended, when everything is drawn and the page responds; the best of several loads. Prints a table and writes
+JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ OPENED = """() => new Promise((done) => requestAnimationFrame(() => setTimeout((
 
 
 def measured(tasks: int, directory: Path, browser: Any, loads: int) -> dict[str, float]:
-    """Size and times of the page of a run with so many tasks."""
+    """Returns size and times of the page of a run with a number of tasks."""
     trace = made_up(-(-tasks // TASKS_A_STEP))
     path = directory / f"{tasks}.html"
     begin = time.perf_counter()
@@ -42,7 +43,7 @@ def measured(tasks: int, directory: Path, browser: Any, loads: int) -> dict[str,
 
 
 def opened(path: Path, browser: Any) -> float:
-    """Seconds until a page is drawn, in a profile that has never seen it."""
+    """Returns the seconds until a page is drawn, in a new browser profile."""
     context = browser.new_context(viewport={"width": 1400, "height": 900})
     try:
         tab = context.new_page()
@@ -62,7 +63,7 @@ def main() -> None:
     sizes = [n for n in (100, 1_000, 10_000, 100_000) if n < options.tasks] + [options.tasks]
     with tempfile.TemporaryDirectory() as directory:
         if chromium.path() is None:
-            print("no chromium: sizes alone")
+            print("no chromium: only sizes")
             rows = [measured(tasks, Path(directory), None, 0) for tasks in sizes]
         else:
             with chromium.browser() as browser:

@@ -3,9 +3,9 @@
     python benchmarks/policies.py [steps=20] [out=DIR]
 
 The judge's delays (uniform 1..40 s) are scaled so that a step's reward service takes as long as its GPU-pool work,
-which a short run measures first. What to look for: baseline > mini-batch > both, baseline > off-policy > both, and
-``both`` within 10% of max(GPU-pool busy time, reward service time), which no order of the work can beat. Prints a
-table, then JSON; exits with 1 if the order or the bound does not hold.
+which a short run measures first. Expected: baseline > mini-batch > both, baseline > off-policy > both, and ``both``
+within 10% of max(GPU-pool busy time, reward service time), which no order of the work can beat. Prints a table, then
+JSON; exits with 1 if the order or the bound does not hold.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ BOUND = 1.10
 
 
 def measure(runs: Path, steps: int) -> list[dict[str, Any]]:
-    """Runs all four policies one after another; the same seed, the same delays' distribution."""
-    base = {"engine__rollout": "hf", "val__every": 0}  # everywhere there, so that figures can be compared
+    """Runs all four policies one after another, with the same seed and the same distribution of delays."""
+    base = {"engine__rollout": "hf", "val__every": 0}  # always installed, so that figures can be compared
     probe = finish(start(runs, "probe", policy="baseline", steps=4, judge__time_scale=0.002, **base))
     work = probe["gpu_busy_s"] / probe["steps"]
     scale = work * CONCURRENCY / (SAMPLES * MEAN_DELAY_S)

@@ -1,11 +1,11 @@
-"""Measured against predicted: the default pipeline under each policy, and what the baseline's trace said it would take.
+"""Measured against predicted: the default pipeline under each policy, and the prediction from the baseline's trace.
 
     python benchmarks/prediction.py steps=15
 
-Each round runs the four policies one after another, another one first each time, and predicts them from its own
-baseline's trace, which knows nothing of the others. A shared machine changes its speed from minute to minute, and the
-prediction cannot know that: so the median of the rounds counts, and beside it stands what is left when each run's
-stages are given the times that they really took (the error of the schedule's model alone). Prints a table, writes JSON.
+Each round runs the four policies one after another, starting with a different one, and predicts them from the trace of
+its own baseline alone. Since the speed of a shared machine varies from minute to minute, the median of the rounds
+counts. A further column has the error of the schedule's model alone: of a prediction from the measured stage times of
+each run. Prints a table, writes JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BOUND = 0.05
 
 
 def measure(runs: Path, first: int, keys: dict[str, Any], policies: tuple[str, ...] = PRESETS) -> list[dict[str, Any]]:
-    """One round, beginning with another policy each: a row per policy; runs that are there are not made again."""
+    """Runs a round, starting with another policy each time; returns a row per policy. Existing runs are kept."""
     for name in policies[first:] + policies[:first]:
         if not (runs / name / "summary.json").is_file():
             print(f"{runs.name}: {name} ...", file=sys.stderr)
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the pipeline, such as steps=15")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("-o", dest="out", default="prediction.json")
-    parser.add_argument("--runs", help="keep the runs here; those that are there are not made again")
+    parser.add_argument("--runs", help="keep the runs here; existing ones are not repeated")
     options = parser.parse_args()
     given = dict(item.split("=", 1) for item in options.overrides)
     keys: dict[str, Any] = {"steps": "15", "seed": "0", **given}

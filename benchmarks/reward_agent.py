@@ -1,17 +1,17 @@
-"""What the reward agent adds to the delays of the rewards: times as ratios to an ideal schedule, CPU per reward.
+"""The overhead of the reward agent: times as ratios to an ideal schedule, and CPU time per reward.
 
     python benchmarks/reward_agent.py
-    python benchmarks/reward_agent.py actor      # the agent in a process of its own, as a run on Ray has it
+    python benchmarks/reward_agent.py actor      # the agent in a process of its own, as in a run on Ray
     python benchmarks/reward_agent.py http       # through the judge and an HTTP server in a process of its own
 
-5,120 samples in groups of 5, responses of 1,024 tokens that are decoded on the way, delays uniform between 0.01 and
-0.4 s. The ideal serves the same delays first come first served with as many servers and no work of its own; all
-ratios are to that. CPU seconds are of 1,000 rewards, and depend on the machine: beside them stands what the same calls
-cost in this run with no agent around them. The bounds on CPU time were set on a machine where aiohttp takes 0.13 ms for
-a request (64 in flight, no delay); ``slower`` is how many times that it takes here, and the bounds grow by as much.
-Each row is the median of several runs. The rows of ``actor`` begin with the samples in this process and end with all
-rewards in it: the way there and back through Ray's object store counts. Prints a table, writes JSON, and exits with 1
-where a bound is not held.
+5,120 samples in groups of 5, responses of 1,024 tokens that the agent decodes, delays uniform between 0.01 and 0.4 s.
+The ideal schedule serves the same delays first come, first served, with the same number of servers and no overhead; all
+ratios are relative to it. CPU seconds are for 1,000 rewards and depend on the machine, so the table also has the CPU
+time of the same calls without an agent. The bounds on CPU time were set on a machine where aiohttp takes 0.13 ms per
+request (64 in flight, no delay); they are multiplied by ``slower``, the ratio of its time here to that. Each row is the
+median of several runs. The times of ``actor`` start with the samples in this process and end with all rewards in it, so
+they include the transfers through Ray's object store. Prints a table, writes JSON, and exits with 1 if a bound is
+exceeded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ AIOHTTP_MS = 0.13
 
 @dataclass(frozen=True)
 class Case:
-    """A row: what kind of function, how many calls in flight, of how many samples, and what must hold."""
+    """A row: the kind of function, the number of calls in flight and of samples, and the bounds."""
 
     kind: str
     concurrency: int
@@ -74,7 +74,7 @@ ACTOR = [
 
 
 def ideal(delays: list[float], servers: int) -> tuple[float, float]:
-    """Returns when the last request ends, and when the first mini-batch of whole groups is there, in seconds."""
+    """Returns the times, in seconds, when the last request ends and when the first mini-batch of groups is complete."""
     free = [0.0] * servers
     groups: dict[int, float] = {}
     for row, delay in enumerate(delays):
@@ -86,7 +86,7 @@ def ideal(delays: list[float], servers: int) -> tuple[float, float]:
 
 
 def samples(tokenizer: Any, count: int) -> Batch:
-    """Prompts and responses as token ids, as a rollout engine hands them on."""
+    """Returns prompts and responses as token ids, as a rollout engine does."""
     import torch
 
     text = "Tom has 12 apples and buys 7 more. He gives 5 to Ann: 12 + 7 - 5 = 14. #### 14\n"
@@ -106,7 +106,7 @@ def samples(tokenizer: Any, count: int) -> Batch:
 
 
 def texts() -> Batch:
-    """Responses as texts of about as many letters, for what needs no decoding."""
+    """Returns responses as texts of about as many letters, for rows without decoding."""
     return Batch(
         [row // GROUP for row in range(SAMPLES)],
         {
@@ -119,7 +119,7 @@ def texts() -> Batch:
 
 
 async def once(score: Any, batch: Batch, concurrency: int, decode: Any, ledger: Ledger | None) -> dict[str, float]:
-    """One step through an agent of its own, collected in mini-batches."""
+    """Runs one step through an agent of its own, collected in mini-batches."""
     agent = RewardAgent(score, limits=Limits(concurrency), decode=decode, ledger=ledger)
     cpu, begin = time.process_time(), time.perf_counter()
     agent.submit(1, batch)
@@ -164,7 +164,7 @@ def delays_of(count: int) -> list[float]:
 
 
 def delayed(rounds: int, tokenizer: Any, ledger: Path | None, slower: float) -> list[dict[str, Any]]:
-    """The rows with delays, the agent in this process."""
+    """Returns the rows with delays, with the agent in this process."""
     rows = []
     for case in HERE:
         delays = delays_of(case.samples)
@@ -197,7 +197,7 @@ def judged(case: Case, runs: list[dict[str, float]], slower: float) -> dict[str,
 
 
 def in_actor(rounds: int, tokenizer: str) -> list[dict[str, Any]]:
-    """The rows with the agent in an actor."""
+    """Returns the rows with the agent in an actor."""
     import ray
 
     ray.init(address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False)
@@ -212,12 +212,12 @@ async def actor_row(case: Case, rounds: int, tokenizer: str) -> dict[str, Any]:
 
     batch = samples(AutoTokenizer.from_pretrained(tokenizer), case.samples)
     async with hosted(partial(agent_there, case, tokenizer)) as actor:
-        await through_ray(actor, 0, batch.select(batch.ids[: 2 * MINI_BATCHES]))  # what only the first call costs
+        await through_ray(actor, 0, batch.select(batch.ids[: 2 * MINI_BATCHES]))  # warm-up: the first call takes longer
         return judged(case, [await through_ray(actor, 1 + at, batch) for at in range(rounds)], 1.0)
 
 
 class Timed(RewardAgent):
-    """An agent that says what its process has spent."""
+    """An agent that returns the CPU time of its process."""
 
     def cpu_s(self) -> float:
         return time.process_time()
@@ -249,7 +249,7 @@ async def hosted(factory: Callable[[], RewardAgent]) -> AsyncIterator[Any]:
 
 
 async def through_ray(actor: Any, step: int, batch: Batch) -> dict[str, float]:
-    """One step through the agent's actor, as the Ray executor and a reader of the rewards do it."""
+    """Runs one step through the agent's actor, as the Ray executor does."""
     import ray
 
     run = actor.run.options(num_returns=2)
@@ -273,7 +273,7 @@ async def through_ray(actor: Any, step: int, batch: Batch) -> dict[str, float]:
 
 
 async def bare(score: Any, concurrency: int) -> float:
-    """Returns the CPU seconds of 1,000 calls with no agent around them: what the loop and the machine cost."""
+    """Returns the CPU seconds of 1,000 calls without an agent: the cost of the event loop on this machine."""
     rows = iter(range(SAMPLES))
 
     async def work() -> None:
@@ -286,7 +286,7 @@ async def bare(score: Any, concurrency: int) -> float:
 
 
 async def behind_a_straggler(delays: list[float], concurrency: int) -> float:
-    """Returns a step's makespan over its ideal, while one request of the step before takes longer than all of it."""
+    """Returns a step's makespan over its ideal, while one request of the previous step takes longer than all of it."""
     score = scorers([*delays, HIGH * 100])["async"]
     agent = RewardAgent(score, limits=Limits(concurrency))
     batch = texts()
@@ -303,7 +303,7 @@ async def behind_a_straggler(delays: list[float], concurrency: int) -> float:
 
 
 def without_delay(rounds: int) -> dict[str, Any]:
-    """Rewards a second where a reward takes no time; texts, since nothing is to be decoded."""
+    """Returns the rewards per second of a function that takes no time; with texts, so that nothing is decoded."""
 
     async def at_once(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
         return 1.0
@@ -314,7 +314,7 @@ def without_delay(rounds: int) -> dict[str, Any]:
 
 
 def over_http(rounds: int, slower: float, delay_s: float = 0.5, concurrency: int = 256) -> dict[str, Any]:
-    """The judge's client against a server that takes half a second."""
+    """Returns the rows of the judge's client with a server that takes half a second."""
     with start_judge(str(delay_s)) as server:
         batch = texts()
         runs = [uvloop.run(once(Judge(server.url), batch, concurrency, None, None)) for _ in range(rounds)]
@@ -356,7 +356,7 @@ NAMES = ("function", "in flight", "samples", "ideal_s", "makespan", "first", "su
 
 
 def main() -> int:
-    """Runs what is asked for; returns 1 if a bound is not held."""
+    """Runs the selected rows; returns 1 if a bound is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "what", nargs="*", default=["delays", "actor", "rate", "http"], help="delays, actor, rate, http"
@@ -367,7 +367,7 @@ def main() -> int:
     given = parser.parse_args()
     found: dict[str, Any] = {}
     uvloop.run(once(scorers([0.0] * SAMPLES)["async"], texts(), 256, None, None))
-    # As in the process that hosts an agent: what was imported is walked by no garbage collection.
+    # As in the process that hosts an agent: exclude all imported objects from garbage collection.
     settle_memory()
     found["slower"] = slowness()
     print(f"{found['slower']:.2f} times slower than where the bounds on CPU time were set", flush=True)
@@ -386,7 +386,7 @@ def main() -> int:
         waits = [rng.uniform(LOW, HIGH) for _ in range(SAMPLES)]
         ratio = statistics.median(uvloop.run(behind_a_straggler(waits, 256)) for _ in range(given.rounds))
         found["straggler"] = {"makespan": ratio, "bounds": {"makespan": 1.1}, "held": ratio <= 1.1}
-        print(f"a step behind a straggler, of its own ideal: {json.dumps(found['straggler'])}", flush=True)
+        print(f"a step behind a straggler, relative to its ideal: {json.dumps(found['straggler'])}", flush=True)
     if "actor" in given.what:
         found["actor"] = in_actor(given.rounds, model)
         print("in an actor, from another process and back\n" + _table(found["actor"], *NAMES), flush=True)

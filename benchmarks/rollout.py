@@ -2,13 +2,12 @@
 
     python benchmarks/rollout.py [--rounds 3] [--models tiny 27m]
 
-Models of random weights say any token as likely as another, and so many tokens end a response that the longest is
-several times as long as the mean. Both engines have one thread, fp32, and all samples of a round at once. They draw the
-lengths from one distribution, not the same tokens: tokens/s count. Each engine has its own process, since vLLM changes
-what others in its process compute with; the processes take turns, another engine first each time, and a pair of runs
-beside each other makes one ratio. A sync is of all weights from this process's memory into the running engine; the
-copy beside it, in the same process, is of the same bytes into tensors that are there. Medians. Prints tables and writes
-JSON.
+Models with random weights sample all tokens with about equal probability. Many tokens end a response, so that the
+longest is several times as long as the mean. Both engines have one thread, fp32, and all samples of a round at once.
+They sample different tokens, with lengths from one distribution, so tokens/s are compared. Each engine has its own
+process, since vLLM changes settings of its process; the processes take turns, starting with a different engine, and two
+neighbouring runs give one ratio. A sync loads all weights from this process's memory into the running engine; the plain
+copy, in the same process, writes the same bytes into existing tensors. Medians. Prints tables and writes JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ CACHE = 640 << 20  # room for all samples at once
 
 
 def model_of(name: str, directory: Path) -> Path:
-    """Makes a model of random weights with the default model's tokenizer: of its shape, or of another."""
+    """Makes a model of random weights with the default model's tokenizer, of its shape or of another."""
     path, _ends = babbler(directory)
     if SHAPES[name]:
         import torch
@@ -59,7 +58,7 @@ def model_of(name: str, directory: Path) -> Path:
 
 
 def child(engine: str, model: str) -> dict[str, Any]:
-    """Draws once to warm up and once for the clock, and syncs; returns what was found."""
+    """Samples once to warm up and once to measure, then syncs; returns the measurements."""
     import torch
     from safetensors.torch import load_file
 
@@ -100,7 +99,7 @@ def child(engine: str, model: str) -> dict[str, Any]:
             for name, value in weights.items():
                 target[name].copy_(value)
             copies.append(time.perf_counter() - begin)
-        # The first of each also brings the pages.
+        # The first of each also maps the memory pages.
         return {
             "tokens": sum(lengths),
             "seconds": took,

@@ -1,4 +1,4 @@
-"""What the scheduler costs: microseconds a task (handle and dispatch, no executor), and its memory, by run length.
+"""The cost of the scheduler: microseconds per task (handle and dispatch, no executor), and memory, by run length.
 
     python benchmarks/scheduler.py
 
@@ -34,7 +34,7 @@ BOUND_MB = 1024.0
 
 
 def drive(steps: int, policy: str = "both") -> int:
-    """Ends every task at once, first started first; returns how many there were."""
+    """Ends every task at once, in the order of their starts; returns their number."""
     graph = expand(grpo_pipeline(val_every=5), preset(policy, 4), steps, 4, groups=16)
     scheduler = Scheduler(graph)
     running: deque[Any] = deque()
@@ -54,7 +54,7 @@ def drive(steps: int, policy: str = "both") -> int:
 
 
 def scheduler_rows(most: int) -> list[dict[str, float]]:
-    """Time and memory of runs of 1e3 tasks and on, ten times as many each."""
+    """Returns time and memory of runs of 1e3, 1e4, ... tasks."""
     rows = []
     wanted = 1_000
     while wanted <= most:
@@ -65,7 +65,7 @@ def scheduler_rows(most: int) -> list[dict[str, float]]:
             tasks = drive(steps)
             best = min(best, (time.perf_counter() - begin) / tasks)
         peak = 0.0
-        if wanted <= 100_000:  # tracing memory makes it ten times as slow
+        if wanted <= 100_000:  # tracing memory makes it ten times slower
             tracemalloc.start()
             drive(steps)
             peak = tracemalloc.get_traced_memory()[1] / 1024
@@ -76,7 +76,7 @@ def scheduler_rows(most: int) -> list[dict[str, float]]:
 
 
 def published(steps: int = 105) -> dict[str, float]:
-    """The published workload's size under `both`, with constant stage times: seconds of this machine."""
+    """Simulates a workload of the published size under `both`, with constant stage times; returns the seconds taken."""
     validation = Validation(5, 1319, "own", overlap=False)
     times = {"rollout": 40.0, "old_log_prob": 45.0, "ref_log_prob": 36.0, "actor_update": 117.0, "val_rollout": 30.0}
     workload = Workload(
@@ -97,7 +97,7 @@ def published(steps: int = 105) -> dict[str, float]:
 
 
 def rss_mb() -> float:
-    """The most memory that this process has held so far."""
+    """Returns the peak memory of this process so far."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most / (1024 if sys.platform != "darwin" else 1024 * 1024)
 
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=1_000_000, help="longest run")
     parser.add_argument("-o", dest="out", default="scheduler.json")
     options = parser.parse_args()
-    runs = [published(), published(420)]  # first: the process has held nothing else yet
+    runs = [published(), published(420)]  # first, while nothing else has raised the peak memory
     rows = scheduler_rows(options.tasks)
     first = rows[0]["us_per_task"]
     lines = [("tasks", "us/task", "/ first", "peak KiB")]

@@ -1,12 +1,12 @@
-"""What streaming gains where responses are ragged: measured, and predicted from the run that did not stream.
+"""The gain of streaming with responses of very different length: measured, and predicted from a run without streaming.
 
     python benchmarks/streaming.py [steps=6] [engine.rollout=vllm]
 
-An untrained model says any token as likely as another, and enough of them end a response that the longest of a step is
-more than three times as long as the mean. Rewards take about as long as a rollout. All runs are strictly on-policy.
-Each round runs the four policies one after another, another one first each time; the planner knows the round's
-``baseline`` alone. Prints a table of the medians and writes JSON; exits with 1 if streaming does not gain, or gains
-something else than predicted.
+An untrained model samples all tokens with about equal probability. Enough tokens end a response that the longest of a
+step is more than three times as long as the mean. Rewards take about as long as a rollout. All runs are strictly
+on-policy. Each round runs the four policies one after another, starting with a different one; the planner only reads
+the round's ``baseline``. Prints a table of the medians and writes JSON; exits with 1 if streaming does not gain, or its
+gain is not as predicted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from prediction import measure
 POLICIES = ("baseline", "baseline+stream", "mini-batch", "mini-batch+stream")
 BOUND = 0.05
 ENDS = 7
-"""Tokens that end a response beside eos: with 676 in the vocabulary the mean response has about 80."""
+"""Number of tokens besides eos that end a response: with 676 in the vocabulary the mean response has about 80."""
 LONGEST = 512
 
 
 def babbler(directory: Path) -> tuple[Path, list[str]]:
-    """Makes a model of random weights with the default model's tokenizer; returns it, and the tokens that end it."""
+    """Makes a model of random weights with the default model's tokenizer; returns it and its end tokens."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the pipeline, such as steps=6")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("-o", dest="out", default="streaming.json")
-    parser.add_argument("--runs", help="keep the runs here; those that are there are not made again")
+    parser.add_argument("--runs", help="keep the runs here; existing ones are not repeated")
     options = parser.parse_args()
     runs = Path(options.runs or tempfile.mkdtemp(prefix="dataflow-streaming-"))
     model, ends = babbler(runs / "model")

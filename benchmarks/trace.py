@@ -1,8 +1,8 @@
-"""What the trace costs: microseconds a span or request as it is written while a run goes, and its share of a run.
+"""The cost of the trace: microseconds to write a span or request during a run, and the share of the run's time.
 
     python benchmarks/trace.py
 
-The run is 20 steps of 64 groups with 4 samples, on the virtual clock with the stage times of a fast one; each of its
+The run has 20 steps of 64 groups with 4 samples, on the virtual clock with the stage times of a fast run; each of its
 tasks is written with its requests, as the runner does it. Prints a table and writes JSON.
 """
 
@@ -35,7 +35,7 @@ Item = Span | Mark | Level
 
 
 def request(step: int, group: int, sample: int, begin: float, end: float, **facts: Any) -> Mark:
-    """A mark as the reward agent leaves it."""
+    """Returns a mark like the reward agent's."""
     own = {
         "step": step,
         "group": group,
@@ -49,12 +49,12 @@ def request(step: int, group: int, sample: int, begin: float, end: float, **fact
 
 
 def spans(n: int, facts: dict[str, Any]) -> list[list[Item]]:
-    """Tasks one after another, each alone."""
+    """Returns tasks, each in a list of its own."""
     return [[Span("actor_update", i, 0, 1, "gpu", i + 0.1, i + 0.9, facts, f"advantage[{i}]")] for i in range(n)]
 
 
 def tasks(trace: Trace) -> list[list[Item]]:
-    """What the runner would record of a trace: a list for each task, with the requests of a part and a limit."""
+    """Returns the items that the runner records: a list per task, with the requests of its part and a limit."""
     recorded: list[list[Item]] = []
     for span in trace.spans:
         items: list[Item] = [span]
@@ -71,7 +71,7 @@ def tasks(trace: Trace) -> list[list[Item]]:
 
 
 def run() -> Trace:
-    """The run, as the planner foretells it under `both`."""
+    """Returns the trace that the planner predicts for the run under `both`."""
     workload = Workload(
         source="the size of a small run",
         pipeline=grpo(False, None),
@@ -94,7 +94,7 @@ def best(of: Callable[[], float], rounds: int) -> float:
 
 
 def adding(recorded: Sequence[Sequence[Item]], path: Path) -> float:
-    """Seconds that all the writes of a run took, without the file's end."""
+    """Returns the seconds of all writes of a run, without the file's end."""
     with TraceWriter(path, {"status": "running"}) as writer:
         begin = time.perf_counter()
         for items in recorded:
@@ -103,7 +103,7 @@ def adding(recorded: Sequence[Sequence[Item]], path: Path) -> float:
 
 
 def whole(trace: Trace, recorded: Sequence[Sequence[Item]], path: Path) -> float:
-    """Seconds that the file of a run took, from its first line to its last."""
+    """Returns the seconds to write the file of a run, from its first line to its last."""
     full = Trace(meta=trace.meta)
     for items in recorded:
         full.add(*items)
@@ -118,7 +118,7 @@ def whole(trace: Trace, recorded: Sequence[Sequence[Item]], path: Path) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--rounds", type=int, default=20, help="of which the best counts: the machine does other things, too"
+        "--rounds", type=int, default=20, help="rounds, of which the best counts, as the machine has other load"
     )
     parser.add_argument("-o", dest="out", default="trace_cost.json")
     options = parser.parse_args()

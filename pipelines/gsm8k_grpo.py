@@ -26,7 +26,7 @@ from dataflow.stages.reward import reward_collect, reward_request, val_score
 from dataflow.stages.sync import gather_weights, sync_weights
 from dataflow.stages.update import update_stage
 
-# Of each GPU, for trainer and rollout. Where they share one the trainer's part is over a half, so that Ray never puts
+# Shares of a GPU for trainer and rollout. On a shared GPU the trainer's share is over a half, so that Ray never puts
 # two ranks on one GPU.
 SHARES = {"colocated": (0.6, 0.3), "disaggregated": (1.0, 1.0)}
 
@@ -34,7 +34,7 @@ SHARES = {"colocated": (0.6, 0.3), "disaggregated": (1.0, 1.0)}
 class Config(RunConfig):
     """The defaults train a tiny Qwen2 on a laptop; see dataflow/config/run.py for every key."""
 
-    # A tiny model says the same again and again, a real one hardly ever: its judge is asked for each response.
+    # A tiny model often repeats a response, a real one hardly ever. So each response is judged, as with a real model.
     reward: RewardConfig = Field(default_factory=lambda: RewardConfig(share_equal=False))
 
 
@@ -49,7 +49,7 @@ def pipeline(config: Config) -> Pipeline:
             f"ray.gpus_per_worker={gpus:g}: colocated, engine and trainer share whole GPUs; give 1, a rank for each "
             "GPU (trainer.world_size), or placement=disaggregated."
         )
-    # Tasks of one pool exclude each other: colocated, all of them; apart, those of the trainer and those of the engine.
+    # Tasks of one pool exclude each other. Colocated there is one pool; otherwise trainer and engine have one each.
     training, sampling_on = ("train", "rollout") if apart else ("gpu", "gpu")
     trainer_share, rollout_share = SHARES[config.placement]
     trainer = Hosted(
@@ -85,7 +85,7 @@ def pipeline(config: Config) -> Pipeline:
         concurrent=True,
         restarts=config.reward.restarts,
     )
-    respond, val_respond = rollout_stages(config)  # a conversation each, where the run offers tools
+    respond, val_respond = rollout_stages(config)  # conversations if the run offers tools
 
     stages = [
         respond.bind(on=sampling_on, engine=engine),
