@@ -117,9 +117,11 @@ class CheckpointStore:
         _HELD[aside] = os.open(aside, os.O_RDONLY)
         try:
             fcntl.flock(_HELD[aside], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:  # another process takes it for one of a dead process at this very moment
             self.discard(step)
             raise
+        except OSError as error:
+            logger.debug(f"{aside} cannot be locked ({error.strerror}); other processes leave it alone all the same")
         return aside
 
     def save_states(self, directory: Path, states: Mapping[str, Any]) -> None:
@@ -165,6 +167,7 @@ class CheckpointStore:
         """Makes a checkpoint of what was written; then removes what is not to be kept.
 
         It is whole, and on the disk, when this returns: no later failure of the process or the machine loses it.
+        Checkpoints of later steps are removed: the run has gone on from an earlier one since.
 
         Args:
             step: that :meth:`begin` was called with.
@@ -212,7 +215,6 @@ class CheckpointStore:
         Raises:
             ConfigError: a newer version of dataflow wrote it, or the directory cannot be read.
         """
-        warned = set[int]()
         while True:
             for step in reversed(self._steps()):
                 try:
@@ -220,9 +222,7 @@ class CheckpointStore:
                 except Torn as error:
                     if not os.path.lexists(self._path(step)):
                         break  # a run that goes on has removed it meanwhile, and has newer ones
-                    if step not in warned:
-                        logger.warning(f"checkpoint {self._path(step)} is not whole and is passed over: {error}.")
-                    warned.add(step)
+                    logger.warning(f"checkpoint {self._path(step)} is not whole and is passed over: {error}.")
                 else:
                     return Checkpoint(self._path(step), step, manifest.facts)
             else:
@@ -347,6 +347,8 @@ def _remove_dead(aside: Path) -> None:
         _remove(aside)
     except BlockingIOError:
         logger.debug(f"{aside} is being written by another process")
+    except OSError as error:  # some network file systems lock no directories
+        logger.warning(f"{aside} may still be written ({error.strerror}); remove it if no process of the run is left.")
     finally:
         os.close(handle)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import resource
@@ -185,6 +186,24 @@ def test_a_directory_aside_is_removed_if_its_writer_is_dead(tmp_path: Path) -> N
     store.discard(7)
     assert names(tmp_path) == ["step_000001"]
     assert not checkpoints._HELD
+
+
+def test_where_directories_cannot_be_locked_those_of_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(handle: int, operation: int) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    store = CheckpointStore(tmp_path)
+    (tmp_path / ".step_000001.1").mkdir()
+    store.begin(2)
+    with logged() as warnings:
+        save(store, 3)
+        store.commit(2, {})
+    assert names(tmp_path) == [".step_000001.1", "step_000002"]
+    (message,) = warnings
+    assert f"{tmp_path / '.step_000001.1'} may still be written (Bad file descriptor)" in message
 
 
 # What is on the disk, and when.
