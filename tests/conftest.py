@@ -1,4 +1,4 @@
-"""What every test shares: a quiet, offline environment and a tiny model to test engines with."""
+"""Fixtures of all tests: a quiet, offline environment and a tiny model to test engines with."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class SharedRay:
 
         if ray.is_initialized():
             return
-        # Ray hands out GPUs by count, so the tests of what asks for them need none.
+        # Ray assigns GPUs by count, so tests of services that request them need none.
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 2}')
             self._executor = RayExecutor(num_cpus=2)

@@ -1,4 +1,4 @@
-"""Benchmarks that hold bounds say by their exit code whether they are held."""
+"""The exit code of each benchmark says whether its bounds are held."""
 
 from __future__ import annotations
 

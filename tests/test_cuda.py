@@ -1,4 +1,4 @@
-"""A whole run on a GPU: only where there is one."""
+"""A whole run on a GPU: skipped without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline: edges from names, and everything that can be wrong said when it is built."""
+"""The pipeline: edges from names, and every error that is found when it is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package as others get it: a light import, extras that install apart, no trace of this machine."""
+"""The installed package: a light import, independent extras, no path of the build machine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_batch_without_tensors_imports_no_torch() -> None:
 
 @pytest.mark.heavy
 def test_a_batch_takes_no_more_than_torch() -> None:
-    """Each process that is handed one would wait for it (docs/decisions/0009)."""
+    """Each process that receives a batch would have to import it (docs/decisions/0009)."""
     made = "from dataflow.batch import Batch; import torch; Batch([0], {'x': torch.zeros(1)}).rows([0])"
     loaded = python(f"import sys; {made}; print([m for m in ('tensordict', 'torch._dynamo') if m in sys.modules])")
     assert loaded.strip() == "[]"

@@ -1,4 +1,4 @@
-"""Policies: presets, the numbers they take, and what expand makes of them."""
+"""Policies: presets, their numbers, and the graphs that expand makes of them."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_streaming_starts_the_rewards_as_groups_finish():
 
     whole, _ = run("baseline")
     trace, seen = run("baseline+stream")
-    # The first sixteenth of the rewards is asked for after a sixteenth of the rollout (3 s).
+    # The first sixteenth of the rewards is requested after a sixteenth of the rollout (3 s).
     assert whole.wall - trace.wall == pytest.approx(4 * 3.0 * 15 / 16)
     first = next(s for s in trace.spans if s.task == "rollout[1]")
     assert first.args["emitted_s"] == pytest.approx([3.0 * (k + 1) / 16 for k in range(16)])

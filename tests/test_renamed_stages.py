@@ -1,4 +1,4 @@
-"""Nothing but the stages knows a stage by its name: a pipeline under other names runs and reads alike."""
+"""Only the stages depend on their names: a pipeline with other names runs and reads the same."""
 
 from __future__ import annotations
 

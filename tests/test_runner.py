@@ -90,7 +90,7 @@ def test_each_reader_sees_exactly_the_values_that_the_policy_says(dice, seed):
                 assert got == (i._replace(stage=writer),)
                 continue
             if writer == i.stage and i.part:
-                # A stage goes on from what its own part before made of the state, as mini-batch updates do.
+                # A stage continues from the state that its previous part wrote, as mini-batch updates do.
                 assert got == (i._replace(part=i.part - 1),)
             elif read.field in pipeline.states:
                 assert got == tuple(sorted(source)[-1:]), f"{i} read {read.field} of {got}"
@@ -167,7 +167,7 @@ def test_a_step_trains_on_as_many_groups_as_asked_of_those_it_is_offered(drawn, 
 
 
 class Offer:
-    """Hands out an offer's groups from the last to the first, and counts what nobody took."""
+    """Returns an offer's groups from the last to the first, and counts those that were not taken."""
 
     def __init__(self) -> None:
         self.open: dict[int, list[int]] = {}

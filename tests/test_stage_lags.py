@@ -1,4 +1,4 @@
-"""How far back a field is read follows from the type of its parameter, however that type is written."""
+"""The step that a field is read from follows from the type of its parameter, however that type is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages that raise what would end a process, or what cannot be read or sent: the run fails and says what it was."""
+"""Stages that raise exceptions which end a process, or cannot be read or sent: the run fails with a clear error."""
 
 from __future__ import annotations
 

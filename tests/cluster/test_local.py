@@ -1,4 +1,4 @@
-"""The Ray of a single run: on loopback, behind a token, without anything that the run does not use."""
+"""The Ray cluster of a single run: on loopback, protected by a token, without unused services."""
 
 from __future__ import annotations
 

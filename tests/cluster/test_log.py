@@ -1,4 +1,4 @@
-"""Warnings of an actor's process, kept for the next report of a task and logged by the run."""
+"""Warnings of an actor's process are sent with the next report of a task and logged by the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline file's functions are given."""
+"""The arguments of a pipeline file's functions."""
 
 from __future__ import annotations
 

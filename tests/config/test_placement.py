@@ -1,4 +1,4 @@
-"""Which pool of GPUs each stage takes."""
+"""The GPU pool of each stage under each placement."""
 
 from __future__ import annotations
 

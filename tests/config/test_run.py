@@ -1,4 +1,4 @@
-"""Configuration: what is accepted, and that what is wrong is said in one sentence naming key and value."""
+"""Configuration: which values are accepted; an invalid one gives one sentence with key and value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's keys: each is named by ours or has a reason, and no hint names a key of another meaning."""
+"""verl's keys: each has an equivalent or a reason for having none, and no hint names a key of another meaning."""
 
 from __future__ import annotations
 

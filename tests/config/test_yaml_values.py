@@ -1,4 +1,4 @@
-"""YAML values: numbers are decimal, keys are given once, and what cannot be read is half a sentence."""
+"""YAML values: numbers are decimal, duplicate keys are errors, and messages are parts of a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading problems: GSM8K's JSONL, verl's parquet, generated ones; a bad file or row is one sentence."""
+"""Reading problems: GSM8K's JSONL, verl's parquet, generated ones; an invalid file or row gives one sentence."""
 
 import copy
 import json

@@ -1,6 +1,6 @@
-"""docs/rewards.md says what is so: its code and command lines work, its files, keys and names are there.
+"""docs/rewards.md is correct: its code and command lines work; its files, keys and names exist.
 
-``python tests/docs/test_docs_rewards.py`` writes the files it shows and the tables of options into it anew.
+``python tests/docs/test_docs_rewards.py`` updates the files and the tables of options in it.
 """
 
 from __future__ import annotations

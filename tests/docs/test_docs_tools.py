@@ -1,4 +1,4 @@
-"""docs/tools.md holds. ``python tests/docs/test_docs_tools.py`` writes the file and the table that it shows anew."""
+"""docs/tools.md is correct. ``python tests/docs/test_docs_tools.py`` updates the file and the table in it."""
 
 from __future__ import annotations
 

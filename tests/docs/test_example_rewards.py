@@ -1,4 +1,4 @@
-"""The reward files of examples/rewards do what they say, through the agent that a run would have."""
+"""The reward files of examples/rewards work as described, with the agent of a run."""
 
 from __future__ import annotations
 

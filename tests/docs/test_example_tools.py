@@ -1,4 +1,4 @@
-"""The files of examples/tools do what they say: by a scripted model, by a random one, and by the tiny one."""
+"""The files of examples/tools work as described: with a scripted model, a random one, and the tiny one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def talk(engine: Any, tools: dict[str, Any], prompts: Batch) -> Batch:
 
 
 def told(batch: Batch, tokenizer: Any, row: int) -> str:
-    """Returns what tools said."""
+    """Returns the tools' answers."""
     there = batch["attention_mask"][row, batch["prompts"].shape[1] :].bool()
     return tokenizer.decode(batch["responses"][row][there & ~batch["response_mask"][row].bool()].tolist())
 

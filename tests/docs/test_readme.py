@@ -1,4 +1,4 @@
-"""The README says what is so: its pipeline builds, its files and commands are there."""
+"""The README is correct: its pipeline builds; its files and commands exist."""
 
 from __future__ import annotations
 

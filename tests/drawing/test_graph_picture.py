@@ -1,4 +1,4 @@
-"""Pictures of the graph, and the chain that is marked on them."""
+"""Pictures of the graph, and the critical path in them."""
 
 from __future__ import annotations
 

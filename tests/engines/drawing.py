@@ -1,4 +1,4 @@
-"""Draws from a rollout engine as a stage does, in an event loop of its own."""
+"""Draws samples from a rollout engine as a stage does, on an event loop of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rollout engine a run uses."""
+"""The choice of the rollout engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM on a GPU, in bf16: only where there is one. `make gpu-check` runs it and prints what sleep frees."""
+"""vLLM on a GPU, in bf16: skipped without one. `make gpu-check` runs it and prints what sleep frees."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_sync_seeds_sleep_and_wake(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_syncs_through_cuda_ipc_in_chunks(
     tie: bool, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One buffer, packed anew for every chunk; two syncs, as the first one's mappings must be gone by the second."""
+    """One buffer, packed again for every chunk; two syncs, as the second needs the mappings of the first unmapped."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"tensor_parallel={gpus}: this machine has {torch.cuda.device_count()} GPU")
     paths = [save_model(tmp_path / str(seed), seed, tie=tie) for seed in (0, 9, 17)]

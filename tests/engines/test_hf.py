@@ -123,7 +123,7 @@ def test_seeds(engine: HfRollout) -> None:
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert len({tuple(row) for row in one.tolist()}) >= 6, "samples of a group differ"
-    # The stream of a sample is one of token positions: a longer limit only goes on.
+    # Each token position has its own number, so a larger limit only adds tokens.
     longer = generate(engine, batch, Sampling(n=4, max_tokens=30), seed=1)["responses"]
     assert torch.equal(longer[:, :24], one)
 

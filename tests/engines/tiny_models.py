@@ -1,4 +1,4 @@
-"""Tiny random models on disk, prompts for them, and what plain transformers forwards say of both."""
+"""Tiny random models on disk, prompts for them, and the results of plain transformers forwards for both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One behaviour over every executor: inline in this process, ray in processes of its own."""
+"""The same behaviour of every executor: inline in this process, ray in processes of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inline, as on Ray, a task reads copies and leaves copies: what a function changes in place no other task sees."""
+"""Inline, as on Ray, a task gets copies: a change that a function makes in place is seen by no other task."""
 
 from __future__ import annotations
 

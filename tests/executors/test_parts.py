@@ -1,4 +1,4 @@
-"""A stage that forms parts, streams chunks or returns rows wrongly: the run says so, on every executor."""
+"""A stage that forms parts, streams chunks or returns rows wrongly: the run fails with an error on every executor."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_a_step_trains_each_group_once_or_fails(executor: str, order: Any, plan: Plan) -> None:
     torn = any(len(set(part)) < len(part) for part in plan)
     if wrong(plan, order):
-        # A Batch refuses by itself a group whose rows stand in two places.
+        # A Batch itself refuses a group whose rows are not adjacent.
         with pytest.raises(StageFailed, match=r"stage 'collect'.*; " if not torn else "collect"):
             train(executor, plan, order)
     else:

@@ -1,4 +1,4 @@
-"""What only Ray can show: ranks, refs, bytes, dead processes, functions that travel."""
+"""Behaviour that only Ray has: ranks, refs, bytes, dead processes, functions sent to other processes."""
 
 from __future__ import annotations
 

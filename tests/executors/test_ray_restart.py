@@ -39,7 +39,7 @@ WIDE = 32768  # bytes a row: values above 100 kB live in the object store, not i
 
 @pytest.fixture(autouse=True)
 def nothing_lost(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No asyncio task may end with an error that nobody looked at."""
+    """No asyncio task may end with an error that was not retrieved."""
     yield
     gc.collect()
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
@@ -54,7 +54,7 @@ def warnings() -> Iterator[list[str]]:
 
 
 class Desk:
-    """Scores groups one after another in the background, and knows of them only in its memory, as the agent does.
+    """Scores groups one after another in the background, and keeps them only in memory, as the agent does.
 
     Args:
         journal: a file that outlives it.

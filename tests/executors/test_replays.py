@@ -1,4 +1,4 @@
-"""The record of submissions for a service that may be rebuilt: groups that were not handed out, while needed."""
+"""The record of submissions for a service that may be rebuilt: groups not yet collected, while they are needed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_several_submissions_of_a_step_each_for_its_rest() -> None:
     submit(kept, submitted(1, (2, 3), 1, 3))
     hand_out(kept, 1, 0, 3, (0, 1, 2))
     assert [(s.task.id.part, s.groups) for s in kept.left()] == [(1, (3,))]
-    # The third one had reached the service, which handed out a group of it, but its answer was lost.
+    # The third one had reached the service, which returned a group of it, but the answer was lost.
     hand_out(kept, 1, 1, 3, (4,))
     under_way = submitted(1, (4, 5), 2, 3)
     call = kept.narrowed(under_way.task, under_way.call)

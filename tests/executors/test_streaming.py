@@ -1,4 +1,4 @@
-"""A rollout that hands groups on as they end, over the executors that run one: each is scored and used once."""
+"""A rollout that emits groups as they finish, on the executors that run one: each is scored and used once."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_an_engine_that_dies_in_mid_rollout_is_synced_again_and_samples_only_the
     for at in range(0, len(trained), BATCHES):
         groups = [group for ids, _scores in trained[at : at + BATCHES] for group in ids]
         assert sorted(groups) == list(range(GROUPS))
-    # The second engine knows of its own rollouts only: the rest of step 2, then 3 and 4.
+    # The second engine only records its own rollouts: the rest of step 2, then 3 and 4.
     rest, *whole = [groups for _seed, groups in asked]
     assert 0 < len(rest) < GROUPS, "what was handed on is not sampled again"
     assert whole == [tuple(range(GROUPS))] * 2

@@ -1,4 +1,4 @@
-"""The virtual clock: when chunks are emitted, and what costs must know."""
+"""The virtual clock: when chunks are emitted, and which costs are required."""
 
 from __future__ import annotations
 

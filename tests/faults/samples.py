@@ -1,4 +1,4 @@
-"""The samples that the tests of faults send, each with a score of its own that says where it belongs."""
+"""The samples of the tests of faults; each has a score of its own that identifies its step and group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def score_of(step: int | str, group: int, sample: int) -> float:
 
 
 def graded(step: int | str, group: int, sample: int) -> float:
-    """Returns the score that a judge, who has but 0 and 1, ought to give: no other step's or group's pattern."""
+    """Returns the right score of a judge with scores 0 and 1; the pattern differs for each step and group."""
     return float(crc32(f"{step}.{group}.{sample}".encode()) & 1)
 
 

@@ -259,7 +259,7 @@ class FaultServer:
         return self._process.pid
 
     def behave(self, mode: str = "ok", *, count: int = 0, every: int = 1, after: int = 0) -> None:
-        """Switches what becomes of the requests that come from now on.
+        """Sets the mode for requests that arrive from now on.
 
         Args:
             mode: see :data:`MODES`.
@@ -270,7 +270,7 @@ class FaultServer:
         self._call("/behave", {"mode": mode, "count": count, "every": every, "after": after})
 
     def seen(self, requests: int = 0) -> dict[str, Any]:
-        """Returns what came since the server was started; who hung up is no longer in flight.
+        """Returns the requests since the start of the server; closed connections are not in flight any more.
 
         Args:
             requests: waits until so many have come.

@@ -140,7 +140,7 @@ def test_a_new_actor_asks_only_for_what_was_not_answered(mortal: FaultServer, tm
 
 
 async def _hanging(server: FaultServer, requests: int) -> None:
-    """Returns once so many requests hang."""
+    """Returns when this number of requests hang."""
     while (seen := await asyncio.to_thread(server.seen))["modes"].get("hang", 0) < requests:
         await asyncio.to_thread(server.seen, seen["requests"] + 1)
 

@@ -1,4 +1,4 @@
-"""The disk is full: each file of a run says so in one sentence, and the first of them counts."""
+"""The disk is full: writing each file of a run fails with one sentence, and the first error counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""User code that raises what it should not: no Exception at all, one that cannot be read, or a group of them."""
+"""User code that raises unusual exceptions: not an Exception, one that cannot be read, or a group of them."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ REWARD = """
 import asyncio, time
 
 def note(text, stuck):
-    # The fifo has one reader, who reads once: the other calls must not wait for another.
+    # The fifo has one reader, which reads once: the other calls must not wait for another.
     if text == "1.0":
         with open(stuck, "w") as fifo:
             fifo.write("x")

@@ -94,7 +94,7 @@ def test_one_in_a_thousand_ends_the_step_with_its_story(result: Any, said: str, 
 @names
 @pytest.mark.parametrize("rule", ["score:-1", "drop_sample", "drop_group", "replace_group"])
 def test_a_rule_takes_care_of_the_one_and_of_no_other(rule: str, result: Any, said: str) -> None:
-    """Rows 1 and 3, where the user has said what a failed sample is worth."""
+    """Rows 1 and 3, with a score for failed samples."""
 
     async def body() -> None:
         agent = RewardAgent(scorer(ending(result), True), limits=Limits(64), on_failure=rule)

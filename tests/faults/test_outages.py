@@ -1,4 +1,4 @@
-"""A judge that is slow, busy, down for a while or killed: what was asked ends well, once, or with its story."""
+"""A judge that is slow, busy, down for a while or killed: each request ends well, once, or with its history."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_no_answer_or_one_after_the_deadline(server: FaultServer, mode: str, rul
             assert left_out(await agent.collect(1)) == [(9, 0)]
         agent.submit(2, samples(2, GROUPS))
         check(await agent.collect(2), 2, right=graded)
-        # The late answers have come meanwhile, or never will: they are nobody's.
+        # The late answers have arrived meanwhile, or never will; they are ignored.
         stats = agent.stats()
         assert (stats["scored"], stats["failed"], stats["timed_out"], stats["abandoned"]) == (40, 1, 2, 0)
         await agent.close()

@@ -1,4 +1,4 @@
-"""What a judge sends in place of a score, over real sockets: said, tried again where that may help, never a zero."""
+"""Replies of a judge that are not a score, over real sockets: reported, retried if useful, never scored 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RETRY = Retry(tries=3, timeout_s=10.0, backoff_s=0.01, max_backoff_s=0.05)
 GROUPS = range(30)
 """Of two samples each."""
 
-# The mode of the server, what is said, what to do about it, and whether another try may help.
+# The mode of the server, the error, its fix, and whether another try may help.
 REPLIES = [
     ("none", "has 0 lines 'Score: <number>', not one", "replies with one line 'Score: <0..1>'", True),
     ("nan", "has 0 lines 'Score: <number>', not one: 'Score: nan'", "replies with one line", True),

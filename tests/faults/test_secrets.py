@@ -1,4 +1,4 @@
-"""A judge that sends the API key back in every way: no file and no stream of a run may hold it."""
+"""A judge that sends the API key back in every way: no file and no stream of a run may contain it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_no_error_and_no_answer_holds_it(server: FaultServer, key: str, tmp_path
 
 
 def _all_of(error: BaseException) -> str:
-    """Returns all that an exception and those behind it can tell."""
+    """Returns the texts of an exception and its causes."""
     text = "".join(traceback.format_exception(error))
     ahead: list[BaseException | None] = [error]
     while ahead:

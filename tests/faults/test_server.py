@@ -1,4 +1,4 @@
-"""The misbehaving judge does as it is told, so that the tests that rely on it test something."""
+"""The misbehaving judge misbehaves as commanded, so that the tests that use it are valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's directory: what is missing, damaged or of another kind is one sentence, and said at once."""
+"""A model's directory: if something is missing, damaged or of another kind, one sentence says so at once."""
 
 from __future__ import annotations
 

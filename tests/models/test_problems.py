@@ -1,4 +1,4 @@
-"""Generated problems: right answers, GSM8K's form, and two sides that never meet."""
+"""Generated problems: right answers, GSM8K's form, and disjoint train and held-out sets."""
 
 import re
 from collections import Counter

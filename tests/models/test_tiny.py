@@ -1,4 +1,4 @@
-"""The tiny model: its tokenizer, its cache, what its warm-up has taught; and the check of a user's own."""
+"""The tiny model: its tokenizer, its cache, the effect of its warm-up; and the checks of a user's model."""
 
 import os
 import re

@@ -58,7 +58,7 @@ def test_a_collect_ends_when_its_groups_are_there_and_a_validation_has_its_own_p
     assert costs.start(tasks["reward_collect[1.1]"], None, 6.0) is None
     assert costs.start(tasks["val_score[1]"], None, 7.0) is None
     assert costs.advance(15.0) is None
-    # Four requests of 10 s in two slots: a group every 10 s. The two of the validation wait for nobody.
+    # Four requests of 10 s in two slots: a group every 10 s. The two of the validation do not wait.
     assert costs.advance(100.0) == (tasks["reward_collect[1.1]"].id, End(16.0, 6.5, (0,)))
     assert costs.advance(100.0) == (tasks["val_score[1]"].id, End(17.0, 7.0))
     assert costs.start(tasks["reward_collect[1.2]"], None, 30.0) is None

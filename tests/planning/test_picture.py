@@ -1,4 +1,4 @@
-"""A plan's picture is made, whole, of what was predicted; how it looks is for eyes."""
+"""A plan's picture is complete; its look is not tested."""
 
 from __future__ import annotations
 

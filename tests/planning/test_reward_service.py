@@ -508,7 +508,7 @@ def test_step_by_step_validation_queues_behind_the_next_step_when_that_came_firs
     assert got == [("1", 5.0), ("2", 10.0), ("validation", 15.0), ("3", 20.0)]
 
 
-# --- who waits ----------------------------------------------------------------------------------------------
+# --- waiters ------------------------------------------------------------------------------------------------
 
 
 def test_by_index_waits_for_the_next_numbers_and_by_arrival_for_the_first_to_come() -> None:

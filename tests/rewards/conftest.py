@@ -1,4 +1,4 @@
-"""What the tests of rewards share."""
+"""Fixtures of the tests of rewards."""
 
 from __future__ import annotations
 

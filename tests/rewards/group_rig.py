@@ -1,4 +1,4 @@
-"""A reward that does what the test says, and groups of it collected from an agent on a clock that takes no time."""
+"""A scripted reward, and groups of it collected from an agent on a virtual clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scorer on virtual time: the calls of each job do what the test says, and all outcomes are kept."""
+"""A scorer on virtual time: the calls of each job are scripted, and all outcomes are recorded."""
 
 from __future__ import annotations
 

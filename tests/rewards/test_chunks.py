@@ -1,4 +1,4 @@
-"""A step that is submitted in sets, as a streaming rollout hands them on."""
+"""A step that is submitted in chunks, as a streaming rollout emits them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids to text: whatever the tokenizer, the text is the tokenizer's own."""
+"""Decoding: the text equals the tokenizer's own, for every kind of tokenizer."""
 
 from __future__ import annotations
 

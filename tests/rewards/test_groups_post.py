@@ -165,7 +165,7 @@ def test_a_paused_service_does_not_hold_up_post_processing() -> None:
 
 
 class Logging(Reward):
-    """Keeps what its log is told."""
+    """Records the arguments of its ``log``."""
 
     def __init__(self, **plan: Any) -> None:
         super().__init__(**plan)

@@ -1,4 +1,4 @@
-"""What stands behind a request: an ask that several may share, what it may use, and what is told of it."""
+"""Scoring jobs: one may serve several requests; their use of calls, and their reports."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_tokens_are_counted_where_they_are_whole_numbers(used: Any, counted: int
     run_virtual(body)
 
 
-# --- what is told, and when -----------------------------------------------------------------------------------------
+# --- reports and their order ----------------------------------------------------------------------------------------
 
 
 class Told:

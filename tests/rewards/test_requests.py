@@ -1,4 +1,4 @@
-"""The requests of a step: what a call is given, which groups are handed out, and what is told of them."""
+"""The requests of a step: the arguments of calls, the groups that are returned, and their reports."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_a_request_names_itself() -> None:
     assert str(state.groups[10][1]) == "sample 1 of group 10 of step 7"
 
 
-# --- what is told --------------------------------------------------------------------------------------------
+# --- reports -------------------------------------------------------------------------------------------------
 
 
 def test_rewards_are_those_of_the_chosen_groups_alone() -> None:

@@ -1,4 +1,4 @@
-"""Which errors are worth another try, and how long to wait: judged from the exceptions that clients really raise."""
+"""Which errors are retried, and how long to wait: with the exceptions that clients really raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trace says of a request that took long: where it waited before its first call, and who told it to."""
+"""The facts in the trace of a request that took long: where it waited before its first call, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of an ask: tries, backoff, time-outs and deadlines, on a clock that takes no time."""
+"""The life of a scoring job: tries, backoff, time-outs and deadlines, on a virtual clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hedges, asks that are dropped, and any order of what may happen to an ask, on a clock that takes no time."""
+"""Hedges, cancelled jobs, and events of a job in any order, on a virtual clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout engine without a model: it says beforehand when each sample ends and what is in it."""
+"""A rollout engine without a model: when each sample ends, and its content, are fixed beforehand."""
 
 from __future__ import annotations
 

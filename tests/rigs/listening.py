@@ -1,4 +1,4 @@
-"""Which processes of a run listen where, and what SECURITY.md says of it."""
+"""Which processes of a run listen where, and the table in SECURITY.md."""
 
 from __future__ import annotations
 

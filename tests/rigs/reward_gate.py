@@ -1,4 +1,4 @@
-"""What the state machine drives the reward agent with: a clock that it moves and calls that it ends."""
+"""The rig with which the state machine drives the reward agent: a clock that it moves and calls that it ends."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Step:
     arrived: list[int] = field(default_factory=list)
     waiters: list[Waiter] = field(default_factory=list)
     over: str = ""
-    """Part of what a later collect is told."""
+    """Part of the report of a later collect."""
 
     @property
     def left(self) -> int:
@@ -173,7 +173,7 @@ class Model:
                 self._failed(step, row, fatal=how == "fatal")
 
     def late(self, now: float) -> None:
-        """Asks that stand in line for another try when their deadline passes are given up."""
+        """Jobs that are queued for another try when their deadline passes fail."""
         for key, ask in list(self.asks.items()):
             if ask.tries and not ask.running and ask.until <= now and ask.deadline <= now and key in self.asks:
                 del self.asks[key]
@@ -182,7 +182,7 @@ class Model:
                         self._failed(self.steps[row.step], row, fatal=False)
 
     def rest(self) -> None:
-        """The event is over: steps of which all is handed out are done."""
+        """Ends an event: steps whose groups were all returned are done."""
         for step in self.steps.values():
             if not step.over and len(step.unfinished) + len(step.arrived) <= step.spare:
                 self.end(step, "has been collected in full")
@@ -249,7 +249,7 @@ class Model:
                 del self.asks[self.key_of(row)]
 
     def serve(self, step: Step) -> None:
-        """Hands whole groups to those who wait, first come first served."""
+        """Gives whole groups to the waiters, first come, first served."""
         while step.waiters:
             waiter = step.waiters[0]
             wanted = step.arrived if waiter.order == "arrival" else sorted(step.unfinished + step.arrived)

@@ -1,4 +1,4 @@
-"""A rollout engine that says what a test has written down for each turn, with a real tokenizer."""
+"""A rollout engine that returns scripted turns, with a real tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that never was: a simulated one, with the trace that a real one would have left."""
+"""A simulated run, with the trace that a real one would have written."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 TICK_S = 1e-6
-"""How far the clock goes on while something runs: code that reads it twice may rely on some progress."""
+"""Time that the clock advances per reading, as code that reads it twice may rely on some progress."""
 
 
 class Hang(Exception):
@@ -39,7 +39,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(test: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Runs a coroutine function on a new loop of that kind, and fails for every error that nobody took.
+    """Runs a coroutine function on a new loop of that kind, and fails for every error that was not retrieved.
 
     Raises:
         Hang: it waits for what will never be.

@@ -1,4 +1,4 @@
-"""What tests of a run's files share."""
+"""Fixtures of the tests of a run's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent of a run as its configuration describes it."""
+"""The agent of a run, from its configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout engine's process, from a run's configuration."""
+"""The host of the rollout engine, from a run's configuration."""
 
 from __future__ import annotations
 

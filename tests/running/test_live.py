@@ -1,4 +1,4 @@
-"""The picture of a run that goes on."""
+"""The picture of a running run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a terminal shows of a run, and what a file does."""
+"""The progress of a run on a terminal, and in a file."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_what_cannot_be_removed_is_removed_later(tmp_path: Path, monkeypatch: py
 
 
 class Retention(RuleBasedStateMachine):
-    """A run that saves, is scored, is damaged, and goes on with other rules, against a list of what should be there."""
+    """A run that saves, is scored, is damaged, and continues with other rules, against a list of expected files."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The requests of a run add up, whatever became of its agent."""
+"""The requests of a run add up, even if its agent was rebuilt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOWS = ("", "hedged", "ledger", "shared", "failed", "cancelled")
 
 
 def asked(requests: int, *hows: str, step: int = 1, noted: bool = True) -> Trace:
-    """Returns a trace of a step that sent so many requests, of which those came back that are told of."""
+    """Returns a trace of a step that sent a number of requests, with marks of those that were answered."""
     args = {"requests": requests} if noted else {}
     trace = Trace([Span("reward_request", step, 0, 1, "controller", 0, 1, args)])
     for i, how in enumerate(hows):

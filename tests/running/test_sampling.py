@@ -1,4 +1,4 @@
-"""How a run samples, from its configuration."""
+"""The sampling of a run, from its configuration."""
 
 from __future__ import annotations
 

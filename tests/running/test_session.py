@@ -1,4 +1,4 @@
-"""Whole runs on Ray with a random tiny model: what the policies promise about weights, samples and endings."""
+"""Whole runs on Ray with a random tiny model: guarantees of the policies about weights, samples and endings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves in metrics.jsonl and TensorBoard, and the names and sums of a step's timings."""
+"""metrics.jsonl and TensorBoard, and the names and sums of a step's timings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of stages share."""
+"""Fixtures of the tests of stages."""
 
 from __future__ import annotations
 

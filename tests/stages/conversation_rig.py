@@ -1,4 +1,4 @@
-"""Conversations to test: a toolbox, prompts, the stage on a scripted engine, and what came of it as text."""
+"""Conversations to test: a toolbox, prompts, the stage on a scripted engine, and the result as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The advantage stage: hand numbers, parts against the whole, and what is refused."""
+"""The advantage stage: numbers computed by hand, parts against the whole, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations: what stands where, to the token, and what the model is told of its calls."""
+"""Conversations: their exact tokens, and the answers that the model gets to its calls."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_tool_cannot_leave_its_frame(tiny_qwen: Path, tokenizer: Any) -> None:
 
 
 def answer_to(box: Toolbox, tokenizer: Any, called: str, **options: Any) -> tuple[str, Batch]:
-    """Returns what the model is told of one call."""
+    """Returns the answer that the model gets to one call."""
     engine = ScriptedRollout(tokenizer, by_turn(called, "done"))
     batch = converse(engine, box, prompts_of(tokenizer, kwargs=options.get("kwargs")))
     told = parts(batch, tokenizer)[2]

@@ -1,4 +1,4 @@
-"""Conversations side by side: how each of them ends, who waits for whom, and what is handed on when."""
+"""Concurrent conversations: how each ends, which ones wait, and when chunks are emitted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_no_token_beyond_the_budget(tiny_qwen: Path, tokenizer: Any) -> None:
         text, drawn, _told = parts(batch, tokenizer)
         assert text == tokenizer.decode(tokenizer.encode(whole)[:budget])
         assert int(batch["response_mask"].sum()) == len(tokenizer.encode(drawn))
-        # A turn that could have no token is not asked for, and an answer that nobody would read is not either.
+        # A turn without room for a token is not sampled, and a call whose answer would not be read is not made.
         assert len(engine.asked) == (2 if budget > first + frame else 1)
         assert batch["tool_calls"][0] == int(budget > first)
         assert batch["ended"][0] == ("answer" if budget == first + frame + second else "budget")

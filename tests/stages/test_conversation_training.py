@@ -1,4 +1,4 @@
-"""What training makes of a conversation: tokens that a tool said stand in the context and in no loss."""
+"""Training on conversations: the tokens of tools' answers are in the context and in no loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout stage: what it hands on, in which chunks, and what it returns."""
+"""The rollout stage: the chunks that it emits, and the batch that it returns."""
 
 from __future__ import annotations
 

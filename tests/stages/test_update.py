@@ -1,4 +1,4 @@
-"""The update sees to it that every sample trains once a step, with weights as new as the policy says."""
+"""The update checks that every sample is trained once per step, and that its weights are recent enough."""
 
 from __future__ import annotations
 

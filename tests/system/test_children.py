@@ -1,4 +1,4 @@
-"""Code that lies in the working directory is not executed, whichever process starts there."""
+"""Code in the working directory is not executed, whichever process starts there."""
 
 from __future__ import annotations
 

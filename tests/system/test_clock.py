@@ -1,4 +1,4 @@
-"""A system clock that is set while a run goes: durations stay what they were, and nothing runs backwards."""
+"""The system clock is set during a run: durations stay the same, and no time runs backwards."""
 
 from __future__ import annotations
 

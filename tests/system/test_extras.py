@@ -1,4 +1,4 @@
-"""A missing module of an extra is named with what installs it, however deep the error was caught."""
+"""If a module of an extra is missing, the error names the extra, however deep it was raised."""
 
 from __future__ import annotations
 

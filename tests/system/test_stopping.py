@@ -1,4 +1,4 @@
-"""Signals that end a command: the first one counts, in whatever phase it comes, and the handlers are given back."""
+"""Signals that end a command: the first one counts, in every phase, and the old handlers are restored."""
 
 from __future__ import annotations
 

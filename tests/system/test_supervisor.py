@@ -1,4 +1,4 @@
-"""The process above a run: whatever ends the run, one sentence is printed and no process is left."""
+"""The process above a run: however the run ends, one sentence is printed and no process is left."""
 
 from __future__ import annotations
 

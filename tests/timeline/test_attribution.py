@@ -1,4 +1,4 @@
-"""Every second the GPUs idle is charged to one cause, and to the right one."""
+"""Every second in which the GPUs idle is charged to exactly one cause, the right one."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_no_trace_no_waits() -> None:
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    """Any spans at all, overlapping, empty, waiting for each other or for nobody."""
+    """Any spans: overlapping, empty, waiting for each other or for none."""
     trace = Trace()
     for i in range(draw(st.integers(0, 14))):
         # Whole 64ths: sums of them are exact, and equal times are likely.

@@ -1,4 +1,4 @@
-"""`dataflow compare` and `dataflow timeline`: what is written, what is printed, what is refused."""
+"""`dataflow compare` and `dataflow timeline`: files, output and errors."""
 
 from __future__ import annotations
 

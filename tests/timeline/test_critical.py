@@ -1,4 +1,4 @@
-"""The critical path: a chain back from the end, along what each task waited for last."""
+"""The critical path: a chain back from the end, along the last dependency of each task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wait for rewards names the group that came last, and what had happened to it."""
+"""A wait for rewards names the group that arrived last, and what happened to its request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles laid beside a run's trace: one clock, processes apart, and one sentence for what is no profile."""
+"""Profiles merged with a run's trace: one clock, separate processes, and one sentence for an invalid file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace file: what Perfetto needs of it, that nothing is lost on the way back, and what of it a cut leaves."""
+"""The trace file: valid for Perfetto, read back without loss, and readable after it was cut off."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_what_is_missing_of_a_cut_file_is_said(tmp_path: Path) -> None:
     )
     path.write_text("\n".join(lines[: tasks[0]]))
     assert perfetto.read(path).meta["cut"].startswith("cut off before its first task had ended")
-    # Behind what closes the trace nothing of it comes: waits and counters are told again of what there is.
+    # After the closing event there is nothing to read: waits and counters are derived again.
     path.write_text("\n".join(lines[:-4]))
     assert "cut" not in perfetto.read(path).meta
 

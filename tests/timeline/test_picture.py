@@ -1,4 +1,4 @@
-"""The picture is made, whole, the same each time; how it looks is for eyes."""
+"""The picture is complete and the same each time; its look is not tested."""
 
 from __future__ import annotations
 

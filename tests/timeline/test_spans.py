@@ -1,4 +1,4 @@
-"""Spans, their labels, and the interval arithmetic everything else stands on."""
+"""Spans, their labels, and the interval arithmetic."""
 
 from __future__ import annotations
 

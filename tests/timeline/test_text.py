@@ -1,4 +1,4 @@
-"""The text timeline, as it looks."""
+"""The text timeline, compared with golden files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace's file while a run goes: whole after each task, there after a SIGKILL, and no reason to stop the run."""
+"""The trace's file during a run: whole after each task, kept after a SIGKILL, and never the end of a run."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_a_killed_run_leaves_all_that_was_recorded(tmp_path: Path, capsys: pytes
         process.stdout.close()  # type: ignore[union-attr]
     told = [line, *rest][-1].split()
     back = perfetto.read(path)
-    # All that the run told of, and at most the task that it was about to tell of.
+    # All tasks that the run printed, and at most the one that it was about to print.
     assert len(back.spans) - int(told[1]) in (0, 1)
     assert [s.step for s in back.spans if s.stage == "rollout"] == [m.args["step"] for m in back.marks]
     assert main(["timeline", str(tmp_path)]) == 0

@@ -1,4 +1,4 @@
-"""Calls of user code on a test's event loop, and what was told of each."""
+"""Calls of user code on a test's event loop, and a record of their callbacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataflow.usercode.calls import Call, Calls
 
 @dataclass
 class Ends:
-    """What one call told."""
+    """The callbacks of one call."""
 
     results: list[Any] = field(default_factory=list)
     errors: list[BaseException | None] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Bench:
 
 
 def run(body: Callable[[Bench], Coroutine[Any, Any, Any]]) -> None:
-    """Runs it on a real loop; fails for what nobody awaited or retrieved."""
+    """Runs it on a real loop; fails for coroutines that were not awaited and errors that were not retrieved."""
     unseen: list[Any] = []
 
     async def limited() -> None:

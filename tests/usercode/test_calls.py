@@ -1,4 +1,4 @@
-"""Calls of user code: each is told of once and gives its slot up once, whatever the code does."""
+"""Calls of user code: each is reported once and frees its slot once, whatever the code does."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_of_the_call(monkeypatch: py
     run(body)
 
 
-# --- who is told ---------------------------------------------------------------------------------------------
+# --- callbacks -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["done", "freed"])

@@ -1,4 +1,4 @@
-"""Calls whose time is over or whom nobody wants any more, and any order of what may happen to a call."""
+"""Calls that time out or are cancelled, and events of a call in any order."""
 
 from __future__ import annotations
 

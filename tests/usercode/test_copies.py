@@ -1,4 +1,4 @@
-"""Copies for user code: deep enough for every kind of value, and what is shared all the same."""
+"""Copies for user code: deep enough for every kind of value, and which values are shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is a number and what only converts to one."""
+"""Which values are numbers, and which only convert to one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Async code that holds up its event loop is named in the log."""
+"""Async code that blocks its event loop is named in the log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Said:
 
 
 def watched(function: Callable[..., Any], after_s: float = 0.05, **keywords: Any) -> list[str]:
-    """Calls the function on an event loop with a watchdog; returns what it said."""
+    """Calls the function on an event loop with a watchdog; returns the watchdog's messages."""
     said = Said()
 
     async def body() -> None:

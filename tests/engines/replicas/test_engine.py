@@ -1,4 +1,4 @@
-"""Several engines as one: who is handed what, what comes back of it, and what happens when one of them is lost."""
+"""Several engines as one: how groups are distributed, what is returned, and what happens when an engine is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM in this process against plain transformers forwards: weights, log-probs, seeds, and who gets what when."""
+"""vLLM in this process against plain transformers forwards: weights, log-probs, seeds, and the order of events."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def left(engine: VllmRollout) -> tuple[int, int, bool]:
 
 @asynccontextmanager
 async def held(engine: VllmRollout, when: Callable[[int], bool] = bool) -> AsyncIterator[threading.Event]:
-    """Holds the engine before the first step at which so many samples have ended, until the event is set."""
+    """Holds the engine before the first step at which this number of samples have ended, until the event is set."""
     go, ended = threading.Event(), 0
 
     def install(llm: Any) -> None:
@@ -189,7 +189,7 @@ def test_each_sample_is_drawn_by_the_weights_of_its_version(
         ids = dict(zip(batch.ids, batch["prompt_ids"], strict=True))
         assert all(close(models[s.version], ids[s.group], s) for s in samples)
         assert not any(close(models[1 - s.version], ids[s.group], s) for s in samples if len(s.tokens) > 3)
-    # What is drawn anew is drawn as if it had been asked for then.
+    # Restarted samples equal samples requested at that moment.
     new = [sample for sample in before if sample.version == 1]
     whole = by_place(draw(engine, early, sampling, seed=3))
     assert by_place(new).items() <= whole.items()
@@ -532,7 +532,7 @@ def _untied(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _fails(engine: VllmRollout, weights: dict[str, torch.Tensor]) -> None:
-    """A step that raises reaches everybody who waits, and everybody who comes later."""
+    """The error of a step is raised to all current and later callers."""
     go = threading.Event()
 
     def broken() -> Any:

@@ -154,7 +154,7 @@ def test_syncs_of_an_untied_model_in_chunks_too_and_one_that_fails(
         with pytest.raises(RunError, match="vLLM failed"):
             await check(4, models[0])
         assert engine.version == 3
-        # Of a process that dies while it is asked something vLLM itself says nothing to who asked.
+        # If its process dies during a call, vLLM itself never returns.
         (process,) = engine._backend._engine.engine_core.resources.engine_manager.processes
         os.kill(process.pid, signal.SIGSTOP)
         asked = asyncio.ensure_future(engine._backend.load([]))

@@ -1,4 +1,4 @@
-"""The sending side of a weight sync, against an engine and GPUs that are made up; vLLM packs and unpacks.
+"""The sending side of a weight sync, with a fake engine and fake GPUs; vLLM packs and unpacks.
 
 What real workers make of it: tests/engines/vllm/test_multi_process.py, and test_gpu.py on a GPU.
 """
@@ -34,7 +34,7 @@ WEIGHTS = [
 
 
 class Engine:
-    """An ``AsyncLLM`` that notes what it is asked, and hands the weights of an update to ``take``."""
+    """An ``AsyncLLM`` that records its calls, and passes the weights of an update to ``take``."""
 
     def __init__(self, backend: str, workers: int = 1) -> None:
         self.vllm_config = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""verl's logged scalars: a CSV and TensorBoard's event files say the same; what is wrong with either, in a sentence."""
+"""verl's logged scalars: a CSV and TensorBoard's event files give the same; errors in either give one sentence."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_event_files_of_the_writer_that_verl_uses(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_all_steps_of_a_long_run_are_kept(tmp_path: Path) -> None:
-    # TensorBoard keeps a sample of 10 000 unless told otherwise.
+    # TensorBoard keeps a sample of 10 000 by default.
     long = {GEN: {step: step / 8 for step in range(1, 10_051)}, UPDATE: {1: 4.0}}
     event_file(tmp_path, long)
     assert read_scalars(tmp_path).columns == long

@@ -63,7 +63,7 @@ def test_when_groups_ended_in_the_run_a_streaming_rollout_would_hand_them_on() -
     evenly = replace(found, ends=())
     early, late = (simulate(w, preset("baseline+stream", 4))[0].end for w in (found, evenly))
     assert early < late
-    # A rollout that began anew has its groups twice: nothing is told from such a run.
+    # A restarted rollout has its groups twice: such a run is not used.
     trace.levels.append(Level(SAMPLED, rollouts[0].begin, 1))
     assert of_trace(trace, "a run", PlanConfig()).ends == ()
 

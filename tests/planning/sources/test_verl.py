@@ -1,4 +1,4 @@
-"""A verl log as a workload: what is read, what is fitted, what is said; and the published runs, predicted."""
+"""A verl log as a workload: reading, fitting, messages; and the predictions of the published runs."""
 
 from __future__ import annotations
 

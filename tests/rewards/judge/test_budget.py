@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(30)
 
 
 class Canned:
-    """A chat that gives the same reply to all, once as many are waiting as it is told."""
+    """A chat that gives the same reply to all, once a given number of calls are waiting."""
 
     def __init__(self, content: str, usage: Any, together: int = 1) -> None:
         self.raw = json.dumps({"choices": [{"message": {"content": content}}], "usage": usage}).encode()

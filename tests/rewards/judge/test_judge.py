@@ -1,4 +1,4 @@
-"""The judge over real HTTP on loopback: what it asks, how it reads the reply, where it sends what."""
+"""The judge over real HTTP on loopback: its requests, how it reads replies, and the choice of a server."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_many_calls_share_one_session(server: JudgeProcess) -> None:
     asyncio.run(body())
 
 
-# --- What is asked ---------------------------------------------------------------------------------------------
+# --- requests --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

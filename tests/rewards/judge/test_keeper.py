@@ -1,4 +1,4 @@
-"""The run's own judge dies: the same address answers again, and after too many deaths one sentence says so."""
+"""The run's own judge dies: it restarts at the same address, and after too many deaths the run fails."""
 
 from __future__ import annotations
 

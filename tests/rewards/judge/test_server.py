@@ -1,4 +1,4 @@
-"""The judge on loopback: its delays, its answers, its beginning and its end."""
+"""The judge on loopback: its delays, its answers, its start and its end."""
 
 from __future__ import annotations
 

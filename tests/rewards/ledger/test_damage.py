@@ -1,4 +1,4 @@
-"""A damaged or edited ledger: never a wrong score, never a bare error of sqlite or JSON; what is lost is counted."""
+"""A damaged or edited ledger: never a wrong score, never a bare error of sqlite or JSON; lost answers are counted."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_what_is_no_answer_counts_as_absent(path: Path, text: Any, cache: bool) 
     with warnings() as said, closing(Ledger(path, "new" if cache else "run", cache=cache)) as ledger:
         assert ledger.submitted(1, rows) == {(0, 1): ANSWER}
         assert ledger.counts()["unreadable"] == 1
-        # It is asked for again, and the new answer is kept.
+        # The request is repeated, and the new answer is saved.
         ledger.answered(1, 0, 0, A, Answer(0.25, {}, 0.1, 1))
     assert len(said) == 1
     assert f"reward ledger {path}: unreadable answers, damaged or edited: 1; they" in said[0]
@@ -212,7 +212,7 @@ def test_collect_gets_no_number_that_the_function_did_not_return(path: Path) -> 
 
 
 def check_damaged(path: Path) -> str:
-    """Reads what is left as a resumed run does; returns what is said if that is impossible."""
+    """Reads the rest as a resumed run does; returns the error if that is impossible."""
     said = ""
     try:
         ledger = Ledger(path, "run")

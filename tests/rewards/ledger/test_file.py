@@ -1,4 +1,4 @@
-"""The ledger's file: paths that cannot be one, disks that fail, processes that die or share it."""
+"""The ledger's file: invalid paths, disks that fail, processes that die or share it."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_a_full_disk_is_said(path: Path) -> None:
     assert "it cannot be written" in first
     assert "check that its disk has space" in first or "free some disk space" in first
     assert first.split(" ", 1)[1] == last.split(" ", 1)[1]
-    # What was told and is not unsaved is there.
+    # Every answer that was reported, and is not listed as unsaved, is in the file.
     told, unsaved = int(first.split()[0]), int(last.split()[0])
     found = resumed(path, *[(group, 0, bytes(16)) for group in range(told)])
     assert len(found) == told - unsaved >= 100

@@ -1,4 +1,4 @@
-"""The ledger: what it keeps, what it gives back, and what it says when it cannot."""
+"""The ledger: what it saves, what it returns, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A limiter whose starts end by themselves, on a clock that takes no time, and what came of it."""
+"""A limiter whose calls end by themselves, on a virtual clock, and a record of its starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits: who goes first and how many at once, on a clock that takes no time."""
+"""Limits: the order of calls and their number in flight, on a virtual clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates: what goes out a minute, on a clock that takes no time."""
+"""Rates: requests per minute, on a virtual clock."""
 
 from __future__ import annotations
 

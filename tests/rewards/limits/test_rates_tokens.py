@@ -1,4 +1,4 @@
-"""Rates: the tokens that go out a minute, said before a call and known after it, on a clock that takes no time."""
+"""Rates: tokens per minute, estimated before a call and corrected after it, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_request_larger_than_a_minute_goes_alone_and_takes_as_many() -> None:
 
 
 class Wrong(Rig):
-    """Each call uses other tokens than were said, which is known when it ends."""
+    """Each call uses another number of tokens than estimated, which is known when it ends."""
 
     used = 100
 
@@ -204,6 +204,6 @@ def test_a_meter_counts_exactly_what_began(plan: list[tuple[int, int, float]]) -
 
 
 def _surprise(known: list[list[float]], plan: list[tuple[int, int, float]], now: float) -> float:
-    """How much more was used in the last minute than was said before."""
+    """Returns how many more tokens were used in the last minute than estimated."""
     pairs = zip(known, plan, strict=False)
     return sum(max(0, used - said) for (at, _amount), (said, used, _wait) in pairs if at >= now - MINUTE)

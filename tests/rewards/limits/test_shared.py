@@ -1,4 +1,4 @@
-"""Limits that several agents share: they hold for all together, for what dies too, and nobody waits in vain."""
+"""Limits that several agents share: they hold for all together, also if one dies, and no waiter is forgotten."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def quiet(server: LimitServer, *clients: Client) -> None:
 
 @pytest.fixture(autouse=True)
 def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every connection knows how many messages it has said and heard."""
+    """Every connection counts the messages that it has sent and received."""
     send, received = Wire.send, Wire.data_received
 
     def said(wire: Wire, message: dict[str, Any]) -> None:

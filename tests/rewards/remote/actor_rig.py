@@ -1,4 +1,4 @@
-"""Actors of a remote agent without Ray: in this process, on a clock that takes no time, killed when the test says."""
+"""Actors of a remote agent without Ray: in this process, on a virtual clock, killed on command."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Actor:
             answer.set_result(work.result())
 
     def kill(self) -> None:
-        """Ends the process: nothing of it runs on, and whoever waits for an answer is told."""
+        """Ends the process: nothing of it keeps running, and pending calls raise an error."""
         if self.dead:
             return
         self.dead = True

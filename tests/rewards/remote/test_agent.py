@@ -1,4 +1,4 @@
-"""The agent in Ray actors: the same groups and scores as here, one job's limits, and nothing lost with an actor."""
+"""The agent in Ray actors: the same groups and scores as locally, one job's limits, and nothing lost with an actor."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def asking(port: int, ledger: str | None = None, **options: Any) -> RewardAgent:
 
 
 def scoring(**options: Any) -> RewardAgent:
-    """An agent that needs nobody; some samples have a column more, and some fail."""
+    """An agent without outside services; some samples have a further column, and some fail."""
 
     async def compute_score(ground_truth: str, extra_info: Any, **_others: Any) -> Any:
         score = float(ground_truth)

@@ -1,4 +1,4 @@
-"""A step that actors are given in sets: what they owe is asked, and nothing else, whatever dies or overtakes what."""
+"""A step submitted to actors in chunks: only missing groups are requested again, whatever dies or is reordered."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Once(Reward):
 
 
 class Plan:
-    """A step at random: its sets and when they come, how long each sample takes, who fails, and who collects."""
+    """A random step: its chunks and their times, the duration of each sample, which fail, and what is collected."""
 
     def __init__(self, seed: int) -> None:
         dice = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The actor's side of a remote agent, without Ray: what it is told to do, and what it tells."""
+"""The actor's side of a remote agent, without Ray: the commands it gets, and the reports it sends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def host(shared: Any = None, **options: Any) -> tuple[RewardHost, Facts]:
 
 
 async def told(actor: RewardHost, groups: int) -> list[Arrival]:
-    """Returns what arrives, up to so many groups."""
+    """Returns the groups that arrive, up to a number."""
     got: list[Arrival] = []
     while len({(arrival.step, record["group"]) for arrival in got for record in arrival.records}) < groups:
         got += (await actor.news())[0]  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The agent's numbers reach Ray's metrics, in the form that Prometheus reads."""
+"""The agent's metrics reach Ray's, in the form that Prometheus reads."""
 
 from __future__ import annotations
 

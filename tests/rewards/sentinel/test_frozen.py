@@ -1,4 +1,4 @@
-"""The record of calls that froze an agent: a damaged one costs what it named, and never the agent."""
+"""The record of calls that froze an agent: a damaged one loses only its entries, and never stops the agent."""
 
 from __future__ import annotations
 

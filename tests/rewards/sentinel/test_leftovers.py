@@ -1,4 +1,4 @@
-"""Programs that calls have started and that go on: at the agent's end nothing is left."""
+"""Programs that calls have started and that still run: none is left at the agent's end."""
 
 from __future__ import annotations
 

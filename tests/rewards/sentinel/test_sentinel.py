@@ -1,4 +1,4 @@
-"""Calls that freeze their process, which only another process sees: it names them, and ends it."""
+"""Calls that freeze their process: a second process names the call and ends the process."""
 
 from __future__ import annotations
 

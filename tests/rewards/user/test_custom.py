@@ -1,4 +1,4 @@
-"""Loading the user's reward code, calling it, reading what it returned, and the sentences about what is wrong."""
+"""Loading the user's reward code, calling it, reading its results, and the error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Managers: what each makes of a reward, and how they are found and built."""
+"""Managers: how each changes a reward, and how they are found and built."""
 
 from __future__ import annotations
 

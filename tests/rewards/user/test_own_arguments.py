@@ -1,4 +1,4 @@
-"""What user code is given is its own: what it changes there, no other sample, try, manager or caller sees."""
+"""User code gets its own copies: no other sample, try, manager or caller sees its changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def one_chat(rows: int = 4) -> Batch:
 
 
 def spoil(ground_truth: Any, extra_info: Any) -> list[int]:
-    """Returns how much is there, then adds to all of it, as one who builds a judge's chat does."""
+    """Returns the lengths of its arguments, then appends to all of them, as code that builds a chat does."""
     found = [extra_info["raw_prompt"], extra_info["tags"], extra_info["nested"]["seen"], ground_truth]
     sizes = [len(each) for each in found]
     for each in found:
@@ -57,7 +57,7 @@ def at_once(data_source: str, solution_str: str, ground_truth: Any, extra_info: 
 
 
 class Slow:
-    """Its second call fails while the first goes on; all its methods spoil what they get."""
+    """Its second call fails while the first is running; all its methods change their arguments."""
 
     def __init__(self) -> None:
         self.sizes: list[list[int]] = []

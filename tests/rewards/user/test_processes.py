@@ -1,4 +1,4 @@
-"""Worker processes: what they answer, how they die, and that nothing is left of them. The processes are real."""
+"""Worker processes: their answers, how they die, and that none is left. The processes are real."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> Callable[[], Coroutine[Any, Any, list[int]]]:
-    """A fifo that user code writes its pids into: whoever reads it waits until the code is at work."""
+    """A fifo that user code writes its pids into; a reader waits until the code is running."""
     os.mkfifo(tmp_path / "pids")
 
     async def read() -> list[int]:

@@ -1,4 +1,4 @@
-"""Recipes, and what goes between a worker and the pool; that the processes do it is in test_processes."""
+"""Recipes, and the messages between a worker and the pool; test_processes tests the processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a browser: what one sees, points at and switches. Offline, and without a word on the console."""
+"""The page in a browser: display, pointing and switches. Offline, and without output on the console."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def spot(tab: Any, x: float, y: float) -> tuple[float, float]:
 
 
 def point_at(tab: Any, name: str, row: int, column: str = "begin") -> str:
-    """Points at the middle of a bar; returns what is said of it."""
+    """Points at the middle of a bar; returns its tooltip."""
     begin, end = data(tab, name, "begin")[row], data(tab, name, "end")[row]
     if name == "requests":
         y = data(tab, name, "y")[row]

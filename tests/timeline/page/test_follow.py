@@ -1,4 +1,4 @@
-"""A run that is followed: a real server, a trace that grows."""
+"""Following a run: a real server, a trace that grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page is one whole file with everything in it, the same each time; how it moves is test_browser's."""
+"""The page is one complete file, the same each time; test_browser tests its behaviour."""
 
 from __future__ import annotations
 
