@@ -1,4 +1,4 @@
-"""The command line: run, show, plan, timeline, compare. Wrong input is one sentence on stderr and exit code 2."""
+"""The command line: run, show, plan, timeline, samples, compare. Wrong input is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ EXAMPLES = {
     "show": "dataflow show pipelines/gsm8k_grpo.py policy=both steps=2",
     "plan": "dataflow plan runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png",
     "timeline": "dataflow timeline runs/gsm8k_grpo-both-1 -o timeline.html",
+    "samples": "dataflow samples runs/gsm8k_grpo-both-1 step=12 sort=-latency where='score<0.5'",
     "compare": "dataflow compare runs/a runs/b -o compare.html",
 }
 
@@ -144,6 +145,12 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument("--merge", nargs="+", metavar="FILE.json", help="profiles of torch or Ray, to lay beside it")
     timeline.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
+    samples = add("samples", _samples, "Shows what the model said in a run, with scores and the judge's words.")
+    samples.add_argument("run", metavar="RUN", help="a run's directory")
+    samples.add_argument("overrides", nargs="*", metavar="key=value", help="step, val, where, sort, most")
+    samples.add_argument("-o", dest="out", metavar="FILE.html|.parquet", help="write the samples of all steps there")
+    samples.add_argument("--json", action="store_true", help="print them as JSON")
+
     compare = add("compare", _compare, "Shows several runs on one time axis; given a pipeline, runs all four policies.")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or PIPELINE.py key=value ...")
     compare.add_argument("-o", dest="out", metavar="FILE.html|.png|.svg", help="draw them; .html to look around in")
@@ -170,6 +177,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.pipeline is None:
         raise ConfigError("run: give a PIPELINE.py, such as pipelines/gsm8k_grpo.py.")
     module, config = _load(options)
+    from dataflow.running.pages import draw_run
     from dataflow.running.progress import Progress, end_table
     from dataflow.running.session import Session, prepare_logging
 
@@ -181,7 +189,7 @@ def _run(options: argparse.Namespace) -> int:
         if stopping.received is not None:  # while it was closing
             raise KeyboardInterrupt
         with written("timeline", page):
-            _picture(session.directory)
+            draw_run(session.directory)
     except KeyboardInterrupt:
         command = f"dataflow timeline {session.directory} -o {page}"
         raise Interrupted(f"the run is finished, its timeline is not drawn: '{command}' draws it") from None
@@ -192,16 +200,6 @@ def _run(options: argparse.Namespace) -> int:
         print(f"timeline: {page}")
         print(f"trace:    {session.directory / 'trace.json'} (opens in https://ui.perfetto.dev)")
     return 0
-
-
-def _picture(directory: Path) -> None:
-    from dataflow.timeline import files
-    from dataflow.timeline.compare import summary_of
-
-    trace = _trace(str(directory))
-    name = str(trace.meta.get("policy", "run"))
-    for out in ("timeline.png", "timeline.html"):
-        files.draw({name: trace}, directory / out, directory.name, {name: summary_of(str(directory))})
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -296,7 +294,7 @@ def _trace(run: str) -> Any:
 def _timeline(options: argparse.Namespace) -> int:
     from dataflow.files import replaced
     from dataflow.timeline import attribution, files
-    from dataflow.timeline.compare import summary_of
+    from dataflow.timeline.compare import facts_of
     from dataflow.timeline.culprits import worst_waits
     from dataflow.timeline.text import gantt, idle_lines
 
@@ -318,7 +316,7 @@ def _timeline(options: argparse.Namespace) -> int:
     if options.out and not options.out.endswith(".txt"):
         name, run = str(trace.meta.get("policy", "run")), Path(options.run).resolve()
         title = (run if run.is_dir() else run.parent).name
-        files.draw({name: trace}, options.out, title, {name: summary_of(options.run)})
+        files.draw({name: trace}, options.out, title, {name: facts_of(options.run, options.out)})
         print(options.out)
         return 0
     text = "\n".join([gantt(trace, 140), *idle_lines(trace)]) + "\n"
@@ -328,6 +326,13 @@ def _timeline(options: argparse.Namespace) -> int:
         print(options.out)
     else:
         print(text, end="")
+    return 0
+
+
+def _samples(options: argparse.Namespace) -> int:
+    from dataflow.samples.command import show
+
+    print(show(options.run, options.overrides, options.out, options.json))
     return 0
 
 

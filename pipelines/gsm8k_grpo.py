@@ -23,6 +23,7 @@ from dataflow.running.sampling import rollout_stages
 from dataflow.stages.advantage import advantage
 from dataflow.stages.log_prob import old_log_prob, ref_log_prob
 from dataflow.stages.reward import reward_collect, reward_request, val_score
+from dataflow.stages.samples import sample_stages
 from dataflow.stages.sync import gather_weights, sync_weights
 from dataflow.stages.update import update_stage
 
@@ -104,6 +105,7 @@ def pipeline(config: Config) -> Pipeline:
             val_respond.bind(on=sampling_on, engine=engine, every=config.val.every),
             val_score.bind(agent=agent, every=config.val.every),
         ]
+    stages += sample_stages(config)  # what the model said, for people to read
     return Pipeline(
         stages,
         inputs=["prompts", "val_prompts"] if config.val.every else ["prompts"],

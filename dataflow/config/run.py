@@ -27,6 +27,7 @@ from dataflow.config.checkpoint import CheckpointConfig
 from dataflow.config.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
 from dataflow.config.reward import CustomRewardConfig, JudgeConfig, RewardConfig
+from dataflow.config.samples import SamplesConfig
 from dataflow.config.section import Section, Text
 from dataflow.config.tools import ToolsConfig
 from dataflow.errors import ConfigError
@@ -288,6 +289,7 @@ class RunConfig(Section):
     custom_reward_function: CustomRewardConfig = Field(default_factory=CustomRewardConfig)
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     val: ValConfig = Field(default_factory=ValConfig)
+    samples: SamplesConfig = Field(default_factory=SamplesConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
 

@@ -28,6 +28,9 @@ async def reward_request(responses: Batch, *, agent: RewardAgent, extra_groups: 
 async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: TaskInfo) -> Batch:
     """Waits for the next scored groups of the step, which form the part.
 
+    Columns beside those of the agent: ``request_begin`` and ``request_end``, float64 ``[rows]``, unix time in seconds;
+    ``request_tries``, int64 ``[rows]``; ``request_how`` it ended, if not with a score from a call of its own, or None.
+
     With the step's last groups it logs, for the whole step (percentiles of parts cannot be averaged),
     ``reward/latency_*`` and the numbers of samples ``reward/requested``, ``scored``, ``failed``, ``retried``,
     ``hedged`` and ``cached``; the agent's usage since the last step, such as ``reward/tokens``; and the current values
@@ -56,6 +59,7 @@ async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo)
     agent.submit(step, val_responses)
     scores = await agent.collect(step, order="index")
     _mark(scores, task, validation=True)
+    scores = scores.merge(_requests(scores))
     # The scores come back in the order of group ids, which may not be that of the responses.
     sources = val_responses.select(scores.ids)["data_source"]
     n = len(scores) // len(scores.ids)
@@ -71,7 +75,20 @@ async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo)
 
 def _bare(rewards: Batch) -> Batch:
     """Returns the columns without meta: marks are in the trace, and later batches need not carry them."""
-    return Batch(rewards.groups, rewards.columns)
+    return Batch(rewards.groups, {**rewards.columns, **_requests(rewards).columns})
+
+
+def _requests(rewards: Batch) -> Batch:
+    """Returns how the request of each row went: its times by ``clock.now()``, its tries, and what else ended it."""
+    import torch
+
+    records = rewards.meta["records"]
+    return rewards.like(
+        request_begin=torch.tensor([record["begin"] for record in records], dtype=torch.float64),
+        request_end=torch.tensor([record["end"] for record in records], dtype=torch.float64),
+        request_tries=torch.tensor([record.get("tries", 1) for record in records], dtype=torch.int64),
+        request_how=[record.get("how") for record in records],
+    )
 
 
 def _mark(rewards: Batch, task: TaskInfo, **facts: Any) -> None:

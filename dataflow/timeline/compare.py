@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from dataflow.errors import ConfigError, DataError
 from dataflow.files import decoded
@@ -126,6 +128,21 @@ def summary_of(run: str) -> dict[str, Any]:
         if known[name] is not None and not _is_finite(known[name]):
             raise DataError(f"{path}: {name} is not a finite number; remove the file, or run the pipeline again.")
     return known
+
+
+def facts_of(run: str, out: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns what a page of one run says besides its trace: its summary, and ``samples``, the link to their page.
+
+    Args:
+        run: its directory, or its trace.
+        out: the page, which the link starts from. Without a page of samples in the run's directory there is no link.
+    """
+    path = Path(run)
+    samples = (path if path.is_dir() else path.parent) / "samples.html"
+    facts = {name: value for name, value in summary_of(run).items() if name != "samples"}
+    if samples.is_file():
+        facts["samples"] = quote(Path(os.path.relpath(samples.resolve(), Path(out).resolve().parent)).as_posix())
+    return facts
 
 
 def _is_finite(value: Any) -> bool:

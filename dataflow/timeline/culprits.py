@@ -100,3 +100,16 @@ def last_requests(marks: Iterable[Mark]) -> dict[tuple[int, int], Mark]:
         if (known := last.get((step, part))) is None or mark.end > known.end:
             last[step, part] = mark
     return dict(sorted(last.items()))
+
+
+def linked(trace: Trace) -> list[tuple[int, int]]:
+    """Returns (step, group) of the requests that the page of a trace links to: first those that GPUs waited for."""
+    waited = [c.request for c in culprits(trace, after=True) if c.request is not None]
+    places = [place_of(mark) for mark in [*waited, *last_requests(trace.marks).values()]]
+    return list(dict.fromkeys(place for place in places if place is not None))
+
+
+def place_of(request: Mark) -> tuple[int, int] | None:
+    """Returns step and group of a training request; None if the trace does not say them."""
+    step, group = request.args.get("step"), request.args.get("group")
+    return (step, group) if type(step) is int and type(group) is int else None

@@ -12,8 +12,11 @@ from dataflow.usercode.numeric import kind_of, real_number
 MOST = float.fromhex("0x1.fffffep+127")
 """The largest score: scores become float32, in which a larger one is infinite."""
 
-RESERVED = frozenset({"attention_mask", "input_ids", "kept", "position_ids", "prompts", "response_mask", "responses"})
-"""Columns of the rollout, which a reward must not return."""
+RESERVED = frozenset({
+    "attention_mask", "input_ids", "kept", "position_ids", "prompts", "response_mask", "responses",
+    "request_begin", "request_end", "request_how", "request_tries",
+})  # fmt: skip
+"""Columns of the rollout and of the request, which a reward must not return."""
 
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, Set)
 
@@ -123,7 +126,7 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
         if odd is not None:
             raise ValueError(f"a dict with the key {odd!r}, which is not a column name")
         if taken := RESERVED.intersection(result):
-            raise ValueError(f"a dict with the key {min(taken)!r}, which is a column of the rollout")
+            raise ValueError(f"a dict with the key {min(taken)!r}, which is a column of the rollout or the request")
         # Copies: the function may keep what it returned, and change it for the next sample.
         extras = own_copy({key: value for key, value in result.items() if key != "score"})
         return _part(result["score"], "a dict whose 'score' is"), extras

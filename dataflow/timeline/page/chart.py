@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _TYPES = {
     "float64": ("begin", "end", "at", "from_x", "to_x"),
     "float32": ("top", "bottom", "y", "from_y", "to_y", "idle", "version", "stale", "samples"),
-    "int32": ("step", "count"),
+    "int32": ("step", "group", "count"),
     "int16": ("stage", "part", "parts", "small"),
     "uint16": ("run",),
 }
@@ -171,6 +171,7 @@ def _palettes(palette: Sequence[str]) -> dict[str, tuple[list[str], list[str]]]:
 def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], palette: Sequence[str]) -> figure:
     from bokeh.models import (
         BoxZoomTool,
+        CustomJS,
         CustomJSHover,
         FixedTicker,
         HoverTool,
@@ -179,6 +180,7 @@ def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], pa
         PlainText,
         Range1d,
         ResetTool,
+        TapTool,
         WheelZoomTool,
     )
     from bokeh.plotting import figure
@@ -239,6 +241,10 @@ def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], pa
         # A request lies on its band: keep their tooltips apart.
         tips.attachment = {"request": "above", "wait": "horizontal", "span": "horizontal"}.get(renderer.name, "below")
         made.add_tools(tips)
+    # By inspection: a selection would make the other bars pale.
+    asked = [renderer for renderer in bars if renderer.name == "request"]
+    reading = CustomJS(code="timeline.read(cb_data.source)")
+    made.add_tools(TapTool(renderers=asked, behavior="inspect", callback=reading, visible=False))
     return made
 
 
@@ -353,14 +359,21 @@ def _coarse(sheet: Sheet) -> list[int]:
     return kept
 
 
-def script_facts(sheet: Sheet, colour: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the JSON-serializable data that the page's script needs beside the models."""
+def script_facts(sheet: Sheet, colour: Mapping[str, str], samples: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the JSON-serializable data that the page's script needs beside the models.
+
+    Args:
+        sheet: the columns that are drawn.
+        colour: stage -> colour.
+        samples: run -> address of the page of its samples, if there is one.
+    """
     words = {
         source: {name: values for name, values in getattr(sheet, source).items() if name not in _TYPE_OF}
         for source in _SOURCES
     }
     return {
         "runs": sheet.names,
+        "samples": [samples.get(name, "") for name in sheet.names],
         "stages": sheet.stages,
         "ink": [contrast(colour[stage]) for stage in sheet.stages],
         "longest": sheet.longest * 1.005 or 1.0,

@@ -39,7 +39,8 @@ def page(
         traces: one run, or several by name; the others are compared with the first.
         path: file name ending in ``.html``, replaced atomically. The same traces give the same file.
         title: over the whole page; the names of the runs by default.
-        facts: run -> facts that its trace does not contain: ``accuracy_before`` and ``accuracy_after``.
+        facts: run -> facts that its trace does not contain: ``accuracy_before`` and ``accuracy_after``, and
+            ``samples``, the address of the page of its samples.
 
     Raises:
         DataError: the file name has another ending, or a trace has no task.
@@ -83,7 +84,8 @@ def text(
     for name, trace in traces.items():
         found = panel.panel(trace, numbers[name], facts.get(name, {}))
         parts.append(f"<h2>{escape(name)}</h2>{panel.headline(trace, numbers[name])}{found}" if several else found)
-    data = f"{embedded('item', item)}\n{embedded('facts', script_facts(drawn, colour))}"
+    samples = {name: str(of["samples"]) for name, of in facts.items() if "samples" in of}
+    data = f"{embedded('item', item)}\n{embedded('facts', script_facts(drawn, colour, samples))}"
     start = f"timeline.start({read_embedded('item')}, {read_embedded('facts')}, {'true' if live else 'false'})"
     scripts = f"{bokeh_scripts()}\n<script>\n{_asset('page.js')}{start}\n</script>"
     return _shell(title, "\n".join(parts) + f"\n{data}\n{scripts}", version)

@@ -40,6 +40,7 @@ const timeline = (() => {
       ...spent(d, i), ["ended", at(d.end[i])], ["led to", d.task[i]],
       ["which began", d.task[i] ? at(d.to_x[i]) : ""],
       ["GPUs waited", d.idle[i] > 0 ? time(d.idle[i]) : "not at all"],
+      ["click", textOf(d, i) ? "opens its text" : ""],
     ])],
     band: [(d, i) => d.count[i] + " reward requests in flight", (d, i, most) =>
       lines([["at", at(d.begin[i])], ["at most", most]])],
@@ -49,6 +50,18 @@ const timeline = (() => {
     const [head, said] = telling[source.name] ?? telling.band
     const d = { ...source.data, ...facts.words[source.name] }
     return what === "head" ? run(d, i) + head(d, i) : said(d, i, source.tags[0])
+  }
+
+  // The address of a group's text; "" if there is none.
+  function textOf(d, i) {
+    const page = facts.samples[d.run[i]]
+    return page && d.group[i] >= 0 ? page + "#step-" + d.step[i] + "-group-" + d.group[i] : ""
+  }
+
+  function read(source) {
+    const [i] = source.inspected.indices
+    const address = i === undefined ? "" : textOf(source.data, i)
+    if (address) open(address, "samples")
   }
 
   // --- labels -----------------------------------------------------------------------------------------------
@@ -258,5 +271,5 @@ const timeline = (() => {
     document.documentElement.dataset.ready = "yes"
   }
 
-  return { start, tell, columns, model: (name) => model(name) }
+  return { start, tell, read, columns, model: (name) => model(name) }
 })()

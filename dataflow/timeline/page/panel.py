@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from dataflow.timeline.culprits import Culprit, culprits
+from dataflow.timeline.culprits import Culprit, culprits, place_of
 from dataflow.timeline.page.tracks import Versions
 from dataflow.timeline.spans import Trace, called
 from dataflow.timeline.text import extent
@@ -135,9 +135,16 @@ def panel(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
     Args:
         trace: of the run.
         numbers: its summary.
-        facts: from its summary.json: ``accuracy_before``, ``accuracy_after``, ``accuracy_mean_last_3``, ``total_s``.
+        facts: from its summary.json: ``accuracy_before``, ``accuracy_after``, ``accuracy_mean_last_3``, ``total_s``;
+            ``samples``, the address of the page of its samples.
     """
-    parts = [_about(trace, numbers, facts), _waits(trace), _busy(numbers), _causes(numbers), _staleness(trace)]
+    parts = [
+        _about(trace, numbers, facts),
+        _waits(trace, str(facts.get("samples", ""))),
+        _busy(numbers),
+        _causes(numbers),
+        _staleness(trace),
+    ]
     return f'<section class="panel">{"".join(parts)}</section>'
 
 
@@ -178,26 +185,31 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
     return _card("run", _table([], [row for row in rows if row]))
 
 
-def _waits(trace: Trace) -> str:
+def _waits(trace: Trace, samples: str = "") -> str:
     begin, _ = extent(trace)
     found = culprits(trace)[:LONGEST]
     if not found:
         return _card("longest waits", "<p>The GPUs never waited.</p>" if trace.pools else "")
     several = len(trace.pools) > 1
-    rows = [_wait(c, begin, several) for c in found]
+    rows = [_wait(c, begin, several, samples) for c in found]
     return _card("longest waits", _table(["waited", "at", "for", "who came last", "then ran"], rows), "wide")
 
 
-def _wait(found: Culprit, begin: float, several: bool) -> list[str]:
+def _wait(found: Culprit, begin: float, several: bool, samples: str) -> list[str]:
     wait = found.wait
     where = f' data-from="{wait.begin - begin:.6f}" data-to="{wait.end - begin:.6f}"'
     go = f'<button type="button" class="go" title="show it on the chart"{where}>{seconds(wait.seconds)}</button>'
     cause = f"{escape(wait.cause)} <small>({escape(found.pool)})</small>" if several else escape(wait.cause)
+    who = f'<span class="words">{escape(found.words) or "–"}</span>'
+    if samples and found.request is not None and (place := place_of(found.request)) is not None:
+        step, group = place
+        address = escape(f"{samples}#step-{step}-group-{group}")
+        who = f'<a class="text" target="samples" title="read what it said" href="{address}">{who}</a>'
     return [
         go,
         f"{wait.begin - begin:.1f} s",
         cause,
-        f'<span class="words">{escape(found.words) or "–"}</span>',
+        who,
         escape(wait.task) or "–",
     ]
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from dataflow.timeline.attribution import Wait
 from dataflow.timeline.critical import critical_path
-from dataflow.timeline.culprits import Culprit, culprits, last_requests
+from dataflow.timeline.culprits import Culprit, culprits, last_requests, place_of
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes
 from dataflow.timeline.text import extent
 
@@ -30,7 +30,7 @@ _SPANS = ("run", "begin", "end", "top", "bottom", "stage", "step", "part", "part
 _PATH = ("run", "begin", "end", "top", "bottom", "stage", "step", "task", "from_x", "from_y", "y")
 _WAITS = ("run", "begin", "end", "top", "bottom", "step", "pool", "cause", "task", "who")
 _BANDS = ("begin", "end", "top", "bottom", "count")
-_REQUESTS = ("run", "begin", "end", "y", "step", "to_x", "to_y", "idle", "who", "task")
+_REQUESTS = ("run", "begin", "end", "y", "step", "group", "to_x", "to_y", "idle", "who", "task")
 _STEPS = ("run", "at", "top", "bottom", "y", "step")
 
 
@@ -216,8 +216,9 @@ class _Run:
             x, at = mark.end, y
             if target is not None and target.task in self.place:
                 x, at = max(target.begin, mark.end), self.place[target.task][1]
+            _, group = place_of(mark) or (step, -1)
             who = Culprit(Wait(mark.begin, mark.end, "rewards", ""), "", step, mark).words
-            _add(self.made.requests, self.index, mark.begin - self.begin, mark.end - self.begin, y, step,
+            _add(self.made.requests, self.index, mark.begin - self.begin, mark.end - self.begin, y, step, group,
                  x - self.begin, at, idle.get(id(mark), 0.0), who, target.task if target else "")  # fmt: skip
 
     def _path(self) -> None:

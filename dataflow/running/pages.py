@@ -1,0 +1,23 @@
+"""What a finished run draws into its directory: picture and page of its timeline, and the page of its samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dataflow.samples.page import run_page
+from dataflow.timeline import files, perfetto
+from dataflow.timeline.compare import facts_of
+from dataflow.timeline.culprits import linked
+
+
+def draw_run(directory: Path) -> None:
+    """Draws ``samples.html``, if the run kept samples, and ``timeline.png`` and ``timeline.html``, which link to it.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    trace = perfetto.load(str(directory))
+    name = str(trace.meta.get("policy", "run"))
+    run_page(directory, linked(trace))
+    for out in ("timeline.png", "timeline.html"):
+        files.draw({name: trace}, directory / out, directory.name, {name: facts_of(str(directory), directory / out)})
