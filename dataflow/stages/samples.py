@@ -81,8 +81,8 @@ async def _write(
     path = file_of(Path(directory), kind, task.step)
 
     def work() -> None:
-        batches = (_picked(responses, groups), _picked(rewards, groups), advantages and _picked(advantages, groups))
-        write(path, columns(task.step, *batches))
+        gained = None if advantages is None else _picked(advantages, groups)
+        write(path, columns(task.step, _picked(responses, groups), _picked(rewards, groups), gained))
 
     try:
         await asyncio.to_thread(work)  # other stages without a service share the event loop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from dataflow.cli import main
+from dataflow.samples.files import file_of, read
 from dataflow.timeline import perfetto
 from tests.timeline.trace_format import check
 
@@ -109,6 +111,41 @@ def test_staleness_never_exceeds_the_policy_and_files_are_whole(keys: tuple[str,
     assert summary["accuracy_mean_last_3"] is None, "there were but two"
     assert summary["total_s"] > summary["wall_s"] + summary["after_training_s"]
     assert sum(m.get("reward/requested", 0) for m in metrics) == 3 * 16
+
+
+@pytest.mark.parametrize("executor", ["inline", "ray"])
+def test_samples_say_what_the_model_said(
+    keys: tuple[str, ...], executor: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = run(keys, "policy=both+stream", "val.every=2", f"executor={executor}", "samples.most=10")
+    directory = summary["directory"]
+    names = {f.name for f in (directory / "samples").iterdir()}
+    steps, evaluations = (1, 2, 3), (0, 2, 3)
+    assert names == {f"step_{s:06d}.parquet" for s in steps} | {f"val_{s:06d}.parquet" for s in evaluations}
+    trace = perfetto.read(directory / "trace.json")
+    asked = [m for m in trace.marks if "group" in m.args and not m.args.get("validation")]
+    marks = {(m.args["step"], m.args["group"], m.args["sample"]): m for m in asked}
+    for step in steps:
+        rows = read(file_of(directory / "samples", "step", step))
+        assert [(row["group"], row["sample"]) for row in rows] == [(g, i) for g in range(5) for i in range(2)]
+        assert {row["weights_version"] for row in rows} == {max(0, step - 2)}
+        for row in rows:
+            assert row["score"] == pytest.approx(len(row["response"]) / 100)
+            assert row["prompt"]
+            mark = marks[step, row["group"], row["sample"]]
+            assert row["latency_s"] == pytest.approx(mark.end - mark.begin, abs=1e-5)
+        for first, second in zip(rows[::2], rows[1::2], strict=True):
+            higher = first["score"] > second["score"]
+            assert (first["advantage"] > second["advantage"]) is higher
+    (span,) = (s for s in trace.spans if s.stage == "write_samples" and s.step == 3)
+    assert (span.args["written"], span.args["left_out"], span.args["optional"]) == (10, 6, True)
+    page = (directory / "samples.html").read_text()
+    assert page.count('id="step-') == 3 * 5
+    links = re.findall(r'href="samples\.html#step-\d+-group-(\d+)"', (directory / "timeline.html").read_text())
+    assert {int(group) for group in links} <= set(range(8))
+    capsys.readouterr()
+    assert main(["samples", str(directory), "sort=-score", "most=1"]) == 0
+    assert capsys.readouterr().out.startswith("step 3: 10 samples in 5 groups")
 
 
 def test_any_policy_of_two_integers(keys: tuple[str, ...]) -> None:

@@ -47,6 +47,9 @@ def test_a_step_in_two_parts() -> None:
         assert parts[0]["score"].tolist() == [2, 2, 3, 3]
         assert parts[0]["truth"].tolist() == ["2", "2", "3", "3"]
         assert parts[0].meta == {}, "records do not travel on"
+        times = [(mark["begin"], mark["end"]) for mark in tasks[0].marks]
+        assert list(zip(*(parts[0][f"request_{at}"].tolist() for at in ("begin", "end")), strict=True)) == times
+        assert parts[0]["request_tries"].tolist() == [1] * 4
         assert [len(task.marks) for task in tasks] == [4, 4]
         mark = tasks[0].marks[0]
         assert (mark["name"], mark["step"], mark["group"], mark["sample"]) == ("reward", 7, 2, 0)

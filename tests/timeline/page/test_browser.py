@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from dataflow.samples.page import page as samples_page
 from dataflow.testing import chromium
 from dataflow.testing.following import followed
 from dataflow.testing.runs import made_up
 from dataflow.timeline import perfetto
+from dataflow.timeline.culprits import linked
 from dataflow.timeline.page.html import page
 from dataflow.timeline.spans import Span, Trace
 
@@ -131,6 +133,43 @@ def test_pointing_at_a_task_a_wait_or_a_request_says_what_is_known(opened: Open)
     shown_text = point_at(tab, "requests", 0)
     assert "slowest request: step 1, group" in shown_text
     assert "led to" in shown_text
+
+
+def test_a_click_on_a_slow_group_opens_its_text(opened: Open, tmp_path: Path) -> None:
+    trace = run()
+    rows = [
+        {"step": step, "group": group, "sample": 0, "prompt": "p", "response": f"said {step}.{group}", "score": 1.0}
+        for step, group in linked(trace)
+    ]
+    samples_page(rows, tmp_path / "samples.html", "run")
+    tab = opened({"both": trace}, facts={"both": {"samples": "samples.html"}})
+    assert "opens its text" in point_at(tab, "requests", 0)
+    step, group = data(tab, "requests", "step")[0], data(tab, "requests", "group")[0]
+    with tab.expect_popup() as popup:
+        tab.mouse.down()
+        tab.mouse.up()
+    text = popup.value
+    text.wait_for_load_state()
+    assert text.url.endswith(f"samples.html#step-{step}-group-{group}")
+    assert f"said {step}.{group}" in text.locator("section.group:target").inner_text()
+    assert text.locator("#missing").is_hidden()
+    link = tab.locator("a.text").last
+    link.click()  # the same tab shows it
+    text.wait_for_url("**/" + str(link.get_attribute("href")))
+    assert text.locator("section.group:target").count() == 1
+    assert len(tab.context.pages) == 2
+    text.evaluate("location.hash = 'step-99-group-1'")
+    text.locator("#missing:visible").wait_for()
+    assert "Step 99, group 1 is not on this page" in text.locator("#missing").inner_text()
+
+
+def test_a_page_without_samples_opens_nothing(opened: Open) -> None:
+    tab = opened(run())
+    assert "opens its text" not in point_at(tab, "requests", 0)
+    tab.mouse.down()
+    tab.mouse.up()
+    assert tab.locator("a.text").count() == 0
+    assert len(tab.context.pages) == 1
 
 
 def test_names_from_a_trace_are_text(opened: Open) -> None:

@@ -14,7 +14,7 @@ import pytest
 from dataflow.drawing.page import renumbered
 from dataflow.errors import DataError
 from dataflow.testing.runs import made_up
-from dataflow.timeline.culprits import last_requests
+from dataflow.timeline.culprits import last_requests, linked
 from dataflow.timeline.page.html import page, text, waiting
 from dataflow.timeline.page.tracks import Versions, sheet, step_ends, thin
 from dataflow.timeline.spans import Mark, Span, Trace
@@ -75,6 +75,18 @@ def test_a_page_holds_all_it_needs_and_says_how_the_run_went(tmp_path: Path) -> 
         assert word in found.words
     assert "interrupted" not in found.words
     assert found.facts["stages"] == trace.stages
+
+
+def test_slow_groups_link_to_their_text(tmp_path: Path) -> None:
+    trace = made_up(6)
+    address = 'samples.html?a="b'
+    found = written(tmp_path, trace, facts={"both": {"samples": address}})
+    assert found.loads
+    assert all(re.fullmatch(re.escape(address) + r"#step-\d+-group-\d+", to) for to in found.loads)
+    assert found.facts["samples"] == [address]
+    places = {to.partition("#")[2] for to in found.loads}
+    assert places <= {f"step-{step}-group-{group}" for step, group in linked(trace)}
+    assert written(tmp_path, trace).loads == []
 
 
 def test_the_same_traces_give_the_same_file(tmp_path: Path) -> None:
