@@ -48,7 +48,7 @@ def unmakable(path: str | os.PathLike[str]) -> str | None:
         missing.insert(0, place.name)
         place = place.parent
     if not os.path.isdir(place):
-        return f"{place} is no directory; give another one."
+        return f"{place} is not a directory; give another one."
     return _tried(place, None, missing)
 
 
@@ -80,7 +80,7 @@ def decoded(data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is no UTF-8 text (byte {error.start}); save it as UTF-8") from error
+        raise ValueError(f"it is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
 @contextmanager

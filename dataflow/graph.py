@@ -95,7 +95,7 @@ class Pipeline:
     def _check(self, s: Stage) -> None:
         if s.on not in self.resources:
             raise PipelineError(
-                f"stage '{s.name}' runs on '{s.on}', which is no resource{nearest(s.on, self.resources)}"
+                f"stage '{s.name}' runs on '{s.on}', which is not a resource{nearest(s.on, self.resources)}"
                 f" (declared: {', '.join(self.resources)})."
             )
         for name, lag in s.reads:
@@ -123,7 +123,7 @@ class Pipeline:
         for name in s.after:
             if name not in self.by_name:
                 raise PipelineError(
-                    f"stage '{s.name}' is after '{name}', which is no stage{nearest(name, self.by_name) or '.'}"
+                    f"stage '{s.name}' is after '{name}', which is not a stage{nearest(name, self.by_name) or '.'}"
                 )
         if missing := s.unbound():
             raise PipelineError(

@@ -68,7 +68,7 @@ def test_bad_data(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_qwen:
         return refused(capsys, tmp_path, *model, f"data.train={file}", *more)
 
     assert "there is no such data file" in said(tmp_path / "missing.jsonl")
-    assert "line 2: this is no JSON" in said(lines(tmp_path / "cut.jsonl", PROBLEM, '{"question": "Wh'))
+    assert "line 2: this is not JSON" in said(lines(tmp_path / "cut.jsonl", PROBLEM, '{"question": "Wh'))
     no_mark = {"question": "What is 3 + 4?", "answer": "7"}
     assert "line 1: the answer has no '####'" in said(lines(tmp_path / "bare.jsonl", no_mark))
     long = lines(tmp_path / "long.jsonl", *[PROBLEM] * 40, {**PROBLEM, "question": "many " * 300})

@@ -157,7 +157,7 @@ WRONG = {
     ),
     "undeclared resource": (
         build(*GRPO, plain("mine", writes="m", on="gpus")),
-        "stage 'mine' runs on 'gpus', which is no resource; did you mean 'gpu'? "
+        "stage 'mine' runs on 'gpus', which is not a resource; did you mean 'gpu'? "
         "(declared: gpu, reward, controller, io).",
     ),
     "no slots": (
@@ -195,7 +195,7 @@ WRONG = {
     ),
     "after nothing": (
         build(*GRPO, plain("mine", writes="m", on="io", after=["rolout"])),
-        "stage 'mine' is after 'rolout', which is no stage; did you mean 'rollout'?",
+        "stage 'mine' is after 'rolout', which is not a stage; did you mean 'rollout'?",
     ),
     "every": (
         build(*GRPO, plain("mine", writes="m", on="io", every=0)),

@@ -232,7 +232,7 @@ def _yaml(key: str, raw: str) -> Any:
         return yaml_values.load(raw)
     except ValueError as error:
         said = str(error)
-        why = f"{said}; give it once" if "twice" in said else "the value is no YAML; put quotes around a text"
+        why = f"{said}; give it once" if "twice" in said else "the value is not YAML; put quotes around a text"
         raise ConfigError(f"{key}={shortened(raw)}: {why}.") from error
 
 

@@ -80,7 +80,7 @@ def _read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             label = f"{path}, line {number}"
             problem = _parsed(line, label)
             if not isinstance(problem, dict):
-                raise DataError(f"{label}: this is no JSON object with a question and an answer.")
+                raise DataError(f"{label}: this is not a JSON object with a question and an answer.")
             problems.append(problem)
             labels.append(label)
     except OSError as e:
@@ -103,7 +103,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             try:
                 text = decoded(line) if number == 1 else line.decode()
             except ValueError as e:
-                why = "it is no UTF-8 text; save it as UTF-8" if isinstance(e, UnicodeDecodeError) else str(e)
+                why = "it is not UTF-8 text; save it as UTF-8" if isinstance(e, UnicodeDecodeError) else str(e)
                 if len(line) <= 4 * LONGEST_ROW:
                     raise DataError(f"{label}: {why}.") from e
                 text = ""
@@ -122,7 +122,7 @@ def _parsed(line: str, label: str) -> Any:
     """
 
     def constant(name: str) -> Any:
-        raise DataError(f"{label}: this is no JSON ({name} is no JSON number).")
+        raise DataError(f"{label}: this is not JSON ({name} is not a JSON number).")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -134,7 +134,7 @@ def _parsed(line: str, label: str) -> Any:
     try:
         return json.loads(line, parse_constant=constant, object_pairs_hook=once)
     except json.JSONDecodeError as e:
-        raise DataError(f"{label}: this is no JSON ({e.msg} at column {e.colno}).") from e
+        raise DataError(f"{label}: this is not JSON ({e.msg} at column {e.colno}).") from e
     except RecursionError as e:
         raise DataError(f"{label}: the JSON nests too deep to be read.") from e
     except ValueError as e:
@@ -152,7 +152,7 @@ def _check_text(text: str, label: str) -> None:
         except UnicodeEncodeError as e:
             raise DataError(
                 f"{label}: character {e.start + 1} of a text is half a surrogate pair (\\u{ord(text[e.start]):04x}), "
-                "which is no Unicode character; write it as UTF-8 text."
+                "which is not a Unicode character; write it as UTF-8 text."
             ) from e
     if "\0" in text:
         raise DataError(f"{label}: character {text.index(chr(0)) + 1} of a text is NUL (\\u0000); leave it out.")
@@ -174,7 +174,7 @@ def _read_parquet(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         columns = [*COLUMNS, *(["extra_info"] if "extra_info" in names else [])]
         rows = file.read(columns=columns).to_pylist()
     except (pa.ArrowException, OSError, ValueError) as e:
-        raise DataError(f"{path}: this is no readable parquet file ({first_line(e)}).") from e
+        raise DataError(f"{path}: this is not a readable parquet file ({first_line(e)}).") from e
     labels = [f"{path}, row {i + 1}" for i in range(len(rows))]
     for row, label in zip(rows, labels, strict=True):
         _check_row(row, label)
@@ -224,7 +224,7 @@ def _check_row(row: Mapping[str, Any], label: str) -> None:
     prompt, model = row["prompt"], row.get("reward_model")
     messages = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)
     if not messages or any(not m.get("role") or m.get("content") is None for m in prompt):
-        raise DataError(f"{label}: 'prompt' is no list of chat messages with role and content.")
+        raise DataError(f"{label}: 'prompt' is not a list of chat messages with role and content.")
     for message in prompt:
         for value in (message["role"], message["content"]):
             if isinstance(value, str):
@@ -232,7 +232,7 @@ def _check_row(row: Mapping[str, Any], label: str) -> None:
     if not isinstance(model, Mapping) or model.get("ground_truth") is None:
         raise DataError(f"{label}: 'reward_model' has no 'ground_truth'.")
     if not isinstance(row.get("data_source"), str):
-        raise DataError(f"{label}: 'data_source' is no text.")
+        raise DataError(f"{label}: 'data_source' is not text.")
 
 
 def first_line(error: Exception) -> str:

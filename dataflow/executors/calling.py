@@ -66,7 +66,7 @@ def _joined(call: StageCall, name: str, values: Sequence[Any]) -> Any:
     concat = getattr(kinds.pop(), "concat", None)
     if kinds or concat is None:
         raise DataflowError(
-            f"{call.stage}: field '{name}' comes in {len(values)} values that are no Batch; return a Batch, or an "
+            f"{call.stage}: field '{name}' comes in {len(values)} values that are not a Batch; return a Batch, or an "
             "object whose class has concat(values)."
         )
     return concat(values)

@@ -59,7 +59,7 @@ def headers(path: Path) -> dict[str, tuple[list[int], str]]:
     """Returns shape and type of each weight, from the headers of the safetensors files.
 
     Raises:
-        ModelError: a file is missing, truncated or corrupt, or a weight is no floating-point number.
+        ModelError: a file is missing, truncated or corrupt, or a weight is not a floating-point number.
     """
     if (path / WEIGHTS).is_file():
         found = _header(path / WEIGHTS)
@@ -195,10 +195,10 @@ def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
     named = ", ".join(architectures)
     if not set(wanted).intersection(architectures):
         instead = f" {' or '.join(wanted)} is" if wanted else " one that ends in ForCausalLM is"
-        raise ModelError(f"model {path} is a {named}, which is no causal language model;{instead} needed.")
+        raise ModelError(f"model {path} is a {named}, which is not a causal language model;{instead} needed.")
     # Encoders have a causal class, too; without is_decoder, their tokens attend to later ones.
     if kind in _table("MODEL_FOR_MASKED_LM_MAPPING_NAMES") and config.get("is_decoder") is False:
-        raise ModelError(f"model {path} is a {named} with is_decoder=false, which is no causal language model.")
+        raise ModelError(f"model {path} is a {named} with is_decoder=false, which is not a causal language model.")
     if config.get("quantization_config"):
         raise ModelError(f"model {path} is quantized, and cannot be trained; give the model that it was made from.")
 
@@ -246,7 +246,7 @@ def _header(file: Path) -> dict[str, tuple[list[int], str]]:
 
     try:
         with safe_open(str(file), framework="numpy") as held:
-            parts = {name: held.get_slice(name) for name in held.keys()}  # noqa: SIM118 - it is no mapping
+            parts = {name: held.get_slice(name) for name in held.keys()}  # noqa: SIM118 - it is not a mapping
             return {name: (list(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
     # Its own error is a plain Exception; a directory or a file without rights is an OSError.
     except Exception as error:
@@ -261,7 +261,7 @@ def _sharded(path: Path) -> dict[str, tuple[list[int], str]]:
     found: dict[str, tuple[list[int], str]] = {}
     for shard in sorted(set(shards.values())):
         if Path(shard).name != shard:
-            raise ModelError(f"model {path}: {INDEX} names '{shard}', which is no file of that directory.")
+            raise ModelError(f"model {path}: {INDEX} names '{shard}', which is not a file of that directory.")
         if not (path / shard).is_file():
             raise ModelError(f"model {path}: shard {shard} is missing; download or save the model again.")
         held = _header(path / shard)

@@ -151,7 +151,7 @@ def check_model(path: str | Path) -> Path:
     except Exception as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise ModelError(
-            f"model.path={text} is no local directory, and the Hugging Face hub does not give it ({reason})."
+            f"model.path={text} is not a local directory, and the Hugging Face hub does not give it ({reason})."
         ) from e
     check_files(Path(found))
     return Path(found)

@@ -169,7 +169,7 @@ def tools_kwargs(extra_info: Any) -> dict[str, dict[str, Any]]:
     Parquet gives every row the keys of all rows, so None means that a keyword was not given.
 
     Raises:
-        DataError: it is no mapping of mappings.
+        DataError: it is not a mapping of mappings.
     """
     found = (extra_info or {}).get("tools_kwargs") or {}
     if not isinstance(found, Mapping):

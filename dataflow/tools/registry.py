@@ -75,7 +75,9 @@ class Tool:
         """
         own_name = getattr(target, "__name__", type(target).__name__)
         if not callable(target) or (isinstance(target, type) and "__call__" not in dir(target)):
-            what = f"class '{own_name}' has no method __call__" if callable(target) else f"'{target!r}' is no function"
+            what = (
+                f"class '{own_name}' has no method __call__" if callable(target) else f"'{target!r}' is not a function"
+            )
             raise ConfigError(f"{where}: {what}; a tool is a function, or a class whose instances can be called.")
         name, description = vars(target).get(_MARK, (None, None)) if hasattr(target, "__dict__") else (None, None)
         if description is None:

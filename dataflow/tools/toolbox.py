@@ -123,7 +123,9 @@ class Toolbox:
     def _check_kwargs(self, given: Mapping[str, Mapping[str, Any]], where: str) -> None:
         for name in given:
             if name not in self._known:
-                raise DataError(f"{where}: tools_kwargs names '{name}', which is no tool{nearest(name, self._known)}.")
+                raise DataError(
+                    f"{where}: tools_kwargs names '{name}', which is not a tool{nearest(name, self._known)}."
+                )
         for name, tool in self.tools.items():
             tool.check_own(given.get(name, {}), where)
 

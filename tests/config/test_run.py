@@ -94,7 +94,7 @@ def test_a_value_arrives(arg: str, at: str, value: object) -> None:
         ("runs=null", "runs=null: give a text."),
         ("data.train=''", "data.train='': give a text that is not empty."),
         ("name=a/b", "name=a/b: give a plain directory name, without slashes."),
-        ("steps=[1", "steps=[1: the value is no YAML; put quotes around a text."),
+        ("steps=[1", "steps=[1: the value is not YAML; put quotes around a text."),
         (
             "tracking=64",
             "tracking=64: 'tracking' is a section; set one of its keys: tracking.backends, tracking.project.",

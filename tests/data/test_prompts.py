@@ -197,9 +197,9 @@ def test_jsonl_becomes_verls_rows(tmp_path):
 
 
 BAD_LINES = {
-    "{'question': 1}\n": "this is no JSON",
-    '{"question": "half\n': "this is no JSON",
-    "[1, 2]\n": "this is no JSON object",
+    "{'question': 1}\n": "this is not JSON",
+    '{"question": "half\n': "this is not JSON",
+    "[1, 2]\n": "this is not a JSON object",
     '{"answer": "#### 1"}\n': "the problem has no 'question'",
     '{"question": "1?"}\n': "the problem has no 'answer'",
     '{"question": " ", "answer": "#### 1"}\n': "the problem has no 'question'",
@@ -228,9 +228,9 @@ def test_a_bad_file_is_named(tmp_path):
         "none.parquet": "there is no such data file",
         "folder.jsonl": "there is no such data file",
         "x.csv": "unknown kind of data file; give a .jsonl or a .parquet file",
-        "bytes.jsonl": "it is no UTF-8 text",
+        "bytes.jsonl": "it is not UTF-8 text",
         "empty.jsonl": "the file is empty",
-        "text.parquet": "this is no readable parquet file",
+        "text.parquet": "this is not a readable parquet file",
     }.items():
         with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path / name))}(, line 1)?: {message}") as caught:
             load_rows(tmp_path / name)
@@ -272,13 +272,13 @@ def test_parquet_without_extra_info_or_with_numbers_as_truth_will_do(tokenizer, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": "What is 3 + 4?"}, "'prompt' is no list of chat messages"),
-        ({"prompt": []}, "'prompt' is no list of chat messages"),
-        ({"prompt": [{"role": "user", "content": None}]}, "'prompt' is no list of chat messages"),
-        ({"prompt": [{"text": "3?"}]}, "'prompt' is no list of chat messages"),
+        ({"prompt": "What is 3 + 4?"}, "'prompt' is not a list of chat messages"),
+        ({"prompt": []}, "'prompt' is not a list of chat messages"),
+        ({"prompt": [{"role": "user", "content": None}]}, "'prompt' is not a list of chat messages"),
+        ({"prompt": [{"text": "3?"}]}, "'prompt' is not a list of chat messages"),
         ({"reward_model": {"style": "rule"}}, "'reward_model' has no 'ground_truth'"),
         ({"reward_model": None}, "'reward_model' has no 'ground_truth'"),
-        ({"data_source": None}, "'data_source' is no text"),
+        ({"data_source": None}, "'data_source' is not text"),
     ],
 )
 def test_a_bad_parquet_row_is_named(change, message, tmp_path):

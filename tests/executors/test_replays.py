@@ -131,7 +131,7 @@ def test_who_collects_may_lie_behind_a_stage_elsewhere() -> None:
     kept = replays(request.bind(desk=DESK), elsewhere, collect_late.bind(desk=DESK))
     submit(kept, submitted(1))
     kept.ended(None, task(elsewhere, 1), None)
-    assert [s.groups for s in kept.left()] == [GROUPS], "it hands out nothing: it is no stage of the tool"
+    assert [s.groups for s in kept.left()] == [GROUPS], "it returns nothing: it is not a stage of the service"
     kept.ended(None, task(collect_late, 1), None)
     assert len(kept) == 0
 

@@ -128,7 +128,7 @@ def test_steps_in_flight_are_collected_out_of_order_and_never_mixed(order: Any) 
 
 @pytest.mark.parametrize("order", ["arrival", "index"])
 def test_parts_that_do_not_divide_the_step(order: Any) -> None:
-    """Row 6: a mini-batch size that is no multiple of the group loses those rewards.
+    """Row 6: a mini-batch size that is not a multiple of the group loses those rewards.
 
     Here k counts groups: none is ever torn, and the last collect takes what is left.
     """

@@ -96,7 +96,7 @@ def test_a_damaged_file_of_weights_is_named(model: Path, damage: str, sharded: b
         (lambda path: (path / INDEX).write_text("{}"), "has no weight_map"),
         (lambda path: (path / INDEX).write_text('{"weight_map": ["a.safetensors"]}'), "has no weight_map"),
         (lambda path: (path / INDEX).write_text('{"weight_map": {}}'), "holds no weights"),
-        (lambda path: (path / INDEX).write_text('{"weight_map": {"a": "../x"}}'), "is no file of that directory"),
+        (lambda path: (path / INDEX).write_text('{"weight_map": {"a": "../x"}}'), "is not a file of that directory"),
         (lambda path: shutil.copy(path / "a.safetensors", path / "b.safetensors"), "is not in b.safetensors"),
     ],
 )
@@ -136,12 +136,21 @@ def test_no_weights_at_all(model: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert", "architectures": ["BertModel"]}, "is a BertModel, which is no causal language model"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "no causal language model; BertLMHeadModel is"),
+        (
+            {"model_type": "bert", "architectures": ["BertModel"]},
+            "is a BertModel, which is not a causal language model",
+        ),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            "not a causal language model; BertLMHeadModel is",
+        ),
         ({"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": False}, "is_decoder=false"),
-        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "no causal language model"),
-        ({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}, "no causal language model"),
-        ({"model_type": "clip", "architectures": ["CLIPModel"]}, "no causal language model"),
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "not a causal language model"),
+        (
+            {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
+            "not a causal language model",
+        ),
+        ({"model_type": "clip", "architectures": ["CLIPModel"]}, "not a causal language model"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForCausalLM is needed"),
         ({"architectures": ["Qwen2ForTokenClassification"]}, "Qwen2ForCausalLM is needed"),
         ({"architectures": ["Qwen2Model"]}, "Qwen2ForCausalLM is needed"),

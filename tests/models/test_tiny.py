@@ -199,7 +199,7 @@ def test_a_missing_path_is_said_without_asking_the_hub(path, monkeypatch):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["no-such-org/no-such-model", "no-such-model"])
 def test_a_hub_id_that_cannot_be_had_is_one_sentence(name):
-    with pytest.raises(ModelError, match=f"^model.path={name} is no local directory") as caught:
+    with pytest.raises(ModelError, match=f"^model.path={name} is not a local directory") as caught:
         check_model(name)
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is not None

@@ -93,7 +93,7 @@ def test_whatever_a_task_tells_the_run_goes_on(tmp_path: Path) -> None:
     trace.add(
         span(1, loss=float("nan"), most=float("inf"), n=np.int64(3), x=np.float32(0.5), at=np.array([1.0, np.nan])),
         span(2, **{"numbers": {1: 2, None: 3}, "where": path, "part": "mine"}),
-        Mark("reward", "reward", 1.0, 2.0, {7: "a key that is no text"}),  # type: ignore[dict-item]
+        Mark("reward", "reward", 1.0, 2.0, {7: "a key that is not text"}),  # type: ignore[dict-item]
     )
     assert writer.left_out == 0
     trace.add(
@@ -111,7 +111,7 @@ def test_whatever_a_task_tells_the_run_goes_on(tmp_path: Path) -> None:
     assert [s.step for s in back.spans] == [1, 2, 6]
     assert back.spans[0].args == {"loss": None, "most": None, "n": 3, "x": 0.5, "at": [1.0, None]}
     assert back.spans[1].args["part"] == "mine"
-    assert back.marks[0].args == {"7": "a key that is no text"}
+    assert back.marks[0].args == {"7": "a key that is not text"}
     assert len(trace.spans) == 6
 
 

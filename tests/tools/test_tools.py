@@ -97,7 +97,7 @@ def test_chosen_by_name(file: str) -> None:
     [
         (["lokup"], "my_tools.py: there is no tool 'lokup'; did you mean 'lookup'"),
         (["zzz"], "my_tools.py: there is no tool 'zzz'; there is lookup, Die, calculator"),
-        (["NUMBER"], "my_tools.py: '7' is no function; a tool is a function, or a class"),
+        (["NUMBER"], "my_tools.py: '7' is not a function; a tool is a function, or a class"),
         (["Shout"], "my_tools.py: class 'Shout' has no method __call__"),
     ],
 )

@@ -153,9 +153,9 @@ def _from_csv(place: Path, timings: Sequence[str]) -> dict[str, dict[int, float]
     except OSError as error:
         raise DataError(f"log {place}: {error.strerror or error}; {_GIVE}.") from error
     except (ValueError, csv.Error) as error:
-        raise DataError(f"log {place} is no CSV ({error}); {_GIVE}.") from error
+        raise DataError(f"log {place} is not CSV ({error}); {_GIVE}.") from error
     if "\0" in text:
-        raise DataError(f"log {place} is no CSV (it holds null bytes); {_GIVE}.")
+        raise DataError(f"log {place} is not CSV (it holds null bytes); {_GIVE}.")
     if not rows:
         raise DataError(f"log {place} is empty; {_GIVE}.")
     header = rows.pop(0)[1]
@@ -175,7 +175,7 @@ def _from_csv(place: Path, timings: Sequence[str]) -> dict[str, dict[int, float]
         cells = dict(zip(names, row, strict=True))
         at = _number(cells[key], f"{where}, column {key}", "the step's number")
         if not (at >= 0 and at.is_integer()):
-            raise DataError(f"{where}: step {cells[key]} is no whole number; give steps of 0, 1, 2 and so on.")
+            raise DataError(f"{where}: step {cells[key]} is not a whole number; give steps of 0, 1, 2 and so on.")
         if (step := int(at)) in seen:
             raise DataError(f"{where}: step {step} was on line {seen[step]} already; leave one, of one run.")
         seen[step] = line
@@ -197,4 +197,4 @@ def _number(cell: str, where: str, give: str) -> float:
     try:
         return float(cell)
     except ValueError as error:
-        raise DataError(f"{where}: '{cell[:40]}' is no number; give {give}.") from error
+        raise DataError(f"{where}: '{cell[:40]}' is not a number; give {give}.") from error

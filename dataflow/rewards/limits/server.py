@@ -221,7 +221,7 @@ class LimitServer:
         if request.queue is None:
             request.wanted = False
             return
-        # A request that never ran is no measure of the service, and used no tokens.
+        # A request that never ran is not a measure of the service, and used no tokens.
         tokens = -request.tokens if dropped else tokens
         error = _NO_RESULT if dropped or failed else None
         self._limiter.release(request.queue, begun, overloaded, tokens, error)
@@ -265,4 +265,4 @@ class LimitServer:
         self._limiter.fill()
 
 
-_NO_RESULT = DataflowError("its end is no measure of the service")
+_NO_RESULT = DataflowError("its end is not a measure of the service")

@@ -249,25 +249,25 @@ def test_tensorboard_stays_unloaded_and_its_logger_as_it_was(tmp_path: Path) -> 
         (HEAD, f": no step has a value of {GEN}, {UPDATE}; "),
         (HEAD + "0,,,,0.2\n", f": no step has a value of {GEN}, {UPDATE}; "),
         (HEAD + "1,2,,,\n2,3,,,\n", f": no step has a value of {UPDATE}; "),
-        (HEAD + "1,2,x,,\n", f", line 2 (step 1), column {UPDATE}: 'x' is no number; give a number, or nothing."),
-        (HEAD + "1,2,3,,good\n", ", line 2 (step 1), column val/acc: 'good' is no number; "),
+        (HEAD + "1,2,x,,\n", f", line 2 (step 1), column {UPDATE}: 'x' is not a number; give a number, or nothing."),
+        (HEAD + "1,2,3,,good\n", ", line 2 (step 1), column val/acc: 'good' is not a number; "),
         (HEAD + "1,2,3,,\n2,-0.5,3,,\n", f": {GEN} at step 2 is -0.5; give finite seconds of 0 or more."),
         (HEAD + "1,nan,3,,\n", f": {GEN} at step 1 is nan; "),
         (HEAD + "1,2,inf,,\n", f": {UPDATE} at step 1 is inf; "),
         (HEAD.replace("val/acc", "timing_s/x") + "1,2,3,,-1\n", ": timing_s/x at step 1 is -1; "),
         (HEAD + "1,2,3,,\n2,2,3,,\n1.0,2,3,,\n", ", line 4: step 1 was on line 2 already; leave one, of one run."),
-        (HEAD + "1.5,2,3,,\n", ", line 2: step 1.5 is no whole number; give steps of 0, 1, 2 and so on."),
-        (HEAD + "-1,2,3,,\n", ", line 2: step -1 is no whole number; "),
-        (HEAD + "nan,2,3,,\n", ", line 2: step nan is no whole number; "),
-        (HEAD + "inf,2,3,,\n", ", line 2: step inf is no whole number; "),
-        (HEAD + "one,2,3,,\n", ", line 2, column global_step: 'one' is no number; give the step's number."),
-        (HEAD + ",2,3,,\n", ", line 2, column global_step: '' is no number; "),
+        (HEAD + "1.5,2,3,,\n", ", line 2: step 1.5 is not a whole number; give steps of 0, 1, 2 and so on."),
+        (HEAD + "-1,2,3,,\n", ", line 2: step -1 is not a whole number; "),
+        (HEAD + "nan,2,3,,\n", ", line 2: step nan is not a whole number; "),
+        (HEAD + "inf,2,3,,\n", ", line 2: step inf is not a whole number; "),
+        (HEAD + "one,2,3,,\n", ", line 2, column global_step: 'one' is not a number; give the step's number."),
+        (HEAD + ",2,3,,\n", ", line 2, column global_step: '' is not a number; "),
         (HEAD + "1,2,3,,\n2,3\n", ", line 3: 2 cells under 5 columns; give a cell a column."),
         (HEAD + "1,2,3,,,7\n", ", line 2: 6 cells under 5 columns; "),
         (f"global_step,{GEN},{UPDATE},{GEN}\n1,2,3,4\n", f": two columns are named '{GEN}'; leave one."),
         ("step,gen,update_actor,gen\n1,2,3,4\n", f": two columns are named '{GEN}'; leave one."),
-        (HEAD + '1,"2,3,,\n', " is no CSV (unexpected end of data); "),
-        (HEAD + "1,\0,3,,\n", " is no CSV (it holds null bytes); "),
+        (HEAD + '1,"2,3,,\n', " is not CSV (unexpected end of data); "),
+        (HEAD + "1,\0,3,,\n", " is not CSV (it holds null bytes); "),
     ],
 )
 def test_csv_that_cannot_be_used(tmp_path: Path, text: str, expected: str) -> None:
@@ -278,11 +278,11 @@ def test_csv_that_cannot_be_used(tmp_path: Path, text: str, expected: str) -> No
 def test_binary_file_is_no_csv(tmp_path: Path) -> None:
     path = tmp_path / "picture.csv"
     path.write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
-    assert trouble(path).startswith(" is no CSV (it is no UTF-8 text")
+    assert trouble(path).startswith(" is not CSV (it is not UTF-8 text")
 
 
 def test_event_file_under_another_name_is_no_csv(tmp_path: Path) -> None:
-    assert trouble(event_file(tmp_path, TIMED, name="log")).startswith(" is no CSV (")
+    assert trouble(event_file(tmp_path, TIMED, name="log")).startswith(" is not CSV (")
 
 
 def test_nothing_at_the_path(tmp_path: Path) -> None:
