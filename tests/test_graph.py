@@ -36,12 +36,12 @@ GRPO = [rollout, advantage, actor_update]
 
 def test_a_stage_is_a_plain_function_with_named_fields():
     @stage(writes=("a", "b"), on="gpu", after=["x"], every=2)
-    def f(one, two: Carried, three: Latest, *, tool, task): ...
+    def f(one, two: Carried, three: Latest, *, service, task): ...
 
     assert f.reads == (Read("one"), Read("two", "carried"), Read("three", "latest"))
     assert (f.name, f.writes, f.on, f.after, f.every, f.grain) == ("f", ("a", "b"), "gpu", ("x",), 2, "step")
-    assert f.accepts == ("tool",)
-    assert f.unbound() == ["tool"]
+    assert f.accepts == ("service",)
+    assert f.unbound() == ["service"]
 
 
 def test_bind_renames_and_leaves_the_stage_as_it_was():
@@ -177,11 +177,11 @@ WRONG = {
         build(*GRPO, plain("collect", writes="r", on="reward", role="collects", every=2)),
         "stage 'collect' collects the rewards of every step, so it cannot run only every 2.",
     ),
-    "missing tool": (
+    "missing service": (
         build(*GRPO, scale),
         "stage 'scale' needs service or option 'factor'; bind it: scale.bind(factor=...).",
     ),
-    "unknown tool": (
+    "unknown service": (
         lambda: scale.bind(facto=2),
         "stage 'scale' takes no service or option 'facto'; did you mean 'factor'? (it takes factor, offset).",
     ),

@@ -55,7 +55,7 @@ class Parts:
             steps.pop(step, None)
 
     def emitted(self, task: Task, number: int, groups: Sequence[int] | None) -> None:
-        """Takes the groups of a chunk that a running task handed on.
+        """Takes the groups of a chunk that a running task emitted.
 
         Raises:
             DataflowError: the chunk is empty, came before, or holds groups of another chunk or of no input.

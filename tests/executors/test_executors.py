@@ -383,17 +383,17 @@ def test_a_stage_that_forms_parts_delivers_as_many_groups_as_asked(executor):
         run(executor, graph)
 
 
-def no_tool():
+def no_service():
     raise ImportError("no such engine")
 
 
-def use(prompts, *, tool): ...
+def use(prompts, *, service): ...
 
 
 @pytest.mark.timeout(60)
 def test_a_tool_that_cannot_be_built_is_named(executor):
-    broken_tool = stage(writes="x", on="gpu")(use).bind(tool=Hosted("shaky", no_tool))
-    graph = expand(Pipeline([broken_tool], inputs=["prompts"]), SchedulingPolicy(), 1)
+    broken_service = stage(writes="x", on="gpu")(use).bind(service=Hosted("shaky", no_service))
+    graph = expand(Pipeline([broken_service], inputs=["prompts"]), SchedulingPolicy(), 1)
     with pytest.raises(RunError, match="'shaky' could not be built: ImportError: no such engine") as error:
         run(executor, graph)
     assert isinstance(error.value.__cause__, ImportError)
@@ -411,8 +411,8 @@ class Closing:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("concurrent", [True, False])
 def test_tools_are_closed(executor, tmp_path, concurrent):
-    tool = Hosted("closing", Closing, {"path": str(tmp_path / "closed")}, concurrent=concurrent)
-    one = stage(writes="x", on="gpu")(use).bind(tool=tool)
+    service = Hosted("closing", Closing, {"path": str(tmp_path / "closed")}, concurrent=concurrent)
+    one = stage(writes="x", on="gpu")(use).bind(service=service)
     graph = expand(Pipeline([one], ["prompts"]), SchedulingPolicy(), 1)
     run(executor, graph)
     assert (tmp_path / "closed").read_text() == "closed"
@@ -421,7 +421,7 @@ def test_tools_are_closed(executor, tmp_path, concurrent):
 def test_inline_has_one_process():
     from dataflow.executors.inline import InlineExecutor
 
-    two = stage(writes="x", on="gpu")(use).bind(tool=Hosted("trainer", dict, ranks=2))
+    two = stage(writes="x", on="gpu")(use).bind(service=Hosted("trainer", dict, ranks=2))
     graph = expand(Pipeline([two], inputs=["prompts"]), SchedulingPolicy(), 1)
     with pytest.raises(PipelineError, match="'trainer' needs 2 processes, but executor=inline has one"):
         run(InlineExecutor(), graph)

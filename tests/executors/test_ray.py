@@ -259,8 +259,8 @@ class Mortal:
 
 
 @stage(writes="out", on="gpu")
-def work(prompts, *, tool):
-    return tool.work()
+def work(prompts, *, service):
+    return service.work()
 
 
 @stage(on="gpu")
@@ -270,8 +270,8 @@ def check_seven(out):
 
 def test_all_ranks_of_a_service_are_rebuilt(executor, tmp_path):
     journal = tmp_path / "journal"
-    tool = Hosted("tool", Mortal, {"journal": str(journal)}, ranks=2, restarts=1)
-    runner, _ = run(executor, [work.bind(tool=tool), check_seven])
+    service = Hosted("service", Mortal, {"journal": str(journal)}, ranks=2, restarts=1)
+    runner, _ = run(executor, [work.bind(service=service), check_seven])
     assert [span.args.get("restarted") for span in runner.trace.spans] == [1, None]
     pids = [int(line) for line in journal.read_text().split()]
     assert len(set(pids)) == 4
@@ -300,7 +300,7 @@ def test_a_pipeline_loaded_by_path_travels_by_value(executor, tmp_path):
 
         FACTOR = 3
 
-        class Tool:
+        class Service:
             def times(self, x):
                 return helper(x)
 
@@ -308,15 +308,15 @@ def test_a_pipeline_loaded_by_path_travels_by_value(executor, tmp_path):
             return FACTOR * x
 
         @stage(writes="out", on="gpu")
-        def mine(prompts, *, tool):
-            return tool.times(prompts)
+        def mine(prompts, *, service):
+            return service.times(prompts)
 
         @stage(writes="checked", on="gpu")
         def check(out):
             assert out == helper(1), out
 
-        tool = Hosted("mine", Tool)
-        stages = [mine.bind(tool=tool), check]
+        service = Hosted("mine", Service)
+        stages = [mine.bind(service=service), check]
         """)
     )
     spec = spec_from_file_location("a_pipeline_of_mine", file)
@@ -340,16 +340,16 @@ def test_a_program_of_its_own_leaves_no_process_behind(tmp_path):
         from dataflow.runner import Runner
         from dataflow.timeline.spans import Trace
 
-        class Tool:
+        class Service:
             def pid(self):
                 return os.getpid()
 
         @stage(writes="out", on="gpu")
-        def mine(prompts, *, tool):
-            return tool.pid()
+        def mine(prompts, *, service):
+            return service.pid()
 
         async def main():
-            graph = expand(Pipeline([mine.bind(tool=Hosted("t", Tool))], ["prompts"]), SchedulingPolicy(), 2)
+            graph = expand(Pipeline([mine.bind(service=Hosted("t", Service))], ["prompts"]), SchedulingPolicy(), 2)
             executor = RayExecutor(num_cpus=1)
             try:
                 await executor.open(graph.pipeline)
