@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dataflow.errors import ConfigError, Interrupted
 from dataflow.files import written
@@ -15,8 +15,12 @@ from dataflow.running.ending import act, one_line
 from dataflow.system.stopping import stopping
 from dataflow.system.supervisor import open_standard_streams, report
 
+if TYPE_CHECKING:
+    from dataflow.running.session import Session
+
 EXAMPLES = {
     "run": "dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
+    "resume": "dataflow resume runs/gsm8k_grpo-both-1 steps=60",
     "show": "dataflow show pipelines/gsm8k_grpo.py policy=both steps=2",
     "plan": "dataflow plan runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png",
     "timeline": "dataflow timeline runs/gsm8k_grpo-both-1 -o timeline.html",
@@ -62,7 +66,7 @@ def _trains(options: argparse.Namespace) -> bool:
     """Whether a command runs a pipeline."""
     if options.command == "compare":
         return bool(options.runs[0].endswith(".py"))
-    return options.command == "run" and not options.keys
+    return options.command == "resume" or (options.command == "run" and not options.keys)
 
 
 def _as_key(unknown: Sequence[str], arguments: Sequence[str]) -> str:
@@ -115,11 +119,17 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     run = add("run", _run, "Trains a pipeline.")
-    run.add_argument("pipeline", nargs="?", metavar="PIPELINE.py")
+    run.add_argument("pipeline", nargs="?", metavar="PIPELINE.py", help="or the config.yaml of a run, to repeat it")
     run.add_argument("overrides", nargs="*", metavar="key=value", help="configuration; --keys lists them")
     run.add_argument("--keys", action="store_true", help="list every key with its default, and stop")
     run.add_argument("--json", action="store_true", help="print the summary as JSON")
     run.add_argument("--quiet", action="store_true", help="no progress")
+
+    resume = add("resume", _resume, "Goes on with a run from its last whole checkpoint.")
+    resume.add_argument("run", metavar="RUN", help="a run's directory")
+    resume.add_argument("overrides", nargs="*", metavar="key=value", help="what may change, such as steps=60")
+    resume.add_argument("--json", action="store_true", help="print the summary as JSON")
+    resume.add_argument("--quiet", action="store_true", help="no progress")
 
     show = add("show", _show, "Shows the stages of a pipeline, or the graph unrolled over steps=N.")
     show.add_argument("pipeline", metavar="PIPELINE.py")
@@ -163,6 +173,11 @@ def _load(options: argparse.Namespace) -> tuple[Any, Any]:
     from dataflow.config.pipeline_file import load_pipeline_file
     from dataflow.config.run import parse_overrides
 
+    if options.pipeline.endswith((".yaml", ".yml")):
+        from dataflow.config.saved import Saved
+
+        saved = Saved(Path(options.pipeline))
+        return saved.module, saved.again(options.overrides)
     module = load_pipeline_file(options.pipeline)
     return module, parse_overrides(module.Config, options.overrides)
 
@@ -176,13 +191,27 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     if options.pipeline is None:
         raise ConfigError("run: give a PIPELINE.py, such as pipelines/gsm8k_grpo.py.")
-    module, config = _load(options)
-    from dataflow.running.pages import draw_run
-    from dataflow.running.progress import Progress, end_table
-    from dataflow.running.session import Session, prepare_logging
+    from dataflow.running.progress import Progress
+    from dataflow.running.resume import began
+    from dataflow.running.session import prepare_logging
 
     prepare_logging()
-    session = Session(config, module, Progress(quiet=options.quiet))
+    return _train(began(*_load(options), options.overrides, Progress(quiet=options.quiet)), options)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from dataflow.running.progress import Progress
+    from dataflow.running.resume import resumed
+    from dataflow.running.session import prepare_logging
+
+    prepare_logging()
+    return _train(resumed(Path(options.run), options.overrides, Progress(quiet=options.quiet)), options)
+
+
+def _train(session: Session, options: argparse.Namespace) -> int:
+    from dataflow.running.pages import draw_run
+    from dataflow.running.progress import end_table
+
     summary = session.run()
     page = session.directory / "timeline.html"
     try:

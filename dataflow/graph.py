@@ -125,6 +125,8 @@ class Pipeline:
                 raise PipelineError(
                     f"stage '{s.name}' is after '{name}', which is not a stage{nearest(name, self.by_name) or '.'}"
                 )
+        if s.ahead_of is not None:
+            self._check_ahead(s, s.ahead_of)
         if missing := s.unbound():
             raise PipelineError(
                 f"stage '{s.name}' needs service or option '{missing[0]}'; bind it: {s.name}.bind({missing[0]}=...)."
@@ -136,6 +138,15 @@ class Pipeline:
                 f"stage '{s.name}' collects the rewards of every step, so it cannot run only every {s.every}."
             )
         _ = s.host
+
+    def _check_ahead(self, s: Stage, name: str) -> None:
+        other = self.by_name.get(name)
+        if other is None or other is s:
+            raise PipelineError(
+                f"stage '{s.name}' is ahead of '{name}', which is no other stage{nearest(name, self.by_name) or '.'}"
+            )
+        if s.every is None or s.every != other.every:
+            raise PipelineError(f"stage '{s.name}' is ahead of '{name}', so give both the same every=.")
 
     def with_role(self, role: Role) -> tuple[Stage, ...]:
         """Returns the stages with a role, in the order given."""
@@ -180,6 +191,7 @@ class Pipeline:
                 "streams": s.streams,
                 "after": list(s.after),
                 "every": s.every,
+                "ahead_of": s.ahead_of,
             }
             for s in self.stages
         ]
@@ -213,7 +225,7 @@ class Pipeline:
         """Returns a pipeline of these stages alone, on every step; fields that the others write become its inputs."""
         chosen = set(names)
         stages = [
-            replace(s, every=None, after=tuple(a for a in s.after if a in chosen))
+            replace(s, every=None, ahead_of=None, after=tuple(a for a in s.after if a in chosen))
             for s in self.stages
             if s.name in chosen
         ]

@@ -203,7 +203,7 @@ def _reach(pipeline: Pipeline, policy: SchedulingPolicy, mini_batches: int, grou
     """
     import graphlib
 
-    stages = [replace(s, every=None) for s in pipeline.stages]
+    stages = [replace(s, every=s.every and 1) for s in pipeline.stages]
     always = Pipeline(stages, pipeline.inputs, pipeline.resources)
     half = 4 * (policy.max_staleness + 1)
     steps = range(1, 2 * half + 1)

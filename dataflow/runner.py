@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RunError
-from dataflow.executors.base import Chunk, Done, Executor, StageCall
+from dataflow.executors.base import Chunk, Done, Executor, Report, StageCall
 from dataflow.executors.calling import failure
 from dataflow.executors.parts import Parts
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
@@ -30,6 +32,36 @@ from dataflow.usercode.failures import is_ours, message_of
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
 
+@dataclass(frozen=True)
+class Restored:
+    """What a run goes on from: the graph's states, and fields of steps whose tasks ran before the checkpoint.
+
+    Attributes:
+        states: value of each state (a field that is read as Carried or Latest).
+        fields: values of later steps, by field and step; a task that would write them is not run again.
+    """
+
+    states: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[tuple[str, int], Any] = field(default_factory=dict)
+
+    def holds(self, task: Task) -> bool:
+        """Whether all that a task writes is restored."""
+        writes = task.stage.writes
+        return bool(writes) and all((name, task.id.step) in self.fields for name in writes)
+
+    def events(self, task: Task, now: float, put: Callable[[Any], Any]) -> Iterator[Done | Chunk]:
+        """Yields the events of a held task as if it ran: its chunks, in the order of the groups, and its end."""
+        values = {name: self.fields[name, task.id.step] for name in task.stage.writes}
+        written = {name: value.ids for name, value in values.items() if isinstance(value, Batch)}
+        ids = next(iter(written.values()), ())
+        for number in range(task.emits if task.emits > 1 else 0):
+            mine = ids[len(ids) * number // task.emits : len(ids) * (number + 1) // task.emits]
+            chunk = tuple(put(value.select(mine)) for value in values.values())
+            yield Chunk(task.id._replace(part=number, parts=task.emits), now, mine, chunk)
+        report = Report(now, now, ids if task.stage.collects else None, written=written)
+        yield Done(task.id, report, tuple(put(value) for value in values.values()))
+
+
 class Runner:
     """Runs one task graph to its end.
 
@@ -43,6 +75,7 @@ class Runner:
         on_step: called with a step and its metrics when its training tasks are done, and again with the metrics of
             optional stages (validation) that ended later.
         on_span: called with each span, for a progress display.
+        restored: what the steps before ``graph.first`` left, if the run goes on from a checkpoint.
     """
 
     def __init__(
@@ -56,6 +89,7 @@ class Runner:
         estimates: Mapping[str, float] | None = None,
         on_step: OnStep | None = None,
         on_span: Callable[[Span], None] | None = None,
+        restored: Restored | None = None,
     ) -> None:
         self.graph = graph
         self.executor = executor
@@ -68,7 +102,9 @@ class Runner:
         self._tasks: dict[TaskId, tuple[Task, TaskId | None, float]] = {}
         self._emitted_at: dict[TaskId, dict[int, float]] = {}
         self._values: dict[int, dict[tuple[TaskId, str], Any]] = {}
-        self._states: dict[str, Any] = {}
+        self._restored = restored or Restored()
+        self._ended: deque[Done | Chunk] = deque()  # of tasks whose values are restored
+        self._states = {name: executor.put(value) for name, value in self._restored.states.items()}
         self._fetched: dict[int, dict[str, Any]] = {}
         self._metrics: dict[int, dict[str, list[float]]] = {}
         self._origin = origin
@@ -94,7 +130,7 @@ class Runner:
         finished = self._execute(self.scheduler.start())
         async with contextlib.aclosing(self.executor.events()) as events:  # type: ignore[type-var]
             while not finished:
-                done = await anext(events, None) if self._tasks else None
+                done = self._ended.popleft() if self._ended else await anext(events, None) if self._tasks else None
                 if done is None:
                     raise DataflowError("deadlock: tasks are left, but none is running.")
                 finished = self._execute(self._on_event(done))
@@ -135,7 +171,10 @@ class Runner:
         metrics = self._metrics.setdefault(task.id.step, {})
         for name, number in report.metrics.items():
             metrics.setdefault(name, []).append(number)
-        self._record(task, waited_for, done)
+        if self._restored.holds(task):  # its span is in the trace already
+            self._emitted_at.pop(task.id, None)
+        else:
+            self._record(task, waited_for, done)
         return self.scheduler.handle(TaskFinished(task.id, report.end - report.begin, report.groups))
 
     def _on_chunk(self, chunk: Chunk) -> list[Instruction]:
@@ -254,6 +293,9 @@ class Runner:
         if self._origin is None:
             self._origin = now
         self._tasks[i] = (task, instruction.waited_for, now)
+        if self._restored.holds(task):
+            self._ended += self._restored.events(task, now, self.executor.put)
+            return
         self.executor.start(
             task,
             StageCall(i.stage, info, tuple(layout), instruction.groups, aligned=task.aligned, keeps=task.keeps),

@@ -160,6 +160,7 @@ class Stage:
     streams: bool = False
     after: tuple[str, ...] = ()
     every: int | None = None
+    ahead_of: str | None = None
     services: Mapping[str, Any] = field(default_factory=dict)
     """Services and options bound to its keyword parameters, by parameter."""
     accepts: tuple[str, ...] = ()
@@ -183,6 +184,7 @@ class Stage:
         on: str | None = None,
         every: int | None = None,
         after: Sequence[str] | None = None,
+        ahead_of: str | None = None,
         renamed: Mapping[str, str] | None = None,
         **services: Any,
     ) -> Stage:
@@ -193,6 +195,7 @@ class Stage:
             on: another resource.
             every: run only on every k-th step, and on the last.
             after: stages that must finish first although no data passes.
+            ahead_of: see :func:`stage`.
             renamed: new names of fields it reads or writes, by old name.
             **services: engines, agents and options, by parameter.
 
@@ -212,6 +215,7 @@ class Stage:
             on=on or self.on,
             every=self.every if every is None else every,
             after=self.after if after is None else tuple(after),
+            ahead_of=ahead_of or self.ahead_of,
             reads=tuple(Read(other.get(r.field, r.field), r.lag) for r in self.reads),
             writes=tuple(other.get(w, w) for w in self.writes),
             services={**self.services, **services},
@@ -258,6 +262,7 @@ def stage(
     per_chunk: bool = False,
     after: Sequence[str] = (),
     every: int | None = None,
+    ahead_of: str | None = None,
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None,
     imports: Sequence[str] = (),
     replays: bool = False,
@@ -280,6 +285,8 @@ def stage(
         per_chunk: runs once for each chunk that a streaming stage emits, if the policy streams.
         after: stages that must finish first although no data passes.
         every: run only on every k-th step, and on the last.
+        ahead_of: another stage with the same ``every``; this one runs in the max_staleness steps after each step of the
+            other, which waits for it: these steps are sampled before the other's step is synced (keep_samples).
         whole_batch: called with the bound options; returns why the stage needs all groups at once, or None.
         imports: modules that its process imports before the run, so that the first call is not slow.
         replays: keeps in its service's memory the groups it reads, for a later stage of that service to return
@@ -337,6 +344,7 @@ def stage(
             streams=streams,
             after=tuple(after),
             every=every,
+            ahead_of=ahead_of,
             accepts=tuple(services),
             whole_batch=whole_batch,
             imports=tuple(imports),

@@ -44,6 +44,10 @@ class Unroller:
         self.behind, self.grouped = _behind(pipeline), _grouped(pipeline)
         self.leading = _leading(pipeline)
         self.read = frozenset(field for s in pipeline.stages for field in _values(pipeline, s))
+        self._early: dict[str, list[Stage]] = {}
+        for s in pipeline.stages:
+            if s.ahead_of is not None:
+                self._early.setdefault(s.ahead_of, []).append(s)
         self._known: dict[tuple[str, int], list[TaskId]] = {}
         self.readers: dict[str, list[tuple[Stage, int]]] = {f: [] for f in pipeline.states}
         for s in pipeline.stages:
@@ -60,7 +64,15 @@ class Unroller:
         return tasks
 
     def _runs(self, s: Stage, step: int) -> bool:
+        if s.ahead_of is not None:
+            other = self.pipeline.by_name[s.ahead_of]
+            return step in self.steps and any(self._runs(other, step - lead) for lead in self._leads)
         return step in self.steps and (s.every is None or step % s.every == 0 or step == self.steps[-1])
+
+    @property
+    def _leads(self) -> range:
+        """How many steps later those steps are that are sampled before a step is synced."""
+        return range(1, self.lags["carried"])
 
     def _ids(self, s: Stage, step: int) -> list[TaskId]:
         found = self._known.get((s.name, step))
@@ -118,6 +130,8 @@ class Unroller:
             chosen_by = tuple(self._ids(collector, step))
         for name in s.after:
             deps += self._beside(self.pipeline.by_name[name], s, step, part)
+        for early in self._early.get(s.name, ()):
+            deps += [i for lead in self._leads for i in self._ids(early, step + lead)]
         writes_state = any(w in self.pipeline.states for w in s.writes)
         if part and (s.collects or writes_state):
             deps.append(me[part - 1])

@@ -18,9 +18,11 @@ from dataflow.config.reward import RewardConfig
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
 from dataflow.graph import Hosted, Pipeline
+from dataflow.running.checkpoints import checkpoint_store
 from dataflow.running.hosting import rollout_host
 from dataflow.running.sampling import rollout_stages
 from dataflow.stages.advantage import advantage
+from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.stages.log_prob import old_log_prob, ref_log_prob
 from dataflow.stages.reward import reward_collect, reward_request, val_score
 from dataflow.stages.samples import sample_stages
@@ -70,6 +72,7 @@ def pipeline(config: Config) -> Pipeline:
         },
         ranks=train.world_size,
         gpus=gpus * trainer_share,
+        concurrent=True,  # a checkpoint is written while it trains
     )
     engine = rollout_host(config, gpus * rollout_share)
     agent = Hosted(
@@ -106,6 +109,11 @@ def pipeline(config: Config) -> Pipeline:
             val_score.bind(agent=agent, every=config.val.every),
         ]
     stages += sample_stages(config)  # what the model said, for people to read
+    if config.checkpoint.every:
+        store = checkpoint_store(config)
+        stages += checkpoint_stages(
+            stages, every=config.checkpoint.every, trainer=trainer, store=store, steps=config.steps, on=training
+        )
     return Pipeline(
         stages,
         inputs=["prompts", "val_prompts"] if config.val.every else ["prompts"],

@@ -91,7 +91,7 @@ def died(error: BaseException | None) -> bool:
 
 
 def cause(error: BaseException) -> BaseException:
-    """Returns the worker's own exception without Ray's wrapping; for a dead process, a RunError in one sentence."""
+    """Returns the worker's own exception without Ray's wrapping; for a dead process, a ServiceLost in one sentence."""
     from ray import exceptions
 
     wrapped = isinstance(error, exceptions.RayTaskError)
@@ -99,7 +99,7 @@ def cause(error: BaseException) -> BaseException:
         inner.add_note(shortened(str(error)))
         return inner
     if died(error):
-        return RunError(f"{DIED}; see Ray's log for its last words: {last_words(error)}")
+        return ServiceLost(f"{DIED}; see Ray's log for its last words: {last_words(error)}")
     return error
 
 

@@ -31,7 +31,10 @@ def placed(pipeline: Pipeline, placement: Placement) -> Pipeline:
             "is nothing to place."
         )
     of_engine = {
-        s.name for s in pipeline.stages if weights.intersection([*s.writes, *(read.field for read in s.reads)])
+        s.name
+        for s in pipeline.stages
+        # A checkpoint reads all states, and is of the trainer.
+        if s.role != "saves" and weights.intersection([*s.writes, *(read.field for read in s.reads)])
     }
     pools = (SHARED, SHARED) if placement == "colocated" else (TRAINER, ENGINE)
     stages = [replace(s, on=pools[s.name in of_engine]) if s.on in POOLS else s for s in pipeline.stages]

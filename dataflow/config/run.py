@@ -26,6 +26,7 @@ from dataflow.config import verl_keys
 from dataflow.config.checkpoint import CheckpointConfig
 from dataflow.config.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
+from dataflow.config.resume import ResumeConfig
 from dataflow.config.reward import CustomRewardConfig, JudgeConfig, RewardConfig
 from dataflow.config.samples import SamplesConfig
 from dataflow.config.section import Section, Text
@@ -170,6 +171,8 @@ class TrainerConfig(Section):
     """Largest gradient norm."""
     threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """CPU threads per rank."""
+    restarts: NonNegativeInt = 2
+    """How often a run goes on from its last checkpoint by itself when a trainer process dies."""
 
 
 class AlgorithmConfig(Section):
@@ -275,6 +278,7 @@ class RunConfig(Section):
     runs: Text = "runs"
     """Directory that the runs are written to."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    resume: ResumeConfig = Field(default_factory=ResumeConfig)
     placement: Placement = "colocated"
     """colocated: engine and trainer take turns on the same GPUs; disaggregated: each has its own GPUs, in parallel."""
     executor: Literal["ray", "inline"] = "ray"

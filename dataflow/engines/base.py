@@ -165,6 +165,36 @@ class Trainer(Protocol):
         """
         ...
 
+    rank: int
+    """Of this object; the first is 0."""
+
+    async def snapshot(self, wait: bool) -> bool:
+        """Copies weights, optimizer, LR scheduler and random state to CPU memory, for :meth:`write`.
+
+        Args:
+            wait: for the end of a write that is still going on; otherwise there is no copy then.
+
+        Returns:
+            Whether there is a new copy; the same on all ranks.
+        """
+        ...
+
+    async def write(self, directory: str) -> None:
+        """Writes the copy, while other calls go on; all ranks must call, with the same directory.
+
+        Raises:
+            OSError: a file cannot be written; on all ranks.
+        """
+        ...
+
+    def load(self, directory: str) -> None:
+        """Restores what :meth:`write` wrote, with any number of ranks; all must call.
+
+        Raises:
+            ConfigError: it is of another model.
+        """
+        ...
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns the full weights on CPU, by Hugging Face parameter name, tied ones once."""
         ...

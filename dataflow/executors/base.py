@@ -112,7 +112,7 @@ class Executor(Protocol):
         """Stops a running task if possible; its event may still come."""
         ...
 
-    async def ask(self, host: str, method: str) -> Any:
+    async def ask(self, host: str, method: str, *arguments: Any) -> Any:
         """Calls a method of a service on all its ranks and returns the first rank's answer."""
         ...
 

@@ -123,8 +123,8 @@ class InlineExecutor:
             wait.cancel()
         self._queue = deque(item for item in self._queue if item[0].id != task)
 
-    async def ask(self, host: str, method: str) -> Any:
-        answer = getattr(self._services[host], method)()
+    async def ask(self, host: str, method: str, *arguments: Any) -> Any:
+        answer = getattr(self._services[host], method)(*arguments)
         return await answer if asyncio.iscoroutine(answer) else answer
 
     async def close(self) -> None:

@@ -131,7 +131,7 @@ class VirtualExecutor:
     def cancel(self, task: TaskId) -> None:
         self._cancelled.add(task)
 
-    async def ask(self, host: str, method: str) -> Any:
+    async def ask(self, host: str, method: str, *arguments: Any) -> Any:
         raise DataflowError(f"virtual executor: there are no services, so '{host}.{method}' cannot be called.")
 
     async def close(self) -> None:

@@ -1,16 +1,21 @@
-"""The directory of a run: checks that it can be made, makes it, and removes it if the run could not start."""
+"""The directory of a run: checks it, makes it, locks it, and removes it if the run could not start."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
 from dataflow.files import unmakable
+
+CONFIG = "config.yaml"
+LOCK = ".lock"
+"""File of a run's directory that its process locks, with the id of that process."""
 
 
 def check_directory(config: RunConfig) -> None:
@@ -58,3 +63,32 @@ def remove_directory(directory: Path, parents: Sequence[Path]) -> None:
     with contextlib.suppress(OSError):  # another run has begun in one of them
         for parent in parents:
             parent.rmdir()
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Holds the lock of a run's directory; the system releases it when the process ends, however that happens.
+
+    Raises:
+        ConfigError: another process holds it: the run still goes on.
+    """
+    with (directory / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            who = file.read().strip()
+            raise ConfigError(
+                f"run '{directory}' is still running{f' (process {who})' if who else ''}; wait for its end, or stop it."
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def check_unlocked(directory: Path) -> None:
+    """Checks that no process runs in a run's directory; see :func:`locked`."""
+    if (directory / LOCK).exists():
+        with locked(directory):
+            return

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -32,6 +33,9 @@ FIELDS = {"old_log_probs": "old_log_prob", "ref_log_probs": "ref", "advantages":
 """verl's names for stages, by a field that they write."""
 
 METRICS = "metrics.jsonl"
+_TENSORBOARD, _LOGGED = "tensorboard", "verl.jsonl"
+_LOCAL = frozenset({"tensorboard", "file", "console"})
+"""Backends that write to this machine alone."""
 
 _PACKAGES = {"clearml": "clearml", "mlflow": "mlflow", "swanlab": "swanlab", "tensorboard": "tensorboard"}
 _PACKAGES |= {"trackio": "trackio", "wandb": "wandb"}
@@ -73,6 +77,7 @@ class Tracker:
         backends: any of verl's Tracking ("tensorboard", "console", "wandb", ...); metrics.jsonl is always written.
         project, name: of the run in the backends.
         config: of the run, for backends that show it.
+        upto: the last step that stays of what the run wrote before; None for a run that begins.
 
     Raises:
         ConfigError: verl does not have a backend, or its package is not installed.
@@ -86,15 +91,34 @@ class Tracker:
         project: str = "dataflow",
         name: str = "run",
         config: Mapping[str, Any] | None = None,
+        upto: int | None = None,
     ) -> None:
         self.directory = Path(directory)
         self._hook = threading.excepthook
         threading.excepthook = self._thread_failed
         with self._written():
             self.directory.mkdir(parents=True, exist_ok=True)
+            rows = None if upto is None else self._cut(upto)
             self._backends = _open(self.directory, list(backends), project, name, dict(config or {}))
             # Append, so that a resumed run continues the file.
             self._file: IO[str] | None = (self.directory / METRICS).open("a", encoding="utf-8")
+            if rows is not None and self._backends is not None and _LOCAL.issuperset(backends):
+                for row in rows:
+                    self._show(row["step"], row)
+
+    def _cut(self, upto: int) -> list[dict[str, Any]]:
+        """Removes rows of later steps, and the files of local backends; returns the rows to fill these again."""
+        rows = [row for row in read_metrics(self.directory / METRICS) if row["step"] <= upto]
+        with replaced(self.directory / METRICS) as temporary:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        shutil.rmtree(self.directory / _TENSORBOARD, ignore_errors=True)
+        (self.directory / _LOGGED).unlink(missing_ok=True)
+        return rows
+
+    def _show(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Sends a row to the backends, which take numbers alone; TensorBoard raises on anything else."""
+        assert self._backends is not None
+        self._backends.log({k: v for k, v in numbers.items() if isinstance(v, int | float) and k != "step"}, step)
 
     def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
         """Suppresses the traceback of TensorBoard's writer thread: the next call of it raises the same error."""
@@ -121,9 +145,7 @@ class Tracker:
             self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
             self._file.flush()
             if self._backends is not None:
-                # Backends accept only numbers; TensorBoard raises on anything else.
-                shown = {k: v for k, v in numbers.items() if isinstance(v, int | float)}
-                self._backends.log(shown, step)
+                self._show(step, numbers)
 
     def close(self, exit_code: int = 0) -> None:
         """Flushes and closes everything; a second call does nothing.
@@ -167,12 +189,11 @@ def _open(directory: Path, backends: list[str], project: str, name: str, config:
     # verl's wandb backend always reads config["trainer"].
     config = {**config, "trainer": config.get("trainer") or {}}
     places = {
-        "TENSORBOARD_DIR": str(directory / "tensorboard"),
-        "VERL_FILE_LOGGER_PATH": str(directory / "verl.jsonl"),
+        "TENSORBOARD_DIR": str(directory / _TENSORBOARD),
+        "VERL_FILE_LOGGER_PATH": str(directory / _LOGGED),
     }
     # These print where they write; others hook into sys.stdout, which must then be the real one.
-    local = {"tensorboard", "file", "console"}.issuperset(backends)
-    quiet = contextlib.redirect_stdout(io.StringIO()) if local else contextlib.nullcontext()
+    quiet = contextlib.redirect_stdout(io.StringIO()) if _LOCAL.issuperset(backends) else contextlib.nullcontext()
     try:
         with _environment(places), safe_path(), quiet:
             return Tracking(project, name, default_backend=backends, config=config)

@@ -14,7 +14,7 @@ import pytest
 
 from dataflow.errors import RunError
 from dataflow.files import written
-from dataflow.running.session import Session
+from dataflow.running.record import Backends, Record
 from dataflow.running.tracking import Tracker, write_summary
 from dataflow.timeline.spans import Span, Trace
 from dataflow.timeline.writer import TraceWriter
@@ -77,30 +77,28 @@ class Fails:
 
 
 @pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
-    session = Session.__new__(Session)
-    session.directory, session.summary = tmp_path, {}
-    monkeypatch.setattr(session, "_summarise", lambda *_: {"status": "?"}, raising=False)
-    return session
+def record(tmp_path: Path) -> Record:
+    record = Record(tmp_path, Backends([]))
+    record.open({"status": "running"})
+    record._tracker = None
+    record._writer = Fails()  # type: ignore[assignment]
+    record.trace = Trace([Span("s", 1, 0, 1, "gpu", 0.0, 1.0)], meta={"status": "finished"})
+    return record
 
 
-def ended() -> Trace:
-    return Trace([Span("s", 1, 0, 1, "gpu", 0.0, 1.0)], meta={"status": "finished"})
-
-
-def test_a_run_that_went_well_fails_if_its_files_cannot_be_closed(session: Session) -> None:
+def test_a_run_that_went_well_fails_if_its_files_cannot_be_closed(record: Record) -> None:
     with pytest.raises(RunError, match=r"trace.json cannot be written"):
-        session._leave(ended(), Fails())  # type: ignore[arg-type]
-    assert session.summary["status"] == "failed"
+        record.leave(1.0)
+    assert record.summary["status"] == "failed"
 
 
 @pytest.mark.parametrize("first", [RunError("the trainer died"), KeyError("a bug")], ids=repr)
-def test_the_error_that_ended_the_run_counts(session: Session, first: Exception) -> None:
+def test_the_error_that_ended_the_run_counts(record: Record, first: Exception) -> None:
     def run() -> None:
         try:
             raise first
         finally:
-            session._leave(ended(), Fails())  # type: ignore[arg-type]
+            record.leave(1.0)
 
     with pytest.raises(type(first)) as error:
         run()

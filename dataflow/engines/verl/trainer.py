@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from dataflow.batch import Batch
 from dataflow.engines.verl.process import import_worker, join, quiet
+from dataflow.engines.verl.state import TrainerState
 from dataflow.errors import ConfigError, DataflowError
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class VerlTrainer:
             # verl's warm-up begins at a learning rate of zero, so that the first step would have no effect.
             self.worker.engine.lr_scheduler_step()
         self.worker.set_loss_fn(_loss(trainer, algorithm, response_length))
+        state = TrainerState(self.worker.engine, model)
+        self.snapshot, self.write, self.load = state.snapshot, state.write, state.load
 
     def old_log_probs(self, batch: Batch) -> Batch:
         """Returns ``old_log_probs`` and ``entropy`` of the current weights, float32 ``[rows, R]``."""

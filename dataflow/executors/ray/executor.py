@@ -191,8 +191,8 @@ class RayExecutor:
         for workers in self._hosts.values():
             workers.drop(task)
 
-    async def ask(self, host: str, method: str) -> Any:
-        return await self._hosts[host].ask(method)
+    async def ask(self, host: str, method: str, *arguments: Any) -> Any:
+        return await self._hosts[host].ask(method, *arguments)
 
     async def close(self) -> None:
         """Ends the actors and a local Ray. A service that does not close within ``Hosted.close_s`` is killed."""

@@ -91,9 +91,9 @@ class Host:
         return _packed(answer(stage, call, info, arguments, result, begin, clock.now()), keep, held)
 
     @answering
-    def ask(self, method: str) -> Any:
+    def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the service."""
-        return getattr(self.service, method)()
+        return getattr(self.service, method)(*arguments)
 
     @answering
     def close(self) -> tuple[tuple[str, str], ...]:
@@ -165,8 +165,8 @@ class WaitingHost(Host):
         raise instead
 
     @answering
-    async def ask(self, method: str) -> Any:
-        answer = getattr(self.service, method)()
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        answer = getattr(self.service, method)(*arguments)
         return await answer if asyncio.iscoroutine(answer) else answer
 
     @answering

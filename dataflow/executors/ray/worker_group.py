@@ -142,9 +142,9 @@ class WorkerGroup:
         self._blobs.append(blob)
         await self._all(lambda actor: actor.add.remote(blob))
 
-    async def ask(self, method: str) -> Any:
+    async def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the service on all ranks; returns the first rank's answer."""
-        answers = await self._all(lambda actor: actor.ask.remote(method))
+        answers = await self._all(lambda actor: actor.ask.remote(method, *arguments))
         return answers[0]
 
     # --- tasks --------------------------------------------------------------------------------------------

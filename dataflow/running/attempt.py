@@ -1,0 +1,205 @@
+"""One attempt to train: builds the services, restores a checkpoint, runs the task graph, and closes the services.
+
+A run has one attempt, and a further one each time a service dies that only a checkpoint can restore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from loguru import logger
+
+from dataflow.config.run import RunConfig
+from dataflow.errors import DataflowError, RunError
+from dataflow.executors.base import Executor
+from dataflow.graph import TaskGraph
+from dataflow.policy import SchedulingPolicy, expand
+from dataflow.runner import Restored, Runner
+from dataflow.running.checkpoints import Checkpoint
+from dataflow.running.progress import Progress
+from dataflow.running.record import Record
+from dataflow.stages.checkpoint import FAILED
+from dataflow.system.supervisor import report
+from dataflow.timeline.spans import Trace
+
+SHOWN_S = 0.5
+"""Seconds between two frames of the picture on a terminal."""
+
+
+class Attempt:
+    """Runs a task graph on an executor of its own.
+
+    Args:
+        config: of the run.
+        graph: its tasks, from the first step that is left.
+        inputs: input fields of the pipeline, a function of the step each.
+        record: of the run.
+        progress: shows the progress.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        graph: TaskGraph,
+        inputs: Mapping[str, Callable[[int], Any]],
+        record: Record,
+        progress: Progress,
+    ) -> None:
+        self._config = config
+        self._graph = graph
+        self._inputs = inputs
+        self._record = record
+        self._progress = progress
+        self._executor = self._make_executor()
+        self._hosts = graph.pipeline.hosts()
+        self._failed = 0
+        """Checkpoints that failed, one after another."""
+
+    async def run(self, point: Checkpoint | None) -> tuple[str | None, dict[str, Any] | None]:
+        """Runs to the end.
+
+        Args:
+            point: the checkpoint to go on from.
+
+        Returns:
+            The digest of the weights, and the stats of the reward agent; None for a service that is not there.
+
+        Raises:
+            StageFailed: a task failed.
+        """
+        graph, executor, record = self._graph, self._executor, self._record
+        with self._progress.phase("starting workers"):
+            await executor.open(graph.pipeline)
+        restored = Restored()
+        if point is not None:
+            with self._progress.phase(f"restoring step {point.step}"):
+                restored = await self._restore(point)
+        before = point.step if point else 0
+        due = before == 0 or before % (self._config.val.every or 1) == 0
+        if graph.pipeline.with_role("validates") and due and before not in record.evaluations:
+            with self._progress.phase("evaluating"):
+                await self._evaluate(before, restored.states)
+        # Both executors' clocks are unix time, so that the trace can be merged with others.
+        origin = record.begin(executor.now())
+        runner = Runner(
+            graph,
+            executor,
+            inputs=self._inputs,
+            trace=record.trace,
+            origin=origin,
+            on_step=self._on_step,
+            restored=restored,
+        )
+        self._progress.start(graph.steps)
+        report(training=True)
+        showing = asyncio.create_task(self._show(runner))
+        try:
+            await runner.run()
+            record.trace.meta["status"] = "finished"
+        except asyncio.CancelledError:
+            runner.stop()
+            raise
+        finally:
+            showing.cancel()
+        self._progress.stop()
+        digest = await executor.ask("trainer", "digest") if "trainer" in self._hosts else None
+        stats = await executor.ask("reward", "stats") if "reward" in self._hosts else None
+        return digest, stats
+
+    async def close(self, under_way: BaseException | None) -> None:
+        """Closes the services; if the run ended with an error, that error takes precedence."""
+        try:
+            await self._executor.close()
+        except RunError as error:
+            if under_way is None:
+                raise
+            logger.debug(str(error))
+
+    def _make_executor(self) -> Executor:
+        if self._config.executor == "inline":
+            from dataflow.executors.inline import InlineExecutor
+
+            return InlineExecutor()
+        from dataflow.executors.ray import RayExecutor
+
+        ray = self._config.ray
+        return RayExecutor(ray.address, ray.num_cpus, self._config.trainer.threads)
+
+    async def _restore(self, point: Checkpoint) -> Restored:
+        """Loads a checkpoint into the services; returns what the runner goes on from."""
+        pipeline = self._graph.pipeline
+        states = point.states()
+        hosts = {s.host.name for s in pipeline.with_role("saves") if s.host is not None}
+        for host in sorted(hosts):
+            await self._executor.ask(host, "load", str(point.trainer))
+        synced = [s.name for s in pipeline.with_role("syncs")]
+        if synced:
+            # The engine gets the weights by the run's own stages, which leave it as they did after that step.
+            graph = expand(pipeline.subset(synced), SchedulingPolicy(), steps=point.step, first=point.step)
+            await Runner(graph, self._executor, inputs=_constant(states), trace=Trace()).run()
+        oldest = point.step - self._graph.max_staleness
+        fields = {
+            (name, step): value
+            for step, values in point.samples().items()
+            for name, value in values.items()
+            # With a smaller max_staleness than before, samples may be too old: they are drawn again.
+            if getattr(value, "meta", {}).get("weights_version", oldest) >= step - 1 - self._graph.max_staleness
+        }
+        return Restored(states, fields)
+
+    async def _evaluate(self, step: int, states: Mapping[str, Any]) -> None:
+        """Scores the held-out problems with the weights of a step, outside the run's clock."""
+        pipeline = self._graph.pipeline.subset(s.name for s in self._graph.pipeline.with_role("validates"))
+        await self._executor.open(pipeline)
+        graph = expand(pipeline, SchedulingPolicy(), steps=step, first=step)
+        inputs = {**self._inputs, **_constant(states)}
+        await Runner(graph, self._executor, inputs=inputs, trace=self._record.before, on_step=self._on_step).run()
+
+    def _on_step(self, step: int, metrics: dict[str, float]) -> None:
+        # The last steps' spans say all about this one.
+        shown = self._record.step(step, metrics, (self._graph.ahead + 3) * sum(self._graph.parts.values()))
+        if step in self._record.evaluations and any(name.startswith("val-core/") for name in metrics):
+            self._progress.accuracy(step, self._record.evaluations[step])
+        if shown is not None:
+            self._progress.step(step, shown)
+        if FAILED in metrics:
+            self._count_failed(bool(metrics[FAILED]))
+
+    def _count_failed(self, failed: bool) -> None:
+        """Counts checkpoints that failed one after another.
+
+        Raises:
+            RunError: too many did.
+        """
+        self._failed = self._failed + 1 if failed else 0
+        most = self._config.checkpoint.max_failed
+        if self._failed >= most:
+            raise RunError(
+                f"the last {self._failed} checkpoints could not be written (checkpoint.max_failed={most}); make room "
+                f"in {self._record.directory}, then 'dataflow resume {self._record.directory}' goes on."
+            )
+
+    async def _show(self, runner: Runner) -> None:
+        """Updates the picture while the run goes on, if there is one."""
+        per_step = sum(self._graph.parts.values())
+        stats: dict[str, Any] = {}
+        while self._progress.moves:
+            if "reward" in self._hosts:
+                try:
+                    stats = self._record.totals.seen(await self._executor.ask("reward", "stats"))
+                except DataflowError as error:
+                    # The run itself reports an agent that died, or has a new one.
+                    logger.debug(f"the reward agent does not answer: {error}")
+            self._progress.show(runner.trace, runner.running(), stats, (self._graph.ahead + 3) * per_step)
+            await asyncio.sleep(SHOWN_S)
+
+
+def _constant(values: Mapping[str, Any]) -> dict[str, Callable[[int], Any]]:
+    """Returns values as inputs of a graph, the same at every step."""
+
+    def always(value: Any) -> Callable[[int], Any]:
+        return lambda _step: value
+
+    return {name: always(value) for name, value in values.items()}

@@ -1,0 +1,235 @@
+"""The record of a run: its trace, metrics and evaluations, in the files that grow while it goes.
+
+A run that goes on from a checkpoint goes on in the same files: what lies behind the checkpoint is cut off, and the time
+in between is a gap of the trace (``meta["gaps"]``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from dataflow.errors import DataflowError, RunError, UserError
+from dataflow.files import replaced, written
+from dataflow.running.remains import summarise
+from dataflow.running.reward_totals import RewardTotals
+from dataflow.running.tracking import METRICS, Tracker, read_metrics, step_metrics, write_summary
+from dataflow.timeline import perfetto
+from dataflow.timeline.spans import Trace
+from dataflow.timeline.writer import TraceWriter
+
+
+@dataclass(frozen=True)
+class Backends:
+    """Where metrics go besides ``metrics.jsonl``; the arguments of :class:`~dataflow.running.tracking.Tracker`."""
+
+    names: list[str]
+    project: str = "dataflow"
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Record:
+    """What a run writes down.
+
+    Args:
+        directory: of the run.
+        backends: of its metrics.
+
+    Attributes:
+        trace: of training.
+        before: trace of evaluations outside of the run's clock.
+        evaluations: accuracy by step; 0 is before training.
+        steps: the last step whose training has ended.
+        summary: what summary.json holds, once it is known.
+    """
+
+    def __init__(self, directory: Path, backends: Backends) -> None:
+        self.directory = directory
+        self.trace = Trace()
+        self.before = Trace()
+        self.evaluations: dict[int, float] = {}
+        self.totals = RewardTotals()
+        self.steps = 0
+        self.summary: dict[str, Any] = {}
+        self._backends = backends
+        self._tracker: Tracker | None = None
+        self._writer: TraceWriter | None = None
+
+    # --- going on -------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Reads what an earlier process recorded.
+
+        A trace that cannot be read is left out with a warning: the run can go on without its past timeline.
+        """
+        try:
+            self.trace = perfetto.load(str(self.directory))
+        except DataflowError as error:
+            logger.warning(f"the timeline of the run so far is lost: {error}")
+        for row in read_metrics(self.directory / METRICS):
+            self._take(row.pop("step"), {name: value for name, value in row.items() if value is not None})
+
+    def cut(self, step: int, early: frozenset[str], ahead: int) -> None:
+        """Drops what lies behind a checkpoint.
+
+        Args:
+            step: of the checkpoint.
+            early: stages whose results of later steps the checkpoint holds.
+            ahead: how many later steps that are.
+        """
+        old, self.trace = self.trace, Trace(meta=dict(self.trace.meta))
+        last = max((s.end for s in old.spans), default=0.0)
+        for span in old.spans:
+            if span.step <= step or (span.stage in early and span.step <= step + ahead):
+                self.trace.add(span)
+        end = max((s.end for s in self.trace.spans if not s.optional), default=0.0)
+        self.trace.add(*(m for m in old.marks if m.args.get("step", 0) <= step))
+        self.trace.add(*(level for level in old.levels if level.at <= end))
+        self.evaluations = {at: value for at, value in self.evaluations.items() if at <= step}
+        self.steps = step
+        meta = self.trace.meta
+        for name in ("cut", "status"):
+            meta.pop(name, None)
+        lost = f", and {last - end:.1f} s of work behind it were lost" if last > end else ""
+        meta["gaps"] = [*meta.get("gaps", ()), [end, last, f"went on from step {step}{lost}"]]
+        meta["resumed"] = [*meta.get("resumed", ()), step]
+        if self._tracker is not None:
+            self._tracker.close()
+            self._tracker = None
+
+    # --- writing --------------------------------------------------------------------------------------------
+
+    def open(self, meta: Mapping[str, Any]) -> None:
+        """Opens the files; a trace that was cut goes into a new one, which replaces the old when it is whole.
+
+        Args:
+            meta: of the trace; its gaps, its beginning and its checkpoints stay.
+
+        Raises:
+            ConfigError: a backend of the metrics cannot be opened.
+            RunError: a file cannot be written.
+        """
+        names = ("gaps", "resumed", "started")
+        kept: dict[str, Any] = {name: self.trace.meta[name] for name in names if name in self.trace.meta}
+        self.trace.meta = {**meta, **kept}
+        if self._tracker is None:
+            to, upto = self._backends, self.steps if "resumed" in kept else None
+            self._tracker = Tracker(self.directory, to.names, to.project, self.directory.name, to.config, upto=upto)
+        path = self.directory / "trace.json"
+        if "resumed" in kept:
+            with written("trace", path), replaced(path) as temporary:
+                self._writer = TraceWriter(temporary, self.trace.meta)
+                self._writer.add(*self.trace.spans, *self.trace.marks, *self.trace.levels)
+            self._writer.path = path
+        else:
+            self._writer = TraceWriter(path, self.trace.meta)
+        self.trace.sink = self._writer.add
+
+    def begin(self, now: float) -> float:
+        """Begins the clock of training, or goes on with it; returns second 0 of the trace, as unix time."""
+        meta = self.trace.meta
+        if "resumed" in meta:
+            meta["gaps"][-1][1] = max(meta["gaps"][-1][0], now - meta["started"])
+        else:
+            meta["started"] = now
+        assert self._writer is not None
+        self._writer.describe(meta)
+        return float(meta["started"])
+
+    def step(self, step: int, metrics: dict[str, float], window: int) -> dict[str, float] | None:
+        """Writes the metrics of a step.
+
+        Args:
+            step: which.
+            metrics: logged by its stages.
+            window: the last spans of the trace that hold all of the step's.
+
+        Returns:
+            All its metrics with where its time went, when its training has just ended; None for late metrics.
+        """
+        ended = step > self.steps
+        if ended:
+            # A long run is not read again from its beginning.
+            metrics = {**metrics, **step_metrics(Trace(self.trace.spans[-window:], meta=self.trace.meta), step)}
+        self._take(step, metrics)
+        assert self._tracker is not None
+        self._tracker.log(step, metrics)
+        return metrics if ended else None
+
+    def _take(self, step: int, metrics: Mapping[str, float]) -> None:
+        scores = [value for name, value in metrics.items() if name.startswith("val-core/")]
+        if scores:
+            self.evaluations[step] = sum(scores) / len(scores)
+        self.totals.step(metrics)
+        if "timing_s/step" in metrics:
+            self.steps = max(self.steps, step)
+
+    def summarise(self, total_s: float, digest: str | None = None, stats: dict[str, Any] | None = None) -> None:
+        """Makes the summary.
+
+        Args:
+            total_s: seconds from the run's start until now.
+            digest: of the weights.
+            stats: of the reward agent, where it can still be asked.
+        """
+        rewards = self.totals.counts((self.before, self.trace), stats)
+        self.summary = summarise(self.trace, self.steps, self.evaluations, rewards, total_s, digest)
+
+    def write_summary(self, **facts: Any) -> None:
+        """Writes summary.json with further facts.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        self.summary |= facts
+        write_summary(self.directory / "summary.json", self.summary)
+
+    def leave(self, total_s: float) -> None:
+        """Ends the trace and writes the summary, each also if the other fails; an error that ended the run counts.
+
+        Raises:
+            RunError: one of them cannot be written, and the run went well so far.
+        """
+        under_way = sys.exception()
+        problem: RunError | None = None
+        writer, self._writer = self._writer, None
+        try:
+            if writer is not None:
+                writer.close(self.trace)
+                if writer.left_out:
+                    logger.warning(
+                        f"{writer.path} leaves out {writer.left_out} items whose times are no finite numbers"
+                    )
+        except RunError as error:
+            problem = error
+            if under_way is None:
+                self.trace.meta["status"] = "failed"
+        if not self.summary or problem is not None:
+            known = self.summary
+            self.summarise(total_s)
+            self.summary |= {**known, "status": self.trace.meta["status"]}
+        try:
+            self.write_summary()
+        except RunError as error:
+            problem = problem or error
+        if problem is None:
+            return
+        if under_way is None:
+            raise problem
+        # Not if its sentence has named the disk, or nothing of the run is kept.
+        if not isinstance(under_way.__cause__, OSError) and not isinstance(under_way, UserError):
+            logger.warning(str(problem))
+
+    def close(self, exit_code: int = 0) -> None:
+        """Closes the metrics.
+
+        Raises:
+            RunError: what they still held cannot be written.
+        """
+        if self._tracker is not None:
+            self._tracker.close(exit_code=exit_code)

@@ -1,0 +1,108 @@
+"""Going on with a run that ended: from its directory to a session, and which keys may be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dataflow.config.run import RunConfig
+from dataflow.config.saved import Saved
+from dataflow.errors import ConfigError, nearest
+from dataflow.running.checkpoints import CheckpointStore
+from dataflow.running.directory import CONFIG, check_unlocked
+from dataflow.running.progress import Progress
+from dataflow.running.session import Session
+
+MAY_CHANGE = (
+    "checkpoint", "engine.gpu_memory", "engine.kv_cache_gb", "engine.max_num_seqs", "engine.replicas",
+    "engine.restarts", "executor", "judge.api_key_env", "judge.client", "judge.latency", "judge.max_cost",
+    "judge.max_tokens", "judge.price_per_million", "judge.time_scale", "judge.timeout", "judge.url", "ray", "resume",
+    "reward.actors", "reward.adaptive", "reward.backoff", "reward.concurrency", "reward.deadline", "reward.endpoints",
+    "reward.floor", "reward.frozen_after", "reward.hedge_after", "reward.max_abandoned", "reward.max_backoff",
+    "reward.max_failed_share", "reward.restarts", "reward.rpm", "reward.timeout", "reward.tpm", "reward.tries",
+    "samples", "steps", "tracking", "trainer.restarts", "trainer.threads", "trainer.world_size", "val",
+)  # fmt: skip
+"""Keys and sections that change neither the samples nor what is trained on them."""
+
+
+def began(module: ModuleType, config: RunConfig, overrides: Sequence[str], progress: Progress) -> Session:
+    """Returns the session of ``dataflow run``: a new one, or with ``resume=auto`` the one that goes on with a run.
+
+    Args:
+        module, config: of the run.
+        overrides: the arguments that made the configuration.
+        progress: shows what happens.
+
+    Raises:
+        UserError: one sentence; nothing has been written or started.
+    """
+    if config.resume.mode == "auto":
+        if not config.name:
+            raise ConfigError("resume=auto: give name=, by which the run is found again.")
+        directory = Path(config.runs, config.name)
+        if (directory / CONFIG).is_file():
+            return resumed(directory, overrides, progress, anew=True)
+    return Session(config, module, progress)
+
+
+def resumed(directory: Path, overrides: Sequence[str], progress: Progress, *, anew: bool = False) -> Session:
+    """Returns the session that goes on with a run.
+
+    Args:
+        directory: of the run.
+        overrides: ``key=value`` arguments that change its configuration.
+        progress: shows what happens.
+        anew: whether a run without a checkpoint begins again, with the rewards in its ledger.
+
+    Raises:
+        UserError: one sentence; nothing has been written or started.
+    """
+    if not (directory / CONFIG).is_file():
+        near = nearest(str(directory), [str(p) for p in directory.parent.glob("*")])
+        raise ConfigError(f"no run at '{directory}'{near or '; give a run directory (runs/NAME).'}")
+    check_unlocked(directory)
+    saved = Saved(directory / CONFIG)
+    before, after = saved.before(), saved.config(overrides)
+    after.name, after.runs = directory.resolve().name, str(directory.resolve().parent)
+    check_changes(before, after, directory)
+    point = CheckpointStore(directory / "checkpoints").newest()
+    if point is None and not anew:
+        raise ConfigError(
+            f"run '{directory}' has no checkpoint to go on from; begin it again with 'dataflow run' and resume=auto, "
+            "which takes the rewards that its ledger holds."
+        )
+    if point is not None and point.step >= after.steps:
+        raise ConfigError(f"run '{directory}' is complete: step {point.step} of {after.steps}; give more steps=.")
+    return Session(after, saved.module, progress, directory.resolve())
+
+
+def check_changes(before: RunConfig, after: RunConfig, directory: Path) -> None:
+    """Checks that a run can go on with another configuration.
+
+    Args:
+        before: the run's.
+        after: with the changes; ``resume.allow`` names further keys that may differ.
+        directory: of the run.
+
+    Raises:
+        ConfigError: a key differs that would make it another run.
+    """
+    allowed = (*MAY_CHANGE, "name", "runs", *after.resume.allow)
+    for key, old, new in changes(before.model_dump(mode="json"), after.model_dump(mode="json")):
+        if not any(f"{key}.".startswith(f"{name}.") for name in allowed):
+            raise ConfigError(
+                f"{key}={new}: the run '{directory}' has {key}={old}, and with another value it would be another run; "
+                f"leave it out, or allow it with resume.allow=[{key}]."
+            )
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields (dotted key, old value, new value) of each key that differs."""
+    for name in dict.fromkeys([*before, *after]):
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from changes(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}", old, new

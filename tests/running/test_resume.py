@@ -1,0 +1,164 @@
+"""A run that ends early goes on from its last checkpoint, as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.cli import main
+from dataflow.running.directory import locked
+from dataflow.timeline import perfetto
+from tests.timeline.trace_format import check
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
+
+PIPELINE = str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py")
+STEPS = 6
+SMALL = (
+    "engine.rollout=hf",
+    "executor=inline",
+    "data.prompts=8",
+    "engine.n=2",
+    "engine.max_tokens=8",
+    "data.max_prompt_length=200",
+    "data.val_size=8",
+    "policy.order=index",
+    "checkpoint.every=2",
+    "reward.tries=1",
+    "reward.share_equal=false",
+)
+# It logs each request and each answer, and raises after as many requests as the file says.
+REWARD = """
+import asyncio, json
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info):
+    left, request = HERE / "left.txt", json.dumps([solution_str, ground_truth, extra_info.get("index")]) + "\\n"
+    with (HERE / "asked.jsonl").open("a") as log:
+        log.write(request)
+    if left.exists() and len((HERE / "asked.jsonl").read_text().splitlines()) > int(left.read_text()):
+        raise RuntimeError("the judge is out of order")
+    await asyncio.sleep(0.005)
+    with (HERE / "answered.jsonl").open("a") as log:
+        log.write(request)
+    return len(solution_str) / 100
+"""
+POLICIES = ["baseline", "mini-batch", "off-policy", "both", "both+stream"]
+
+
+@pytest.fixture
+def keys(tmp_path: Path, tiny_qwen: Path) -> tuple[str, ...]:
+    (tmp_path / "reward.py").write_text(REWARD)
+    reward = f"custom_reward_function.path={tmp_path / 'reward.py'}"
+    return (*SMALL, f"model.path={tiny_qwen}", reward, f"runs={tmp_path / 'runs'}")
+
+
+def begin(keys: tuple[str, ...], name: str, *more: str, steps: int = STEPS, code: int = 0) -> None:
+    assert main(["run", PIPELINE, *keys, *more, f"steps={steps}", f"name={name}", "--quiet"]) == code
+
+
+def summary(directory: Path) -> dict[str, Any]:
+    return dict(json.loads((directory / "summary.json").read_text()))
+
+
+def log(tmp_path: Path, name: str) -> Counter[str]:
+    return Counter((tmp_path / f"{name}.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_ends_with_the_weights_of_a_run_that_never_stopped(
+    policy: str, keys: tuple[str, ...], tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    begin(keys, "whole", f"policy={policy}")
+    whole = log(tmp_path, "asked")
+    for name in ("asked", "answered"):
+        (tmp_path / f"{name}.jsonl").unlink()
+    (tmp_path / "left.txt").write_text(str(8 + 4 * 16 + 10))  # of the validation, four steps, and some
+    begin(keys, "stopped", f"policy={policy}", code=1)
+    (tmp_path / "left.txt").unlink()
+    in_flight = log(tmp_path, "asked") - log(tmp_path, "answered")
+    assert main(["resume", str(runs / "stopped"), "--quiet"]) == 0
+
+    first, second = summary(runs / "whole"), summary(runs / "stopped")
+    assert second["weights_sha256"] == first["weights_sha256"]
+    assert second["steps"] == STEPS
+    assert second["status"] == "finished"
+    # The judge is asked nothing twice but what it had not answered.
+    assert not (log(tmp_path, "asked") - whole) - in_flight
+    assert second["rewards"]["cached"] > 0
+    # Metrics and trace are those of one run.
+    rows = [json.loads(line) for line in (runs / "stopped" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "timing_s/step" in row] == list(range(1, STEPS + 1))
+    assert second["evaluations"] == first["evaluations"]
+    check(json.loads((runs / "stopped" / "trace.json").read_text()))
+    spans = perfetto.load(str(runs / "stopped")).spans
+    alone = perfetto.load(str(runs / "whole")).spans
+    saved = {"stage_checkpoint", "keep_samples", "write_checkpoint"}
+    assert Counter(s.task for s in spans if s.stage not in saved) == Counter(
+        s.task for s in alone if s.stage not in saved
+    )
+
+
+def test_a_longer_run_goes_on_behind_the_end(keys: tuple[str, ...], tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "a"
+    begin(keys, "a", steps=2)
+    assert main(["resume", str(directory), "steps=4", "--quiet"]) == 0
+    assert summary(directory)["steps"] == 4
+    assert main(["resume", str(directory), "--quiet"]) == 2  # it is complete
+
+
+def test_auto_begins_then_goes_on_then_begins_again_with_its_ledger(keys: tuple[str, ...], tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "a"
+    (tmp_path / "left.txt").write_text("30")
+    begin(keys, "a", "resume=auto", code=1)
+    (tmp_path / "left.txt").unlink()
+    assert not list((directory / "checkpoints").glob("step_*"))
+    begin(keys, "a", "resume=auto")
+    assert summary(directory)["rewards"]["cached"] > 0
+    shutil.rmtree(directory / "checkpoints" / f"step_{STEPS:06}")
+    begin(keys, "a", "resume=auto")
+    assert summary(directory)["steps"] == STEPS
+
+
+def test_wrong_input_is_one_sentence(keys: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "runs" / "a"
+    begin(tuple(k for k in keys if k != "checkpoint.every=2"), "a", "checkpoint.every=0", steps=2)
+
+    def refused(*words: str) -> str:
+        capfd.readouterr()
+        before = sorted(directory.rglob("*"))
+        assert main([*words, "--quiet"]) == 2
+        said = capfd.readouterr().err.strip()
+        assert len(said.splitlines()) == 1, said
+        assert sorted(directory.rglob("*")) == before
+        return said
+
+    assert "has no checkpoint to go on from" in refused("resume", str(directory))
+    assert "no run at" in refused("resume", str(directory) + "x")
+    assert "leave it out, or allow it with resume.allow=[seed]" in refused("resume", str(directory), "seed=5")
+    assert "engine.n=4: the run" in refused("resume", str(directory), "engine.n=4")
+    assert "leave it out, or allow it" in refused("resume", str(directory), "policy=baseline")
+    assert "unknown key 'stepz'" in refused("resume", str(directory), "stepz=5")
+    assert "resume=auto: give name=" in refused("run", PIPELINE, *keys, "resume=auto")
+    with locked(directory):
+        assert "is still running (process" in refused("resume", str(directory))
+    text = (directory / "config.yaml").read_text()
+    (directory / "config.yaml").write_text(text.replace("pipelines/gsm8k_grpo.py", "pipelines/gone.py"))
+    assert "its pipeline file" in refused("resume", str(directory))
+    (directory / "config.yaml").write_text("[1")
+    assert "cannot be read" in refused("resume", str(directory))
+
+
+def test_a_run_is_repeated_from_its_configuration(keys: tuple[str, ...], tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    begin(keys, "a", steps=2)
+    assert main(["run", str(runs / "a" / "config.yaml"), "name=b", "--quiet"]) == 0
+    assert summary(runs / "a")["weights_sha256"] == summary(runs / "b")["weights_sha256"]
