@@ -162,9 +162,11 @@ KEYS: dict[str, Meaning] = {
     "trainer.resume_from_path": Meaning(None, _NO_SAVING),
     "trainer.max_actor_ckpt_to_keep": Meaning(None, _NO_SAVING),
     "trainer.default_local_dir": Meaning("runs", "the directory of all runs; each has one of its own there"),
-    "trainer.rollout_data_dir": Meaning(None, "samples are not written"),
-    "trainer.validation_data_dir": Meaning(None, "samples are not written"),
-    "trainer.log_val_generations": Meaning(None, "samples are not written"),
+    "trainer.rollout_data_dir": Meaning(
+        "samples.every", "samples are written to the run's directory; give the steps between"
+    ),
+    "trainer.validation_data_dir": Meaning("samples.every", "samples of evaluations are written with those of steps"),
+    "trainer.log_val_generations": Meaning("samples.most", "samples are written to files; dataflow samples shows them"),
     "trainer.balance_batch": Meaning(None, "ranks share each mini-batch's rows evenly"),
     "trainer.critic_warmup": Meaning(None, _NO_CRITIC),
     "ray_kwargs.ray_init.num_cpus": Meaning("ray.num_cpus"),

@@ -31,6 +31,7 @@ section.group:target { outline: 3px solid var(--link); outline-offset: 4px; }
 section.group h3 a { color: inherit; text-decoration: none; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; font: 12.5px/1.4 ui-monospace, monospace; }
 .prompt { border-left: 4px solid var(--edge); padding-left: .7rem; }
+section.group p { margin: .2rem 0; }
 .samples { overflow-x: auto; }
 .samples td { white-space: normal; vertical-align: top; padding: .3rem .9rem .3rem 0; }
 .samples td.response { min-width: 20rem; }
@@ -126,9 +127,10 @@ def _group(step: int, group: int, rows: Sequence[Row], kind: Kind) -> str:
     facts += [f"from {escape(str(first['data_source']))}"] if first.get("data_source") else []
     what = "evaluation of step" if kind == "val" else "step"
     parts = [f'<h3><a href="#{name}">{what} {step}, group {group}</a> <small>{", ".join(facts)}</small></h3>']
-    for column, label in (("prompt", ""), ("ground_truth", "<small>ground truth</small> ")):
-        if first.get(column) is not None:
-            parts.append(f'<div class="prompt">{label}<pre>{_cut(first[column])}</pre></div>')
+    if first.get("prompt") is not None:
+        parts.append(f'<pre class="prompt">{_cut(first["prompt"])}</pre>')
+    if first.get("ground_truth") is not None:
+        parts.append(f"<p><small>ground truth:</small> {_cut(first['ground_truth'])}</p>")
     columns = [c for c in dict.fromkeys(c for row in rows for c in row) if c not in _OWN]
     columns = [c for c in columns if any(row.get(c) not in (None, "", "{}", False) for row in rows)]
     body = "".join(_sample(row, columns) for row in rows)

@@ -40,6 +40,8 @@ class Culprit:
                 words.append(self.wait.by.partition("[")[0])
             return ", ".join(words)
         facts = self.request.args
+        if facts.get("validation"):
+            words.append("evaluation")
         words.append(f"group {facts.get('group')}")
         if facts.get("tries", 1) > 1:
             words.append(f"{facts['tries']} tries")
@@ -69,6 +71,7 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = 
         after: whether to include waits after training, see :func:`~dataflow.timeline.attribution.waits_after`.
     """
     last = last_requests(trace.marks)
+    evaluated, validates = last_requests(trace.marks, validation=True), trace.with_role("validates")
     of_step: dict[int, Mark] = {}
     for (step, _), mark in last.items():
         of_step[step] = max(of_step.get(step, mark), mark, key=lambda m: m.end)
@@ -80,8 +83,11 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = 
                 found.append(Culprit(wait, pool))
                 continue
             step, part = int(task["step"]), int(task["part"] or 1) - 1
-            request = (last.get((step, part)) or of_step.get(step)) if wait.cause == "rewards" else None
-            found.append(Culprit(wait, pool, step, request))
+            if task["stage"] in validates:
+                request = evaluated.get((step, -1))
+            else:
+                request = last.get((step, part)) or of_step.get(step)
+            found.append(Culprit(wait, pool, step, request if wait.cause == "rewards" else None))
     return sorted(found, key=lambda c: (-c.wait.seconds, c.wait.begin, c.pool))
 
 
@@ -90,12 +96,21 @@ def worst_waits(trace: Trace, most: int = 5) -> list[dict[str, Any]]:
     return [c.as_dict() for c in culprits(trace)[:most]]
 
 
-def last_requests(marks: Iterable[Mark]) -> dict[tuple[int, int], Mark]:
-    """Returns the last training request to end, by (step, part); the part is -1 if a step has a single one."""
+def last_requests(marks: Iterable[Mark], validation: bool = False) -> dict[tuple[int, int], Mark]:
+    """Returns the last training request to end, by (step, part); the part is -1 if a step has a single one.
+
+    Args:
+        marks: of a trace.
+        validation: look at the requests of evaluations instead.
+    """
     last: dict[tuple[int, int], Mark] = {}
     for mark in marks:
         step, part = mark.args.get("step"), mark.args.get("part", -1)
-        if not isinstance(step, int) or not isinstance(part, int) or mark.args.get("validation"):
+        if (
+            not isinstance(step, int)
+            or not isinstance(part, int)
+            or bool(mark.args.get("validation")) is not validation
+        ):
             continue
         if (known := last.get((step, part))) is None or mark.end > known.end:
             last[step, part] = mark
@@ -110,6 +125,8 @@ def linked(trace: Trace) -> list[tuple[int, int]]:
 
 
 def place_of(request: Mark) -> tuple[int, int] | None:
-    """Returns step and group of a training request; None if the trace does not say them."""
+    """Returns step and group of a training request; None for one of an evaluation, or if the trace lacks them."""
     step, group = request.args.get("step"), request.args.get("group")
-    return (step, group) if type(step) is int and type(group) is int else None
+    if request.args.get("validation") or not isinstance(step, int) or not isinstance(group, int):
+        return None
+    return step, group

@@ -7,9 +7,9 @@ import math
 
 from hypothesis import given
 
-from dataflow.timeline.culprits import culprits, worst_waits
+from dataflow.timeline.culprits import culprits, linked, worst_waits
 from dataflow.timeline.page.panel import _waits
-from dataflow.timeline.spans import Mark, Trace
+from dataflow.timeline.spans import Mark, Span, Trace
 from tests.timeline.test_attribution import task, traces
 
 
@@ -110,3 +110,19 @@ def test_the_longest_waits_are_those_whatever_they_were_for() -> None:
     assert "handing" not in _waits(trace)
     assert "7.00 s" in _waits(trace)
     assert "dispatch" in _waits(trace)
+
+
+def test_a_wait_for_an_evaluation_names_its_own_request() -> None:
+    trace = Trace()
+    trace.add(task("rollout[1]", "gpu", 0, 1))
+    trace.add(
+        task("reward_collect[1]", "reward", 1, 3, "rollout[1]"),
+        Mark("reward", "reward", 1, 3, {"step": 1, "group": 7, "sample": 0}),
+    )
+    trace.add(task("actor_update[1]", "gpu", 3, 4, "reward_collect[1]"))
+    late = Span("val_score", 1, 0, 1, "reward", 4, 9, {"optional": True}, "actor_update[1]")
+    trace.add(late, Mark("reward", "reward", 4, 9, {"step": 1, "group": 2, "sample": 0, "validation": True}))
+    trace.add(Span("write_val_samples", 1, 0, 1, "io", 9, 9.5, {"optional": True}, "val_score[1]"))
+    (found, *_) = culprits(trace, ["gpu"], after=True)
+    assert (found.wait.seconds, found.words) == (5, "step 1, evaluation, group 2")
+    assert linked(trace) == [(1, 7)], "the page of samples holds those of training"
