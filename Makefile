@@ -1,20 +1,20 @@
-# `make train` and `make test` need nothing but Python 3.11 and make: both set up .venv first.
+# `make train` and `make test` need only Python 3.11 and make: both set up .venv first.
 
 PIPELINE ?= pipelines/gsm8k_grpo.py
 ARGS ?=
-# cpu or gpu; what is installed stays, unless another is asked for.
+# cpu or gpu; the one that is installed is kept, unless another is given.
 EXTRA ?= $(or $(shell cat .venv/.extra 2>/dev/null),cpu)
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
 BIN := .venv/bin
-# What an install depends on. The directory is part of it: scripts in .venv name it, so a moved tree needs a new one.
+# Everything that an install depends on, including the directory: scripts in .venv contain it.
 WANTED = $(shell cat setup.cfg pyproject.toml overrides-cpu.txt | cksum) $(EXTRA) $(CURDIR)
 
 CHROMIUM = $(or $(DATAFLOW_CHROMIUM),$(shell command -v chromium || command -v chromium-browser \
 	|| command -v google-chrome))
 
-# Most of the time a test waits for processes to start: two files at once take little more than half of it.
+# Most of the time tests wait for processes to start: two files at once take little more than half the time.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 # The tests start hundreds of processes that import the package: it is compiled once, not in each of them, even where

@@ -151,7 +151,7 @@ class PromptSource:
     def _tokenized(
         self, rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any, schemas: Sequence[Mapping[str, Any]] | None
     ) -> list[list[int]]:
-        """Returns each row's token ids; a row whose text alone is too long gets limit + 1 zeros.
+        """Returns each row's token ids; a row with too many characters gets limit + 1 zeros.
 
         Raises:
             DataError: the chat template refuses a row.

@@ -1,1 +1,1 @@
-"""Engines: what samples (hf) and what trains (verl_trainer), behind the Protocols of ``base``."""
+"""Engines for rollout (hf, vllm, replicas) and training (verl), behind the Protocols of ``base``."""

@@ -1,4 +1,4 @@
-"""Which rollout engine a run uses: vLLM wherever it is installed, transformers otherwise."""
+"""The choice of the rollout engine: vLLM if it is installed, transformers otherwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def rollout_engine(name: str, own_process: bool = True, device: str = "cpu") -> 
     """Returns which rollout engine that name means here, one of :data:`ENGINES`.
 
     Args:
-        name: ``hf``, ``vllm``, or ``auto`` for vLLM where it can be used.
+        name: ``hf``, ``vllm``, or ``auto`` for vLLM if it can be used.
         own_process: whether the engine has a process of its own. vLLM needs one, since it changes the number of
             threads and the garbage collector of its process.
         device: ``cpu`` or ``cuda``; a build of vLLM supports one of them.

@@ -1,4 +1,4 @@
-"""Drawing tokens: the random numbers that belong to a sample, and the token that a number stands for."""
+"""Drawing tokens: the random numbers of a sample, and the token for a number."""
 
 from __future__ import annotations
 

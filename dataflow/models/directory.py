@@ -46,7 +46,7 @@ def check_files(path: Path) -> None:
     if not (path / "config.json").is_file():
         raise ModelError(f"model {path} has no config.json; give a directory that save_pretrained has written.")
     if not any((path / name).is_file() for name in TOKENIZERS):
-        raise ModelError(f"model {path} has no tokenizer (tokenizer.json); save the tokenizer beside the model.")
+        raise ModelError(f"model {path} has no tokenizer (tokenizer.json); save the tokenizer with the model.")
     config = _json(path, "config.json")
     _check_kind(path, config)
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "generation_config.json"):
@@ -72,7 +72,7 @@ def headers(path: Path) -> dict[str, tuple[list[int], str]]:
                 f"model {path} has its weights in {pickled}, a pickle, which may run any code when it is read; "
                 "convert it with save_pretrained(..., safe_serialization=True)."
             )
-        raise ModelError(f"model {path} has no weights ({WEIGHTS}); save them beside its config.json.")
+        raise ModelError(f"model {path} has no weights ({WEIGHTS}); save them with its config.json.")
     if not found:
         raise ModelError(f"model {path}: its safetensors file holds no weights; save the model again.")
     for name, (_shape, kind) in found.items():
@@ -176,7 +176,7 @@ def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
     kind, architectures = config.get("model_type"), config.get("architectures")
     if config.get("auto_map"):
         raise ModelError(
-            f"model {path} brings Python code of its own (auto_map in config.json), which is not run; give a model "
+            f"model {path} has Python code of its own (auto_map in config.json), which is not run; give a model "
             "that is part of transformers."
         )
     if not isinstance(kind, str) or not kind:
@@ -188,7 +188,7 @@ def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
         raise ModelError(f"model {path}: transformers has no model_type '{kind}'{guess}")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
         raise ModelError(
-            f"model {path}: config.json names no architectures, so that it is not known to be a causal language model; "
+            f"model {path}: config.json names no architectures, so it may not be a causal language model; "
             'add them, such as "architectures": ["Qwen2ForCausalLM"].'
         )
     wanted = causal.get(kind, ())
@@ -261,7 +261,7 @@ def _sharded(path: Path) -> dict[str, tuple[list[int], str]]:
     found: dict[str, tuple[list[int], str]] = {}
     for shard in sorted(set(shards.values())):
         if Path(shard).name != shard:
-            raise ModelError(f"model {path}: {INDEX} names '{shard}', which is not a file of that directory.")
+            raise ModelError(f"model {path}: {INDEX} names '{shard}', which is not a file in that directory.")
         if not (path / shard).is_file():
             raise ModelError(f"model {path}: shard {shard} is missing; download or save the model again.")
         held = _header(path / shard)

@@ -151,7 +151,7 @@ def check_model(path: str | Path) -> Path:
     except Exception as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise ModelError(
-            f"model.path={text} is not a local directory, and the Hugging Face hub does not give it ({reason})."
+            f"model.path={text} is not a local directory, and was not found on the Hugging Face hub ({reason})."
         ) from e
     check_files(Path(found))
     return Path(found)
@@ -356,7 +356,7 @@ def _habitual(problem: dict[str, Any], chances: list[dict[str, float]], rng: ran
 
 
 def _padded(rows: list[tuple[list[int], list[int]]], pad: int) -> dict[str, Any]:
-    """Returns right-padded ids, mask and labels (the responses alone), each int64 ``[rows, longest]``."""
+    """Returns right-padded ids, mask and labels (only the responses), each int64 ``[rows, longest]``."""
     import torch
 
     longest = max(len(prompt) + len(response) for prompt, response in rows)

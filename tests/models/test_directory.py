@@ -96,7 +96,7 @@ def test_a_damaged_file_of_weights_is_named(model: Path, damage: str, sharded: b
         (lambda path: (path / INDEX).write_text("{}"), "has no weight_map"),
         (lambda path: (path / INDEX).write_text('{"weight_map": ["a.safetensors"]}'), "has no weight_map"),
         (lambda path: (path / INDEX).write_text('{"weight_map": {}}'), "holds no weights"),
-        (lambda path: (path / INDEX).write_text('{"weight_map": {"a": "../x"}}'), "is not a file of that directory"),
+        (lambda path: (path / INDEX).write_text('{"weight_map": {"a": "../x"}}'), "is not a file in that directory"),
         (lambda path: shutil.copy(path / "a.safetensors", path / "b.safetensors"), "is not in b.safetensors"),
     ],
 )
@@ -161,7 +161,7 @@ def test_no_weights_at_all(model: Path) -> None:
         ({"model_type": "nothing_of_the_kind"}, "transformers has no model_type 'nothing_of_the_kind'; install"),
         ({"model_type": None}, "has no model_type"),
         ({"model_type": ["qwen2"]}, "has no model_type"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "brings Python code of its own"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "has Python code of its own"),
         ({"quantization_config": {"quant_method": "gptq"}}, "is quantized"),
     ],
 )

@@ -45,7 +45,7 @@ class VllmRollout:
 
     Log-probs are ``log_softmax(logits / temperature)`` of the sampled tokens, with the repetition penalty and before
     the cuts of ``top_p``, ``top_k`` and ``min_p``, at temperature 1 when greedy. None of vLLM's own modes gives that
-    (``raw_logprobs`` is at temperature 1, ``processed_logprobs`` behind the cuts), so the sampler is made to report
+    (``raw_logprobs`` is at temperature 1, ``processed_logprobs`` after the cuts), so the sampler is made to report
     it: :class:`~dataflow.engines.vllm.worker.RolloutWorker`.
 
     A process can hold one such engine at a time, and no trainer besides, since vLLM changes global state (process
