@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if own:
         open_standard_streams()
-    # Options may stand between key=value arguments, which argparse alone would not take.
+    # Options may come between key=value arguments, which argparse alone does not accept.
     options, rest = parser.parse_known_args(arguments)
     takes_more = getattr(options, "overrides", getattr(options, "runs", None))
     if rest and (takes_more is None or any(text.startswith("-") for text in rest)):
@@ -82,7 +82,7 @@ def _as_key(unknown: Sequence[str], arguments: Sequence[str]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage, as every other error does."""
+    """Prints errors in one line, without the usage, like every other error."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{one_line(message)}; see '{self.prog} -h'.\n")
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--json", action="store_true", help="print the summary as JSON")
     run.add_argument("--quiet", action="store_true", help="no progress")
 
-    resume = add("resume", _resume, "Goes on with a run from its last whole checkpoint.")
+    resume = add("resume", _resume, "Resumes a run from its last whole checkpoint.")
     resume.add_argument("run", metavar="RUN", help="a run's directory")
     resume.add_argument("overrides", nargs="*", metavar="key=value", help="what may change, such as steps=60")
     resume.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -152,10 +152,10 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument("-o", dest="out", metavar="FILE.html|.png|.svg|.txt", help="draw it; .html to look around in")
     timeline.add_argument("--follow", action="store_true", help="serve the page, and refresh it while the run goes")
     timeline.add_argument("--port", type=int, default=0, metavar="N", help="of --follow; one that is free by default")
-    timeline.add_argument("--merge", nargs="+", metavar="FILE.json", help="profiles of torch or Ray, to lay beside it")
+    timeline.add_argument("--merge", nargs="+", metavar="FILE.json", help="profiles of torch or Ray, to merge with it")
     timeline.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
-    samples = add("samples", _samples, "Shows what the model said in a run, with scores and the judge's words.")
+    samples = add("samples", _samples, "Shows a run's prompts and responses, with scores and the judge's explanations.")
     samples.add_argument("run", metavar="RUN", help="a run's directory")
     samples.add_argument("overrides", nargs="*", metavar="key=value", help="step, val, where, sort, most")
     samples.add_argument("-o", dest="out", metavar="FILE.html|.parquet", help="write the samples of all steps there")
@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     compare = add("compare", _compare, "Shows several runs on one time axis; given a pipeline, runs all four policies.")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or PIPELINE.py key=value ...")
     compare.add_argument("-o", dest="out", metavar="FILE.html|.png|.svg", help="draw them; .html to look around in")
-    compare.add_argument("--predicted", action="store_true", help="one RUN beside its own prediction, stage by stage")
+    compare.add_argument("--predicted", action="store_true", help="one RUN against its own prediction, stage by stage")
     compare.add_argument("--json", action="store_true", help="print the table as JSON")
     return parser
 

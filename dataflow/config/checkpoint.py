@@ -8,7 +8,7 @@ from dataflow.config.section import Section
 
 
 class CheckpointConfig(Section):
-    """Checkpoints, from which a run goes on."""
+    """Checkpoints, from which a run can be resumed."""
 
     every: NonNegativeInt = 10
     """Steps from one checkpoint to the next, the last step has one, too; 0 saves none."""
@@ -17,7 +17,7 @@ class CheckpointConfig(Section):
     keep_best: NonNegativeInt = 1
     """Checkpoints to keep whose step has the best validation."""
     keep_every: NonNegativeInt = 0
-    """Keep also those of every so many steps; 0 keeps none for that."""
+    """Also keep the checkpoints of steps that are multiples of this; 0 for none."""
     on_interrupt: bool = True
     """Save before Ctrl-C or SIGTERM ends the run."""
     grace_s: NonNegativeFloat = 30.0

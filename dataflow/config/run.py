@@ -172,7 +172,7 @@ class TrainerConfig(Section):
     threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """CPU threads per rank."""
     restarts: NonNegativeInt = 2
-    """How often a run goes on from its last checkpoint by itself when a trainer process dies."""
+    """How often the run restarts from its last checkpoint after a trainer process died."""
 
 
 class AlgorithmConfig(Section):

@@ -8,7 +8,7 @@ from dataflow.config.section import Section
 
 
 class SamplesConfig(Section):
-    """What the model said and how it was scored, kept in the run's directory (dataflow samples)."""
+    """Prompts, responses and scores, saved in the run's directory (dataflow samples)."""
 
     every: NonNegativeInt = 1
     """Steps from one that is kept to the next; 0 keeps none, those of evaluations included."""

@@ -1,7 +1,7 @@
 """The configuration of a run in its ``config.yaml``, from which the run can be repeated and resumed.
 
-Beside all keys the file has a section ``origin``: the pipeline file with its hash, the git revision, and the versions
-of the packages that the run stands on.
+Besides all keys the file has a section ``origin``: the pipeline file with its hash, the git revision, and the versions
+of the packages that the run uses.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _read(path: Path) -> dict[str, Any]:
         said = " ".join(str(error).split())[:120]
         raise ConfigError(f"{path} cannot be read ({said}); correct it, or give the pipeline file.") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} is no run's configuration; give the config.yaml of a run.")
+        raise ConfigError(f"{path} is not the configuration of a run; give the config.yaml of a run.")
     return values
 
 

@@ -202,9 +202,7 @@ class Record:
             if writer is not None:
                 writer.close(self.trace)
                 if writer.left_out:
-                    logger.warning(
-                        f"{writer.path} leaves out {writer.left_out} items whose times are no finite numbers"
-                    )
+                    logger.warning(f"{writer.path} leaves out {writer.left_out} items whose times are not finite")
         except RunError as error:
             problem = error
             if under_way is None:
