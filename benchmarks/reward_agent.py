@@ -239,7 +239,7 @@ async def hosted(factory: Callable[[], RewardAgent]) -> AsyncIterator[Any]:
 
     spec = Hosted("reward", factory, concurrent=True)
     stages = {stage.name: stage for stage in (reward_request.bind(agent=spec), reward_collect.bind(agent=spec))}
-    actors = Actors(spec, threads=1)
+    actors = Actors(spec, threads=1, imports=["torch"])
     await actors.build([pickled(spec, stages)])
     try:
         yield actors.first

@@ -121,7 +121,7 @@ def host_agent(options: RewardConfig, **given: Any) -> RewardAgent | RemoteAgent
 
     if not ray.is_initialized():
         raise ConfigError(f"reward.actors={options.actors}: Ray does not run here; use executor=ray, or one.")
-    return RemoteAgent(build, actors=options.actors, restarts=options.restarts)
+    return RemoteAgent(build, actors=options.actors, restarts=options.restarts, imports=["torch"])
 
 
 def check_reward(custom: Mapping[str, Any], judge: Mapping[str, Any], options: RewardConfig) -> None:

@@ -92,6 +92,8 @@ class RemoteAgent:
         shared: a limit server that others use too; None starts one if there are several actors.
         name: of the agent, for others that share its limits.
         options: of the actors, over ``num_cpus=0`` and this node, where the file of a ledger is.
+        imports: modules that each actor imports before it builds its agent, so that the first step need not wait for
+            them.
 
     Raises:
         ConfigError: the agent cannot be built, Ray does not run, a number out of range.
@@ -106,11 +108,13 @@ class RemoteAgent:
         shared: Address | None = None,
         name: str = "reward",
         options: Mapping[str, Any] | None = None,
+        imports: Sequence[str] = (),
     ) -> None:
         if actors < 1 or restarts < 0:
             raise ConfigError(f"reward agent: actors={actors}, restarts={restarts}; give 1 and 0 or more.")
         self._blob = pickled(hosted(factory), {})
         self._options = dict(options or {})
+        self._imports = tuple(imports)
         self._restarts = restarts
         self._deaths = 0
         self._shards = [Shard(f"{name} {i}", start(self._options)) for i in range(actors)]
@@ -222,7 +226,7 @@ class RemoteAgent:
         return facts, shared
 
     def _build(self, shard: Shard, shared: Address | None) -> Any:
-        return shard.actor.build.remote(self._blob, shard.name, shared, clock.anchor())
+        return shard.actor.build.remote(self._blob, shard.name, shared, clock.anchor(), self._imports)
 
     def _kill(self) -> None:
         import ray

@@ -7,6 +7,7 @@ other side is in rewards/remote/agent.py.
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -104,7 +105,12 @@ class RewardHost:
         self._agent: RewardAgent
 
     async def build(
-        self, blob: bytes, name: str, shared: Address | None = None, anchor: clock.Anchor | None = None
+        self,
+        blob: bytes,
+        name: str,
+        shared: Address | None = None,
+        anchor: clock.Anchor | None = None,
+        imports: Sequence[str] = (),
     ) -> Facts:
         """Builds the agent.
 
@@ -113,6 +119,7 @@ class RewardHost:
             name: of the agent, for others that share its limits.
             shared: the server of these limits.
             anchor: of the clock of the process that starts it; None keeps this process's.
+            imports: modules to import before.
 
         Raises:
             ConfigError: as the factory does.
@@ -121,9 +128,8 @@ class RewardHost:
             clock.adopt(anchor)
         import cloudpickle  # type: ignore[import-untyped]
 
-        # Imported here: it takes seconds, which would otherwise delay the first step.
-        import torch  # noqa: F401
-
+        for module in imports:
+            importlib.import_module(module)
         spec, _stages = cloudpickle.loads(blob)
         self._agent = agent = spec.build()
         facts = Facts(agent.limits, agent.steps.rule, agent.steps.failures.most, agent.ledger is not None)

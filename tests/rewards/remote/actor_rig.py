@@ -42,7 +42,7 @@ class Actor:
         if self.dead:
             self._lose(answer)
         elif name == "build":
-            blob, of, _limits, _anchor = values
+            blob, of, _limits, _anchor, _imports = values
             answer.set_result(_at_once(self.host.build(blob, of)))
         elif name == "share":  # each has the whole job's limits
             answer.set_result(None)

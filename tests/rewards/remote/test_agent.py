@@ -492,61 +492,6 @@ def test_an_actor_that_dies_is_replaced_and_nothing_is_lost_or_paid_for_twice(tm
     run(body)
 
 
-async def killed(agent: RemoteAgent, which: int) -> None:
-    """Kills an actor and waits until that is known: ray.kill returns before its victim has died."""
-    import ray
-
-    deaths = agent.stats()["actors_died"]
-    ray.kill(agent._shards[which].actor)
-    while agent.stats()["actors_died"] == deaths:
-        await asyncio.sleep(0.01)
-
-
-def test_actors_that_die_between_sets_and_in_mid_set_are_given_what_is_owed(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with judging() as (judge, port):
-            factory = partial(asking, port, str(tmp_path / "ledger.sqlite"), limits=Limits(64))
-            async with remote(factory, actors=2, restarts=2) as agent:
-                agent.submit(1, samples(4), more=True)
-                assert scores(await agent.collect(1, 4)) == expected(range(4))
-                judge.held = {"0/6.1"}
-                await killed(agent, 0)
-                agent.submit(1, samples(4, first=4), more=True)
-                assert scores(await agent.collect(1, 3)) == expected((4, 5, 7))
-                book = Ledger(tmp_path / "ledger.sqlite", "run")
-                while book.totals()["answered"] < 15:
-                    await asyncio.sleep(0.01)
-                book.close()
-                await killed(agent, 0)
-                agent.submit(1, samples(2, first=8), more=True)
-                rest = asyncio.ensure_future(agent.collect(1, 3, last=True))
-                await judge.until(lambda: judge.asked.count("0/6.1") == 2)
-                await judge.let()
-                assert scores(await rest) == expected((6, 8, 9))
-                assert {text for text, count in Counter(judge.asked).items() if count > 1} == {"0/6.1"}
-                stats = await agent.refresh()
-                assert (stats["actors_died"], stats["scored"], stats["cached"]) == (2, 20, 1)
-
-    run(body)
-
-
-def test_without_a_ledger_the_death_of_an_actor_stops_the_agent() -> None:
-    async def body() -> None:
-        import ray
-
-        async with judging() as (judge, port), remote(partial(asking, port), actors=2) as agent:
-            judge.held = {"0/"}
-            agent.submit(1, samples(4))
-            waiting = asyncio.ensure_future(agent.collect(1))
-            await judge.until(lambda: judge.now == 8)
-            ray.kill(agent._shards[1].actor)
-            with pytest.raises(RewardFailed, match=r"'reward 1' died with 2 groups to come .*; with a ledger"):
-                await waiting
-            await judge.until(lambda: judge.now == 0)  # the other has been cancelled
-
-    run(body)
-
-
 async def lasting(actor: Any) -> None:
     while True:  # ray.kill returns before its victim has died, which may answer some more
         await actor.stats.remote()
@@ -624,8 +569,9 @@ def test_token_ids_travel_small() -> None:
 def test_a_run_has_as_many_actors_as_its_configuration_says(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text(
-        "import os\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return {'score': float(ground_truth), 'pid': os.getpid()}\n"
+        "import os, sys\n\nREADY = 'torch' in sys.modules\n\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': float(ground_truth), 'pid': os.getpid(), 'ready': READY}\n"
     )
     custom = {"path": str(file), "name": "compute_score", "reward_kwargs": {}}
 
@@ -635,6 +581,7 @@ def test_a_run_has_as_many_actors_as_its_configuration_says(tmp_path: Path) -> N
         rewards = await agent.collect(1)
         assert scores(rewards) == expected(range(4), step=1)
         assert len(set(rewards["pid"])) == 2
+        assert all(rewards["ready"]), "a step's first tensors need not wait for the import of torch"
         await agent.close()
 
     run(body)

@@ -188,6 +188,58 @@ def test_an_actor_that_dies_in_mid_set_hands_on_what_it_owes_of_all_sets(
     run_virtual(body)
 
 
+def test_actors_that_die_between_chunks_and_in_the_middle_of_one_are_given_what_is_owed(
+    remote_of: Callable[..., RemoteAgent],
+) -> None:
+    async def body() -> None:
+        reward = Reward(_6_1=LATE)
+        agent = remote_of(reward, ledger=Book())
+        got = []
+
+        async def collect(k: int, last: bool = False) -> list[int]:
+            rewards = await agent.collect(1, k, last=last)
+            got.extend(told(rewards))
+            return sorted(rewards.ids)
+
+        agent.submit(1, samples(4), more=True)
+        assert await collect(4) == [0, 1, 2, 3]
+        agent._shards[0].actor.kill()
+        await asyncio.sleep(1)
+        agent.submit(1, samples(4, first=4), more=True)
+        assert await collect(3) == [4, 5, 7]
+        agent._shards[0].actor.kill()
+        await asyncio.sleep(1)
+        agent.submit(1, samples(2, first=8), more=True)
+        assert await collect(3, last=True) == [6, 8, 9]
+        assert sorted(got) == [(g, i, pytest.approx(g + i / 10)) for g in range(10) for i in range(2)]
+        assert [name for name, count in Counter(reward.begun).items() if count > 1] == ["6.1"]
+        stats = await agent.refresh()
+        assert (stats["actors_died"], stats["scored"], stats["cached"]) == (2, 20, 1)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_without_a_ledger_the_death_of_an_actor_cancels_the_step_in_the_others(
+    remote_of: Callable[..., RemoteAgent],
+) -> None:
+    async def body() -> None:
+        reward = Reward(**dict.fromkeys(names(range(4)), "never"))
+        agent = remote_of(reward)
+        agent.submit(1, samples(4))
+        waiting = asyncio.ensure_future(agent.collect(1))
+        await asyncio.sleep(1)
+        assert sorted(reward.begun) == names(range(4))
+        agent._shards[1].actor.kill()
+        with pytest.raises(RewardFailed, match=r"'reward 1' died with 2 groups to come .*; with a ledger"):
+            await waiting
+        await asyncio.sleep(1)
+        assert {*names([0, 2])} <= {*reward.cancelled}
+        await agent.close()
+
+    run_virtual(body)
+
+
 def test_without_a_ledger_a_death_in_mid_set_ends_the_step(remote_of: Callable[..., RemoteAgent]) -> None:
     async def body() -> None:
         agent = remote_of(Reward(_0_1=LATE))
