@@ -328,7 +328,7 @@ def test_bad_input(engine: HfRollout, model: str, tmp_path: Path) -> None:
         (Sampling(top_k=-2), "top_k=-2"),
         (Sampling(min_p=2), "min_p=2"),
         (Sampling(repetition_penalty=0), "repetition_penalty=0"),
-        (Sampling(stop_token_ids=(VOCAB,)), f"stop_token_ids has {VOCAB}, which the tokenizer does not know"),
+        (Sampling(stop_token_ids=(VOCAB,)), f"stop_token_ids has {VOCAB}, which the tokenizer lacks"),
     ):
         with pytest.raises(ConfigError, match=why):
             generate(engine, prompts([3]), wrong, seed=0)

@@ -380,7 +380,7 @@ def test_abort_and_stopping_early_free_what_is_in_flight(engine: Replicas, home:
 def test_what_no_engine_takes_is_refused(engine: Replicas, home: Path) -> None:
     cases = [
         (asking([0]), Sampling(n=0), 0, ConfigError, "n=0"),
-        (asking([0]), Sampling(stop_token_ids=(9999,)), 0, ConfigError, "which the tokenizer does not know"),
+        (asking([0]), Sampling(stop_token_ids=(9999,)), 0, ConfigError, "which the tokenizer lacks"),
         (Batch([4], {"prompt_ids": [[]]}), SAMPLING, 0, DataError, "the prompt of group 4 is empty"),
         (Batch([4], {"prompt_ids": [[1] * 41]}), SAMPLING, 0, DataError, "has 41 tokens, more than"),
         (asking([0] * 6), SAMPLING, 666, DataError, "group 5 is not to this engine's taste"),
@@ -396,7 +396,7 @@ def test_what_no_engine_takes_is_refused(engine: Replicas, home: Path) -> None:
 
 def test_a_sync_that_one_refuses_loses_all_and_names_it(engine: Replicas) -> None:
     with pytest.raises(
-        RunError, match=r"weight sync 6: replica [12] of 3 does not have the new weights.*anew"
+        RunError, match=r"weight sync 6: replica [12] of 3 does not have the new weights.*rebuilt"
     ) as error:
         run(engine.sync({"w": torch.zeros(()), "fatal": torch.zeros(())}, 6))
     assert "one of us does not like it" in str(error.value)
