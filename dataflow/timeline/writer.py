@@ -20,8 +20,7 @@ from typing import Any
 from dataflow.errors import RunError
 from dataflow.files import cannot_write
 from dataflow.timeline.attribution import exposed_waits, waits_after
-from dataflow.timeline.flows import flows
-from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, in_flight
+from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, flows, in_flight
 
 FORMAT = "dataflow"
 PID = 1
