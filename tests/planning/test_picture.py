@@ -192,7 +192,7 @@ def test_every_colour_for_the_dark_belongs_to_one_model(drawn: Page) -> None:
     assert len(themed) > 10
 
 
-@pytest.mark.parametrize("kind", ["svg", "html"])
+@pytest.mark.parametrize("kind", ["svg", pytest.param("html", marks=pytest.mark.heavy)])
 def test_odd_plans_are_drawn_too(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"plan.{kind}"
     nothing = prediction("both", {}, bound=0, gpu=1e-9)

@@ -43,7 +43,7 @@ def test_the_table_shows_rows_advice_and_sweep(costs: str, capsys: pytest.Captur
     assert "reward service" in out
 
 
-@pytest.mark.parametrize("suffix", ["png", "html"])
+@pytest.mark.parametrize("suffix", ["png", pytest.param("html", marks=pytest.mark.heavy)])
 def test_a_plan_is_drawn(costs: str, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / f"plan.{suffix}"
     assert main(["plan", costs, "-o", str(picture), "sweep=mini_batches:1:4"]) == 0

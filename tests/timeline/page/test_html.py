@@ -89,6 +89,7 @@ def test_slow_groups_link_to_their_text(tmp_path: Path) -> None:
     assert written(tmp_path, trace).loads == []
 
 
+@pytest.mark.heavy
 def test_the_same_traces_give_the_same_file(tmp_path: Path) -> None:
     runs = {"a": made_up(3), "b": made_up(4, seed=1)}
     page(runs, tmp_path / "1.html")
@@ -105,6 +106,7 @@ def test_ids_are_counted_from_one_and_nothing_else_is_touched() -> None:
     }
 
 
+@pytest.mark.heavy
 def test_ten_thousand_tasks_stay_under_six_megabytes(tmp_path: Path) -> None:
     trace = made_up(589)
     assert len(trace.spans) >= 10_000
