@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.server import FaultServer
+from tests.faults.rig.server import FaultServer
 
 
 @pytest.fixture(scope="session")

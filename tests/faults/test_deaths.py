@@ -21,8 +21,8 @@ from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.user.build import build_manager
 from dataflow.rewards.user.function import build_reward, load_reward
-from tests.faults.samples import check, graded, run, samples
-from tests.faults.server import FaultServer
+from tests.faults.rig.samples import check, graded, run, samples
+from tests.faults.rig.server import FaultServer
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120), pytest.mark.shares_ray]
 

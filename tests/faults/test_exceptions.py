@@ -12,7 +12,7 @@ import pytest
 from dataflow.errors import DataflowError, RewardFailed
 from dataflow.reward_agent import Retry, RewardAgent
 from dataflow.rewards.user.worker import read_reply, reply_of
-from tests.faults.samples import run, samples
+from tests.faults.rig.samples import run, samples
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,7 +17,7 @@ import pytest
 
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from tests.faults.samples import check, left_out, run, samples, score_of
+from tests.faults.rig.samples import check, left_out, run, samples, score_of
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
 

@@ -12,8 +12,8 @@ from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.ledger.ledger import Ledger
-from tests.faults.samples import check, graded, left_out, run, samples
-from tests.faults.server import FaultServer
+from tests.faults.rig.samples import check, graded, left_out, run, samples
+from tests.faults.rig.server import FaultServer
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
 

@@ -7,8 +7,8 @@ import pytest
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge.judge import Judge
-from tests.faults.samples import check, graded, left_out, run, samples
-from tests.faults.server import FaultServer
+from tests.faults.rig.samples import check, graded, left_out, run, samples
+from tests.faults.rig.server import FaultServer
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
 

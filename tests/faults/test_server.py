@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dataflow.rewards.judge.prompt import messages
-from tests.faults.server import FaultServer
+from tests.faults.rig.server import FaultServer
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 

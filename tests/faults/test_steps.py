@@ -16,7 +16,7 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
-from tests.faults.samples import check, run, samples, score_of
+from tests.faults.rig.samples import check, run, samples, score_of
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
 

@@ -1,6 +1,6 @@
 """A judge that misbehaves on command, in a process of its own, and the client that commands it.
 
-    python tests/faults/server.py --port 0
+    python tests/faults/rig/server.py --port 0
 
 prints ``{"port": N, "url": ...}`` when it is ready, grades as :mod:`dataflow.rewards.judge.server` does, and ends with
 its standard input. What it does wrong is switched by ``POST /behave``; ``GET /seen`` says what came.

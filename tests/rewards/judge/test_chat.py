@@ -20,7 +20,7 @@ from dataflow.rewards.judge import chat, errors, reply
 from dataflow.rewards.judge.chat import make_chat
 from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout
 from dataflow.rewards.judge.judge import Judge
-from tests.faults.server import FaultServer
+from tests.faults.rig.server import FaultServer
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 

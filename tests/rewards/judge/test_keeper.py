@@ -17,7 +17,7 @@ from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge import keeper as judge_keeper
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.judge.keeper import JudgeKeeper
-from tests.faults.samples import check, graded, samples
+from tests.faults.rig.samples import check, graded, samples
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 
