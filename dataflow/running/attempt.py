@@ -12,12 +12,14 @@ from typing import Any
 from loguru import logger
 
 from dataflow.config.run import RunConfig
+from dataflow.config.saved import CONFIG, read_values
 from dataflow.errors import DataflowError, RunError
 from dataflow.executors.base import Executor
 from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.runner import Restored, Runner
 from dataflow.running.checkpoints import Checkpoint
+from dataflow.running.export import MODEL, card
 from dataflow.running.progress import Progress
 from dataflow.running.record import Record
 from dataflow.stages.checkpoint import FAILED
@@ -104,9 +106,21 @@ class Attempt:
         finally:
             showing.cancel()
         self._progress.stop()
-        digest = await executor.ask("trainer", "digest") if "trainer" in self._hosts else None
+        digest = await self._finish_model() if "trainer" in self._hosts else None
         stats = await executor.ask("reward", "stats") if "reward" in self._hosts else None
         return digest, stats
+
+    async def _finish_model(self) -> str:
+        """Writes the trained model into the run's directory, if asked to; returns the digest of its weights."""
+        if self._config.checkpoint.export:
+            directory = self._record.directory
+            about = card(directory, read_values(directory / CONFIG), self._graph.steps)
+            with self._progress.phase("writing the model"):
+                try:
+                    await self._executor.ask("trainer", "export", str(directory / MODEL), about)
+                except DataflowError as error:
+                    logger.warning(f"the trained model is not written: {error}")
+        return str(await self._executor.ask("trainer", "digest"))
 
     async def close(self, under_way: BaseException | None) -> None:
         """Closes the services; if the run ended with an error, that error takes precedence."""

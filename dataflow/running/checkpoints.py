@@ -228,6 +228,11 @@ class CheckpointStore:
             else:
                 return None
 
+    def at(self, step: int) -> Checkpoint | None:
+        """Returns the checkpoint of a step; None if there is none that is whole."""
+        manifest = self._manifest(step, contents=True)
+        return None if manifest is None else Checkpoint(self._path(step), step, manifest.facts)
+
     def _retain(self, committed: int) -> None:
         """Removes the checkpoints that no rule keeps, once the newest of those that are kept has been found whole.
 

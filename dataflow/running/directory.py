@@ -13,7 +13,6 @@ from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
 from dataflow.files import unmakable
 
-CONFIG = "config.yaml"
 LOCK = ".lock"
 """File of a run's directory that its process locks, with the id of that process."""
 

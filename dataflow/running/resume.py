@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import Any
 
 from dataflow.config.run import RunConfig
-from dataflow.config.saved import Saved
+from dataflow.config.saved import CONFIG, Saved
 from dataflow.errors import ConfigError, nearest
 from dataflow.running.checkpoints import CheckpointStore
-from dataflow.running.directory import CONFIG, check_unlocked
+from dataflow.running.directory import check_unlocked
 from dataflow.running.progress import Progress
 from dataflow.running.session import Session
 

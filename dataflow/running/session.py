@@ -25,7 +25,7 @@ from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.running.attempt import Attempt
 from dataflow.running.checkpoints import Checkpoint, CheckpointStore
-from dataflow.running.directory import CONFIG, check_directory, locked, make_directory, remove_directory
+from dataflow.running.directory import check_directory, locked, make_directory, remove_directory
 from dataflow.running.progress import Progress
 from dataflow.running.record import Backends, Record
 from dataflow.running.remains import finish, stopped
@@ -164,8 +164,8 @@ class Session:
 
         config = self.config
         config.name, config.runs = self.directory.name, str(self.directory.parent)
-        with written("configuration", self.directory / CONFIG):
-            (self.directory / CONFIG).write_text(saved.dump(config, self.module.__file__ or ""), encoding="utf-8")
+        with written("configuration", self.directory / saved.CONFIG):
+            (self.directory / saved.CONFIG).write_text(saved.dump(config, self.module.__file__ or ""), encoding="utf-8")
         with stopping.deferred():  # from its end on closing is not interrupted
             stopping.calls(interrupt)
             shown = redact_values(config.model_dump(mode="json"))

@@ -19,6 +19,7 @@ import hashlib
 import importlib.util
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,8 @@ import torch
 import torch.distributed as dist
 
 from dataflow.batch import Batch
+from dataflow.engines.verl.export import write_model
+from dataflow.engines.verl.loss import loss_of
 from dataflow.engines.verl.process import import_worker, join, quiet
 from dataflow.engines.verl.state import TrainerState
 from dataflow.errors import ConfigError, DataflowError
@@ -92,9 +95,9 @@ class VerlTrainer:
             self.reference = build(offload=device == "cuda") if reference else None
             # verl's warm-up begins at a learning rate of zero, so that the first step would have no effect.
             self.worker.engine.lr_scheduler_step()
-        self.worker.set_loss_fn(_loss(trainer, algorithm, response_length))
-        state = TrainerState(self.worker.engine, model)
-        self.snapshot, self.write, self.load = state.snapshot, state.write, state.load
+        self.worker.set_loss_fn(loss_of(trainer, algorithm, response_length))
+        self._model = model
+        self._state = TrainerState(self.worker.engine, model)
 
     def old_log_probs(self, batch: Batch) -> Batch:
         """Returns ``old_log_probs`` and ``entropy`` of the current weights, float32 ``[rows, R]``."""
@@ -183,6 +186,24 @@ class VerlTrainer:
         if self.world > 1:
             dist.broadcast_object_list(found, src=0)
         return str(found[0])
+
+    async def snapshot(self, wait: bool) -> bool:
+        """See :meth:`dataflow.engines.base.Trainer.snapshot`."""
+        return await self._state.snapshot(wait)
+
+    async def write(self, directory: str) -> None:
+        """See :meth:`dataflow.engines.base.Trainer.write`."""
+        await self._state.write(directory)
+
+    def load(self, directory: str) -> None:
+        """See :meth:`dataflow.engines.base.Trainer.load`."""
+        self._state.load(directory)
+
+    def export(self, directory: str, card: str) -> None:
+        """Writes the weights as a Hugging Face directory, replacing one that exists; all ranks must call."""
+        weights = self.weights()
+        if self.rank == 0:
+            write_model(weights, self._model, Path(directory), card, replace=True)
 
     def close(self) -> None:
         """Leaves the process group, if this object joined it. No call is possible afterwards."""
@@ -350,35 +371,6 @@ def _build(
             # The ratio to the old log-probs must be 1 before a step, and runs must repeat bit for bit.
             module.p = 0.0
     return worker
-
-
-def _loss(options: Any, algorithm: Any, response_length: int) -> Any:
-    """Returns verl's PPO loss with these options.
-
-    Raises:
-        ConfigError: an option that verl refuses.
-    """
-    from verl.workers.config import FSDPActorConfig
-    from verl.workers.utils.losses import ppo_loss
-
-    try:
-        config = FSDPActorConfig(
-            strategy="fsdp2",
-            rollout_n=1,
-            ppo_micro_batch_size_per_gpu=options.micro_batch_size,
-            clip_ratio=algorithm.clip_ratio,
-            clip_ratio_low=algorithm.clip_ratio_low,
-            clip_ratio_high=algorithm.clip_ratio_high,
-            loss_agg_mode=algorithm.loss_agg_mode,
-            loss_scale_factor=response_length,
-            entropy_coeff=algorithm.entropy_coeff,
-            use_kl_loss=algorithm.use_kl_loss,
-            kl_loss_coef=algorithm.kl_loss_coef,
-            kl_loss_type=algorithm.kl_loss_type,
-        )
-    except ValueError as error:
-        raise ConfigError(f"algorithm: verl refuses it: {error}") from error
-    return functools.partial(ppo_loss, config=config)
 
 
 def _reduce(found: Mapping[str, Any]) -> dict[str, float]:

@@ -1,0 +1,80 @@
+"""Writes trained weights as a Hugging Face directory, which transformers and vLLM load."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dataflow.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def write_model(
+    weights: Mapping[str, torch.Tensor], source: str | Path, directory: Path, card: str, *, replace: bool = False
+) -> None:
+    """Writes a model: weights, configuration, generation configuration, tokenizer and model card.
+
+    The directory appears when it is complete.
+
+    Args:
+        weights: by Hugging Face name, of any float type; tied ones at least once.
+        source: directory of the model that was trained, for everything but the weights, and for their type.
+        directory: to make.
+        card: text of the model card, as Markdown.
+        replace: whether the directory may exist; it is replaced then.
+
+    Raises:
+        ConfigError: the directory exists, or cannot be written.
+        DataError: the weights are not those of such a model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    config = AutoConfig.from_pretrained(source)
+    dtype = getattr(config, "dtype", None) or torch.float32
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    expected, tied = set(model.state_dict()), set(model.all_tied_weights_keys)
+    if odd := (set(weights) ^ expected) - (tied if config.tie_word_embeddings else set()):
+        raise DataError(f"weight {sorted(odd)[0]} is not in both the checkpoint and the model {source}.")
+    kept = {
+        name: tensor.to(dtype).contiguous()
+        for name, tensor in weights.items()
+        if not (config.tie_word_embeddings and name in tied)
+    }
+    with contextlib.suppress(OSError):  # most small models have none
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    with _complete(directory, replace) as aside:
+        model.save_pretrained(aside, state_dict=kept)
+        AutoTokenizer.from_pretrained(source).save_pretrained(aside)
+        (aside / "README.md").write_text(card, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _complete(directory: Path, replace: bool) -> Iterator[Path]:
+    """Yields a directory beside the one wanted, which gets that name at the end of the block unless it raises."""
+    if not replace:
+        check_new(directory)
+    aside = directory.with_name(f".{directory.name}.{os.getpid()}")
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        if replace and directory.is_dir():
+            shutil.rmtree(directory)
+        aside.rename(directory)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error.strerror or error}; give another place.") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_new(directory: Path) -> None:
+    """Raises a ConfigError if something of that name exists."""
+    if os.path.lexists(directory):
+        raise ConfigError(f"{directory} exists; give another name, or remove it.")

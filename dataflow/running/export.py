@@ -1,0 +1,119 @@
+"""The trained model of a run, as a Hugging Face directory: of a checkpoint, or at the end of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataflow.config.saved import CONFIG, read_values
+from dataflow.errors import ConfigError, nearest
+from dataflow.running.checkpoints import Checkpoint, CheckpointStore
+from dataflow.running.tracking import METRICS, read_metrics
+
+MODEL = "model"
+"""Directory of a run that holds its final model."""
+
+
+def export(run: Path, directory: Path | None, step: int | None) -> Path:
+    """Writes the model of a checkpoint.
+
+    Args:
+        run: directory of the run.
+        directory: to make; by default the run's ``model``, or of an earlier step ``model-STEP``.
+        step: of the checkpoint; the newest whole one by default.
+
+    Returns:
+        The directory.
+
+    Raises:
+        UserError: the run, the checkpoint or the model is missing, or the directory exists.
+    """
+    if not (run / CONFIG).is_file():
+        near = nearest(str(run), [str(path) for path in run.parent.glob("*")])
+        raise ConfigError(f"no run at '{run}'{near or '; give a run directory (runs/NAME).'}")
+    point = _checkpoint(run, step)
+    target = directory or run / (MODEL if step is None else f"{MODEL}-{step}")
+    from dataflow.engines.verl.export import check_new, write_model
+
+    check_new(target)
+    values = read_values(run / CONFIG)
+    source = Path(str((values.get("model") or {}).get("path")))
+    if not source.is_dir():
+        raise ConfigError(f"the model {source} that run '{run}' started from is gone; put it back.")
+    from dataflow.engines.verl.state import full_weights
+
+    write_model(full_weights(point.trainer), source, target, card(run, values, point.step))
+    return target
+
+
+def step_of(arguments: Sequence[str]) -> int | None:
+    """Returns the step that ``step=N`` gives; None without one.
+
+    Raises:
+        ConfigError: another argument, or no number.
+    """
+    if not arguments:
+        return None
+    key, _, value = arguments[0].partition("=")
+    if len(arguments) > 1 or key != "step" or not value.isdecimal():
+        raise ConfigError(f"'{' '.join(arguments)}': export takes step=N alone, such as step=20.")
+    return int(value)
+
+
+def _checkpoint(run: Path, step: int | None) -> Checkpoint:
+    store = CheckpointStore(run / "checkpoints")
+    point = store.newest() if step is None else store.at(step)
+    if point is not None:
+        return point
+    if steps := store.whole():
+        raise ConfigError(f"step={step}: run '{run}' has no whole checkpoint of that step; there are {steps}.")
+    raise ConfigError(f"run '{run}' has no whole checkpoint (checkpoint.every); there is nothing to export.")
+
+
+def card(run: Path, values: Mapping[str, Any], step: int) -> str:
+    """Returns a model card.
+
+    Args:
+        run: directory of the run.
+        values: its configuration.
+        step: whose weights they are.
+    """
+    data, policy, algorithm = values.get("data") or {}, values.get("policy") or {}, values.get("algorithm") or {}
+    origin = values.get("origin") or {}
+    scores: dict[str, float] = {}
+    for row in read_metrics(run / METRICS):
+        if row["step"] in (0, step):
+            scores |= {f"{name}, step {row['step']}": v for name, v in row.items() if name.startswith("val-core/")}
+    base = (values.get("model") or {}).get("path")
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [reinforcement-learning, dataflow]",
+        "---",
+        "",
+        f"# {run.resolve().name}, step {step}",
+        "",
+        f"Trained by dataflow from `{base}`, with {algorithm.get('adv_estimator')} advantages, under the scheduling "
+        f"policy {policy.get('preset')} (staleness at most {policy.get('max_staleness')}).",
+        "",
+        f"- Training data: {data.get('train') or 'generated word problems'}; {data.get('prompts')} prompts a step, "
+        f"{(values.get('engine') or {}).get('n')} responses each.",
+        f"- Seed {values.get('seed')}; pipeline file SHA-256 `{origin.get('sha256')}`"
+        + (f", git revision `{origin['revision']}`." if "revision" in origin else "."),
+        f"- Versions: {', '.join(f'{name} {of}' for name, of in (origin.get('versions') or {}).items())}.",
+        "",
+    ]
+    if scores:
+        lines += ["| validation | score |", "|---|---|", *(f"| {name} | {v:.4f} |" for name, v in scores.items()), ""]
+    lines += [
+        "The configuration of the run:",
+        "",
+        "```json",
+        json.dumps(dict(values), indent=1, default=str),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)

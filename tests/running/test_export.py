@@ -1,0 +1,82 @@
+"""The trained model of a run as a Hugging Face directory: by itself at the end, and of any checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.cli import main
+from dataflow.running.export import step_of
+from tests.running.test_resume import SMALL
+
+PIPELINE = str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py")
+
+
+def digest_of(directory: Path, dtype: Any = None) -> str:
+    """Loads a model with transformers; returns the digest of its weights, as a run's summary has it."""
+    from transformers import AutoModelForCausalLM
+
+    from dataflow.engines.verl.trainer import digest
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    return digest(dict(model.named_parameters()))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_model_of_a_run(tied: bool, tmp_path: Path, tiny_qwen: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen)
+    if model.config.tie_word_embeddings != tied:
+        model.config.tie_word_embeddings = tied
+        model = AutoModelForCausalLM.from_config(model.config)
+    start = tmp_path / "start"
+    model.save_pretrained(start)
+    AutoTokenizer.from_pretrained(tiny_qwen).save_pretrained(start)
+    runs, run = tmp_path / "runs", tmp_path / "runs" / "a"
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return len(solution_str) / 100\n"
+    )
+    reward = f"custom_reward_function.path={tmp_path / 'reward.py'}"
+    keys = (*SMALL, "steps=3", "val.every=3", f"model.path={start}", reward, f"runs={runs}", "name=a", "--quiet")
+    assert main(["run", PIPELINE, *keys]) == 0
+    sha256 = json.loads((run / "summary.json").read_text())["weights_sha256"]
+
+    assert digest_of(run / "model") == sha256
+    text = (run / "model" / "README.md").read_text()
+    assert "# a, step 3" in text
+    assert "val-core/" in text
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    assert tokenizer("1 + 1")["input_ids"] == AutoTokenizer.from_pretrained(tiny_qwen)("1 + 1")["input_ids"]
+
+    assert main(["export", str(run), "-o", str(tmp_path / "mine")]) == 0
+    assert digest_of(tmp_path / "mine") == sha256
+    assert main(["export", str(run), "step=2"]) == 0
+    assert digest_of(run / "model-2") != sha256
+
+    def refused(*words: str) -> str:
+        capfd.readouterr()
+        assert main(["export", *words]) == 2
+        said = capfd.readouterr().err.strip()
+        assert len(said.splitlines()) == 1, said
+        return said
+
+    assert f"{run / 'model'} exists; give another name" in refused(str(run))
+    assert "there are [2, 3]" in refused(str(run), "step=7")
+    assert "no run at" in refused(str(run) + "x")
+    (run / "checkpoints" / "step_000003" / "states.pkl").write_bytes(b"")
+    assert "no whole checkpoint of that step" in refused(str(run), "step=3", "-o", str(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("words", [["step=x"], ["steps=3"], ["step=1", "step=2"], ["3"]])
+def test_only_a_step_can_be_given(words: list[str]) -> None:
+    from dataflow.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"export takes step=N alone"):
+        step_of(words)
