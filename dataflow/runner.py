@@ -75,6 +75,7 @@ class Runner:
         on_step: called with a step and its metrics when its training tasks are done, and again with the metrics of
             optional stages (validation) that ended later.
         on_span: called with each span, for a progress display.
+        handles: of input fields, by field and step, from another runner of the same executor.
         restored: what the steps before ``graph.first`` left, if the run goes on from a checkpoint.
     """
 
@@ -90,6 +91,7 @@ class Runner:
         on_step: OnStep | None = None,
         on_span: Callable[[Span], None] | None = None,
         restored: Restored | None = None,
+        handles: Mapping[tuple[str, int], Any] | None = None,
     ) -> None:
         self.graph = graph
         self.executor = executor
@@ -102,6 +104,8 @@ class Runner:
         self._tasks: dict[TaskId, tuple[Task, TaskId | None, float]] = {}
         self._emitted_at: dict[TaskId, dict[int, float]] = {}
         self._values: dict[int, dict[tuple[TaskId, str], Any]] = {}
+        self._handles = handles or {}
+        self._over = False
         self._restored = restored or Restored()
         self._ended: deque[Done | Chunk] = deque()  # of tasks whose values are restored
         self._states = {name: executor.put(value) for name, value in self._restored.states.items()}
@@ -129,7 +133,7 @@ class Runner:
     async def _drive(self) -> None:
         finished = self._execute(self.scheduler.start())
         async with contextlib.aclosing(self.executor.events()) as events:  # type: ignore[type-var]
-            while not finished:
+            while not (finished or self._over):
                 done = self._ended.popleft() if self._ended else await anext(events, None) if self._tasks else None
                 if done is None:
                     raise DataflowError("deadlock: tasks are left, but none is running.")
@@ -145,6 +149,29 @@ class Runner:
         for i, (task, _, since) in self._tasks.items():
             facts = {"optional": True} if task.stage.every is not None else {}
             found.append(Span(i.stage, i.step, i.part, i.parts, task.stage.on, since - origin, now, facts))
+        return found
+
+    def finish(self) -> int:
+        """Ends the run at the next consistent cut, see :meth:`dataflow.scheduler.Scheduler.finish`.
+
+        Returns:
+            Its step. If :attr:`over` is true then, it is reached, and nothing runs any more.
+        """
+        step, instructions = self.scheduler.finish()
+        self._over = self._execute(instructions)
+        return step
+
+    @property
+    def over(self) -> bool:
+        """Whether :meth:`finish` found nothing left to do."""
+        return self._over
+
+    def handles(self, step: int) -> dict[tuple[str, int], Any]:
+        """Returns a handle for each state, under ``step``, and for each field of the later steps, under theirs."""
+        found: dict[tuple[str, int], Any] = {(name, step): value for name, value in self._states.items()}
+        for later, values in self._values.items():
+            if later > step:
+                found |= {(name, later): value for (source, name), value in values.items() if source.parts == 1}
         return found
 
     def stop(self) -> None:
@@ -306,6 +333,8 @@ class Runner:
         if item.state:
             return [self._states[item.field]] if item.field in self._states else []
         if not item.sources:
+            if (item.field, step) in self._handles:
+                return [self._handles[item.field, step]]
             if item.field not in self._inputs:
                 return []
             fetched = self._fetched.setdefault(step, {})

@@ -131,6 +131,7 @@ class Scheduler:
         self._ready: dict[str, list[_Key]] = {r: [] for r in self._running}
         self._priority: dict[str, tuple[float, float]] = {}
         self._finished = False
+        self._wanted: set[TaskId] | None = None
 
     def start(self) -> list[Instruction]:
         """Returns the first instructions."""
@@ -156,6 +157,28 @@ class Scheduler:
             return self._fail(entry, event)
         return self._finish(entry, event)
 
+    def finish(self) -> tuple[int, list[Instruction]]:
+        """Ends the run as soon as weights, engine and samples are those of one step again.
+
+        That is the last step with a training task that has started. From now on only tasks start that this step and
+        those before it need, validations left out; the others that run are cancelled at the end.
+
+        Returns:
+            The step, ``graph.first - 1`` if no training has started; and the instructions that follow.
+        """
+        training = (e for e in self._entries.values() if e.task.stage.role == "trains")
+        begun = [e.task.id.step for e in training if e.state not in ("waiting", "ready")]
+        # Steps that are over are forgotten; those before the oldest unfinished one have been trained.
+        step = max([self._oldest - 1, *begun])
+        ahead = [i for i, e in self._entries.items() if i.step <= step and e.task.stage.role != "validates"]
+        wanted = self._wanted = set[TaskId]()
+        while ahead:
+            i = ahead.pop()
+            if i not in wanted and i in self._entries:
+                wanted.add(i)
+                ahead += map(self.graph.pipeline.task_of, self._entries[i].task.deps)
+        return step, self._dispatch([])
+
     def stop(self) -> list[Instruction]:
         """Cancels all running tasks, in order, as on an interrupt."""
         running = sorted(i for i, e in self._entries.items() if e.state == "running")
@@ -178,6 +201,7 @@ class Scheduler:
             assert slots is None or busy <= slots, f"{resource}: {busy} running in {slots} slots"
             waits = [e.task.id for e in self._entries.values() if e.state == "ready" and e.task.stage.on == resource]
             free = slots is None or busy < slots
+            waits = [i for i in waits if self._wanted is None or i in self._wanted]
             assert self._finished or not (free and waits), f"{waits[0]} waits beside a free slot of {resource}"
         for step, left in self._open.items():
             assert left, f"step {step} is kept, but nothing of it is left to run"
@@ -327,16 +351,24 @@ class Scheduler:
     def _dispatch(self, out: list[Instruction]) -> list[Instruction]:
         for resource, slots in self.graph.pipeline.resources.items():
             ready = self._ready[resource]
+            if self._wanted is not None:
+                ready = self._ready[resource] = [item for item in ready if item[-1] in self._wanted]
+                heapq.heapify(ready)
             while ready and (slots is None or self._running[resource] < slots):
                 entry = self._entries[heapq.heappop(ready)[-1]]
                 entry.state = "running"
                 entry.history.append("running")
                 self._running[resource] += 1
                 out.append(Start(entry.task, self._groups_of(entry.task), entry.last_dep))
-        if not self._entries and self._unrolled == self.graph.steps and not self._finished:
-            self._finished = True
-            out.append(RunDone())
+        if not self._finished and self._over():
+            out += self.stop()
         return out
+
+    def _over(self) -> bool:
+        """Whether nothing is left that the run needs."""
+        if self._wanted is None:
+            return not self._entries and self._unrolled == self.graph.steps
+        return not any(i in self._wanted and e.state != "done" for i, e in self._entries.items())
 
     def _groups_of(self, task: Task) -> tuple[int, ...] | None:
         chosen = [groups for i in task.chosen_by if (groups := self._groups[i]) is not None]

@@ -18,7 +18,7 @@ from dataflow.executors.base import Executor
 from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.runner import Restored, Runner
-from dataflow.running.checkpoints import Checkpoint
+from dataflow.running.checkpoints import Checkpoint, CheckpointStore
 from dataflow.running.export import MODEL, card
 from dataflow.running.progress import Progress
 from dataflow.running.record import Record
@@ -56,6 +56,10 @@ class Attempt:
         self._progress = progress
         self._executor = self._make_executor()
         self._hosts = graph.pipeline.hosts()
+        self._runner: Runner | None = None
+        self._training: asyncio.Future[Trace] | None = None
+        self._cut: int | None = None
+        """Step that an interrupted run saves."""
         self._failed = 0
         """Checkpoints that failed, one after another."""
 
@@ -97,18 +101,71 @@ class Attempt:
         self._progress.start(graph.steps)
         report(training=True)
         showing = asyncio.create_task(self._show(runner))
+        self._runner, self._training = runner, asyncio.ensure_future(runner.run())
         try:
-            await runner.run()
-            record.trace.meta["status"] = "finished"
-        except asyncio.CancelledError:
-            runner.stop()
-            raise
+            await self._train(runner, self._training)
         finally:
             showing.cancel()
+        record.trace.meta["status"] = "finished"
         self._progress.stop()
         digest = await self._finish_model() if "trainer" in self._hosts else None
         stats = await executor.ask("reward", "stats") if "reward" in self._hosts else None
         return digest, stats
+
+    def interrupt(self, main: asyncio.Task[Any]) -> None:
+        """Ends the run; where it can, after the step that is being trained, with a checkpoint.
+
+        Args:
+            main: the task to cancel when there is nothing to save, or ``checkpoint.grace_s`` is over.
+        """
+        options, runner, training = self._config.checkpoint, self._runner, self._training
+        saves = options.on_interrupt and self._graph.pipeline.with_role("saves")
+        if not saves or runner is None or training is None or training.done():
+            main.cancel()
+            return
+        step = runner.finish()
+        if step < self._graph.first:
+            main.cancel()  # no step was trained since the checkpoint that the run went on from
+            return
+        self._cut = step
+        report(grace=options.grace_s)
+        asyncio.get_running_loop().call_later(options.grace_s, main.cancel)
+        logger.info(f"interrupted: step {step} ends and is saved, within {options.grace_s:g} s; Ctrl-C ends it at once")
+        if runner.over:
+            training.cancel()
+
+    async def _train(self, runner: Runner, training: asyncio.Future[Trace]) -> None:
+        """Runs the tasks to the end, or to the cut of an interrupted run, which it saves.
+
+        Raises:
+            asyncio.CancelledError: the run was interrupted.
+        """
+        try:
+            await training
+        except asyncio.CancelledError:
+            if self._cut is None or not runner.over:
+                training.cancel()
+                raise
+        if self._cut is not None:
+            await self._save(runner, self._cut)
+            raise asyncio.CancelledError
+
+    async def _save(self, runner: Runner, step: int) -> None:
+        """Saves a checkpoint of a step that all services have reached, if there is none."""
+        pipeline, executor, staleness = self._graph.pipeline, self._executor, self._graph.max_staleness
+        if step in CheckpointStore(self._record.directory / "checkpoints").whole():
+            return
+        saves = pipeline.with_role("saves")
+        for host in {s.host.name for s in saves if s.host is not None}:
+            await executor.ask(host, "snapshot", True)  # waits for a write that is still going on
+        handles, last = runner.handles(step), min(step + staleness, self._graph.steps)
+        policy = SchedulingPolicy(max_staleness=staleness)
+        early = pipeline.subset(s.name for s in saves if s.ahead_of is not None)
+        if last > step and early.stages:
+            graph = expand(early, policy, steps=last, first=step + 1)
+            await Runner(graph, executor, inputs={}, handles=handles, trace=Trace()).run()
+        graph = expand(pipeline.subset(s.name for s in saves if s.ahead_of is None), policy, steps=step, first=step)
+        await Runner(graph, executor, inputs={}, handles=handles, trace=Trace()).run()
 
     async def _finish_model(self) -> str:
         """Writes the trained model into the run's directory, if asked to; returns the digest of its weights."""

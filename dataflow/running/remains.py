@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import DataflowError
+from dataflow.running.checkpoints import CheckpointStore
 
 if TYPE_CHECKING:
     from dataflow.timeline.spans import Trace
@@ -49,7 +50,9 @@ def stopped(directory: Path, done: int, steps: int | None) -> str:
     """Returns the number of steps made, and how to draw the timeline, in words."""
     of = "" if steps is None else f" of {steps}"
     draw = f"'dataflow timeline {directory} -o {directory}.html' draws what it did"
-    return f"stopped after {done}{of} steps; {draw if done else f'its files are in {directory}'}"
+    saved = CheckpointStore(directory / "checkpoints").whole()
+    resume = f"'dataflow resume {directory}' goes on from step {saved[-1]}, " if saved else ""
+    return f"stopped after {done}{of} steps; {resume}{draw if done else f'its files are in {directory}'}"
 
 
 def summarise(

@@ -238,10 +238,10 @@ class Session:
         loop = asyncio.get_running_loop()
         # Not at once, as the handler interrupts whatever the loop is doing.
         self._cancel = partial(loop.call_soon_threadsafe, main.cancel)
-        stopping.calls(self._cancel)
         record = self.record
         graph = self.expand(first=point.step + 1 if point else 1)  # again, as the judge's address is known now
         attempt = Attempt(self.config, graph, self.inputs, record, self.progress)
+        stopping.calls(partial(loop.call_soon_threadsafe, attempt.interrupt, main))
         try:
             record.open(self._meta())
             digest, stats = await attempt.run(point)

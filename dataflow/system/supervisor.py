@@ -52,7 +52,8 @@ def report(**facts: Any) -> None:
     """Sends facts about this run to its supervisor; has no effect in a process without one.
 
     Args:
-        facts: ``directory`` and ``steps`` of the run; ``training``: it has begun; ``ray``: "started" or "closing";
+        facts: ``directory`` and ``steps`` of the run; ``training``: it has begun; ``grace``: seconds that a stopped
+            run takes to save a checkpoint; ``ray``: "started" or "closing";
             ``temporary``: a file or directory to remove if this process dies (may be sent repeatedly); ``done``: the
             exit code, sent last.
     """
@@ -263,6 +264,8 @@ class Supervisor:
         if "temporary" in facts:
             self._temporary.append(Path(facts.pop("temporary")))
         self._facts |= facts
+        if "grace" in facts:
+            self._deadline = time.monotonic() + facts["grace"] + CLOSING_S
         if facts.get("ray") == "started":
             self._watch_daemons()
         if "done" in facts:
@@ -345,7 +348,8 @@ class Supervisor:
         if self._stopped is not None:
             code, text = 128 + self._stopped, f"\ninterrupted{': ' if ended else ''}{ended}"
         else:
-            code, text = 1, f"RunError: {self._what_died()}{'; it ' if ended else ''}{ended}; run it again."
+            again = "" if "dataflow resume" in ended else "; run it again"
+            code, text = 1, f"RunError: {self._what_died()}{'; it ' if ended else ''}{ended}{again}."
         with contextlib.suppress(OSError):  # the terminal is closed
             # The live view hides the cursor.
             print(f"{SHOW_CURSOR if sys.stderr.isatty() else ''}{text}", file=sys.stderr, flush=True)

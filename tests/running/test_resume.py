@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -162,3 +166,34 @@ def test_a_run_is_repeated_from_its_configuration(keys: tuple[str, ...], tmp_pat
     begin(keys, "a", steps=2)
     assert main(["run", str(runs / "a" / "config.yaml"), "name=b", "--quiet"]) == 0
     assert summary(runs / "a")["weights_sha256"] == summary(runs / "b")["weights_sha256"]
+
+
+@pytest.mark.parametrize("policy", ["mini-batch", "both"])
+def test_an_interrupted_run_saves_the_step_it_was_in(policy: str, keys: tuple[str, ...], tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    begin(keys, "whole", f"policy={policy}")
+    slow = (tmp_path / "reward.py").read_text().replace("sleep(0.005)", "sleep(0.3)")
+    (tmp_path / "reward.py").write_text(slow)
+    own = [key for key in keys if key != "checkpoint.every=2"]
+    words = [PIPELINE, *own, f"policy={policy}", f"steps={STEPS}", "checkpoint.every=100", "name=stopped", "--quiet"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dataflow.cli", "run", *words], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        metrics = runs / "stopped" / "metrics.jsonl"
+        while not (metrics.exists() and '"step": 3' in metrics.read_text()):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=90)[1].strip().splitlines()
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert f"'dataflow resume {runs / 'stopped'}' goes on from step" in said[-1], said
+    assert summary(runs / "stopped")["status"] == "interrupted"
+    (saved,) = (runs / "stopped" / "checkpoints").glob("step_*")
+    assert 3 <= int(saved.name.removeprefix("step_")) < STEPS
+    assert main(["resume", str(runs / "stopped"), "--quiet"]) == 0
+    assert summary(runs / "stopped")["weights_sha256"] == summary(runs / "whole")["weights_sha256"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataflow.errors import PipelineError
+from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Pipeline, TaskId, TaskInfo
 from dataflow.policy import PRESETS, SchedulingPolicy, expand, preset
+from dataflow.runner import Runner
 from dataflow.running.checkpoints import CheckpointStore
 from dataflow.stages.checkpoint import FAILED, Snapshot, checkpoint_stages, write_checkpoint
 from dataflow.testing import SteadyCosts, check_trace, grpo_pipeline, simulate
+from dataflow.timeline.spans import Span, Trace
 
 STEPS = 9
 
@@ -65,6 +70,42 @@ def test_a_checkpoint_lies_between_the_sync_of_its_step_and_the_next_update(name
         later = [s.begin for s in trace.spans if s.stage == "actor_update" and s.step == span.step + 1]
         assert synced <= span.begin
         assert span.end <= min(later, default=span.end)
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from([*PRESETS, "both+stream"]),
+    staleness=st.integers(0, 2),
+    after=st.integers(1, 150),
+    latency=st.floats(0.0, 30.0),
+)
+def test_an_interrupted_run_ends_at_a_consistent_cut(name: str, staleness: int, after: int, latency: float) -> None:
+    policy = replace(preset(name, 4), max_staleness=staleness, order="index")
+    graph = expand(saving(3), policy, STEPS, 4, groups=8)
+    costs = SteadyCosts(latency, 8, {"stage_checkpoint": 0.1, "keep_samples": 0.1, "write_checkpoint": 5.0})
+    trace, cut = Trace(), list[int]()
+
+    def on_span(_span: Span) -> None:
+        if len(trace.spans) == after:
+            cut.append(runner.finish())
+            runner.scheduler.check()
+
+    runner = Runner(graph, VirtualExecutor(costs), inputs={"prompts": lambda step: step}, trace=trace, on_span=on_span)
+    asyncio.run(runner.run())
+    if not cut:
+        return
+    (step,) = cut
+    done = {(s.stage, s.step) for s in trace.spans}
+    trained = Counter(s.step for s in trace.spans if s.stage == "actor_update")
+    assert trained == dict.fromkeys(range(1, step + 1), 4), "whole steps, and none behind the cut"
+    assert {at for stage, at in done if stage == "sync_weights"} == set(range(1, step + 1))
+    if step:
+        needed = range(1, min(step + staleness, STEPS) + 1)
+        assert {at for stage, at in done if stage == "rollout"} >= set(needed)
+        handles = {(name, at) for name, at in runner.handles(step) if name == "responses"}
+        assert handles >= {("responses", at) for at in needed if at > step}
+    saves = [at for at in range(3, step + 1) if at % 3 == 0]
+    assert {at for stage, at in done if stage == "write_checkpoint"} == set(saves)
 
 
 def test_the_stage_ahead_of_another_needs_it() -> None:

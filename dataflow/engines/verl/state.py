@@ -82,7 +82,7 @@ class TrainerState:
         if staged is None:
             raise DataflowError("trainer: there is no snapshot to write; call snapshot first.")
         self._writing = _in_thread(lambda: self._write(Path(directory), staged))
-        await self._writing
+        await asyncio.shield(self._writing)  # a caller that is cancelled does not end the thread
 
     def load(self, directory: str) -> None:
         """See :meth:`dataflow.engines.base.Trainer.load`."""
