@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +65,10 @@ def contrast(colour: str) -> str:
 
 def columns_that_fit(words: Sequence[str], inches: float) -> int:
     """Returns the largest number of legend columns, up to 8, that fits a width; columns are filled one by one."""
-    for columns in range(8, 1, -1):
-        rows = -(-len(words) // columns)
-        wide = sum(max(map(len, words[i : i + rows])) * 0.09 + 0.45 for i in range(0, len(words), rows))
+    for columns in range(min(8, len(words)), 1, -1):
+        rows, longer = divmod(len(words), columns)  # so many columns have one word more
+        starts = [i * rows + min(i, longer) for i in range(columns + 1)]
+        wide = sum(max(map(len, words[a:b])) * 0.09 + 0.45 for a, b in pairwise(starts))
         if wide <= inches:
             return columns
     return 1

@@ -285,7 +285,8 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
     """Returns the times of a step under verl's names, in seconds.
 
     A step's time window runs from the end of the previous step (its last training task) to its own end. The windows
-    cover the run without overlap, so ``timing_s/step`` and the waits add up over the steps.
+    cover the run without overlap, so ``timing_s/step`` and the waits add up over the steps. Time in
+    which the run was not running, between a kill and the resume, counts in neither.
 
     Args:
         trace: of the run so far; the step's training tasks must be in it.
@@ -315,9 +316,9 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
     waits = pool_waits(trace, (begin, end))
     waited = sum(waits.values())
     metrics["timing_s/reward"] = waits.get("rewards", 0.0)
-    metrics["timing_s/step"] = end - begin
+    metrics["timing_s/step"] = took = trace.running_s(begin, end)
     metrics["overlap/exposed_wait_s"] = waited
-    metrics["overlap/gpu_busy_frac"] = 1 - waited / (end - begin) if end > begin else 0.0
+    metrics["overlap/gpu_busy_frac"] = 1 - waited / took if took > 0 else 0.0
     return metrics
 
 

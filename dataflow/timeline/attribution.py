@@ -49,13 +49,18 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
         window: (begin, end) in seconds; by default from the run's first task to the end of its last training task.
 
     Returns:
-        Waits that do not overlap and cover all idle time of the window. A gap with several causes gives one wait for
-        each.
+        Waits that do not overlap and cover all idle time of the window in which the run was running. An interval with
+        several causes gives one wait for each. A wait ends where the run was killed, and another begins at the resume.
     """
     begin, end = window or trace.window
-    trained = trace.window[1]
     # For a window near the end of a long run, only the spans near it are read.
     near = trace if window is None else Trace([s for s in trace.spans if s.end >= begin])
+    return [wait for stretch in trace.stretches(begin, end) for wait in _waits(trace, near, resource, *stretch)]
+
+
+def _waits(trace: Trace, near: Trace, resource: str, begin: float, end: float) -> list[Wait]:
+    """Returns the waits of an interval without gaps; ``near`` has at least the spans that end after its begin."""
+    trained = trace.window[1]
     spans = near.on(resource)
     known = by_task(near.spans)
     on, syncs = trace.placed, trace.with_role("syncs")
@@ -177,7 +182,9 @@ def summary(trace: Trace) -> dict[str, Any]:
     """Returns the run's numbers, JSON-able; times in seconds.
 
     Returns:
-        ``wall_s`` (first task to last training task), ``step_s`` (wall time per complete step), ``after_training_s``
+        ``wall_s`` (first task to last training task, without the time in which the run was not running), ``resumed``
+        (steps of the checkpoints from which it went on), ``not_running_s`` (from each kill to the resume, together),
+        ``step_s`` (wall time per complete step), ``after_training_s``
         (from the last training task to the last task of all, such as a late validation), ``after_training_idle_s``
         (idle time of the GPUs in it), ``gpu_busy_s``, ``exposed_wait_s``, ``exposed_wait_by_cause`` {cause: seconds},
         ``busy`` {resource: share of the wall time}, ``stages`` {stage: {"total_s", "count"}}. Busy time and exposed
@@ -199,8 +206,10 @@ def summary(trace: Trace) -> dict[str, Any]:
         bounds = {"reward_service_s": service, "lower_bound_s": max(busy, service)}
     return {
         "wall_s": wall,
+        "resumed": trace.resumed,
+        "not_running_s": sum(gap.seconds for gap in trace.gaps),
         "step_s": _step_s(trace),
-        "after_training_s": until - trained,
+        "after_training_s": trace.running_s(trained, until),
         "after_training_idle_s": sum(w.seconds for pool in pools for w in waits_after(trace, pool)) / len(pools),
         "gpu_busy_s": busy,
         "exposed_wait_s": sum(by_cause.values()),
@@ -217,4 +226,4 @@ def _step_s(trace: Trace) -> float:
     if not whole:
         return 0.0
     end = max(s.end for s in trace.spans if s.step in whole and not s.optional)
-    return (end - trace.window[0]) / len(whole)
+    return trace.running_s(trace.window[0], end) / len(whole)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dataflow.drawing.style import COLOURS, HATCHED, INK, PIXELS, WIDTH, colours, columns_that_fit, contrast, save
 from dataflow.errors import DataError
 from dataflow.timeline.attribution import exposed_waits, pool_waits, waits_after
+from dataflow.timeline.gaps import CUT, Axis, Gap
 from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes, looks
 from dataflow.timeline.text import extent, named, tick
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _BAND = "#F3C766"
 _HEIGHTS = {**dict.fromkeys(POOLS, 0.62), "reward": 0.5}
 _THIN = 0.2
+_CUT, _SMALL = "#8A8A8A", 7.0
 
 
 def draw(
@@ -48,7 +50,7 @@ def draw(
     runs = named(traces, f"picture {path}")
     panels = [_Panel(name, trace, steps) for name, trace in runs.items()]
     colour = colours(*looks(p.trace for p in panels))
-    longest = max(p.end - p.begin for p in panels) or 1.0
+    longest = max(p.time.length for p in panels) or 1.0
     inches = [p.height for p in panels]
     handles = _handles(panels, colour)
     columns = columns_that_fit([h.get_label() for h in handles], WIDTH * 0.915)
@@ -65,7 +67,8 @@ def draw(
     for axis in axes[:-1]:
         axis.tick_params(labelbottom=False)
     since = "from the first task" if steps is None else f"from the first task of step {steps[0]}"
-    axes[-1].set_xlabel(f"seconds {since}", color=INK, fontsize=10)
+    cut = f"; {CUT}" if any(p.time.gaps for p in panels) else ""
+    axes[-1].set_xlabel(f"seconds {since}{cut}", color=INK, fontsize=10)
     _legend(figure, handles, columns, total)
     if title:
         figure.text(0.075, 1 - 0.28 / total, title, fontsize=14, fontweight="bold", color=INK, va="center")
@@ -78,6 +81,7 @@ class _Panel:
     def __init__(self, name: str, trace: Trace, steps: tuple[int, int] | None) -> None:
         self.name, self.trace = name, trace
         self.begin, self.end = extent(trace, steps)
+        self.time = Axis(trace.gaps, self.begin, self.end)
         spans = [s for s in trace.spans if s.end >= self.begin and s.begin <= self.end]
         self.levels = in_flight(trace.marks)
         self.waits = {pool: [*exposed_waits(trace, pool), *waits_after(trace, pool)] for pool in trace.pools}
@@ -127,8 +131,21 @@ class _Panel:
             axis.spines[side].set_visible(False)
         wall_end = self.trace.window[1]
         if self.begin < wall_end <= self.end:
-            axis.axvline(wall_end - self.begin, color=INK, linewidth=1.2, linestyle=(0, (3, 2)))
+            axis.axvline(self.time.at(wall_end), color=INK, linewidth=1.2, linestyle=(0, (3, 2)))
+        for gap in self.time.gaps:
+            self._gap(axis, gap)
         self._title(axis, reference)
+
+    def _gap(self, axis: Axes, gap: Gap) -> None:
+        """Draws a band of a fixed width over the cut, with the gap's length in it."""
+        at, room = self.time.at(gap.begin), self.height * 72 / (0.56 * _SMALL)  # characters that fit
+        points: dict[str, Any] = {"solid_capstyle": "butt", "zorder": 4}
+        axis.axvline(at, color=_CUT, linewidth=_SMALL + 4.5, **points)
+        axis.axvline(at, color="white", linewidth=_SMALL + 3, **points)
+        words = gap.length if len(gap.length) <= room else gap.length.removeprefix("not running ")
+        if len(words) <= room:
+            look: dict[str, Any] = {"fontsize": _SMALL, "color": INK, "zorder": 5}
+            axis.text(at, self.height / 2, words, rotation=90, ha="center", va="center", **look)
 
     def _title(self, axis: Axes, reference: _Panel) -> None:
         name = axis.set_title(self.name, loc="left", fontsize=11, fontweight="bold", color=INK, pad=5)
@@ -142,6 +159,8 @@ class _Panel:
             facts += f",  {busy},  exposed wait {sum(pool_waits(self.trace).values()):.1f} s"
         if (status := self.trace.meta.get("status", "finished")) != "finished":
             facts += f",  {status}"
+        for gap in self.time.gaps:
+            facts += f",  {gap.words}"
         axis.annotate(facts, xy=(1, 0), xycoords=name, xytext=(8, 0), textcoords="offset points", va="bottom",
                       fontsize=11, color=INK)  # fmt: skip
 
@@ -157,36 +176,36 @@ class _Panel:
         bars: dict[tuple[str, bool], list[tuple[float, float]]] = {}
         for span in lane:
             # Keep very short tasks visible: at least a pixel wide, and without an edge, which would hide the colour.
-            wide = max(span.end - span.begin, 1.2 / pixels)
-            bars.setdefault((span.stage, wide * pixels >= 4), []).append((span.begin - self.begin, wide))
+            wide = max(self.time.at(span.end) - self.time.at(span.begin), 1.2 / pixels)
+            bars.setdefault((span.stage, wide * pixels >= 4), []).append((self.time.at(span.begin), wide))
         for (stage, edge), places in bars.items():
             line = 0.7 if edge else 0.0
             look: dict[str, Any] = {"facecolor": colour[stage], "edgecolor": "white", "linewidth": line}
             axis.broken_barh(places, (below, height), **look)
         for span in lane:
-            begin, end = max(span.begin, self.begin), min(span.end, self.end)
+            begin, end = self.time.at(max(span.begin, self.begin)), self.time.at(min(span.end, self.end))
             for size in (9.0, 8.0, 7.0):
                 # Digits are 0.64 of the font size wide, a point half of that.
                 room = size * (0.64 * len(span.label) - 0.32 * span.label.count(".")) + 2
                 if size <= height * 72 * 0.75 and room * PIXELS / 72 <= (end - begin) * pixels:
-                    middle = ((begin + end) / 2 - self.begin, below + height / 2)
+                    middle = ((begin + end) / 2, below + height / 2)
                     text: dict[str, Any] = {"fontsize": size, "color": contrast(colour[span.stage])}
                     axis.text(*middle, span.label, ha="center", va="center_baseline", **text)
                     break
 
     def _waits(self, axis: Axes, below: float, height: float, pool: str) -> None:
-        places = [(w.begin - self.begin, w.end - w.begin) for w in self.waits[pool]]
+        places = [(self.time.at(w.begin), w.seconds) for w in self.waits[pool]]
         axis.broken_barh(places, (below, height), **HATCHED)
 
     def _band(self, axis: Axes, below: float, height: float, own_lanes: int) -> None:
         """Draws the requests in flight, and a line where the rewards of a part were complete."""
         most = max(level for _, level in self.levels)
         room = height * (0.62 if own_lanes else 1.0)
-        times = [time - self.begin for time, _ in self.levels]
+        times = [self.time.at(time) for time, _ in self.levels]
         tops = [below + level / most * room for _, level in self.levels]
         axis.fill_between(times, below, tops, step="post", color=_BAND, linewidth=0)
         collects = self.trace.with_role("collects")
-        ends = [s.end - self.begin for s in self.trace.spans if s.stage in collects]
+        ends = [self.time.at(s.end) for s in self.trace.spans if s.stage in collects]
         axis.vlines(ends, below, below + room, color=COLOURS["requests"][0], linewidth=1.3)
 
 
@@ -204,6 +223,8 @@ def _handles(panels: Sequence[_Panel], colour: Mapping[str, str]) -> list[Any]:
         stroke.set_label("rewards of a part complete")
         handles.append(stroke)
     handles.append(Line2D([], [], color=INK, linewidth=1.2, linestyle=(0, (3, 2)), label="end of training"))
+    if any(p.time.gaps for p in panels):
+        handles.append(Patch(facecolor="white", edgecolor=_CUT, linewidth=1.2, label="not running"))
     return handles
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dataflow.graph import TaskId
+from dataflow.timeline.gaps import Gap, gaps, resumed
 
 VERSION = 2
 """Version of the trace's content; newer versions are refused when a trace is read."""
@@ -117,7 +118,8 @@ class Trace:
         levels: changes of limits.
         meta: ``policy``, ``steps``, ``seed``, ``status`` ("running", "finished", "interrupted", "failed", or "cut off"
             for a file without its end, where ``cut`` describes what is missing), ``resources`` {name: slots, None for
-            any number}, ``started`` (unix time of second 0), ``version``.
+            any number}, ``started`` (unix time of second 0), ``version``; of a run that was resumed, ``gaps``
+            [[begin, end, why], ...] in seconds and ``resumed`` [step of the checkpoint, ...].
         sink: called with all items after they are added, for example to write them to a file.
     """
 
@@ -151,9 +153,28 @@ class Trace:
 
     @property
     def wall(self) -> float:
-        """Length of :attr:`window` in seconds."""
-        begin, end = self.window
-        return end - begin
+        """Seconds of :attr:`window` in which the run was running."""
+        return self.running_s(*self.window)
+
+    @property
+    def gaps(self) -> tuple[Gap, ...]:
+        """The times between a kill and the resume, in which the run was not running; in order, without overlap."""
+        return gaps(self.meta)
+
+    @property
+    def resumed(self) -> list[int]:
+        """Steps of the checkpoints from which the run went on."""
+        return resumed(self.meta)
+
+    def running_s(self, begin: float, end: float) -> float:
+        """Returns the seconds of ``begin..end`` in which the run was running."""
+        return end - begin - covered([(gap.begin, gap.end) for gap in self.gaps], begin, end)
+
+    def stretches(self, begin: float, end: float) -> list[tuple[float, float]]:
+        """Returns the parts of ``begin..end`` in which the run was running; the whole if there is no gap in it."""
+        cuts = [gap for gap in self.gaps if gap.begin < end and gap.end > begin]
+        starts, ends = [begin, *(gap.end for gap in cuts)], [*(gap.begin for gap in cuts), end]
+        return [(a, b) for a, b in zip(starts, ends, strict=True) if a < b or not cuts]
 
     @property
     def resources(self) -> list[str]:
@@ -225,8 +246,9 @@ class Trace:
         return sorted(chosen, key=lambda s: (s.begin, s.end, s.step, s.stage, s.part))
 
     def busy(self, resource: str) -> float:
-        """Returns the seconds of :attr:`window` in which at least one task was on the resource."""
-        return covered([(s.begin, s.end) for s in self.spans if s.resource == resource], *self.window)
+        """Returns the seconds of :attr:`window`, gaps left out, in which at least one task was on the resource."""
+        on = [(s.begin, s.end) for s in self.spans if s.resource == resource]
+        return sum(covered(on, *stretch) for stretch in self.stretches(*self.window))
 
 
 def looks(traces: Iterable[Trace]) -> tuple[list[str], dict[str, str]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dataflow.errors import DataError
 from dataflow.timeline.attribution import Wait, exposed_waits, summary, waits_after
 from dataflow.timeline.culprits import Culprit, culprits
+from dataflow.timeline.duration import seconds as duration
+from dataflow.timeline.gaps import Axis
 from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes, looks
 
 LETTERS = {
@@ -24,6 +26,7 @@ LETTERS = {
 
 _SPARE = "BDEHJKMNPTWXYZabcdefghijkmnpqrstuwxyz"  # O, I, o and l look like digits
 _BARS = "▁▂▃▄▅▆▇█"
+_GAP = "/"
 
 
 def letters(stages: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
@@ -80,6 +83,7 @@ def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) 
     Returns:
         A title, a row for each lane of each resource, a row of rewards in flight, a time axis in seconds and
         a legend. A task is drawn as its letter, its step (and part) if they fit, then "="; the GPU's waits as "~".
+        The axis counts the time in which the run was running; "///" marks where a gap is cut out.
     """
     if not trace.spans:
         return f"{title(trace)}\n(no task ran)\n"
@@ -102,10 +106,18 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
     flights = [m for m in trace.marks if m.begin < m.end and m.end > begin and m.begin < end > begin]
     names = [name for name, _, _ in rows] + (["in flight"] if flights else [])
     columns = max(10, width - max(map(len, names)) - 2)
-    scale = columns / (end - begin) if end > begin else 0.0
+    axis = _cut(trace, begin, end, columns)
+    scale = columns / axis.length if axis.length > 0 else 0.0
 
     def column(time: float) -> int:
-        return min(columns, max(0, round((time - begin) * scale)))
+        return min(columns, max(0, round(axis.at(time) * scale)))
+
+    def broken(row: str) -> str:
+        cells = list(row.ljust(columns))
+        for gap in axis.gaps:
+            a, b = column(gap.begin), column(gap.end)
+            cells[a:b] = _GAP * (b - a)
+        return "".join(cells).rstrip()
 
     letter = letters(*looks([trace]))
     drawn: list[tuple[str, str]] = []
@@ -123,14 +135,28 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
             a = min(column(span.begin), columns - 1)
             if column(span.end) <= a and cells[a] == " ":
                 cells[a] = letter[span.stage]
-        drawn.append((name, "".join(cells).rstrip()))
+        drawn.append((name, broken("".join(cells))))
     if flights:
-        drawn.append(("in flight", _flights(in_flight(flights), begin, end, columns).rstrip()))
+        levels = in_flight(flights)
+        drawn.append(("in flight", broken(_flights(levels, end, columns, lambda time: axis.at(time) * scale))))
     shown_stages = [s for s in trace.stages if any(s == span.stage for _, lane, _ in rows for span in lane)]
     legend = [f"{letter[s]} {s}" for s in shown_stages] + [f"~ {' or '.join(trace.pools) or 'gpu'} waits"]
     if flights:
-        legend.append(f"█ {max(level for _, level in in_flight(flights))} rewards in flight")
-    return Chart(drawn, _axis(begin, end, columns), legend, letter)
+        legend.append(f"█ {max(level for _, level in levels)} rewards in flight")
+    if axis.gaps:
+        sign = _GAP * max(1, column(axis.gaps[0].end) - column(axis.gaps[0].begin))
+        legend += [f"{sign} {gap.words}" for gap in axis.gaps] + ["(cut out of the axis)"]
+    return Chart(drawn, broken(_axis(axis, columns)), legend, letter)
+
+
+def _cut(trace: Trace, begin: float, end: float, columns: int) -> Axis:
+    """Returns an axis on which each gap takes three columns, or one if there are too many gaps."""
+    axis = Axis(trace.gaps, begin, end)
+    for each in (3, 1):
+        left = columns - each * len(axis.gaps)
+        if axis.gaps and left >= columns / 2:
+            return Axis(trace.gaps, begin, end, each * axis.running / left)
+    return axis
 
 
 def title(trace: Trace) -> str:
@@ -141,6 +167,8 @@ def title(trace: Trace) -> str:
     text = f"{trace.meta.get('policy', 'run')}: {count} step{'s' * (count != 1)} in {_s(facts['wall_s'])} s"
     if status != "finished":
         text += f" ({status})"
+    if facts["not_running_s"]:
+        text += f", not running {duration(facts['not_running_s'])}"
     if trace.pools:
         busy = ", ".join(f"{pool} busy {facts['busy'][pool]:.1%}" for pool in trace.pools)
         text += f", {busy}, exposed wait {_s(facts['exposed_wait_s'])} s"
@@ -162,15 +190,15 @@ def idle_lines(trace: Trace) -> list[str]:
     """Returns a sentence for each GPU pool: how long it idled, by cause, and the longest wait of each cause.
 
     The causes are in descending order of their times, which sum to the idle time except for rounding. If tasks ran on
-    after training (a late validation), a last sentence says for how long.
+    after training (a late validation), a sentence says for how long; if the run was resumed, one for each gap.
     """
     lines = [_idle_line(trace, pool) for pool in trace.pools]
-    if (after := trace.end - trace.window[1]) >= 0.005:
+    if (after := trace.running_s(trace.window[1], trace.end)) >= 0.005:
         last = max(trace.spans, key=lambda s: s.end)
         idle = {pool: sum(w.seconds for w in waits_after(trace, pool)) for pool in trace.pools}
         idle_parts = [f"{_pool(pool)} idle {_s(seconds)} s" for pool, seconds in idle.items() if seconds >= 0.005]
         lines.append(", ".join([f"after training {_s(after)} s until {last.task} ended", *idle_parts]))
-    return lines
+    return [*lines, *(f"{gap.length}: {gap.why}" if gap.why else gap.words for gap in trace.gaps)]
 
 
 def _idle_line(trace: Trace, pool: str) -> str:
@@ -266,23 +294,23 @@ def _bar(letter: str, span: Span, room: int) -> str:
     return text.ljust(room, "=")
 
 
-def _flights(levels: Sequence[tuple[float, int]], begin: float, end: float, columns: int) -> str:
+def _flights(levels: Sequence[tuple[float, int]], end: float, columns: int, place: Callable[[float], float]) -> str:
     """Draws the maximum of requests in flight in each column, as bars in eighths of the run's maximum."""
     most = max(level for _, level in levels)
     cells = [0] * columns
     for (time, level), (until, _) in zip(levels, [*levels[1:], (end, 0)], strict=True):
-        a = max(0, math.floor((time - begin) / (end - begin) * columns))
-        b = min(columns, math.ceil((until - begin) / (end - begin) * columns))
+        a = max(0, math.floor(place(time)))
+        b = min(columns, math.ceil(place(until)))
         for i in range(a, b):
             cells[i] = max(cells[i], level)
     return "".join(_BARS[math.ceil(level / most * len(_BARS)) - 1] if level else " " for level in cells)
 
 
-def _axis(begin: float, end: float, columns: int) -> str:
-    size = tick(end - begin, columns // 10)
+def _axis(axis: Axis, columns: int) -> str:
+    size = tick(axis.running, columns // 10)
     text = ""
-    for i in range(int((end - begin) / size + 1e-9) + 1):
-        at = round(i * size / (end - begin) * columns) if end > begin else 0
+    for i in range(int(axis.running / size + 1e-9) + 1):
+        at = round(axis.after(i * size) / axis.length * columns) if axis.length > 0 else 0
         word = f"|{i * size:g}" + (" s" if i == 0 else "")
         if at + len(word) <= columns:
             text = text.ljust(at) + word

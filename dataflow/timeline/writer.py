@@ -1,7 +1,7 @@
 """Writes the trace's file during the run: Trace Event JSON, one event per line, flushed after each task.
 
 It uses the array form of the format, whose end may be missing, so Perfetto and Chrome open the file of a killed process
-as well. What depends on the whole trace (waits, flows, requests in flight) is written when the file is closed;
+as well. What depends on the whole trace (gaps, waits, flows, requests in flight) is written when the file is closed;
 :func:`dataflow.timeline.perfetto.read` skips it.
 """
 
@@ -24,7 +24,7 @@ from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, flows, in
 
 FORMAT = "dataflow"
 PID = 1
-TASK, REQUEST, WAIT, LEVEL, FLOW = "task", "request", "wait", "level", "flow"
+TASK, REQUEST, WAIT, LEVEL, FLOW, GAP = "task", "request", "wait", "level", "flow", "gap"
 
 # Key in an event's args -> attribute of the span or mark.
 SPAN = {k: k for k in ("stage", "step", "part", "parts", "resource", "waited_for")}
@@ -195,6 +195,12 @@ class TraceWriter:
     def _derived(self, trace: Trace) -> Iterator[dict[str, Any]]:
         if self.left_out:
             trace = _finite(trace)
+        if trace.gaps:
+            tid = self._open("not running", 0)  # above all resources
+            for gap in trace.gaps:
+                ts, until = self._ticks(gap.begin, gap.end)
+                event = {"ph": "X", "cat": GAP, "name": gap.words, "pid": PID, "tid": tid, "ts": ts, "dur": until - ts}
+                yield {**event, "args": {"resumed": gap.step, "why": gap.why}}
         for pool in trace.pools:
             if waits := [*exposed_waits(trace, pool), *waits_after(trace, pool)]:
                 # Right below the pool's own track.

@@ -255,6 +255,8 @@ def test_the_summary_of_a_step() -> None:
     )
     assert summary(trace) == {
         "wall_s": 10,
+        "resumed": [],
+        "not_running_s": 0,
         "step_s": 5,
         "after_training_s": 0,
         "after_training_idle_s": 0,

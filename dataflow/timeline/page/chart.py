@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.page import BUTTONS, FAINT, INK, LINE
 from dataflow.drawing.style import HATCHED, contrast
+from dataflow.timeline.gaps import CUT
 from dataflow.timeline.page.tracks import Columns, Sheet
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _TYPES = {
     "uint16": ("run",),
 }
 _COARSE = 2400  # bars in a row of the overview
+_CUT = 9  # pixels for the band at a cut of the axis
 _CROWDED = 1250  # bars, one to a pixel of a screen of usual width
 _LATER = ("span", "request", "lead", "arrow", "step")
 """Glyphs hidden until the script has chosen which of them fit, so that they are drawn only once."""
@@ -47,6 +49,9 @@ THEMED: dict[tuple[str, str], tuple[str, str]] = {
     ("arrow-glyph", "fill_color"): ("#5C4300", "#FFE9B0"),
     ("step-glyph", "line_color"): ("#777777", "#9A9A9A"),
     ("number-glyph", "text_color"): FAINT,
+    ("gap-edge-glyph", "line_color"): FAINT,
+    ("gap-glyph", "line_color"): ("#FFFFFF", "#161616"),
+    ("gap-label-glyph", "text_color"): INK,
     ("window", "fill_color"): ("#0072B2", "#9CCBEA"),
     ("window", "line_color"): ("#0072B2", "#9CCBEA"),
 }
@@ -203,7 +208,7 @@ def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], pa
         border_fill_color=None,
         outline_line_color=None,
         min_border_left=80,
-        x_axis_label="seconds from the first task",
+        x_axis_label="seconds from the first task" + (f"; {CUT}" if sheet.gaps["at"] else ""),
     )
     made.toolbar.logo = None
     middles = [(row.top + row.bottom) / 2 for row in sheet.rows]
@@ -295,7 +300,20 @@ def _bars(
                      line_width=2.5, visible=False, name="path-span", **over)  # fmt: skip
     path.glyph.name = "path-glyph"
     _texts(made, over)
-    return [*hoverable, waits, spans, asked]
+    return [*hoverable, waits, spans, asked, _cuts(made, sheet, over)]
+
+
+def _cuts(made: figure, sheet: Sheet, over: Mapping[str, Any]) -> Any:
+    """Draws a band of a fixed width over each cut; returns the renderer that has tooltips."""
+    from bokeh.models import ColumnDataSource
+
+    source = ColumnDataSource(_arrays(sheet.gaps), name="gaps")
+    where = {"x0": "at", "x1": "at", "y0": "top", "y1": "bottom", "source": source}
+    edge = made.segment(**where, line_width=_CUT, name="gap-edge", **over)
+    edge.glyph.name = "gap-edge-glyph"
+    band = made.segment(**where, line_width=_CUT - 2, line_dash=[5, 2], name="gap", **over)
+    band.glyph.name = "gap-glyph"
+    return band
 
 
 def _texts(made: figure, over: Mapping[str, Any]) -> None:
@@ -310,6 +328,10 @@ def _texts(made: figure, over: Mapping[str, Any]) -> None:
                         text_align="right", text_baseline="middle", text_font_size="11px", name="number",
                         x_offset=-3, **over)  # fmt: skip
     numbers.glyph.name = "number-glyph"
+    cuts = made.text("x", "y", "text", source=ColumnDataSource({"x": [], "y": [], "text": []}, name="cuts"),
+                     text_align="left", text_baseline="middle", text_font_size="11px", name="gap-label",
+                     x_offset=-_CUT / 2, **over)  # fmt: skip
+    cuts.glyph.name = "gap-label-glyph"
 
 
 def _overview(sheet: Sheet, spans: Any, main: figure) -> figure:
@@ -369,7 +391,7 @@ def script_facts(sheet: Sheet, colour: Mapping[str, str], samples: Mapping[str, 
     """
     words = {
         source: {name: values for name, values in getattr(sheet, source).items() if name not in _TYPE_OF}
-        for source in _SOURCES
+        for source in (*_SOURCES, "gaps")
     }
     return {
         "runs": sheet.names,

@@ -42,6 +42,7 @@ const timeline = (() => {
       ["GPUs waited", d.idle[i] > 0 ? time(d.idle[i]) : "not at all"],
       ["click", textOf(d, i) ? "opens its text" : ""],
     ])],
+    gaps: [(d, i) => d.words[i], (d, i) => lines([["after", at(d.at[i])], ["why", d.why[i]]])],
     band: [(d, i) => d.count[i] + " reward requests in flight", (d, i, most) =>
       lines([["at", at(d.begin[i])], ["at most", most]])],
   }
@@ -103,6 +104,7 @@ const timeline = (() => {
     }
     model("labels").data = { x, y, text, ink }
     number(scale)
+    cuts(scale)
     thin(range, wide)
     // Bars a pixel wide consist of their edge, which would hide the fill.
     const crowded = seen > wide
@@ -148,6 +150,21 @@ const timeline = (() => {
       text.push(word)
     }
     model("numbers").data = { x, y, text }
+  }
+
+  function cuts(scale) {
+    const d = columns("gaps"), x = [], y = [], text = []
+    const last = {} // run -> pixels of the end of the words before
+    for (let i = 0; i < d.at.length; i++) {
+      const at = d.at[i] * scale, before = last[d.run[i]] ?? -Infinity
+      if (at < before) continue
+      const word = at + 6.6 * d.words[i].length < (d.at[i + 1] ?? Infinity) * scale ? d.words[i] : d.length[i]
+      last[d.run[i]] = at + 6.6 * word.length + SMALLEST
+      x.push(d.at[i])
+      y.push(d.y[i])
+      text.push(word)
+    }
+    model("cuts").data = { x, y, text }
   }
 
   // --- filters and switches ---------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from html import escape
 from typing import Any
 
 from dataflow.timeline.culprits import Culprit, culprits, place_of
+from dataflow.timeline.duration import seconds
+from dataflow.timeline.gaps import Axis
 from dataflow.timeline.page.tracks import Versions
 from dataflow.timeline.spans import Trace, called
 from dataflow.timeline.text import extent
@@ -29,21 +31,6 @@ _STATUS = {
     "failed": "This run failed; all is shown that had ended by then.",
     "running": "This run had not ended when this was written.",
 }
-
-
-def seconds(value: float) -> str:
-    """Returns a duration as text: ``0.25 s``, ``12.3 s``, ``3 min 20 s``, ``17 h 53 min``.
-
-    >>> seconds(0.254), seconds(200), seconds(64380)
-    ('0.25 s', '3 min 20 s', '17 h 53 min')
-    """
-    if value >= 3600:
-        minutes = round(value / 60)
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    if value >= 120:
-        whole = round(value)
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{value:.1f} s" if value >= 9.995 else f"{value:.2f} s"
 
 
 def change(value: float) -> str:
@@ -162,6 +149,10 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
     ]
     if (total := facts.get("total_s")) is not None:
         rows.append(["", f"<small>{seconds(total)} in all, with start, evaluations and end</small>"])
+    for gap in trace.gaps:
+        resumed = "" if gap.step is None else f", resumed from step {gap.step}"
+        why = f" <small>{escape(gap.why)}</small>" if gap.why else ""
+        rows.append(["not running", f"{seconds(gap.seconds)}{resumed}{why}"])
     if (after := numbers.get("after_training_s", 0.0)) >= 0.05:
         idle = seconds(numbers["after_training_idle_s"])
         rows.append(["after training", f"{seconds(after)} <small>GPUs idle for {idle} of it</small>"])
@@ -186,18 +177,19 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
 
 
 def _waits(trace: Trace, samples: str = "") -> str:
-    begin, _ = extent(trace)
+    axis = Axis(trace.gaps, *extent(trace))
     found = culprits(trace)[:LONGEST]
     if not found:
         return _card("longest waits", "<p>The GPUs never waited.</p>" if trace.pools else "")
     several = len(trace.pools) > 1
-    rows = [_wait(c, begin, several, samples) for c in found]
+    rows = [_wait(c, axis, several, samples) for c in found]
     return _card("longest waits", _table(["waited", "at", "for", "who came last", "then ran"], rows), "wide")
 
 
-def _wait(found: Culprit, begin: float, several: bool, samples: str) -> list[str]:
+def _wait(found: Culprit, axis: Axis, several: bool, samples: str) -> list[str]:
     wait = found.wait
-    where = f' data-from="{wait.begin - begin:.6f}" data-to="{wait.end - begin:.6f}"'
+    begin, end = axis.at(wait.begin), axis.at(wait.end)
+    where = f' data-from="{begin:.6f}" data-to="{end:.6f}"'
     go = f'<button type="button" class="go" title="show it on the chart"{where}>{seconds(wait.seconds)}</button>'
     cause = f"{escape(wait.cause)} <small>({escape(found.pool)})</small>" if several else escape(wait.cause)
     who = f'<span class="words">{escape(found.words) or "–"}</span>'
@@ -207,7 +199,7 @@ def _wait(found: Culprit, begin: float, several: bool, samples: str) -> list[str
         who = f'<a class="text" target="samples" title="read what it said" href="{address}">{who}</a>'
     return [
         go,
-        f"{wait.begin - begin:.1f} s",
+        f"{begin:.1f} s",
         cause,
         who,
         escape(wait.task) or "–",

@@ -1,6 +1,7 @@
 """Lays out runs on the page: rows, lanes, and the columns of numbers to draw from. Pure.
 
-Vertical positions are pixels from the top; horizontal ones are seconds from a run's first task, on one axis.
+Vertical positions are pixels from the top; horizontal ones are seconds from a run's first task, on one axis
+that leaves out the time in which a run was not running.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, TypeAlias
 from dataflow.timeline.attribution import Wait
 from dataflow.timeline.critical import critical_path
 from dataflow.timeline.culprits import Culprit, culprits, last_requests, place_of
+from dataflow.timeline.gaps import Axis
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes
 from dataflow.timeline.text import extent
 
@@ -31,6 +33,7 @@ _PATH = ("run", "begin", "end", "top", "bottom", "stage", "step", "task", "from_
 _WAITS = ("run", "begin", "end", "top", "bottom", "step", "pool", "cause", "task", "who")
 _BANDS = ("begin", "end", "top", "bottom", "count")
 _REQUESTS = ("run", "begin", "end", "y", "step", "group", "to_x", "to_y", "idle", "who", "task")
+_GAPS = ("run", "at", "top", "bottom", "y", "length", "words", "why")
 _STEPS = ("run", "at", "top", "bottom", "y", "step")
 
 
@@ -68,6 +71,7 @@ class Sheet:
         requests: per mini-batch, the reward request that ended last, the task that needed it, and for how long GPUs
             were ``idle`` because of it.
         steps: the end of each step's training.
+        gaps: where the time in which a run was not running is cut out.
     """
 
     names: list[str] = field(default_factory=list)
@@ -84,6 +88,7 @@ class Sheet:
     most: list[int] = field(default_factory=list)
     requests: Columns = field(default_factory=lambda: _columns(_REQUESTS))
     steps: Columns = field(default_factory=lambda: _columns(_STEPS))
+    gaps: Columns = field(default_factory=lambda: _columns(_GAPS))
 
 
 def sheet(traces: Mapping[str, Trace]) -> Sheet:
@@ -111,8 +116,9 @@ class _Run:
     def __init__(self, made: Sheet, trace: Trace) -> None:
         self.made, self.trace = made, trace
         self.index = len(made.names) - 1
-        self.begin, end = extent(trace)
-        made.longest = max(made.longest, end - self.begin)
+        self.time = Axis(trace.gaps, *extent(trace))
+        self.at = self.time.at
+        made.longest = max(made.longest, self.time.length)
         self.stage = {name: i for i, name in enumerate(made.stages)}
         self.culprits = culprits(trace, after=True)
         self.asked = {mark.resource for mark in trace.marks}
@@ -130,7 +136,11 @@ class _Run:
         self._requests()
         self._path()
         for step, at in step_ends(self.trace).items():
-            _add(made.steps, self.index, at - self.begin, top, made.height, top - STRIP / 2, step)
+            _add(made.steps, self.index, self.at(at), top, made.height, top - STRIP / 2, step)
+        for gap in self.time.gaps:
+            why = gap.why or gap.words
+            _add(made.gaps, self.index, self.at(gap.begin), top, made.height, top - STRIP - HEAD / 2, gap.length,
+                 gap.words, why)  # fmt: skip
 
     def _row(self, resource: str, versions: Versions, tries: Mapping[tuple[int, int], str]) -> None:
         made, top = self.made, self.made.height
@@ -169,12 +179,12 @@ class _Run:
         samples, optional = rest.pop("samples", None), rest.pop("optional", False)
         rest.pop("staleness", None)
         if times := rest.pop("emitted_s", ()):
-            rest["emitted"] = f"in {len(times)} chunks, from {times[0] - self.begin:.2f} s on"
+            rest["emitted"] = f"in {len(times)} chunks, from {self.at(times[0]):.2f} s on"
         if span.resource in self.asked and not optional:
             rest["requests"] = tries.get((span.step, span.part if span.parts > 1 else -1), "none of its own")
         if optional:
             rest["training"] = "does not wait for it"
-        _add(self.made.spans, self.index, span.begin - self.begin, span.end - self.begin, above, below,
+        _add(self.made.spans, self.index, self.at(span.begin), self.at(span.end), above, below,
              self.stage[span.stage], span.step, span.part, span.parts, _number(version), _number(stale),
              _number(samples), small, span.waited_for, tooltip(rest))  # fmt: skip
 
@@ -185,7 +195,7 @@ class _Run:
         until = [*(time for time, _ in levels[1:]), levels[-1][0]]
         for (time, level), end in zip(levels, until, strict=True):
             high = below - level / most * (below - above)
-            _add(columns, time - self.begin, end - self.begin, high, below, level)
+            _add(columns, self.at(time), self.at(end), high, below, level)
         self.made.bands.append(columns)
         self.made.most.append(most)
 
@@ -193,7 +203,7 @@ class _Run:
         for found in sorted(self.culprits, key=lambda c: (c.wait.begin, c.pool)):
             wait, row = found.wait, self.rows.get(found.pool)
             if row is not None:
-                _add(self.made.waits, self.index, wait.begin - self.begin, wait.end - self.begin, row.top,
+                _add(self.made.waits, self.index, self.at(wait.begin), self.at(wait.end), row.top,
                      row.bottom, step_of(wait.task), found.pool, wait.cause, wait.task, found.words)  # fmt: skip
 
     def _requests(self) -> None:
@@ -218,8 +228,8 @@ class _Run:
                 x, at = max(target.begin, mark.end), self.place[target.task][1]
             _, group = place_of(mark) or (step, -1)
             who = Culprit(Wait(mark.begin, mark.end, "rewards", ""), "", step, mark).words
-            _add(self.made.requests, self.index, mark.begin - self.begin, mark.end - self.begin, y, step, group,
-                 x - self.begin, at, idle.get(id(mark), 0.0), who, target.task if target else "")  # fmt: skip
+            _add(self.made.requests, self.index, self.at(mark.begin), self.at(mark.end), y, step, group,
+                 self.at(x), at, idle.get(id(mark), 0.0), who, target.task if target else "")  # fmt: skip
 
     def _path(self) -> None:
         before: tuple[float, float] | None = None
@@ -227,7 +237,7 @@ class _Run:
             row = self.rows[span.resource]
             # A chunk of a streaming task has no bar of its own; the path runs over the task's bar.
             above, below = self.place.get(span.task) or self.place.get(_whole(span)) or (row.top, row.bottom)
-            y, begin, end = (above + below) / 2, span.begin - self.begin, span.end - self.begin
+            y, begin, end = (above + below) / 2, self.at(span.begin), self.at(span.end)
             x, came = before or (begin, y)
             _add(self.made.path, self.index, begin, end, above, below, self.stage[span.stage], span.step, span.task,
                  x, came, y)  # fmt: skip

@@ -49,6 +49,23 @@ def test_what_a_trace_holds_is_read() -> None:
     assert update.seconds(3, 0, 2) == pytest.approx(1.0)
 
 
+def test_the_time_in_which_a_run_was_not_running_is_no_cost() -> None:
+    trace, killed = run(job()), run(job())
+    after = max(s.end for s in killed.spans if s.step <= 4)
+    late = [s for s in killed.spans if s.begin >= after]
+    assert late
+    killed.spans = [s for s in killed.spans if s.begin < after]
+    killed.spans += [replace(s, begin=s.begin + 3600, end=s.end + 3600) for s in late]
+    found, unknowing = of_trace(trace, "a run", PlanConfig()), of_trace(killed, "a run", PlanConfig())
+    assert max(unknowing.dispatch_s.values()) > 100  # a share of the hour, if the trace does not say that it was a gap
+    killed.meta |= {"gaps": [[after, after + 3600, "went on from step 4"]], "resumed": [4]}
+    told = of_trace(killed, "a run", PlanConfig())
+    assert told.dispatch_s == pytest.approx(found.dispatch_s)
+    assert told.times.keys() == found.times.keys()
+    assert told.logged is not None
+    assert told.logged[1] == pytest.approx(trace.wall)
+
+
 def test_when_groups_ended_in_the_run_a_streaming_rollout_would_hand_them_on() -> None:
     trace = run(job())
     assert of_trace(trace, "a run", PlanConfig()).ends == ()

@@ -18,6 +18,7 @@ from dataflow.timeline import perfetto
 from dataflow.timeline.culprits import linked
 from dataflow.timeline.page.html import page
 from dataflow.timeline.spans import Span, Trace
+from tests.timeline.resumed import WHY, resumed
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 
@@ -295,3 +296,14 @@ def test_a_followed_page_comes_anew_by_itself_and_shows_what_it_showed(browser: 
         context.close()
     assert said == []
     assert [url for url in asked if not url.startswith((server.url, "data:"))] == []
+
+
+def test_a_gap_is_cut_out_of_the_axis_and_tells_of_itself(opened: Open) -> None:
+    tab = opened({"plain": resumed(killed=False), "resumed": resumed()})
+    words = "not running 3 h 12 min, resumed from step 2"
+    assert tab.evaluate("timeline.model('cuts').data.text") == [words]
+    assert tab.evaluate("timeline.model('seconds-range').end") < 40
+    (top,), (bottom,) = data(tab, "gaps", "top"), data(tab, "gaps", "bottom")
+    tab.mouse.move(*spot(tab, 26, (top + bottom) / 2))
+    tab.get_by_text(words).first.wait_for()
+    tab.get_by_text(WHY).first.wait_for()

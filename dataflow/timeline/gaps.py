@@ -1,0 +1,141 @@
+"""The times in which a run was not running, between a kill and its resume, and an axis that leaves them out. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dataflow.timeline.duration import seconds
+
+CUT = "time in which a run was not running is cut out"
+"""What a time axis with cuts says of them."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """An interval in which a run was not running.
+
+    Attributes:
+        begin, end: seconds from the run's first task: the end of the last task that the run kept, and the resume.
+        why: how the run went on, in words; "" if the trace does not say.
+        step: of the checkpoint from which it went on; None if the trace does not say.
+    """
+
+    begin: float
+    end: float
+    why: str = ""
+    step: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.begin
+
+    @property
+    def length(self) -> str:
+        """A name for its mark.
+
+        >>> Gap(40, 11560).length
+        'not running 3 h 12 min'
+        """
+        return f"not running {seconds(self.seconds)}"
+
+    @property
+    def words(self) -> str:
+        """A description for people.
+
+        >>> Gap(40, 11560, step=12).words
+        'not running 3 h 12 min, resumed from step 12'
+        """
+        resumed = self.why if self.step is None else f"resumed from step {self.step}"
+        return f"{self.length}, {resumed}" if resumed else self.length
+
+
+def gaps(meta: Mapping[str, Any]) -> tuple[Gap, ...]:
+    """Returns the gaps that a trace's meta lists, in order of time.
+
+    Entries that are no interval are left out. Of entries that overlap or touch, one gap is made, with the words of the
+    later: a run that was killed again before its next checkpoint went on twice from the same one.
+    """
+    listed = meta.get("gaps")
+    if not isinstance(listed, list | tuple):
+        return ()
+    given = meta.get("resumed")
+    # The two lists correspond, unless somebody edited one of them.
+    steps = list(given) if isinstance(given, list | tuple) and len(given) == len(listed) else [None] * len(listed)
+    found = [gap for one, step in zip(listed, steps, strict=True) if (gap := _gap(one, step)) is not None]
+    merged: list[Gap] = []
+    for gap in sorted(found, key=lambda g: (g.begin, g.end)):
+        if merged and gap.begin <= merged[-1].end:
+            last = merged[-1]
+            later = gap if gap.end >= last.end else last
+            merged[-1] = replace(later, begin=last.begin)
+        else:
+            merged.append(gap)
+    return tuple(merged)
+
+
+def resumed(meta: Mapping[str, Any]) -> list[int]:
+    """Returns the steps of the checkpoints from which a run went on, in the order in which it did."""
+    given = meta.get("resumed")
+    return [step for step in given if _is_step(step)] if isinstance(given, list | tuple) else []
+
+
+def _gap(one: Any, step: Any) -> Gap | None:
+    if not isinstance(one, list | tuple) or len(one) < 2:
+        return None
+    begin, end, *more = one
+    if not (_is_time(begin) and _is_time(end) and begin < end):
+        return None
+    why = more[0] if more and isinstance(more[0], str) else ""
+    return Gap(float(begin), float(end), why, step if _is_step(step) else None)
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class Axis:
+    """Places times on an axis without gaps: it counts the seconds in which the run was running.
+
+    Args:
+        all_gaps: of the run, in order of time.
+        begin, end: the part of the run that is shown, in seconds from its first task.
+        wide: length of the mark at each cut, in seconds of the axis.
+
+    Attributes:
+        gaps: those that lie between tasks that are shown.
+        running: seconds in which the run was running, from begin to end.
+        length: of the axis, in seconds: those, and the marks.
+    """
+
+    def __init__(self, all_gaps: Iterable[Gap], begin: float, end: float, wide: float = 0.0) -> None:
+        self.begin, self.end, self.wide = begin, end, wide
+        self.gaps: Sequence[Gap] = [g for g in all_gaps if g.begin < end and g.end > begin]
+        self.running = end - begin - sum(min(g.end, end) - max(g.begin, begin) for g in self.gaps)
+        self.length = self.running + wide * len(self.gaps)
+
+    def at(self, time: float) -> float:
+        """Returns where a time is drawn, in seconds of the axis; times within a gap lie within its mark."""
+        place = time - self.begin
+        for gap in self.gaps:
+            begin, end = max(gap.begin, self.begin), min(gap.end, self.end)
+            if time <= begin:
+                break
+            passed = min(time, end) - begin
+            place -= passed - self.wide * passed / (end - begin)
+        return place
+
+    def after(self, running: float) -> float:
+        """Returns where the time is drawn at which the run had been running for so many seconds since begin."""
+        before = sum(self.at(gap.begin) - i * self.wide < running for i, gap in enumerate(self.gaps))
+        return running + before * self.wide

@@ -1,0 +1,240 @@
+"""The time in which a run was not running counts nowhere, and is shown everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataflow.running.remains import summarise
+from dataflow.running.tracking import step_metrics
+from dataflow.timeline import perfetto
+from dataflow.timeline.attribution import Wait, exposed_waits, pool_waits, summary, waits_after
+from dataflow.timeline.critical import critical_path
+from dataflow.timeline.culprits import culprits
+from dataflow.timeline.gaps import Axis, Gap, gaps
+from dataflow.timeline.page.html import page
+from dataflow.timeline.page.tracks import sheet
+from dataflow.timeline.picture import draw
+from dataflow.timeline.spans import Span, Trace
+from dataflow.timeline.text import gantt, idle_lines
+from tests.timeline import trace_format
+from tests.timeline.resumed import WHY, resumed
+
+KILLED_S = 3.2 * 3600
+
+TITLE = "both: 3 steps in 39.0 s, not running 3 h 12 min, gpu busy 57.7%, exposed wait 16.5 s (rewards 12.0, "
+
+GOLDEN = """
+gpu         R1====~~~~~~U1==S1~R2====~~~~~~U2==S2~///R3====~~~~~~U3==S3~
+reward            C1====             C2====       ///      C3====
+controller              A                  A      ///            A
+io                            K                  K///                  K
+in flight        ███▆▄▄▂            ███▆▄▄▂       ///     ███▆▄▄▂
+            |0 s           |10           |20      ///      |30
+R rollout  C reward_collect  A advantage  U actor_update  S sync_weights
+K save_checkpoint  ~ gpu waits  █ 4 rewards in flight
+/// not running 3 h 12 min, resumed from step 2  (cut out of the axis)
+"""
+"""Without its title."""
+
+
+def test_gaps_are_typed() -> None:
+    trace = resumed()
+    assert trace.gaps == (Gap(26, 26 + KILLED_S, WHY, 2),)
+    assert trace.gaps[0].words == "not running 3 h 12 min, resumed from step 2"
+    assert trace.resumed == [2]
+    assert Trace().gaps == ()
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        None,
+        3,
+        "gaps",
+        {"a": 1},
+        [3, None, "ab", [], [1], [2, 1, "backwards"], [1, 1, "empty"], ["0", "1", "text"], [True, 2]],
+        [[0, float("nan")], [float("-inf"), 3], [0, 10**400], {"begin": 1}],
+    ],
+)
+def test_what_is_no_gap_is_left_out(listed: Any) -> None:
+    assert gaps({"gaps": listed, "resumed": listed}) == ()
+    trace = resumed(killed=False)
+    trace.meta |= {"gaps": listed, "resumed": listed}
+    assert trace.wall == 39
+    assert "///" not in gantt(trace)
+
+
+def test_steps_that_do_not_correspond_to_the_gaps_are_left_out() -> None:
+    assert gaps({"gaps": [[1, 2, 7]], "resumed": [3, 4]}) == (Gap(1, 2),)
+    assert gaps({"gaps": [[1, 2, "why"], [4, 5]], "resumed": ["3", 4]}) == (Gap(1, 2, "why"), Gap(4, 5, "", 4))
+    assert Trace(meta={"resumed": [3, "x", True, 4]}).resumed == [3, 4]
+
+
+def test_a_run_that_went_on_twice_from_one_checkpoint_has_one_gap() -> None:
+    meta = {"gaps": [[5, 9, "first"], [5, 30, "second"], [40, 50, ""]], "resumed": [2, 2, 4]}
+    assert gaps(meta) == (Gap(5, 30, "second", 2), Gap(40, 50, "", 4))
+
+
+def test_the_figures_are_those_of_the_same_run_without_the_kill() -> None:
+    whole, cut = summary(resumed(killed=False)), summary(resumed())
+    assert (cut.pop("resumed"), cut.pop("not_running_s")) == ([2], KILLED_S)
+    assert (whole.pop("resumed"), whole.pop("not_running_s")) == ([], 0)
+    stages = cut.pop("stages")
+    assert stages == {name: pytest.approx(of) for name, of in whole.pop("stages").items()}
+    assert cut.pop("busy") == pytest.approx(whole.pop("busy"))
+    by_cause, usual = cut.pop("exposed_wait_by_cause"), whole.pop("exposed_wait_by_cause")
+    # Nothing ran after the checkpoint of step 2, so that the GPUs' last wait before the kill was for it.
+    assert by_cause == pytest.approx(usual | {"dispatch": usual["dispatch"] - 1, "io": usual["io"] + 1})
+    assert cut == pytest.approx(whole)
+    assert cut["wall_s"] == pytest.approx(39)
+
+
+def test_a_wait_over_a_gap_is_cut_and_each_side_keeps_its_cause() -> None:
+    trace = Trace(
+        [
+            Span("rollout", 1, 0, 1, "gpu", 0, 4),
+            Span("save", 1, 0, 1, "io", 4, 6, {}, "rollout[1]"),
+            Span("prompts", 2, 0, 1, "controller", 106, 107),
+            Span("rollout", 2, 0, 1, "gpu", 107, 110, {}, "prompts[2]"),
+        ],
+        meta={"gaps": [[6, 106, "went on from step 1"]], "resumed": [1]},
+    )
+    assert exposed_waits(trace) == [
+        Wait(4, 6, "io", "save[1]", "save[1]"),
+        Wait(106, 107, "controller", "rollout[2]", "prompts[2]"),
+    ]
+    assert [c.words for c in culprits(trace)] == ["step 1, save", "step 2, prompts"]
+    assert exposed_waits(trace, window=(5, 106.5)) == [
+        Wait(5, 6, "io", "save[1]", "save[1]"),
+        Wait(106, 106.5, "controller", "rollout[2]", "prompts[2]"),
+    ]
+
+
+def test_a_gap_after_training_is_no_wait_after_it() -> None:
+    trace = Trace(
+        [Span("rollout", 1, 0, 1, "gpu", 0, 4), Span("val", 1, 0, 1, "reward", 50, 53, {"optional": True})],
+        meta={"gaps": [[5, 50, ""]]},
+    )
+    facts = summary(trace)
+    assert (facts["wall_s"], facts["after_training_s"], facts["after_training_idle_s"]) == (4, 4, 4)
+    assert [(w.begin, w.end) for w in waits_after(trace)] == [(4, 5), (50, 53)]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 50), st.floats(0, 20), st.sampled_from(["gpu", "io"])), min_size=1, max_size=12),
+    st.lists(st.tuples(st.floats(-5, 60), st.floats(0, 30)), max_size=4),
+)
+def test_busy_time_and_waits_add_up_to_the_time_in_which_it_ran(
+    tasks: list[tuple[float, float, str]], cuts: list[tuple[float, float]]
+) -> None:
+    spans = [Span("own", i, 0, 1, on, at, at + took) for i, (at, took, on) in enumerate(tasks)]
+    trace = Trace(spans, meta={"gaps": [[at, at + took] for at, took in cuts]})
+    waits = exposed_waits(trace)
+    assert trace.busy("gpu") + sum(w.seconds for w in waits) == pytest.approx(trace.wall, abs=1e-6)
+    for wait in waits:
+        assert all(wait.end <= gap.begin or wait.begin >= gap.end for gap in trace.gaps)
+
+
+def test_the_metrics_of_a_step_leave_the_gap_out() -> None:
+    cut, whole = step_metrics(resumed(), 3), step_metrics(resumed(killed=False), 3)
+    assert cut == pytest.approx(whole)
+    assert cut["timing_s/step"] == pytest.approx(13)
+
+
+def test_the_critical_path_goes_on_over_the_gap() -> None:
+    path = [span.task for span in critical_path(resumed())]
+    assert path == [span.task for span in critical_path(resumed(killed=False))]
+    assert path.index("rollout[3]") == path.index("sync_weights[2]") + 1
+
+
+def test_the_summary_says_that_it_was_resumed() -> None:
+    made = summarise(resumed(), 3, {}, {}, 60.0)
+    assert (made["resumed"], made["not_running_s"]) == ([2], KILLED_S)
+    assert made["wall_s"] == pytest.approx(39)
+    assert pool_waits(resumed()) == pytest.approx(made["exposed_wait_by_cause"])
+
+
+def test_an_axis_leaves_gaps_out_and_leaves_room_for_their_marks() -> None:
+    axis = Axis([Gap(10, 110), Gap(120, 130), Gap(500, 600)], 5, 140, wide=2)
+    assert (axis.running, axis.length, len(axis.gaps)) == (25, 29, 2)
+    assert [axis.at(t) for t in (5, 10, 60, 110, 115, 120, 130, 140)] == [0, 5, 6, 7, 12, 17, 19, 29]
+    assert [axis.after(s) for s in (0, 4, 6, 15, 16, 25)] == [0, 4, 8, 17, 20, 29]
+    within = Axis([Gap(10, 110)], 60, 120)
+    assert (within.running, within.at(60), within.at(110), within.at(120)) == (10, 0, 0, 10)
+
+
+@given(st.lists(st.tuples(st.floats(0, 90), st.floats(0.1, 30)), max_size=4), st.floats(0, 5), st.floats(0, 100))
+def test_an_axis_never_goes_back(cuts: list[tuple[float, float]], wide: float, time: float) -> None:
+    axis = Axis(gaps({"gaps": [[a, a + long] for a, long in cuts]}), 0, 100, wide)
+    assert axis.at(0) <= axis.at(time) + 1e-9
+    assert axis.at(time) <= axis.at(min(100, time + 1)) + 1e-9
+    assert axis.at(100) == pytest.approx(axis.length, abs=1e-9)
+
+
+# --- what is shown ------------------------------------------------------------------------------------------
+
+
+def test_the_text_marks_the_cut() -> None:
+    title, _, text = gantt(resumed(), width=72).partition("\n")
+    assert title.startswith(TITLE)
+    assert text == GOLDEN.lstrip("\n")
+    assert gantt(resumed(hours=1000), width=72).splitlines()[1:7] == text.splitlines()[:6]
+    assert idle_lines(resumed())[-1] == f"not running 3 h 12 min: {WHY}"
+
+
+def test_many_gaps_leave_the_tasks_their_room() -> None:
+    trace = resumed(killed=False)
+    trace.meta["gaps"] = [[i / 2 + 0.1, i / 2 + 0.2, ""] for i in range(70)]
+    row = gantt(trace, width=72).splitlines()[1]
+    assert row.startswith("gpu")
+    assert len(row) <= 72
+    assert "R" in row
+
+
+def test_the_page_cuts_its_axis(tmp_path: Path) -> None:
+    drawn = sheet({"plain": resumed(killed=False), "resumed": resumed()})
+    assert drawn.longest == pytest.approx(39)
+    assert drawn.gaps["run"] == [1]
+    assert drawn.gaps["at"] == [26]
+    assert drawn.gaps["words"] == ["not running 3 h 12 min, resumed from step 2"]
+    begins = [b for run, b in zip(drawn.spans["run"], drawn.spans["begin"], strict=True) if run == 1]
+    assert max(begins) == pytest.approx(38)
+    page(resumed(), tmp_path / "run.html")
+    text = (tmp_path / "run.html").read_text()
+    assert "time in which a run was not running is cut out" in text
+    assert f"3 h 12 min, resumed from step 2 <small>{WHY}</small>" in text
+    page(resumed(killed=False), tmp_path / "run.html")
+    assert "cut out" not in (tmp_path / "run.html").read_text()
+
+
+def test_the_picture_says_how_long_and_from_where(tmp_path: Path) -> None:
+    path = tmp_path / "runs.svg"
+    draw({"plain": resumed(killed=False), "resumed": resumed()}, path)
+    text = path.read_text()
+    assert "not running 3 h 12 min, resumed from step 2" in text
+    assert "time in which a run was not running is cut out" in text
+    assert ">35<" in text
+    assert ">40<" not in text
+    draw(resumed(killed=False), path)
+    assert "not running" not in path.read_text()
+
+
+def test_perfetto_gets_a_track_of_its_own_that_is_read_back_as_meta(tmp_path: Path) -> None:
+    path, trace = tmp_path / "trace.json", resumed()
+    perfetto.write(trace, path)
+    events = json.loads(path.read_text())
+    trace_format.check(events)
+    (gap,) = [e for e in events if e.get("cat") == "gap"]
+    assert gap["name"] == "not running 3 h 12 min, resumed from step 2"
+    assert (gap["ts"], gap["dur"]) == (26_000_000, round(KILLED_S * 1e6))
+    (track,) = [e for e in events if e["name"] == "thread_name" and e["args"]["name"] == "not running"]
+    assert track["tid"] == gap["tid"]
+    read = perfetto.read(path)
+    assert read == trace
+    assert read.gaps == trace.gaps
