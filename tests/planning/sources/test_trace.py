@@ -60,7 +60,8 @@ def test_the_time_in_which_a_run_was_not_running_is_no_cost() -> None:
     assert max(unknowing.dispatch_s.values()) > 100  # a share of the hour, if the trace does not say that it was a gap
     killed.meta |= {"gaps": [[after, after + 3600, "went on from step 4"]], "resumed": [4]}
     told = of_trace(killed, "a run", PlanConfig())
-    assert told.dispatch_s == pytest.approx(found.dispatch_s)
+    # The one wait that the gap cuts counts only up to the gap.
+    assert told.dispatch_s == pytest.approx(found.dispatch_s, rel=0.02)
     assert told.times.keys() == found.times.keys()
     assert told.logged is not None
     assert told.logged[1] == pytest.approx(trace.wall)
