@@ -2,7 +2,8 @@
 
 Two kinds of text are masked. Known secrets are registered with :func:`keep_secret`, or are the value of an environment
 variable whose name ends in KEY, TOKEN, SECRET or PASSWORD; they are also found in parts, and in the encodings that
-servers echo them in. Likely secrets are authorization headers, keys with a common prefix, and passwords in addresses.
+servers echo them in. Likely secrets are authorization headers, keys with a common prefix, passwords in addresses, and
+values whose name is that of a secret, also below escapes (JSON in JSON, a parameter of an address, HTML).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, quote_plus
@@ -26,19 +27,23 @@ _PIECE, _STRIDE = 8, 4  # of a known value: any part of 11 characters contains s
 
 _VARIABLES = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
 _NAME = (
-    r"(?:x[_-])?api[_-]?key|(?:access|secret|private)[_-]?key|(?:auth|access|api|refresh|session|bearer|hf)[_-]?token"
-    r"|token|(?:client[_-]?)?secret|password|passwd|pwd|(?:proxy-)?authorization|credentials?"
+    r"api[_. +-]{0,2}key|(?:access|secret|private)[_. +-]{0,2}key"
+    r"|(?:auth|access|api|refresh|session|bearer|hf)[_. +-]{0,2}token"
+    r"|token|(?:client[_. +-]?)?secret|password|passwd|pwd|(?:proxy-)?authorization|credentials?"
 )
-_NAMES_A_SECRET = re.compile(rf"(?:.*[_-])?(?:{_NAME})", re.IGNORECASE)
+_NAMES_A_SECRET = re.compile(rf"(?:.*[_. +-])?(?:{_NAME})", re.IGNORECASE)
 
 
-def _scheme(found: re.Match[str]) -> str:
-    secret = found[3]
-    return f"{found[1]}{found[2]}{MASK}" if len(secret) >= 20 or any(c.isdigit() for c in secret) else found[0]
+def _has_digit(secret: str) -> bool:
+    return any(c.isdigit() for c in secret)
 
 
-def _random(found: re.Match[str]) -> str:
-    return MASK if any(c.isdigit() for c in found[0]) else found[0]
+def _of_scheme(secret: str) -> bool:
+    return len(secret) >= 20 or _has_digit(secret)
+
+
+def _any(secret: str) -> bool:
+    return True
 
 
 _PREFIXES = (
@@ -47,35 +52,40 @@ _PREFIXES = (
 )
 _OF_ADDRESSES = ("key", "sig", "signature", "auth")
 
-# Each with words, one of which the text in lower case must contain for the pattern to be tried.
-_PATTERNS: tuple[tuple[tuple[str, ...], re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
-    (("://",), re.compile(r"(?<=://)[^\s/?#'\"<>]{1,512}@"), f"{MASK}@"),
+# Each with words, one of which the text in lower case must contain for the pattern to be tried, and a check of the
+# secret, which is group 1.
+_PATTERNS: tuple[tuple[tuple[str, ...], re.Pattern[str], Callable[[str], bool]], ...] = (
+    (("://",), re.compile(r"(?<=://)([^\s/?#'\"<>]{1,512})@"), _any),
     (
         ("bearer", "basic"),
-        re.compile(r"(?<![A-Za-z])([Bb](?:earer|asic|EARER|ASIC))(\s{1,4}|%20|\+|:\s{0,4})([A-Za-z0-9._~+/=%-]{6,})"),
-        _scheme,
+        re.compile(r"(?<![A-Za-z])[Bb](?:earer|asic|EARER|ASIC)(?:\s{1,4}|%20|\+|:\s{0,4})([A-Za-z0-9._~+/=%-]{6,})"),
+        _of_scheme,
     ),
     (
         _PREFIXES,
         re.compile(
-            r"(?<![A-Za-z0-9])(?:[spr]k-|hf_|gsk_|xai-|nvapi-|pplx-|r8_|glpat-|xox[abprs]-|github_pat_|gh[pousr]_)"
-            r"[\w-]{10,}+"
+            r"(?<![A-Za-z0-9])((?:[spr]k-|hf_|gsk_|xai-|nvapi-|pplx-|r8_|glpat-|xox[abprs]-|github_pat_|gh[pousr]_)"
+            r"[\w-]{10,}+)"
         ),
-        _random,
+        _has_digit,
     ),
-    (("aiza", "akia"), re.compile(r"(?<![A-Za-z0-9])(?:AIza[\w-]{20,}|AKIA[0-9A-Z]{12,})"), MASK),
-    (("eyj",), re.compile(r"(?<![A-Za-z0-9])eyJ[\w-]{8,}\.[\w-]{4,}(?:\.[\w-]*)?"), MASK),  # a JSON web token
+    (("aiza", "akia"), re.compile(r"(?<![A-Za-z0-9])(AIza[\w-]{20,}|AKIA[0-9A-Z]{12,})"), _any),
+    (("eyj",), re.compile(r"(?<![A-Za-z0-9])(eyJ[\w-]{8,}\.[\w-]{4,}(?:\.[\w-]*)?)"), _any),  # a JSON web token
 )
 
 
 _NAMED_WORDS = ("key", "token", "secret", "passw", "pwd", "sig", "auth", "credential")
-_ASSIGNMENT = re.compile(r"([?&]|(?<![\w-]))([A-Za-z][\w-]{2,60}+)(\\?[\"']?\s{0,2}[=:]\s{0,2}b?\\?[\"']?)")
+_ASSIGNMENT = re.compile(
+    r"([?&]|(?<![\w-]))"
+    r"((?:(?i:api|access|secret|private|auth|refresh|session|bearer|client)[. +]{1,2})?[A-Za-z][\w-]{2,60}+)"
+    r"(?:\\?[\"']?[\s+]{0,8}(?:[=:]>?|:=)[\s+]{0,8}b?\\?[\"']?|(?<=[\w-])>)",  # or <name>
+)
 _VALUE = re.compile(r"((?:bearer|basic|token|digest)\s{1,4})?([^\s\"'&,;<>}\\]{3,})", re.IGNORECASE)
 
 
-def _mask_named(text: str) -> str:
-    """Masks values with the name of a secret: headers, keys of JSON, parameters of an address."""
-    parts, done = [], 0
+def _named(text: str) -> Iterator[tuple[int, int]]:
+    """Yields the spans of values with the name of a secret: headers, keys of JSON, parameters of an address."""
+    done = 0
     for found in _ASSIGNMENT.finditer(text):
         before, name = found[1], found[2]
         if found.end() < done or not (_NAMES_A_SECRET.fullmatch(name) or (before and name.lower() in _OF_ADDRESSES)):
@@ -86,8 +96,66 @@ def _mask_named(text: str) -> str:
         # "token: x" also occurs where x is not a secret.
         random = len(value[2]) >= 12 and any(c.isdigit() for c in value[2]) and any(c.isalpha() for c in value[2])
         if before or value[1] or random or not name.lower().endswith("token"):
-            parts += [text[done : value.start(2)], MASK]
+            yield value.span(2)
             done = value.end()
+
+
+def _likely(text: str) -> Iterator[tuple[int, int]]:
+    """Yields the spans of likely secrets."""
+    lower = text.lower()
+    for words, pattern, is_secret in _PATTERNS:
+        if any(word in lower for word in words):
+            for found in pattern.finditer(text):
+                if is_secret(found[1]):
+                    yield found.span(1)
+    if any(word in lower for word in _NAMED_WORDS):
+        yield from _named(text)
+
+
+_LAYERS = 4  # of escapes within escapes, such as JSON in JSON in a parameter of an address
+_ESCAPE = re.compile(
+    r"\\u([0-9a-fA-F]{4})|(?:\\x|%)([0-9a-fA-F]{2})|&#[xX]([0-9a-fA-F]{1,4});|&#(\d{1,4});|&(quot|apos|amp|lt|gt);"
+    r"|\\([\"'/\\nrt])"
+)
+_ESCAPED = {"quot": '"', "apos": "'", "amp": "&", "lt": "<", "gt": ">", "n": "\n", "r": "\r", "t": "\t"}
+
+
+def _character(found: re.Match[str]) -> str:
+    code = found[1] or found[2] or found[3]
+    if code or found[4]:
+        return chr(int(code, 16) if code else int(found[4]))
+    short = found[5] or found[6]
+    return _ESCAPED.get(short, short)
+
+
+def _decoded(text: str, at: Sequence[int]) -> tuple[str, Sequence[int]]:
+    """Decodes one layer of escapes.
+
+    Args:
+        text: the text, maybe decoded before.
+        at: for each of its characters, and its end, the position in the original text.
+
+    Returns:
+        The decoded text, and its positions.
+    """
+    parts: list[str] = []
+    places: list[int] = []
+    done = 0
+    for found in _ESCAPE.finditer(text):
+        parts += [text[done : found.start()], _character(found)]
+        places += [*at[done : found.start()], at[found.start()]]
+        done = found.end()
+    return "".join([*parts, text[done:]]), [*places, *at[done:]]
+
+
+def _without(text: str, spans: Iterable[tuple[int, int]]) -> str:
+    """Returns a text with spans masked; those that overlap or touch are masked together."""
+    parts: list[str] = []
+    done = -1
+    for begin, end in sorted(spans):
+        if begin > done:
+            parts += [text[max(done, 0) : begin], MASK]
+        done = max(done, end)
     return "".join([*parts, text[done:]]) if parts else text
 
 
@@ -117,13 +185,7 @@ class Secrets:
     def mask(self, text: str) -> str:
         """Returns the text with every known secret and every part of one masked."""
         present = [piece for piece in self._pieces if piece[0] in text]
-        spans = sorted(span for piece in present for span in _found(text, *piece))
-        parts, done = [], -1
-        for begin, end in spans:
-            if begin > done:  # else it overlaps or touches the previous span
-                parts += [text[max(done, 0) : begin], MASK]
-            done = max(done, end)
-        return "".join([*parts, text[done:]]) if spans else text
+        return _without(text, (span for piece in present for span in _found(text, *piece)))
 
 
 SECRETS = Secrets()
@@ -172,11 +234,14 @@ def redact_reply(text: str) -> str:
     text = SECRETS.mask(text)
     if len(text) > _SEARCHED:
         return redact_reply(text[:_SEARCHED]) + text[_SEARCHED:]
-    lower = text.lower()
-    for words, pattern, masked in _PATTERNS:
-        if any(word in lower for word in words):
-            text = pattern.sub(masked, text)
-    return _mask_named(text) if any(word in lower for word in _NAMED_WORDS) else text
+    spans = list(_likely(text))
+    inner, at = text, range(len(text) + 1)
+    for _layer in range(_LAYERS):
+        if not _ESCAPE.search(inner):
+            break
+        inner, at = _decoded(inner, at)
+        spans += [(at[begin], at[end]) for begin, end in _likely(inner)]
+    return _without(text, spans)
 
 
 def redact_values(values: Any) -> Any:

@@ -108,10 +108,63 @@ def test_what_looks_like_a_secret_is_masked(text: str, masked: str) -> None:
     assert redact(masked) == masked
 
 
+def escaped(text: str) -> list[str]:
+    """Returns the forms in which a server or a library may show JSON or the query of an address."""
+    once = json.dumps(text)
+    return [
+        text,
+        once,
+        json.dumps({"error": once}),
+        json.dumps(json.dumps({"error": once})),
+        quote(text),
+        quote_plus(text),
+        quote(quote(text, safe=""), safe=""),
+        quote(once),
+        html.escape(text),
+        repr(text.encode()),
+        text.replace("_", "\\u005f"),
+        json.dumps(text.replace("_", "\\u005f")),
+        "".join(f"\\u{ord(c):04x}" for c in text),
+        "".join(f"&#{ord(c)};" for c in text),
+        "".join(f"%{ord(c):02x}" for c in text),
+    ]
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        '{"api_key": "hunter2x"}',
+        "{'api_key': 'hunter2x'}",
+        '{"x-api-key" : "hunter2x", "n": 1}',
+        "api key: hunter2x",
+        "API Key = hunter2x",
+        "api-key = hunter2x",
+        "my api.key   =   hunter2x",
+        "secret key => hunter2x",
+        "client secret: hunter2x",
+        "<api_key>hunter2x</api_key>",
+        "/v1?user=me&api_key=hunter2x&n=1",
+        "Authorization: Bearer hunter2x",
+        "http://me:hunter2x@host/v1",
+    ],
+)
+def test_a_named_secret_is_masked_below_every_escape(assignment: str) -> None:
+    for form in escaped(assignment):
+        masked = redact(f"refused {form} with 401")
+        assert "hunter2x" not in masked, form
+        assert not set(escaped("hunter2x")) & set(re.split(r"[*\s\"']+", masked)), form
+        assert MASK in masked, form
+        assert masked.startswith("refused "), form
+        assert masked.endswith(" with 401"), form
+        assert redact(masked) == masked, form
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "Score: 1",
+        "100% of the tokens\\n are \\u0041 &amp; B in C:\\new\\key",
+        "the key is: 5; api keys are kept in files",
         "The key step: 3 + 4 = 7.",
         "Unexpected token: 'x' at 12",
         "max_tokens=128, judge.api_key_env=JUDGE_KEY",
@@ -224,7 +277,26 @@ def test_an_error_that_resists_is_left() -> None:
     assert pickle.loads(pickle.dumps(ValueError(1))).args == (1,)
 
 
-@pytest.mark.parametrize("text", ["a:", "a-", "://", "sk-", "eyJaaaaaaaaaa", "Bearer ", "key='", "=", "?key=", "x@"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a:",
+        "a-",
+        "://",
+        "sk-",
+        "eyJaaaaaaaaaa",
+        "Bearer ",
+        "key='",
+        "=",
+        "?key=",
+        "x@",
+        "\\\\",
+        "%25",
+        "&amp;",
+        "api ",
+        "\\u005c",
+    ],
+)
 def test_it_takes_time_in_proportion_to_the_text(text: str) -> None:
     """Compared with itself: eight times the text takes nowhere near the 64 times of a quadratic search."""
     keep_secret(KEY)
