@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import sqlite3
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,33 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, cache: Path) -> 
         return  # the test has refused nothing
     left = {path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts} - before
     assert not left, f"input that is refused left something behind: {left}"
+
+
+@pytest.mark.parametrize("what", ["a directory", "no ledger", "below a file", "another database", "too long", "null"])
+def test_a_cache_that_cannot_be_used_is_refused_before_anything_starts(
+    tmp_path: Path, refused: Said, what: str
+) -> None:
+    path = tmp_path / "cache.sqlite"
+    if what == "a directory":
+        path.mkdir()
+    elif what == "no ledger":
+        path.write_text("text that is no database, long enough to be one " * 20)
+    elif what == "below a file":
+        path.touch()
+        path = path / "cache.sqlite"
+    elif what == "another database":
+        with closing(sqlite3.connect(path)) as db:
+            db.execute("create table samples (step, score)")
+            db.commit()
+    elif what == "too long":
+        path = tmp_path / ("x" * 300)
+    else:
+        path = tmp_path / "a\0b"
+    file = what in ("no ledger", "another database")
+    before = path.read_bytes() if file else b""
+    assert re.match(r"ConfigError: reward(\.cache=| ledger )", refused(f"reward.cache={path}"))
+    if file:
+        assert path.read_bytes() == before, "what is not ours is not changed"
 
 
 NUMBERS = [
