@@ -55,11 +55,16 @@ def report(**facts: Any) -> None:
         facts: ``directory`` and ``steps`` of the run; ``training``: it has begun; ``grace``: seconds that a stopped
             run takes to save a checkpoint; ``ray``: "started" or "closing";
             ``temporary``: a file or directory to remove if this process dies (may be sent repeatedly); ``done``: the
-            exit code, sent last.
+            exit code, sent last; ``killed``: why another process (the sentinel) is about to kill this one.
     """
     if _channel is not None:
         with contextlib.suppress(BrokenPipeError):  # the supervisor was killed, so SIGTERM follows
             os.write(_channel, (json.dumps(facts) + "\n").encode())
+
+
+def channel() -> int | None:
+    """Returns the file descriptor of :func:`report`, for processes that report for this one; None if there is none."""
+    return _channel
 
 
 def can_supervise() -> bool:
@@ -346,7 +351,8 @@ class Supervisor:
         if code is not None:
             return int(code)
         if self._stopped is not None:
-            code, text = 128 + self._stopped, f"\ninterrupted{': ' if ended else ''}{ended}"
+            reasons = [text for text in (self._facts.get("killed"), ended) if text]
+            code, text = 128 + self._stopped, f"\ninterrupted{': ' if reasons else ''}{'; '.join(reasons)}"
         else:
             again = "" if "dataflow resume" in ended else "; run it again"
             code, text = 1, f"RunError: {self._what_died()}{'; it ' if ended else ''}{ended}{again}."
@@ -359,6 +365,8 @@ class Supervisor:
         logs = f" (Ray's logs are in {self._logs})" if self._logs else ""
         assert self._status is not None
         killed = os.WIFSIGNALED(self._status) and os.WTERMSIG(self._status) == signal.SIGKILL and not self._cut
+        if killed and "killed" in self._facts:
+            return str(self._facts["killed"])
         # If the child was killed, Ray died because of that.
         if self._lost and not killed:
             return f"Ray's {self._lost} died (killed, or out of memory), without which the run cannot go on{logs}"

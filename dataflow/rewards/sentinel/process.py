@@ -54,6 +54,7 @@ class Watch:
         self.socket = socket.socket(fileno=options["socket"])
         self.wakes = None if options["wakes"] is None else socket.socket(fileno=options["wakes"])
         self.page = mmap.mmap(options["page"], 0, access=mmap.ACCESS_READ)
+        self.channel = options["channel"]
         self.steps: dict[int, str] = {}
         self.answers: set[bytes] = set()
         self.reported = False
@@ -134,8 +135,7 @@ class Watch:
         if frozen is not None:
             self.end(frozen, what, frozen_s, signalled)
         elif signalled:
-            self.report(f"{_interrupted(signalled)} while something keeps Python's lock; the process was ended")
-            self.kill()
+            self.kill("something kept Python's lock; the process was ended", signalled)
         elif not self.reported:
             self.reported = True
             self.report(
@@ -236,11 +236,7 @@ class Watch:
             how = f"has blocked the event loop for {frozen_s:.0f} s, with every other call and all time-outs"
             fix = "await what it waits for, write it as a plain def, or set reward.manager=remote"
         if signalled:
-            self.report(
-                f"{_interrupted(signalled)}: {function}{place}, called for {request}, {how}; the process was ended"
-            )
-            self.kill()
-            return
+            self.kill(f"{function}{place}, called for {request}, {how}; the process was ended", signalled)
         story = f"{function}{place} {how} (reward.frozen_after); the process was ended; {fix}."
         facts = {"kind": kind, "step": step, "group": group, "sample": sample, "key": key.rstrip(b"\0").hex()}
         if self.record is not None:
@@ -252,15 +248,19 @@ class Watch:
         if self.words is not None:
             with contextlib.suppress(OSError):  # the run's directory is on another machine
                 Path(self.words).write_text(f"{request}: {story}")
-        self.report(f"{request}: {story}")
-        self.kill()
+        self.kill(f"{request}: {story}")
 
     def report(self, text: str) -> None:
         with contextlib.suppress(OSError):
             os.write(2, f"\ndataflow: {text.rstrip('.')}.\n".encode())
 
-    def kill(self) -> None:
-        """Kills the process and its descendants."""
+    def kill(self, why: str, signalled: int = 0) -> None:
+        """Kills the process and its descendants; its supervisor, if it has one, reports why."""
+        if self.channel is None:
+            self.report(f"interrupted by {signal.Signals(signalled).name}: {why}" if signalled else why)
+        else:
+            with contextlib.suppress(OSError):  # the supervisor was killed
+                os.write(self.channel, (json.dumps({"killed": why.rstrip(".")}) + "\n").encode())
         for pid in [self.pid, *descendants(self.pid)]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if pid != os.getpid():
@@ -282,10 +282,6 @@ def descendants(pid: int) -> list[int]:
         found += mine
         left += mine
     return found
-
-
-def _interrupted(number: int) -> str:
-    return f"interrupted by {signal.Signals(number).name}"
 
 
 if __name__ == "__main__":

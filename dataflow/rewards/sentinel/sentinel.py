@@ -33,6 +33,7 @@ from dataflow.cluster.process import DEATH_REASON
 from dataflow.errors import RunError
 from dataflow.rewards.sentinel import process as sentinel_process
 from dataflow.rewards.sentinel.process import MARK, SLOT, THREAD
+from dataflow.system.supervisor import channel
 from dataflow.usercode.load import MACHINERY
 
 Step = int | str
@@ -114,10 +115,13 @@ class Sentinel:
                 "record": self._record,
                 "words": os.environ.get(DEATH_REASON),
                 "inline": self._inline,
+                "channel": channel(),
                 "machinery": MACHINERY,
                 "ours": str(Path(__file__).parents[2]) + os.sep,
             }
-            fds = [options[name] for name in ("socket", "page", "dump", "wakes") if options[name] is not None]
+            fds = [
+                options[name] for name in ("socket", "page", "dump", "wakes", "channel") if options[name] is not None
+            ]
             # By file and isolated, so that it imports nothing from the working directory.
             command = [sys.executable, "-I", "-S", sentinel_process.__file__, json.dumps(options)]
             try:

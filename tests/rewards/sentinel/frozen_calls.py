@@ -1,4 +1,6 @@
-"""A program of which a call freezes the process: run as ``python frozen_calls.py FUNCTION RECORD AFTER_S``.
+"""A program of which a call freezes the process: run as ``python frozen_calls.py FUNCTION RECORD AFTER_S [RUN]``.
+
+With RUN, a directory to be made, it has a supervisor, as ``dataflow run`` has.
 
 It prints ``frozen`` when that call has begun. The other calls are in user code, too, and wait.
 """
@@ -13,8 +15,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from dataflow.rewards.sentinel.sentinel import Kind, Sentinel
+from dataflow.running.remains import finish
+from dataflow.system.supervisor import report, supervise
 from dataflow.usercode.calls import Calls
 
 in_time = threading.Barrier(3)
@@ -80,5 +85,13 @@ async def main(function: str, record: str, after_s: float | None) -> None:
     await asyncio.sleep(1000)
 
 
-if __name__ == "__main__":
+def work() -> int:
+    for run in sys.argv[4:]:
+        Path(run).mkdir()
+        report(directory=run, steps=7, training=True)
     asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3]) if sys.argv[3] else None))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(work, finish) if sys.argv[4:] else work())

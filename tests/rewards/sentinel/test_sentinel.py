@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import select
 import signal
@@ -34,9 +35,11 @@ LOCK, LOOP = "has kept Python's lock for", "has blocked the event loop for"
 class Program:
     """The program in a process of its own."""
 
-    def __init__(self, function: str, directory: Path, after_s: str) -> None:
+    def __init__(self, function: str, directory: Path, after_s: str, supervised: bool = False) -> None:
         self.record = directory / f"{function}{after_s}.jsonl"
-        command = [sys.executable, "-u", frozen_calls.__file__, function, str(self.record), after_s]
+        self.run = directory / f"run{after_s}"
+        more = [str(self.run)] if supervised else []
+        command = [sys.executable, "-u", frozen_calls.__file__, function, str(self.record), after_s, *more]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
@@ -58,6 +61,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pro
     directory = tmp_path_factory.mktemp("frozen")
     started = {function: Program(function, directory, "1.5") for function in [*FREEZES, "starts_a_program"]}
     started |= {sign.name: Program(function, directory, "") for sign, function in SIGNALS}
+    supervised = tmp_path_factory.mktemp("supervised")
+    started |= {f"supervised{after_s}": Program("backtracks", supervised, after_s, True) for after_s in ("1.5", "")}
     yield started
     for program in started.values():
         program.process.kill()
@@ -96,6 +101,32 @@ def test_a_signal_ends_a_run_that_is_frozen(programs: dict[str, Program], sign: 
     code, said = program.end()
     assert code == -signal.SIGKILL
     assert f"\ndataflow: interrupted by {sign.name}: '{function}'" in said
+    assert not program.record.exists()
+
+
+def test_a_frozen_run_is_failed_and_says_so_in_one_sentence(programs: dict[str, Program]) -> None:
+    program = programs["supervised1.5"]
+    assert program.line() == "frozen"
+    code, said = program.end()
+    assert code == 1
+    assert said.startswith("RunError: sample 1 of group 7 of step val:3: 'backtracks' (frozen_calls.py:")
+    assert LOCK in said
+    assert said.endswith("; run it again.\n")
+    assert len(said.splitlines()) == 1
+    assert json.loads((program.run / "summary.json").read_text())["status"] == "failed"
+    assert Frozen(program.record).sample("val:3", 7, 1, b"12345678 of this request")
+
+
+def test_a_signal_to_a_frozen_run_is_reported_in_one_sentence(programs: dict[str, Program]) -> None:
+    program = programs["supervised"]
+    assert program.line() == "frozen"
+    program.process.send_signal(signal.SIGTERM)
+    code, said = program.end()
+    assert code == 128 + signal.SIGTERM
+    assert said.startswith("\ninterrupted: 'backtracks' (frozen_calls.py:")
+    assert "stopped after 0 of 7 steps" in said
+    assert len(said.strip().splitlines()) == 1
+    assert json.loads((program.run / "summary.json").read_text())["status"] == "interrupted"
     assert not program.record.exists()
 
 
