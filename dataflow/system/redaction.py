@@ -235,7 +235,8 @@ def redact_reply(text: str) -> str:
     if len(text) > _SEARCHED:
         return redact_reply(text[:_SEARCHED]) + text[_SEARCHED:]
     spans = list(_likely(text))
-    inner, at = text, range(len(text) + 1)
+    inner = text
+    at: Sequence[int] = range(len(text) + 1)
     for _layer in range(_LAYERS):
         if not _ESCAPE.search(inner):
             break
