@@ -97,6 +97,12 @@ USUAL = {
     "sync_weights": ("syncs", "gpu"),
     "val_rollout": ("validates", "gpu"),
     "val_score": ("validates", "reward"),
+    "write_samples": ("", "io"),
+    "write_val_samples": ("validates", "io"),
+    "stage_checkpoint": ("saves", "gpu"),
+    "keep_samples": ("saves", "io"),
+    "write_checkpoint": ("saves", "io"),
+    "checkpoint": ("saves", "gpu"),  # of a plan from costs or from verl's log, where it stops the GPUs
     "save_checkpoint": ("saves", "gpu"),
 }
 """Role and resource of stages by name, for traces without them: old ones, and those made without a pipeline."""

@@ -20,7 +20,7 @@ LETTERS = {
     "trains": "U",
     "syncs": "GS",
     "validates": "Vv",
-    "saves": "K",
+    "saves": "Kkw",
 }
 """Letters of the stages with a role; a stage's first choice is the one that its name begins with."""
 

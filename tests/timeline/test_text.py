@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.timeline.spans import USUAL, Mark, Span, Trace
+from dataflow.drawing.style import colours
+from dataflow.timeline.spans import USUAL, Mark, Span, Trace, looks
 from dataflow.timeline.text import LETTERS, gantt, idle_lines, letters, table, tick
 
 
@@ -95,6 +96,22 @@ def test_letters_of_users_stages_are_their_own_and_stay() -> None:
     assert letters(["penalise_length", "draw"], {"draw": "samples"})["penalise_length"] == "P"
     assert letters(["a", "b"], {"a": "samples", "b": "samples"}) == {"a": "R", "b": "B"}
     assert letters([f"s{i}" for i in range(99)], {})["s98"] == "?"
+
+
+def test_checkpoints_and_samples_are_drawn_apart() -> None:
+    on = {name: resource for name, (_role, resource) in USUAL.items() if resource in ("gpu", "io")}
+    trace = Trace([Span(name, 2, 0, 1, where, at, at + 0.9) for at, (name, where) in enumerate(on.items())])
+    stages, roles = looks([trace])
+    letter, colour = letters(stages, roles), colours(stages, roles)
+    saving = ("stage_checkpoint", "keep_samples", "write_checkpoint")
+    assert [letter[name] for name in saving] == ["K", "k", "w"]
+    for look in (letter, colour):
+        assert look["write_samples"] != look["write_checkpoint"]
+    assert len({colour[name] for name in saving}) == 3
+    assert len({colour[name] for name in ("val_rollout", "write_val_samples")}) == 2
+    rows = gantt(trace).splitlines()
+    assert "K2" in next(row for row in rows if row.startswith("gpu"))
+    assert "w2" in next(row for row in rows if row.startswith("io"))
 
 
 @given(
