@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 from dataflow.distribution import Distribution, parse_distribution
@@ -44,12 +45,15 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         raise DataError(f"trace {source} holds no task; give a run that trained at least one step.")
     _refuse(config, source)
     pipeline = Pipeline.from_facts(job["pipeline"])
+    if config.checkpoint.every is not None:
+        pipeline = _saving(pipeline, config.checkpoint.every, trace, source)
     roles = Roles.of(pipeline)
     steps = config.steps or int(trace.meta.get("steps") or max(s.step for s in trace.spans))
     waits = {roles.collect, roles.score}
+    skipped = _left_out(trace, pipeline)
     spans: dict[str, dict[int, list[Span]]] = {}
     for s in sorted(trace.spans, key=lambda s: s.part):
-        if s.stage not in waits:
+        if s.stage not in waits and (s.stage, s.step) not in skipped and s.stage in pipeline.by_name:
             spans.setdefault(s.stage, {}).setdefault(s.step, []).append(s)
     times = {name: Measured(whole) for name, of in spans.items() if (whole := _whole(of))}
     if missing := [s.name for s in pipeline.stages if s.every is None and s.name not in times and s.name not in waits]:
@@ -112,12 +116,37 @@ def _refuse(config: PlanConfig, source: str) -> None:
         "stages": config.stages or None,
         "validation.every": config.validation.every,
         "validation.overlap": config.validation.overlap,
-        "checkpoint.every": config.checkpoint.every,
     }
     if given := [key for key, value in held.items() if value is not None]:
         raise ConfigError(
             f"{given[0]}: the trace of {source} says what it was; leave it out, or plan from a costs.yaml."
         )
+
+
+def _saving(pipeline: Pipeline, every: int, trace: Trace, source: str) -> Pipeline:
+    """Returns the pipeline with a checkpoint every so many steps and at the end; with 0, without checkpoints.
+
+    Raises:
+        ConfigError: the run wrote no checkpoint, so the time of one is not known.
+    """
+    saves = {s.name for s in pipeline.with_role("saves")}
+    if every and saves.isdisjoint(s.stage for s in trace.spans):
+        raise ConfigError(
+            f"checkpoint.every={every}: the run of {source} wrote no checkpoint, so the time of one is not known; "
+            "leave it out, or make the run again with checkpoint.every=2."
+        )
+    if every:
+        stages = [replace(s, every=every) if s.name in saves else s for s in pipeline.stages]
+    else:
+        kept = [s for s in pipeline.stages if s.name not in saves]
+        stages = [replace(s, after=tuple(name for name in s.after if name not in saves)) for s in kept]
+    return Pipeline(stages, pipeline.inputs, pipeline.resources)
+
+
+def _left_out(trace: Trace, pipeline: Pipeline) -> set[tuple[str, int]]:
+    """Returns (stage, step) of checkpoints that were left out as the disk was busy: their tasks took no time."""
+    steps = {s.step for s in trace.spans if s.args.get("left_out")}
+    return {(s.name, step) for s in pipeline.with_role("saves") if s.ahead_of is None for step in steps}
 
 
 def _whole(steps: dict[int, list[Span]]) -> dict[int, tuple[float, ...]]:

@@ -9,18 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from dataflow.distribution import Distribution
 from dataflow.errors import ConfigError, DataError, PipelineError
 from dataflow.graph import Pipeline
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.planner import simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
-from dataflow.planning.workload import Measured, Validation, grpo
+from dataflow.planning.workload import Measured, Modelled, Validation, grpo
 from dataflow.policy import preset
 from dataflow.stage import SAMPLED
+from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.timeline import perfetto
-from dataflow.timeline.spans import Level
+from dataflow.timeline.spans import Level, Trace
 from tests.rigs.simulated import job, run
+
+SAVES = {"stage_checkpoint": 0.5, "keep_samples": 0.25, "write_checkpoint": 4.0}
 
 
 @pytest.mark.parametrize("policy", ["baseline", "mini-batch", "off-policy", "both"])
@@ -95,6 +99,64 @@ def test_a_run_that_was_stopped_counts_its_whole_steps() -> None:
     assert sorted(update.steps) == [1, 2]
 
 
+def saving(policy: str = "both") -> Trace:
+    """The trace of a run that saves a checkpoint every two steps, by the stages of a real run."""
+    plain = job()
+    stages = checkpoint_stages(plain.pipeline.stages, every=2, trainer=None, store=None, steps=plain.steps)  # type: ignore[arg-type]
+    pipeline = Pipeline([*plain.pipeline.stages, *stages], plain.pipeline.inputs, plain.pipeline.resources)
+    times = {name: Modelled(Distribution("constant", s)) for name, s in SAVES.items()}
+    return run(replace(plain, pipeline=pipeline, times={**plain.times, **times}), policy)
+
+
+@pytest.mark.parametrize("policy", ["baseline", "mini-batch", "off-policy", "both", "both+stream"])
+def test_checkpoints_are_planned_as_they_were_saved(policy: str) -> None:
+    found = of_trace(saving(), "a run", PlanConfig())
+    assert {name: found.times[name].mean for name in SAVES} == pytest.approx(SAVES)
+    told, _ = simulate(found, preset(policy, 4), whole=True)
+    spans = [s for s in told.trace.spans if s.stage in SAVES]
+    staleness = preset(policy, 4).max_staleness
+    assert {s.step for s in spans if s.stage == "write_checkpoint"} == {2, 4, 6, 8}
+    assert {s.step for s in spans if s.stage == "keep_samples"} == ({3, 5, 7} if staleness else set())
+    # The copy takes the GPUs, the files do not.
+    assert {s.stage for s in spans if s.resource == "gpu"} == {"stage_checkpoint"}
+    plain = replace(found, times={name: time for name, time in found.times.items() if name not in SAVES})
+    bare = simulate(plain, preset(policy, 4))[0]
+    assert told.work_s["gpu"] - bare.work_s["gpu"] == pytest.approx(3 * SAVES["stage_checkpoint"])  # not the last one
+    assert told.end - bare.end < 4 * (SAVES["stage_checkpoint"] + 2 * 0.01) + 0.5
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, set()), (3, {3, 6, 8}), (8, {8})])
+def test_other_intervals_of_checkpoints_are_planned(tmp_path: Path, every: int, steps: set[int]) -> None:
+    perfetto.write(saving(), tmp_path / "trace.json")
+    workload, _ = read_workload(str(tmp_path), [f"checkpoint.every={every}"])
+    told, _ = simulate(workload, preset("both", 4), whole=True)
+    writes = [s for s in told.trace.spans if s.stage == "write_checkpoint"]
+    assert {s.step for s in writes} == steps
+    assert all(s.end - s.begin == pytest.approx(4.0) for s in writes)
+
+
+def test_a_checkpoint_that_was_left_out_does_not_count_as_a_fast_one() -> None:
+    trace = saving()
+    for at, s in enumerate(trace.spans):
+        if s.step == 4 and s.stage in ("stage_checkpoint", "write_checkpoint"):
+            left_out = {"left_out": True} if s.stage == "stage_checkpoint" else {}
+            trace.spans[at] = replace(s, end=s.begin, args=s.args | left_out)
+    found = of_trace(trace, "a run", PlanConfig())
+    for name in ("stage_checkpoint", "write_checkpoint"):
+        measured = found.times[name]
+        assert isinstance(measured, Measured)
+        assert sorted(measured.steps) == [2, 6, 8]
+        assert measured.mean == pytest.approx(SAVES[name])
+
+
+def test_the_time_of_a_checkpoint_must_be_known(tmp_path: Path) -> None:
+    perfetto.write(run(job()), tmp_path / "trace.json")
+    with pytest.raises(ConfigError, match=r"checkpoint.every=4: .* wrote no checkpoint, so the time of one is not"):
+        read_workload(str(tmp_path), ["checkpoint.every=4"])
+    workload, _ = read_workload(str(tmp_path), ["checkpoint.every=0"])
+    assert workload.pipeline.with_role("saves") == ()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -110,7 +172,7 @@ def test_a_trace_that_cannot_be_planned_from_is_said(change: object, message: st
         of_trace(trace, "a run", PlanConfig())
 
 
-@pytest.mark.parametrize("key", ["prompts=4", "stages.rollout=3", "validation.every=2", "checkpoint.every=0"])
+@pytest.mark.parametrize("key", ["prompts=4", "stages.rollout=3", "validation.every=2"])
 def test_keys_that_would_not_fit_what_was_measured_are_refused(tmp_path: Path, key: str) -> None:
     perfetto.write(run(job()), tmp_path / "trace.json")
     with pytest.raises(ConfigError, match="says what it was; leave it out"):
