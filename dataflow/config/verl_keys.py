@@ -34,7 +34,7 @@ _REF = "actor_rollout_ref.ref."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _MODEL = "actor_rollout_ref.model."
 _NO_CRITIC = "the advantage estimators here need no critic"
-_NO_SAVING = "a run saves no checkpoints"
+_WHOLE = "a checkpoint holds all that a resume needs; 'dataflow export' writes the model alone"
 _NO_DYNAMIC = "micro-batches have a fixed number of rows, trainer.micro_batch_size"
 _ONE_MICRO = "log-probs are computed in micro-batches of trainer.micro_batch_size"
 _SERVER = "'judge.url' names a server that runs elsewhere"
@@ -100,7 +100,9 @@ KEYS: dict[str, Meaning] = {
     f"{_ACTOR}kl_loss_coef": Meaning("algorithm.kl_loss_coef"),
     f"{_ACTOR}kl_loss_type": Meaning("algorithm.kl_loss_type", "without verl's '+' behind it"),
     f"{_ACTOR}policy_loss.loss_mode": Meaning(None, "the policy loss is PPO's clipped one"),
-    f"{_ACTOR}checkpoint.save_contents": Meaning(None, _NO_SAVING),
+    f"{_ACTOR}checkpoint.save_contents": Meaning(None, _WHOLE),
+    f"{_ACTOR}checkpoint.load_contents": Meaning(None, _WHOLE),
+    f"{_ACTOR}checkpoint.async_save": Meaning(None, "checkpoints are always written beside training"),
     f"{_REF}log_prob_micro_batch_size_per_gpu": Meaning(None, _ONE_MICRO),
     f"{_REF}fsdp_config.param_offload": Meaning(None, _FSDP),
     # rollout
@@ -157,11 +159,21 @@ KEYS: dict[str, Meaning] = {
     "trainer.n_gpus_per_node": Meaning("trainer.world_size", "training processes, on all nodes together"),
     "trainer.nnodes": Meaning("trainer.world_size", "training processes, on all nodes together"),
     "trainer.device": Meaning("ray.gpus_per_worker", "1 for GPUs, 0 for CPUs"),
-    "trainer.save_freq": Meaning(None, _NO_SAVING),
-    "trainer.resume_mode": Meaning(None, _NO_SAVING),
-    "trainer.resume_from_path": Meaning(None, _NO_SAVING),
-    "trainer.max_actor_ckpt_to_keep": Meaning(None, _NO_SAVING),
-    "trainer.default_local_dir": Meaning("runs", "the directory of all runs; each has one of its own there"),
+    "trainer.save_freq": Meaning("checkpoint.every", "0 saves none, as -1 does in verl"),
+    "trainer.resume_mode": Meaning("resume.mode", "auto, or never for verl's disable"),
+    "trainer.resume_from_path": Meaning(None, "'dataflow resume runs/NAME' goes on from that run's last checkpoint"),
+    "trainer.del_local_ckpt_after_load": Meaning(
+        None, "the checkpoint that a run goes on from stays until a newer one"
+    ),
+    "trainer.esi_redundant_time": Meaning(None, "a run saves when a signal asks it to end (checkpoint.grace_s)"),
+    "trainer.max_actor_ckpt_to_keep": Meaning(
+        "checkpoint.keep_last", "the newest ones; checkpoint.keep_best and checkpoint.keep_every keep others"
+    ),
+    "trainer.max_critic_ckpt_to_keep": Meaning(None, _NO_CRITIC),
+    "trainer.default_local_dir": Meaning(
+        "runs", "the directory of all runs; each has one of its own there, with its checkpoints"
+    ),
+    "trainer.default_hdfs_dir": Meaning("runs", "a directory, which may be of a mounted file system"),
     "trainer.rollout_data_dir": Meaning(
         "samples.every", "samples are written to the run's directory; give the steps between"
     ),
