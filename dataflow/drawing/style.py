@@ -19,8 +19,8 @@ COLOURS = {
     "collects": ("#E69F00",),
     "trains": ("#D55E00", "#B3461F"),
     "syncs": ("#E3B7CF", "#C06A9B"),
-    "validates": ("#56B4E9", "#B5DDF5"),
-    "saves": ("#7A7A7A", "#A8A8A8"),
+    "validates": ("#56B4E9", "#B5DDF5", "#8CA9BD"),
+    "saves": ("#7A7A7A", "#A8A8A8", "#C9C9C9"),
 }
 """Colours of the stages with a role: the first such stage has the first one."""
 
