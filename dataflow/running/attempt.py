@@ -196,7 +196,8 @@ class Attempt:
         from dataflow.executors.ray import RayExecutor
 
         ray = self._config.ray
-        return RayExecutor(ray.address, ray.num_cpus, self._config.trainer.threads)
+        # The batches of a run hold tensors; the first one to arrive would import torch, for seconds.
+        return RayExecutor(ray.address, ray.num_cpus, self._config.trainer.threads, imports=["torch"])
 
     async def _restore(self, point: Checkpoint) -> Restored:
         """Loads a checkpoint into the services; returns what the runner goes on from."""
