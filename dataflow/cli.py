@@ -7,11 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import ConfigError, Interrupted
 from dataflow.files import written
-from dataflow.running.ending import act, one_line
+from dataflow.running.arguments import Parser, Version, as_key
+from dataflow.running.ending import act
 from dataflow.system.stopping import stopping
 from dataflow.system.supervisor import open_standard_streams, report
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     takes_more = getattr(options, "overrides", getattr(options, "runs", None))
     if rest and (takes_more is None or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{_as_key(rest, arguments)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{as_key(rest, arguments)}")
     if rest:
         takes_more += rest
     if options.command is None:
@@ -70,42 +71,13 @@ def _trains(options: argparse.Namespace) -> bool:
     return options.command == "resume" or (options.command == "run" and not options.keys)
 
 
-def _as_key(unknown: Sequence[str], arguments: Sequence[str]) -> str:
-    """Returns how an option that is none is written as a key."""
-    option = next((text for text in unknown if text.startswith("--")), None)
-    if option is None:
-        return ""
-    name, _, value = option.removeprefix("--").partition("=")
-    if not value:
-        following = arguments[arguments.index(option) + 1 :]
-        value = following[0] if following and not following[0].startswith("-") else "VALUE"
-    return f"; keys are written without dashes, {name.replace('-', '_')}={value}"
-
-
-class _Parser(argparse.ArgumentParser):
-    """Prints errors in one line, without the usage, like every other error."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{one_line(message)}; see '{self.prog} -h'.\n")
-
-
-class _Version(argparse.Action):
-    """Prints the version of what is installed, which is looked up only then."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from dataflow import __version__
-
-        print(f"dataflow {__version__}")
-        parser.exit()
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="dataflow",
         description="Schedules RL post-training so that slow rewards hide behind GPU work.",
         epilog="example: " + EXAMPLES["run"],
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and stop")
+    parser.add_argument("--version", action=Version, nargs=0, help="print the version, and stop")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def add(name: str, act: Any, text: str) -> argparse.ArgumentParser:

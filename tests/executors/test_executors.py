@@ -14,7 +14,7 @@ from dataflow.batch import Batch
 from dataflow.errors import DataflowError, PipelineError, RunError, StageFailed
 from dataflow.graph import Carried, Hosted, Latest, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
-from dataflow.runner import Runner
+from dataflow.runner import Restored, Runner
 from dataflow.system import clock
 from dataflow.testing import check_trace
 from dataflow.timeline.spans import Trace
@@ -206,6 +206,30 @@ def test_a_pipeline_runs_to_its_end(executor, policy):
     part = {"part": 0} if policy.split > 1 else {}
     assert runner.trace.marks[0].args == {"step": 1, **part, "group": 1 if policy.split > 1 else 0}
     assert most >= 1
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_a_run_goes_on_from_restored_values(executor, staleness):
+    step, steps, policy = 3, 6, SchedulingPolicy(4, staleness, order="index")
+    late = range(step + 1, step + staleness + 1)
+    # What the first steps left: the states, and the samples that were drawn before the sync of the last of them.
+    samples = {}
+    for at in late:
+        rows = prompts(at).repeat(N)
+        version = max(0, at - 1 - staleness)
+        samples["responses", at] = Batch(rows.groups, {"version": [version] * len(rows)}, {"weights_version": version})
+    stages = [
+        # The engine as it is after the sync of that step.
+        s.bind(engine=Hosted("engine", Engine, {"first": step})) if "engine" in s.services else s
+        for s in pipeline().stages
+    ]
+    graph = expand(Pipeline(stages, inputs=["prompts"]), policy, steps, 4, groups=GROUPS, first=step + 1)
+    restored = Restored({"actor": step, "weights": step}, samples)
+    runner, (trained,) = run(executor, graph, [("trainer", "digest")], prompts, restored=restored)
+    assert len(trained) == 4 * (steps - step), "no step is trained again, and none is left out"
+    drawn = [s.step for s in runner.trace.spans if s.stage == "rollout"]
+    assert drawn == list(range(step + staleness + 1, steps + 1)), "what was drawn before is not drawn again"
 
 
 @stage(writes="out", on="gpu")
