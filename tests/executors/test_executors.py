@@ -211,7 +211,7 @@ def test_a_pipeline_runs_to_its_end(executor, policy):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_a_run_goes_on_from_restored_values(executor, staleness):
-    step, steps, policy = 3, 6, SchedulingPolicy(4, staleness, order="index")
+    step, steps, policy = 3, 6, SchedulingPolicy(4, staleness)
     late = range(step + 1, step + staleness + 1)
     # What the first steps left: the states, and the samples that were drawn before the sync of the last of them.
     samples = {}
