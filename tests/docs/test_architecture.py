@@ -35,7 +35,7 @@ def test_what_it_names_exists(file: str, function: str) -> None:
 
 def test_it_names_the_whole_way() -> None:
     assert len(NAMED) > 40
-    assert len({file for file, _ in NAMED}) < 41
+    assert len({file for file, _ in NAMED}) < 43
 
 
 def test_each_of_the_three_ways_visits_at_most_8_files() -> None:
