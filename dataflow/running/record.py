@@ -23,6 +23,8 @@ from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.writer import TraceWriter
 
+SUMMARY = "summary.json"
+
 
 @dataclass(frozen=True)
 class Backends:
@@ -71,6 +73,7 @@ class Record:
             self.trace = perfetto.load(str(self.directory))
         except DataflowError as error:
             logger.warning(f"the timeline of the run so far is lost: {error}")
+        (self.directory / SUMMARY).unlink(missing_ok=True)  # of a run that had ended
         for row in read_metrics(self.directory / METRICS):
             self._take(row.pop("step"), {name: value for name, value in row.items() if value is not None})
 
@@ -91,7 +94,7 @@ class Record:
         self.trace.add(*(m for m in old.marks if m.args.get("step", 0) <= step))
         self.trace.add(*(level for level in old.levels if level.at <= end))
         self.evaluations = {at: value for at, value in self.evaluations.items() if at <= step}
-        self.steps = step
+        self.steps, self.summary = step, {}
         meta = self.trace.meta
         for name in ("cut", "status"):
             meta.pop(name, None)
@@ -187,7 +190,7 @@ class Record:
             RunError: it cannot be written.
         """
         self.summary |= facts
-        write_summary(self.directory / "summary.json", self.summary)
+        write_summary(self.directory / SUMMARY, self.summary)
 
     def leave(self, total_s: float) -> None:
         """Ends the trace and writes the summary, each also if the other fails; an error that ended the run counts.

@@ -20,7 +20,7 @@ from dataflow.config import saved
 from dataflow.config.pipeline_file import inputs_of, pipeline_of
 from dataflow.config.run import RunConfig
 from dataflow.errors import Interrupted, RunError, ServiceLost, UserError
-from dataflow.files import written
+from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.running.attempt import Attempt
@@ -165,7 +165,9 @@ class Session:
         config = self.config
         config.name, config.runs = self.directory.name, str(self.directory.parent)
         with written("configuration", self.directory / saved.CONFIG):
-            (self.directory / saved.CONFIG).write_text(saved.dump(config, self.module.__file__ or ""), encoding="utf-8")
+            text = saved.dump(config, self.module.__file__ or "")
+            with replaced(self.directory / saved.CONFIG) as temporary:  # a run without it cannot be resumed
+                temporary.write_text(text, encoding="utf-8")
         with stopping.deferred():  # from its end on closing is not interrupted
             stopping.calls(interrupt)
             shown = redact_values(config.model_dump(mode="json"))
