@@ -169,7 +169,7 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     if options.pipeline is None:
         raise ConfigError("run: give a PIPELINE.py, such as pipelines/gsm8k_grpo.py.")
-    from dataflow.running.progress import Progress
+    from dataflow.running.reporting.progress import Progress
     from dataflow.running.resume import began
     from dataflow.running.session import prepare_logging
 
@@ -178,7 +178,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _resume(options: argparse.Namespace) -> int:
-    from dataflow.running.progress import Progress
+    from dataflow.running.reporting.progress import Progress
     from dataflow.running.resume import resumed
     from dataflow.running.session import prepare_logging
 
@@ -187,15 +187,15 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from dataflow.running.export import export, step_of
+    from dataflow.running.saving.export import export, step_of
 
     print(export(Path(options.run), Path(options.out) if options.out else None, step_of(options.overrides)))
     return 0
 
 
 def _train(session: Session, options: argparse.Namespace) -> int:
-    from dataflow.running.pages import draw_run
-    from dataflow.running.progress import end_table
+    from dataflow.running.reporting.pages import draw_run
+    from dataflow.running.reporting.progress import end_table
 
     summary = session.run()
     page = session.directory / "timeline.html"

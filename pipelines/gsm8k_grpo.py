@@ -18,9 +18,9 @@ from dataflow.config.reward import RewardConfig
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
 from dataflow.graph import Hosted, Pipeline
-from dataflow.running.checkpoints import checkpoint_store
 from dataflow.running.hosting import rollout_host
 from dataflow.running.sampling import rollout_stages
+from dataflow.running.saving.checkpoints import checkpoint_store
 from dataflow.stages.advantage import advantage
 from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.stages.log_prob import old_log_prob, ref_log_prob

@@ -17,8 +17,8 @@ from dataflow.planning.planner import predict
 from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import expand, preset
 from dataflow.runner import Runner
-from dataflow.running.live import picture
-from dataflow.running.tracking import step_metrics
+from dataflow.running.reporting.live import picture
+from dataflow.running.reporting.tracking import step_metrics
 from dataflow.testing import SteadyCosts, grpo_pipeline
 from dataflow.timeline import perfetto
 from dataflow.timeline.attribution import exposed_waits, summary

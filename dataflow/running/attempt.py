@@ -18,10 +18,10 @@ from dataflow.executors.base import Executor
 from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.runner import Restored, Runner
-from dataflow.running.checkpoints import Checkpoint, CheckpointStore
-from dataflow.running.export import MODEL, card
-from dataflow.running.progress import Progress
 from dataflow.running.record import Record
+from dataflow.running.reporting.progress import Progress
+from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
+from dataflow.running.saving.export import MODEL, card
 from dataflow.stages.checkpoint import FAILED
 from dataflow.system.supervisor import report
 from dataflow.timeline.spans import Trace

@@ -17,8 +17,8 @@ from loguru import logger
 from dataflow.errors import DataflowError, RunError, UserError
 from dataflow.files import replaced, written
 from dataflow.running.remains import summarise
-from dataflow.running.reward_totals import RewardTotals
-from dataflow.running.tracking import METRICS, Tracker, read_metrics, step_metrics, write_summary
+from dataflow.running.reporting.reward_totals import RewardTotals
+from dataflow.running.reporting.tracking import METRICS, Tracker, read_metrics, step_metrics, write_summary
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.writer import TraceWriter
@@ -28,7 +28,7 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class Backends:
-    """Where metrics go besides ``metrics.jsonl``; the arguments of :class:`~dataflow.running.tracking.Tracker`."""
+    """Where metrics go besides ``metrics.jsonl``: arguments of a Tracker."""
 
     names: list[str]
     project: str = "dataflow"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import DataflowError
-from dataflow.running.checkpoints import CheckpointStore
+from dataflow.running.saving.checkpoints import CheckpointStore
 
 if TYPE_CHECKING:
     from dataflow.timeline.spans import Trace
@@ -33,7 +33,7 @@ def finish(directory: Path, status: str, steps: int | None) -> str:
     """
     target = directory / "summary.json"
     if not target.exists():
-        from dataflow.running.tracking import write_summary
+        from dataflow.running.reporting.tracking import write_summary
 
         try:
             write_summary(target, _summary(directory, status))
@@ -95,8 +95,8 @@ def summarise(
 
 
 def _summary(directory: Path, status: str) -> dict[str, Any]:
-    from dataflow.running.reward_totals import RewardTotals
-    from dataflow.running.tracking import METRICS, read_metrics
+    from dataflow.running.reporting.reward_totals import RewardTotals
+    from dataflow.running.reporting.tracking import METRICS, read_metrics
     from dataflow.system import clock
     from dataflow.timeline import perfetto
     from dataflow.timeline.spans import Trace

@@ -10,9 +10,9 @@ from typing import Any
 from dataflow.config.run import RunConfig
 from dataflow.config.saved import CONFIG, Saved
 from dataflow.errors import ConfigError, nearest
-from dataflow.running.checkpoints import CheckpointStore
 from dataflow.running.directory import check_unlocked
-from dataflow.running.progress import Progress
+from dataflow.running.reporting.progress import Progress
+from dataflow.running.saving.checkpoints import CheckpointStore
 from dataflow.running.session import Session
 
 MAY_CHANGE = (

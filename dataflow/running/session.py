@@ -24,12 +24,12 @@ from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.running.attempt import Attempt
-from dataflow.running.checkpoints import Checkpoint, CheckpointStore
 from dataflow.running.directory import check_directory, locked, make_directory, remove_directory
-from dataflow.running.progress import Progress
 from dataflow.running.record import Backends, Record
 from dataflow.running.remains import finish, stopped
-from dataflow.running.tracking import check_backends
+from dataflow.running.reporting.progress import Progress
+from dataflow.running.reporting.tracking import check_backends
+from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.system import clock
 from dataflow.system.redaction import redact, redact_values
 from dataflow.system.stopping import stopping

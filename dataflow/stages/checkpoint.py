@@ -28,7 +28,7 @@ FAILED = "checkpoint/failed"
 
 
 class Store(Protocol):
-    """The directory of a run's checkpoints; see :class:`dataflow.running.checkpoints.CheckpointStore`."""
+    """The directory of a run's checkpoints; see :class:`dataflow.running.saving.checkpoints.CheckpointStore`."""
 
     def begin(self, step: int) -> Path: ...
 

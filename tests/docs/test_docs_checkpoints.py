@@ -15,9 +15,9 @@ from dataflow.config.checkpoint import CheckpointConfig
 from dataflow.config.overrides import fields, parse_overrides
 from dataflow.config.run import RunConfig, TrainerConfig
 from dataflow.planning.config import PlanConfig
-from dataflow.running.checkpoints import CheckpointStore
-from dataflow.running.export import step_of
 from dataflow.running.resume import MAY_CHANGE, check_changes
+from dataflow.running.saving.checkpoints import CheckpointStore
+from dataflow.running.saving.export import step_of
 from dataflow.stages import checkpoint
 
 DOC = Path(__file__).parents[2] / "docs" / "checkpoints.md"

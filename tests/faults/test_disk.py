@@ -15,7 +15,7 @@ import pytest
 from dataflow.errors import RunError
 from dataflow.files import written
 from dataflow.running.record import Backends, Record
-from dataflow.running.tracking import Tracker, write_summary
+from dataflow.running.reporting.tracking import Tracker, write_summary
 from dataflow.timeline.spans import Span, Trace
 from dataflow.timeline.writer import TraceWriter
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from dataflow.running.checkpoints import CheckpointStore
+from dataflow.running.saving.checkpoints import CheckpointStore
 
 
 def save(store: CheckpointStore, step: int, text: str = "weights") -> int:

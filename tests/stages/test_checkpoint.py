@@ -17,7 +17,7 @@ from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Pipeline, TaskId, TaskInfo
 from dataflow.policy import PRESETS, SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
-from dataflow.running.checkpoints import CheckpointStore
+from dataflow.running.saving.checkpoints import CheckpointStore
 from dataflow.stages.checkpoint import FAILED, Snapshot, checkpoint_stages, write_checkpoint
 from dataflow.testing import SteadyCosts, check_trace, grpo_pipeline, simulate
 from dataflow.timeline.spans import Span, Trace

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.running.remains import summarise
-from dataflow.running.tracking import step_metrics
+from dataflow.running.reporting.tracking import step_metrics
 from dataflow.timeline import perfetto
 from dataflow.timeline.attribution import Wait, exposed_waits, pool_waits, summary, waits_after
 from dataflow.timeline.critical import critical_path

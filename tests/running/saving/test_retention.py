@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dataflow.running import checkpoints
-from dataflow.running.checkpoints import CheckpointStore
+from dataflow.running.saving import checkpoints
+from dataflow.running.saving.checkpoints import CheckpointStore
 from tests.rigs.checkpoints import logged, names, save
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from dataflow.config.saved import CONFIG, read_values
 from dataflow.errors import ConfigError, nearest
-from dataflow.running.checkpoints import Checkpoint, CheckpointStore
-from dataflow.running.tracking import METRICS, read_metrics
+from dataflow.running.reporting.tracking import METRICS, read_metrics
+from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 
 MODEL = "model"
 """Directory of a run that holds its final model."""

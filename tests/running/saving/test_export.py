@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from dataflow.cli import main
-from dataflow.running.export import step_of
+from dataflow.running.saving.export import step_of
 from tests.running.test_resume import SMALL
 
-PIPELINE = str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py")
+PIPELINE = str(Path(__file__).parents[3] / "pipelines" / "gsm8k_grpo.py")
 
 
 def digest_of(directory: Path, dtype: Any = None) -> str:

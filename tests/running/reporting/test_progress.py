@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from dataflow.running.progress import Progress
+from dataflow.running.reporting.progress import Progress
 from dataflow.timeline.spans import Trace
-from tests.running.test_live import steps
+from tests.running.reporting.test_live import steps
 
 METRICS = {
     "critic/score/mean": 0.5,

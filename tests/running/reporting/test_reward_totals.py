@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.running.reward_totals import RewardTotals
+from dataflow.running.reporting.reward_totals import RewardTotals
 from dataflow.timeline.spans import Mark, Span, Trace
 
 HOWS = ("", "hedged", "ledger", "shared", "failed", "cancelled")

@@ -13,7 +13,7 @@ import pytest
 
 from dataflow.errors import ConfigError
 from dataflow.planning.workload import Validation, grpo
-from dataflow.running.tracking import Tracker, step_metrics, write_summary
+from dataflow.running.reporting.tracking import Tracker, step_metrics, write_summary
 from dataflow.timeline.attribution import exposed_waits
 from dataflow.timeline.spans import Span, Trace
 
@@ -55,7 +55,7 @@ def test_a_summary_is_written_in_one_go(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_tensorboard_gets_the_numbers_and_nobody_hears_of_it(tmp_path: Path) -> None:
     code = (
-        "import sys; from dataflow.running.tracking import Tracker;"
+        "import sys; from dataflow.running.reporting.tracking import Tracker;"
         "t = Tracker(sys.argv[1], ['tensorboard'], 'dataflow', 'run', {'steps': 2});"
         "t.log(1, {'actor/loss': 0.5, 'note': 'text', 'bad': float('nan')}); t.log(2, {'actor/loss': 0.25});"
         "t.close()"

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dataflow.running.live import facts, picture, recent
+from dataflow.running.reporting.live import facts, picture, recent
 from dataflow.timeline.spans import Span, Trace
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Progress:
         """Redraws the picture.
 
         Args:
-            trace, running, most: see :func:`dataflow.running.live.recent`.
+            trace, running, most: see :func:`dataflow.running.reporting.live.recent`.
             stats: of the reward agent.
         """
         if self._live is None:

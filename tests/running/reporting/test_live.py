@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataflow.running.live import facts, picture, recent
+from dataflow.running.reporting.live import facts, picture, recent
 from dataflow.timeline.spans import Mark, Span, Trace
 
 

@@ -2,7 +2,7 @@
 
     runs/NAME/checkpoints/
       step_000012/            whole: it was renamed to this name after all its files were on the disk
-        manifest.json         see `dataflow.running.manifest`
+        manifest.json         see `dataflow.running.saving.manifest`
         trainer/              files of torch.distributed.checkpoint
         states.pkl            states of the graph
         samples_000013.pkl    samples that were drawn before the checkpoint, and are trained on after it
@@ -29,8 +29,8 @@ from loguru import logger
 
 from dataflow.errors import ConfigError, DataError
 from dataflow.files import replaced
-from dataflow.running.manifest import Manifest, Torn, read_manifest, sync, write_manifest
-from dataflow.running.tracking import METRICS, read_metrics
+from dataflow.running.reporting.tracking import METRICS, read_metrics
+from dataflow.running.saving.manifest import Manifest, Torn, read_manifest, sync, write_manifest
 
 if TYPE_CHECKING:
     from dataflow.config.run import RunConfig

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.errors import ConfigError, DataError
-from dataflow.running import checkpoints
-from dataflow.running.checkpoints import CheckpointStore, checkpoint_store
+from dataflow.running.saving import checkpoints
+from dataflow.running.saving.checkpoints import CheckpointStore, checkpoint_store
 from tests.rigs.checkpoints import Child, empty, logged, names, save
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from loguru import logger
 
 from dataflow.errors import ConfigError
-from dataflow.running import checkpoints, manifest
-from dataflow.running.checkpoints import CheckpointStore
+from dataflow.running.saving import checkpoints, manifest
+from dataflow.running.saving.checkpoints import CheckpointStore
 from tests.rigs.checkpoints import empty, logged, names, save
 
 FILES = ("manifest.json", "states.pkl", "trainer/.metadata", "trainer/__0_0.distcp")
@@ -77,7 +77,7 @@ def test_no_byte_of_a_checkpoint_can_be_flipped_or_cut_off_unnoticed(tmp_path: P
     path = tmp_path / "step_000001" / name
     data = path.read_bytes()
     draw = random.Random(name)
-    logger.disable("dataflow.running.checkpoints")  # most of the time is spent on its warnings
+    logger.disable("dataflow.running.saving.checkpoints")  # most of the time is spent on its warnings
     try:
         for at in range(len(data)):
             path.write_bytes(data[:at])
@@ -86,7 +86,7 @@ def test_no_byte_of_a_checkpoint_can_be_flipped_or_cut_off_unnoticed(tmp_path: P
             path.write_bytes(data[:at] + flipped + data[at + 1 :])
             assert store.newest() is None, f"{flipped!r} at {at}"
     finally:
-        logger.enable("dataflow.running.checkpoints")
+        logger.enable("dataflow.running.saving.checkpoints")
     path.write_bytes(data)
     assert store.newest() is not None
 
