@@ -69,6 +69,10 @@ def build_agent(
         kwargs = default.get("kwargs") or {}
         found = find_reward(default["target"])
     reward = build_reward(found, kwargs, context=_context(options))
+    kept = _ledger(options, run, ledger)
+    if kept is not None and (count_before := getattr(reward, "count_before", None)) is not None:
+        # What an earlier process of the run paid for counts against its budget; each agent takes its share.
+        count_before(*(number // options.actors for number in kept.spent()))
     if options.manager != "naive" or options.manager_path:
         reward = build_manager(
             options.manager, reward, options.manager_path, **{"tokenizer": tokenizer, **options.manager_kwargs}
@@ -84,7 +88,7 @@ def build_agent(
         on_failure=options.on_failure,
         max_failed_share=options.max_failed_share,
         max_abandoned=options.max_abandoned,
-        ledger=_ledger(options, run, ledger),
+        ledger=kept,
         share_equal=options.share_equal,
         scorer=_scorer(custom, default, options),
         metrics=RayMetrics(run) if in_ray_worker() else None,

@@ -54,6 +54,8 @@ class Budget:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.tokens_estimated = 0
+        self._calls_before = self._tokens_before = 0
+        self._cost_before = 0.0
 
     @property
     def tokens(self) -> int:
@@ -63,7 +65,10 @@ class Budget:
     @property
     def cost(self) -> float:
         """Cost so far, in the currency of the prices; 0 without prices."""
-        return (self.prompt_tokens * self._prices[0] + self.completion_tokens * self._prices[1]) / 1e6
+        return self._priced(self.prompt_tokens, self.completion_tokens)
+
+    def _priced(self, prompt: int, completion: int) -> float:
+        return (prompt * self._prices[0] + completion * self._prices[1]) / 1e6
 
     def check(self) -> None:
         """Raises if the budget is used up; called before each request. Requests in flight are not affected.
@@ -71,14 +76,15 @@ class Budget:
         Raises:
             BudgetSpent: the budget is used up.
         """
-        if self._max_tokens is not None and self.tokens >= self._max_tokens:
-            raise self._spent(f"{self.tokens:,} of {self._max_tokens:,} tokens", "judge.max_tokens")
-        if self._max_cost is not None and self.cost >= self._max_cost:
-            raise self._spent(f"{self.cost:.6g} of a cost of {self._max_cost:g}", "judge.max_cost")
+        tokens, cost = self._tokens_before + self.tokens, self._cost_before + self.cost
+        if self._max_tokens is not None and tokens >= self._max_tokens:
+            raise self._spent(f"{tokens:,} of {self._max_tokens:,} tokens", "judge.max_tokens")
+        if self._max_cost is not None and cost >= self._max_cost:
+            raise self._spent(f"{cost:.6g} of a cost of {self._max_cost:g}", "judge.max_cost")
 
     def _spent(self, what: str, key: str) -> BudgetSpent:
         guess = f" ({self.tokens_estimated:,} tokens estimated)" if self.tokens_estimated else ""
-        message = f"the judge's budget is spent: {what}{guess} after {self.calls:,} calls"
+        message = f"the judge's budget is spent: {what}{guess} after {self._calls_before + self.calls:,} calls"
         return BudgetSpent(
             message,
             retry=False,
@@ -108,6 +114,21 @@ class Budget:
         self.prompt_tokens += prompt
         self.completion_tokens += completion
         return prompt + completion if stated else None
+
+    def count_before(self, calls: int, tokens: int, reply_characters: int) -> None:
+        """Counts replies of an earlier process of the run against the limits, but not into :meth:`usage`.
+
+        Their tokens are known only as a sum; those of the replies are estimated.
+
+        Args:
+            calls: number of replies.
+            tokens: of prompts and replies together.
+            reply_characters: length of the replies together.
+        """
+        completion = min(tokens, estimate(reply_characters))
+        self._calls_before += calls
+        self._tokens_before += tokens
+        self._cost_before += self._priced(tokens - completion, completion)
 
     def usage(self) -> dict[str, float]:
         """Returns the counts so far.

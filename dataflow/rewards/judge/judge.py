@@ -169,6 +169,10 @@ class Judge:
         """Returns the url, as given, of the server that grades this response; always the same for one response."""
         return self._given[self._server(solution_str)]
 
+    def count_before(self, calls: int, tokens: int, reply_characters: int) -> None:
+        """See :meth:`dataflow.rewards.judge.budget.Budget.count_before`."""
+        self._budget.count_before(calls, tokens, reply_characters)
+
     def tokens(
         self, solution_str: str, ground_truth: Any = "", extra_info: Mapping[str, Any] | None = None, **_arguments: Any
     ) -> int:

@@ -48,6 +48,12 @@ _SCHEMA = (
     f"PRAGMA user_version = {_LAYOUT}",
 )
 
+# Equal samples share one call, so each key counts once. A damaged answer counts nothing.
+_SPENT = (
+    "SELECT COUNT(*), TOTAL(tokens), TOTAL(reply) FROM (SELECT MAX(json_extract(answer, '$[1].tokens')) AS tokens,"
+    " MAX(LENGTH(json_extract(answer, '$[1].explanation'))) AS reply FROM request"
+    " WHERE run = ? AND score IS NOT NULL AND json_valid(answer) GROUP BY key) WHERE tokens > 0"
+)
 _PLACE = "run, step, grp, sample, key"
 _INSERTS = {
     "submitted": (f"request ({_PLACE}, submitted)", "NOTHING"),
@@ -223,6 +229,15 @@ class LedgerFile:
             RunError: the file cannot be read.
         """
         return dict(zip(KINDS, self._query(_TOTALS, {"run": self._run}), strict=True))
+
+    def spent(self) -> tuple[int, int, int]:
+        """Returns how many of the run's answers state their tokens, these tokens, and the characters of the replies.
+
+        Raises:
+            RunError: the file cannot be read.
+        """
+        calls, tokens, reply = self._query(_SPENT, (self._run,))
+        return int(calls), int(tokens), int(reply)
 
     def _query(self, statement: str, values: Any) -> Row:
         try:

@@ -194,6 +194,15 @@ class Ledger:
         with self._reading:
             return self._file.totals()
 
+    def spent(self) -> tuple[int, int, int]:
+        """Returns what the run's answers in the file cost; see :meth:`LedgerFile.spent`.
+
+        Raises:
+            RunError: the ledger cannot be read.
+        """
+        with self._reading:
+            return self._file.spent()
+
     def flush(self, deadline_s: float = _DEADLINE_S) -> None:
         """Waits until all earlier records are on disk.
 

@@ -151,3 +151,22 @@ def test_budgets_that_cannot_be(limits: tuple[Any, Any, Any], message: str) -> N
     with pytest.raises(ConfigError) as error:
         Budget(*limits)
     assert message in str(error.value)
+
+
+def test_what_an_earlier_process_spent_counts_against_the_limits_alone() -> None:
+    budget = Budget(100, None, None)
+    budget.count_before(3, 90, 40)
+    budget.check()
+    assert budget.usage()["tokens"] == 0
+    budget.count({"prompt_tokens": 8, "completion_tokens": 2, "total_tokens": 10}, 0, 0)
+    with pytest.raises(BudgetSpent, match=r"100 of 100 tokens after 4 calls"):
+        budget.check()
+
+
+def test_its_cost_takes_the_replies_from_their_length() -> None:
+    budget = Budget(None, 1.0, [1.0, 10_000.0])
+    budget.count_before(2, 200, 396)  # 99 tokens of replies
+    budget.check()
+    budget.count_before(1, 1, 4)
+    with pytest.raises(BudgetSpent, match=r"judge's budget is spent: 1\.\d+ of a cost of 1"):
+        budget.check()

@@ -330,3 +330,22 @@ def test_any_order_of_events(tmp_path_factory: pytest.TempPathFactory, operation
     ledger.close()
     for (step, group, sample, found), answer in answers.items():
         assert resumed(path, step, (group, sample, found)) == {(group, sample): answer}
+
+
+def test_what_a_run_spent_counts_each_call_once(path: Path) -> None:
+    with closing(Ledger(path, "run")) as ledger:
+        assert ledger.spent() == (0, 0, 0)
+        ledger.submitted(1, [(0, 0, A), (0, 1, A), (1, 0, B), (2, 0, key(3))])
+        paid = Answer(1.0, {"explanation": "seven..", "tokens": 40}, 0.5, 1)
+        for group, sample, of in ((0, 0, A), (0, 1, A), (1, 0, B)):  # A's samples are equal: one call
+            ledger.answered(1, group, sample, of, paid)
+        ledger.answered(1, 2, 0, key(3), OTHER)  # it states no tokens
+        ledger.flush()
+        assert ledger.spent() == (2, 80, 14)
+    with closing(Ledger(path, "other run")) as ledger:
+        assert ledger.spent() == (0, 0, 0)
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE request SET answer = 'torn' WHERE grp = 1")
+        db.commit()
+    with closing(Ledger(path, "run")) as ledger:
+        assert ledger.spent() == (1, 40, 7)
