@@ -1,0 +1,216 @@
+"""What checkpoints cost: exposed time of saving, time to the first step after a resume, and size on disk.
+
+    python benchmarks/checkpoint.py [--rounds 3] [--model 27m] [data.prompts=8]
+
+Each round runs GRPO three times in this process, from the same weights and on the same samples: without checkpoints,
+with one every second step, and with one that blocks the trainer until it is on the disk. Rewards come at once, so no
+wait for them hides a save. The exposed time of a save is what a cycle (two steps, from update to update) takes longer
+than the same cycle without checkpoints; the share is of a run that saves once in ten steps. Then the run goes on for
+one more step, and the time before that step begins is compared with that before the first step of a new run. Medians
+over rounds and cycles. Prints tables and writes JSON; exits with 1 if the share exceeds its bound. This file is also a
+pipeline file: the one of the run that blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _run import PIPELINE, table
+from rollout import SHAPES, model_of
+
+from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.graph import Pipeline, Stage, TaskInfo
+from dataflow.timeline import perfetto
+from dataflow.timeline.spans import Trace
+
+BOUND = 0.01
+SAVES, CYCLE, USUAL = 4, 2, 10
+"""Saves that are compared in a run; steps from one to the next; steps from one to the next in the run of the bound."""
+STEPS = CYCLE * (SAVES + 1)
+VARIANTS: dict[str, tuple[Path, int]] = {
+    "none": (PIPELINE, 0),
+    "overlapped": (PIPELINE, CYCLE),
+    "blocking": (Path(__file__).resolve(), CYCLE),
+}
+"""Pipeline file and ``checkpoint.every`` of each."""
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) / 100\n"
+
+GRPO = load_pipeline_file(PIPELINE)
+Config = GRPO.Config
+
+
+def pipeline(config: Any) -> Pipeline:
+    """Returns the usual pipeline, with one stage that holds the trainer until a checkpoint is on the disk."""
+    usual: Pipeline = GRPO.pipeline(config)
+    copying, writing = usual.by_name["stage_checkpoint"], usual.by_name["write_checkpoint"]
+    others = [s for s in usual.stages if s.name not in ("stage_checkpoint", "keep_samples", "write_checkpoint")]
+    return Pipeline([*others, blocking(copying, writing)], usual.inputs, usual.resources)
+
+
+def blocking(copying: Stage, writing: Stage) -> Stage:
+    """Returns one stage that does what two do."""
+
+    async def save(*states: Any, fields: Any, task: TaskInfo, **services: Any) -> None:
+        snapshot = await copying.fn(*states, fields=fields, task=task, **services)
+        await writing.fn(snapshot, task=task, **services)
+
+    return replace(copying, name="save", fn=save, writes=())
+
+
+def command(*words: Any) -> float:
+    """Runs a command of ``dataflow`` in this process, quietly; returns the time at which it began."""
+    from dataflow.cli import main as dataflow
+
+    begin = time.time()
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = dataflow([*map(str, words), "--quiet"])
+    if code:
+        sys.exit(f"a run failed (exit code {code}).")
+    return begin
+
+
+def run(runs: Path, variant: str, keys: Mapping[str, Any]) -> tuple[Path, float]:
+    """Runs a variant; returns its directory, and the seconds before its first task."""
+    file, every = VARIANTS[variant]
+    own = {**keys, "runs": runs, "name": variant, "steps": STEPS, "checkpoint.every": every}
+    begin = command("run", file, *(f"{key}={value}" for key, value in own.items()))
+    trace = perfetto.load(str(runs / variant))
+    return runs / variant, first(trace, 1) - begin
+
+
+def first(trace: Trace, step: int) -> float:
+    """Returns the unix time at which the first task of a step began."""
+    return float(trace.meta["started"]) + min(s.begin for s in trace.spans if s.step == step)
+
+
+def cycles(trace: Trace) -> list[float]:
+    """Returns the seconds from the update before each save to that before the next one."""
+    trains = trace.with_role("trains")
+    ends = {s.step: s.end for s in sorted(trace.spans, key=lambda s: s.end) if s.stage in trains}
+    return [ends[step + CYCLE] - ends[step] for step in range(CYCLE, STEPS, CYCLE)]
+
+
+def metric(directory: Path, name: str) -> float:
+    """Returns the median of a metric over the steps that have it."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return statistics.median(row[name] for row in rows if name in row)
+
+
+def measure(runs: Path, begin: int, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs the variants one after another, starting with that of a number, then one more step of the saving one."""
+    names = list(VARIANTS)
+    found = {name: run(runs, name, keys) for name in names[begin:] + names[:begin]}
+    traces = {name: perfetto.load(str(directory)) for name, (directory, _) in found.items()}
+    digests = {
+        json.loads((directory / "summary.json").read_text())["weights_sha256"] for directory, _ in found.values()
+    }
+    if len(digests) > 1:
+        sys.exit("the runs end with different weights, though saving changes nothing.")
+    directory, started = found["overlapped"]
+    left_out = sum(s.stage == "stage_checkpoint" and "left_out" in s.args for s in traces["overlapped"].spans)
+    measured = {name: metric(directory, f"checkpoint/{name}") for name in ("staged_s", "write_s", "bytes")}
+    weights = sum(f.stat().st_size for f in Path(keys["model.path"]).glob("*.safetensors"))
+    resumed = command("resume", directory, f"steps={STEPS + 1}")
+    return {
+        "cycles": {name: cycles(trace) for name, trace in traces.items()},
+        "left_out": left_out,
+        **measured,
+        "bytes_over_weights": measured["bytes"] / weights,
+        "start_s": started,
+        "resume_s": first(perfetto.load(str(directory)), STEPS + 1) - resumed,
+    }
+
+
+def compare(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns medians over rounds, and over the cycles of each."""
+    row: dict[str, Any] = {
+        name: statistics.median(each[name] for each in rounds)
+        for name in ("staged_s", "write_s", "bytes", "bytes_over_weights", "start_s", "resume_s")
+    }
+    row["step_s"] = statistics.median(s for each in rounds for s in each["cycles"]["none"]) / CYCLE
+    for name in VARIANTS:
+        if name != "none":
+            pairs = [p for each in rounds for p in zip(each["cycles"][name], each["cycles"]["none"], strict=True)]
+            row[f"{name}_s"] = statistics.median(mine - plain for mine, plain in pairs)
+            row[f"{name}_share"] = statistics.median((mine / plain - 1) * CYCLE / USUAL for mine, plain in pairs)
+    row["resume_over_start"] = statistics.median(each["resume_s"] / each["start_s"] for each in rounds)
+    row["left_out"] = sum(each["left_out"] for each in rounds)
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="keys of the pipeline, such as data.prompts=8"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", choices=SHAPES, default="27m")
+    parser.add_argument("-o", dest="out", default="checkpoint.json")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="dataflow-checkpoint-"))
+    model = model_of(options.model, folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    keys: dict[str, Any] = {
+        "seed": 0,
+        "executor": "inline",
+        "model.path": model,
+        "engine.rollout": "hf",
+        "engine.n": 4,
+        "engine.max_tokens": 32,
+        "data.prompts": 8,
+        "data.train_size": 200,
+        "custom_reward_function.path": folder / "reward.py",
+        "policy": "baseline",
+        "policy.order": "index",
+        "trainer.micro_batch_size": 8,
+        "val.every": 0,
+        "checkpoint.export": "false",
+        "checkpoint.keep_best": 0,
+        **dict(item.split("=", 1) for item in options.overrides),
+    }
+    rounds = []
+    for at in range(options.rounds):
+        rounds.append(measure(folder / f"round-{at + 1}", at % len(VARIANTS), keys))
+        print(f"round {at + 1} of {options.rounds}: {rounds[-1]['cycles']}", file=sys.stderr, flush=True)
+    row = compare(rounds)
+    print(
+        f"a step takes {row['step_s']:.2f} s; a save copies {row['staged_s']:.3f} s, writes {row['write_s']:.2f} s"
+        f" and {row['bytes'] / 1e6:.0f} MB, {row['bytes_over_weights']:.2f} times the weights"
+    )
+    lines = [("checkpoint", "exposed s", f"share at one in {USUAL} steps", "bound", "held")]
+    held = row["overlapped_share"] <= BOUND and not row["left_out"]
+    lines.append(
+        ("overlapped", f"{row['overlapped_s']:.3f}", f"{row['overlapped_share']:.2%}", f"{BOUND:.0%}", str(held))
+    )
+    lines.append(("blocking", f"{row['blocking_s']:.3f}", f"{row['blocking_share']:.2%}", "", ""))
+    print(table(lines))
+    print(
+        table(
+            [
+                ("before the first step", "s"),
+                ("of a new run", f"{row['start_s']:.1f}"),
+                ("after a resume", f"{row['resume_s']:.1f}"),
+                ("ratio", f"{row['resume_over_start']:.2f}"),
+            ]
+        )
+    )
+    if row["left_out"]:
+        print(f"{row['left_out']} checkpoints were left out, as the disk was still busy; the steps are too short.")
+    Path(options.out).write_text(json.dumps({"bound": BOUND, **row, "rounds": rounds}, indent=2) + "\n")
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
