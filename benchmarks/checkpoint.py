@@ -36,7 +36,7 @@ from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Trace
 
 BOUND = 0.01
-SAVES, CYCLE, USUAL = 4, 2, 10
+SAVES, CYCLE, USUAL = 3, 2, 10
 """Saves that are compared in a run; steps from one to the next; steps from one to the next in the run of the bound."""
 STEPS = CYCLE * (SAVES + 1)
 VARIANTS: dict[str, tuple[Path, int]] = {

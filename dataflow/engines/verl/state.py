@@ -12,8 +12,10 @@ can load them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hashlib
+import io
 import json
 import random
 import threading
@@ -27,7 +29,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
 from dataflow.errors import ConfigError, DataError, DataflowError
@@ -71,7 +72,7 @@ class TrainerState:
             state = {"model": weights, "optimizer": optimizer_state}
         else:  # no step was taken yet; asking for its state would take one
             state = {"model": get_model_state_dict(module)}
-        self._staged = BlockingAsyncStager().stage(state)
+        self._staged = _copied(state)
         self._extra = {"stepped": "optimizer" in state, "lr_scheduler": self._engine.lr_scheduler.state_dict()}
         self._random = _random_state()
         return True
@@ -104,7 +105,12 @@ class TrainerState:
             model_state_dict=state["model"],
             optim_state_dict=state.get("optimizer", {}),
         )
-        self._engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        if not extra["stepped"]:
+            optimizer.state.clear()
+        scheduler = self._engine.lr_scheduler
+        scheduler.load_state_dict(extra["lr_scheduler"])
+        for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr  # the scheduler itself sets it with its next step only
         own = path / f"rank_{self._rank}.pt"
         if own.is_file():  # with more ranks than before, the others keep their seeds
             _set_random_state(torch.load(own, weights_only=False))
@@ -126,17 +132,33 @@ class TrainerState:
         return bool(found)
 
     def _write(self, path: Path, staged: dict[str, Any]) -> None:
-        """Writes the files of this rank, in a thread."""
+        """Writes the files of this rank, in a thread; an error on one rank is raised on all of them."""
+        failed: Exception | None = None
+        try:
+            self._write_rest(path)
+        except Exception as error:
+            failed = error
+        # No rank begins with the weights unless all do: the others would wait for it.
+        failures: list[Exception | None] = [None] * self._world
+        dist.all_gather_object(failures, failed, group=self._group)
+        for error in failures:
+            if error is not None:
+                raise error
+        try:
+            dcp.save(staged, storage_writer=FileSystemWriter(path), process_group=self._group)
+        except CheckpointException as error:
+            raise _cause(error, path) from error
+
+    def _write_rest(self, path: Path) -> None:
+        """Writes everything but weights and optimizer."""
         path.mkdir(parents=True, exist_ok=True)
-        torch.save(self._random, path / f"rank_{self._rank}.pt")
+        random_state = io.BytesIO()
+        torch.save(self._random, random_state)  # to a full disk it would raise a RuntimeError
+        (path / f"rank_{self._rank}.pt").write_bytes(random_state.getvalue())
         if self._rank == 0:
             self._sha256 = self._sha256 or model_sha256(Path(self._model))
             text = json.dumps({**self._extra, "model_sha256": self._sha256, "world_size": self._world})
             (path / _SHARED).write_text(text, encoding="utf-8")
-        try:
-            dcp.save(staged, storage_writer=FileSystemWriter(path), process_group=self._group)
-        except CheckpointException as error:
-            raise _disk_error(error, path) from error
 
     def _check_model(self, expected: str) -> None:
         """Raises a ConfigError on all ranks if the run began with another model."""
@@ -188,6 +210,17 @@ def model_sha256(model: Path) -> str:
     return found.hexdigest()
 
 
+def _copied(value: Any) -> Any:
+    """Returns a state with its tensors copied to CPU memory, each once; torch's own stager copies them twice."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(one) for one in value)
+    return value
+
+
 def _random_state() -> dict[str, Any]:
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -221,23 +254,25 @@ def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
             future.set_exception(error)
 
     def run() -> None:
+        failed: BaseException | None = None
         try:
             work()
         except BaseException as error:
-            loop.call_soon_threadsafe(end, error)
-        else:
-            loop.call_soon_threadsafe(end, None)
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits any more
+            loop.call_soon_threadsafe(end, failed)
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()
     return future
 
 
-def _disk_error(error: CheckpointException, path: Path) -> OSError:
-    """Returns the error of the disk that made a rank's write fail."""
+def _cause(error: CheckpointException, path: Path) -> Exception:
+    """Returns the error that made a rank's write fail; an OSError where the disk did."""
     failures = [one for one, _trace in error.failures.values()]
     for one in failures:
         if isinstance(one, OSError):
             return OSError(one.errno, one.strerror or str(one), one.filename or str(path))
-    # torch's own file format raises other errors for a short write.
-    said = " ".join(str(failures[0] if failures else error).split())[:200]
-    return OSError(errno.EIO, said, str(path))
+    for one in failures:
+        if isinstance(one, RuntimeError):  # torch's own file format raises it for a short write
+            return OSError(errno.EIO, " ".join(str(one).split())[:200], str(path))
+    return error

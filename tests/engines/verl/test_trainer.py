@@ -504,8 +504,8 @@ def alone() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ranks}
 
 
-def run_ranks(jobs: list[tuple[str, Path]], world: int, out: Path) -> list[list[dict[str, Any]]]:
-    """Runs each (scenario, model) on that many processes, one after another; returns results by rank and job."""
+def run_ranks(jobs: list[tuple[str, Path]], world: int, out: Path, script: str = __file__) -> list[list[Any]]:
+    """Runs each (scenario, path) on that many processes, one after another; returns results by rank and job."""
     found = [socket.create_server(("127.0.0.1", 0)) for _ in jobs]
     ports = [str(server.getsockname()[1]) for server in found]
     for server in found:
@@ -519,7 +519,7 @@ def run_ranks(jobs: list[tuple[str, Path]], world: int, out: Path) -> list[list[
             "MASTER_ADDR": "127.0.0.1",
         }
         words = [word for port, (name, model) in zip(ports, jobs, strict=True) for word in (port, name, str(model))]
-        command = [sys.executable, __file__, str(out / f"{rank}.pt"), *words]
+        command = [sys.executable, script, str(out / f"{rank}.pt"), *words]
         ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     try:
         for process in ranks:
