@@ -19,6 +19,7 @@ import io
 import json
 import random
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,8 @@ class TrainerState:
         failed: Exception | None = None
         try:
             self._write_rest(path)
+        except OSError as error:
+            failed = _with_file(error, path)
         except Exception as error:
             failed = error
         # No rank begins with the weights unless all do: the others would wait for it.
@@ -196,7 +199,9 @@ def full_weights(directory: str | Path) -> dict[str, torch.Tensor]:
     }
     if not state:
         raise DataError(f"checkpoint {directory} holds no weights; take another one.")
-    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is wanted
+        dcp.load(state, checkpoint_id=directory, no_dist=True)
     return {name.removeprefix(_WEIGHTS): tensor for name, tensor in state.items()}
 
 
@@ -266,12 +271,17 @@ def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
     return future
 
 
+def _with_file(error: OSError, path: Path) -> OSError:
+    """Returns the error with a path; that of a write has none."""
+    return OSError(error.errno, error.strerror or str(error), error.filename or str(path))
+
+
 def _cause(error: CheckpointException, path: Path) -> Exception:
     """Returns the error that made a rank's write fail; an OSError where the disk did."""
     failures = [one for one, _trace in error.failures.values()]
     for one in failures:
         if isinstance(one, OSError):
-            return OSError(one.errno, one.strerror or str(one), one.filename or str(path))
+            return _with_file(one, path)
     for one in failures:
         if isinstance(one, RuntimeError):  # torch's own file format raises it for a short write
             return OSError(errno.EIO, " ".join(str(one).split())[:200], str(path))
