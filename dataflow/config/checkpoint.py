@@ -1,10 +1,14 @@
-"""The configuration of checkpoints."""
+"""The configuration of checkpoints, and of a run that goes on from one."""
 
 from __future__ import annotations
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from typing import Annotated, Literal
 
-from dataflow.config.section import Section
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from dataflow.config.section import Section, Text
+
+Keys = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 
 
 class CheckpointConfig(Section):
@@ -26,3 +30,15 @@ class CheckpointConfig(Section):
     """Checkpoints that may fail one after another before the run does."""
     export: bool = True
     """Write the trained model to runs/NAME/model at the end."""
+
+
+class ResumeConfig(Section):
+    """Going on from the last checkpoint of the run of the same name."""
+
+    shorthand = "mode"
+
+    mode: Literal["never", "auto"] = "never"
+    """auto goes on if runs/NAME exists, from its last whole checkpoint, or without one from the beginning with its
+    ledger; never says that it exists."""
+    allow: Keys = Field(default=[])
+    """Keys that may differ from those of the run although they change what it trains on, such as policy."""

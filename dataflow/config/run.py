@@ -23,10 +23,9 @@ from pydantic import (
 )
 
 from dataflow.config import verl_keys
-from dataflow.config.checkpoint import CheckpointConfig
+from dataflow.config.checkpoint import CheckpointConfig, ResumeConfig
 from dataflow.config.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
-from dataflow.config.resume import ResumeConfig
 from dataflow.config.reward import CustomRewardConfig, JudgeConfig, RewardConfig
 from dataflow.config.samples import SamplesConfig
 from dataflow.config.section import Section, Text
