@@ -67,6 +67,7 @@ FIRST = (
     "replicas/test_engine.py",
     "executors/test_vllm_restart.py",
     "faults/test_deaths.py",
+    "verl/test_state.py",
     "cluster/test_gpus.py",
     "cluster/test_exceptions.py",
     "executors/test_parts.py",
