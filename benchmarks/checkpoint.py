@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import io
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -206,6 +207,8 @@ def main() -> int:
     for at in range(options.rounds):
         rounds.append(measure(folder / f"round-{at + 1}", at % len(VARIANTS), keys))
         print(f"round {at + 1} of {options.rounds}: {rounds[-1]}", file=sys.stderr, flush=True)
+        shutil.rmtree(folder / f"round-{at + 1}", ignore_errors=True)  # over a gigabyte
+    shutil.rmtree(folder, ignore_errors=True)
     row = compare(rounds)
     print(
         f"a step takes {row['step_s']:.2f} s; a save is {row['bytes'] / 1e6:.0f} MB, "
