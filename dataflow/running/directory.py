@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from dataflow.files import unmakable
 LOCK = ".lock"
 """File of a run's directory that its process locks, with the id of that process."""
 
+_TEMPORARY = re.compile(r"\..+\.\d+")
+
 
 def check_directory(config: RunConfig) -> None:
     """Checks that the run's directory can be made, without making it.
@@ -26,7 +29,7 @@ def check_directory(config: RunConfig) -> None:
     runs = Path(config.runs)
     if (why := unmakable(runs)) is not None:
         raise ConfigError(f"runs={config.runs}: {why}")
-    if config.name and os.path.lexists(runs / config.name):
+    if config.name and _taken(runs / config.name, config):
         raise ConfigError(f"name={config.name}: {runs / config.name!s} exists; choose another name or remove it.")
 
 
@@ -40,7 +43,7 @@ def make_directory(config: RunConfig, stem: str) -> Path:
     try:
         runs.mkdir(parents=True, exist_ok=True)
         if config.name:
-            (runs / config.name).mkdir()
+            (runs / config.name).mkdir(exist_ok=not _taken(runs / config.name, config))
             return runs / config.name
         for number in range(1, 1_000_000):
             path = runs / f"{stem}-{config.policy.preset}-{number}"
@@ -56,6 +59,24 @@ def make_directory(config: RunConfig, stem: str) -> Path:
     raise ConfigError(f"runs={config.runs}: no free name for a run; give name=.")
 
 
+def _taken(path: Path, config: RunConfig) -> bool:
+    """Whether there is a run or anything else at a path.
+
+    With ``resume=auto`` a directory is free whose process was killed before it wrote the configuration.
+    """
+    if not os.path.lexists(path):
+        return False
+    began = config.resume.mode != "auto" or not path.is_dir()
+    return began or any(not name.startswith(".") for name in os.listdir(path))
+
+
+def remove_temporary(directory: Path) -> None:
+    """Removes the files aside that killed processes left (:func:`dataflow.files.replaced`); call it under the lock."""
+    for file in directory.glob(".*"):
+        if _TEMPORARY.fullmatch(file.name) and file.is_file():
+            file.unlink(missing_ok=True)
+
+
 def remove_directory(directory: Path, parents: Sequence[Path]) -> None:
     """Removes a run's directory, and the parents that were made for it."""
     shutil.rmtree(directory)
@@ -69,9 +90,15 @@ def locked(directory: Path) -> Iterator[None]:
     """Holds the lock of a run's directory; the system releases it when the process ends, however that happens.
 
     Raises:
-        ConfigError: another process holds it: the run still goes on.
+        ConfigError: another process holds it: the run still goes on; or the directory cannot be written.
     """
-    with (directory / LOCK).open("a+") as file:
+    try:
+        opened = (directory / LOCK).open("a+")
+    except OSError as error:
+        raise ConfigError(
+            f"run '{directory}' cannot be written ({error.strerror}); make it writable, or copy it and resume the copy."
+        ) from error
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -24,7 +24,7 @@ from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.running.attempt import Attempt
-from dataflow.running.directory import check_directory, locked, make_directory, remove_directory
+from dataflow.running.directory import check_directory, locked, make_directory, remove_directory, remove_temporary
 from dataflow.running.record import Backends, Record
 from dataflow.running.remains import finish, stopped
 from dataflow.running.reporting.progress import Progress
@@ -132,6 +132,7 @@ class Session:
             self.directory = make_directory(self.config, Path(self.module.__file__ or "run").stem)
         report(directory=str(self.directory.absolute()), steps=self.graph.steps)
         with stopping, locked(self.directory):
+            remove_temporary(self.directory)
             try:
                 self._run_in_directory()
                 # Write it once more, with the total time, now that everything has ended.
