@@ -203,8 +203,9 @@ class Attempt:
         """Loads a checkpoint into the services; returns what the runner goes on from."""
         pipeline = self._graph.pipeline
         states = point.states()
-        hosts = {s.host.name for s in pipeline.with_role("saves") if s.host is not None}
-        for host in sorted(hosts):
+        # A run may go on without further checkpoints, and then has no stages that save.
+        stages = pipeline.with_role("saves") or pipeline.with_role("trains")
+        for host in sorted({s.host.name for s in stages if s.host is not None}):
             await self._executor.ask(host, "load", str(point.trainer))
         synced = [s.name for s in pipeline.with_role("syncs")]
         if synced:
