@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -341,13 +341,17 @@ class RunConfig(Section):
         return self
 
 
+def values_of(config: RunConfig) -> dict[str, Any]:
+    """Returns the whole configuration as JSON can hold it, with the policy's numbers filled in."""
+    values = config.model_dump(mode="json")
+    values["policy"] |= dataclasses.asdict(config.policy.resolve(config.trainer.mini_batches))
+    return values
+
+
 def dump_yaml(config: RunConfig) -> str:
-    """Returns the whole configuration as YAML with the policy's numbers filled in and its secrets masked."""
+    """Returns the configuration of :func:`values_of` as YAML, its secrets masked."""
     import yaml
 
     from dataflow.system.redaction import redact_values
 
-    policy = config.policy.resolve(config.trainer.mini_batches)
-    values = redact_values(config.model_dump(mode="json"))
-    values["policy"] |= dataclasses.asdict(policy)
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(redact_values(values_of(config)), sort_keys=False, allow_unicode=True)

@@ -7,13 +7,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dataflow.config.run import RunConfig
+from dataflow.config.run import RunConfig, values_of
 from dataflow.config.saved import CONFIG, Saved
 from dataflow.errors import ConfigError, nearest
 from dataflow.running.directory import check_unlocked
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import CheckpointStore
-from dataflow.running.session import Session
+from dataflow.running.session import Session, settle
 
 MAY_CHANGE = (
     "checkpoint", "engine.gpu_memory", "engine.kv_cache_gb", "engine.max_num_seqs", "engine.replicas",
@@ -66,6 +66,7 @@ def resumed(directory: Path, overrides: Sequence[str], progress: Progress, *, an
     saved = Saved(directory / CONFIG)
     before, after = saved.before(), saved.config(overrides)
     after.name, after.runs = directory.resolve().name, str(directory.resolve().parent)
+    settle(after, progress)  # as the run's own configuration is: the same arguments are no change
     check_changes(before, after, directory)
     point = CheckpointStore(directory / "checkpoints").newest()
     if point is None and not anew:
@@ -90,7 +91,7 @@ def check_changes(before: RunConfig, after: RunConfig, directory: Path) -> None:
         ConfigError: a key differs that would make it another run.
     """
     allowed = (*MAY_CHANGE, "name", "runs", *after.resume.allow)
-    for key, old, new in changes(before.model_dump(mode="json"), after.model_dump(mode="json")):
+    for key, old, new in changes(values_of(before), values_of(after)):
         if not any(f"{key}.".startswith(f"{name}.") for name in allowed):
             raise ConfigError(
                 f"{key}={new}: the run '{directory}' has {key}={old}, and with another value it would be another run; "

@@ -87,24 +87,17 @@ class Session:
         A pipeline file may define ``inputs(config)`` and return further ones.
         """
         from dataflow.data.prompts import load_prompts, read_problems
-        from dataflow.engines.choice import rollout_engine
         from dataflow.models.directory import check_weights
-        from dataflow.models.tiny import check_model, tiny_model
         from dataflow.running.hosting import check_room
         from dataflow.tools import toolbox_of
 
         # Before the warm-up, which takes a minute, so that an invalid data file fails at once.
         problems = read_problems(self.config.data)
-        path = self.config.model.path or tiny_model(progress=self.progress.warm_up)
-        model = check_model(path)
-        self.config.model.path = str(model)
-        if self.config.engine.rollout == "auto":  # said in config.yaml: a repeated run uses the same engine
-            device = "cuda" if self.config.ray.gpus_per_worker else "cpu"
-            self.config.engine.rollout = rollout_engine("auto", self.config.executor != "inline", device)  # type: ignore[assignment]
+        settle(self.config, self.progress)
         if "rollout" in self.graph.pipeline.hosts():
             check_room(self.config)
         own = inputs_of(self.module, self.config)
-        check_weights(model)
+        check_weights(Path(self.config.model.path or ""))
         schemas = toolbox_of(self.config).schemas if self.config.tools.offered else None
         train, held_out = load_prompts(self.config, *problems, schemas)
         val = held_out.all(self.config.data.val_size) if self.config.val.every else None
@@ -289,6 +282,21 @@ class Session:
                 "concurrency": self.config.reward.concurrency,
             },
         }
+
+
+def settle(config: RunConfig, progress: Progress) -> None:
+    """Replaces the model's name by its directory, and the engine ``auto`` by one: a repeated run uses the same.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from dataflow.engines.choice import rollout_engine
+    from dataflow.models.tiny import check_model, tiny_model
+
+    config.model.path = str(check_model(config.model.path or tiny_model(progress=progress.warm_up)))
+    if config.engine.rollout == "auto":
+        device = "cuda" if config.ray.gpus_per_worker else "cpu"
+        config.engine.rollout = rollout_engine("auto", config.executor != "inline", device)  # type: ignore[assignment]
 
 
 def prepare_logging() -> None:

@@ -121,3 +121,13 @@ def test_what_makes_another_run_must_be_allowed(key: str) -> None:
     with pytest.raises(ConfigError, match=r"would be another run; leave it out, or allow it with resume\.allow="):
         check_changes(RunConfig(), parse_overrides(RunConfig, [key]), Path("runs/a"))
     check_changes(RunConfig(), parse_overrides(RunConfig, [key, f"resume.allow=[{name}]"]), Path("runs/a"))
+
+
+@pytest.mark.parametrize("keys", [["policy=both"], ["policy=both", "policy.split=2"], ["policy.preset=off-policy"]])
+def test_the_arguments_of_a_run_are_no_change_of_it(keys: list[str], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(FILE)
+    (tmp_path / "config.yaml").write_text(dump(parse_overrides(RunConfig, keys), tmp_path / "own.py"))
+    saved = Saved(tmp_path / "config.yaml")
+    check_changes(saved.before(), saved.config(keys), tmp_path)
+    with pytest.raises(ConfigError, match=r"policy\.preset=baseline"):
+        check_changes(saved.before(), saved.config(["policy=baseline"]), tmp_path)

@@ -122,13 +122,13 @@ def test_a_longer_run_goes_on_behind_the_end(keys: tuple[str, ...], tmp_path: Pa
 def test_auto_begins_then_goes_on_then_begins_again_with_its_ledger(keys: tuple[str, ...], tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "a"
     (tmp_path / "left.txt").write_text("30")
-    begin(keys, "a", "resume=auto", code=1)
+    begin(keys, "a", "resume=auto", "policy=both", code=1)
     (tmp_path / "left.txt").unlink()
     assert not list((directory / "checkpoints").glob("step_*"))
-    begin(keys, "a", "resume=auto")
+    begin(keys, "a", "resume=auto", "policy=both")
     assert summary(directory)["rewards"]["cached"] > 0
     shutil.rmtree(directory / "checkpoints" / f"step_{STEPS:06}")
-    begin(keys, "a", "resume=auto")
+    begin(keys, "a", "resume=auto", "policy=both")
     assert summary(directory)["steps"] == STEPS
 
 
