@@ -172,7 +172,7 @@ class Trainer(Protocol):
         """Copies weights, optimizer, LR scheduler and random state to CPU memory, for :meth:`write`.
 
         Args:
-            wait: for the end of a write that is still going on; otherwise there is no copy then.
+            wait: until the previous copy is written; otherwise there is no new copy before.
 
         Returns:
             Whether there is a new copy; the same on all ranks.
@@ -185,6 +185,10 @@ class Trainer(Protocol):
         Raises:
             OSError: a file cannot be written; on all ranks.
         """
+        ...
+
+    async def settle(self) -> None:
+        """Waits for a write that is going on, and gives up a copy that no write has begun with; all ranks must call."""
         ...
 
     def load(self, directory: str) -> None:

@@ -157,7 +157,7 @@ class Attempt:
             return
         saves = pipeline.with_role("saves")
         for host in {s.host.name for s in saves if s.host is not None}:
-            await executor.ask(host, "snapshot", True)  # waits for a write that is still going on
+            await executor.ask(host, "settle")  # a copy whose write was cancelled is given up
         handles, last = runner.handles(step), min(step + staleness, self._graph.steps)
         policy = SchedulingPolicy(max_staleness=staleness)
         early = pipeline.subset(s.name for s in saves if s.ahead_of is not None)

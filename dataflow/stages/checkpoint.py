@@ -5,8 +5,8 @@
     rollout[v+1 .. v+max_staleness] ─▶ keep_samples   ┘               (io; drawn before the sync of step v)
 
 ``stage_checkpoint`` reads every state of the graph, so the graph's own rules keep the next step from overwriting one
-before it is copied. At most one checkpoint is written at a time: while the disk is still busy with the last one, the
-next is left out, and training goes on. Only the checkpoint at the end of the run waits.
+before it is copied. There is one copy at a time: until its turn on ``io`` has come and its files are written, the next
+checkpoint is left out, and training goes on. Only the checkpoint at the end of the run waits.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ class Snapshot:
     """What ``stage_checkpoint`` copied.
 
     Attributes:
-        directory: that the first rank began for it; the other ranks write their shares there, too.
+        directory: that the first rank began for it, where the other ranks write their shares, too; None if it cannot
+            be made.
         states: value of each state of the graph.
     """
 
-    directory: Path
+    directory: Path | None
     states: Mapping[str, Any]
 
 
@@ -85,7 +86,7 @@ async def _stage_checkpoint(
         return Snapshot(store.begin(task.step), dict(zip(fields, values, strict=True)))
     except OSError as error:
         _failed(task, error)
-        return None
+        return Snapshot(None, {})
 
 
 def _keep_samples(*values: Any, store: Store, fields: Sequence[str], task: TaskInfo) -> None:
@@ -113,6 +114,9 @@ async def write_checkpoint(
     """
     if snapshot is None:
         return
+    if snapshot.directory is None:
+        await trainer.settle()  # or no later one would be copied
+        return
     begin = clock.now()
     try:
         await trainer.write(str(snapshot.directory / "trainer"))
@@ -120,7 +124,7 @@ async def write_checkpoint(
             return
         later = range(task.step + 1, min(task.step + task.max_staleness, steps) + 1)
         # In a thread: hashing and syncing files takes seconds, in which the trainer goes on.
-        size = await asyncio.to_thread(_commit, snapshot, store, task, later)
+        size = await asyncio.to_thread(_commit, snapshot.directory, snapshot.states, store, task, later)
     except OSError as error:
         if trainer.rank == 0:
             _failed(task, error)
@@ -129,11 +133,11 @@ async def write_checkpoint(
     task.log({"checkpoint/write_s": clock.now() - begin, "checkpoint/bytes": float(size), FAILED: 0.0})
 
 
-def _commit(snapshot: Snapshot, store: Store, task: TaskInfo, later: range) -> int:
+def _commit(directory: Path, states: Mapping[str, Any], store: Store, task: TaskInfo, later: range) -> int:
     for step in later:
-        store.link(step, snapshot.directory)
-    store.save_states(snapshot.directory, snapshot.states)
-    return store.commit(task.step, {"max_staleness": task.max_staleness, "states": sorted(snapshot.states)})
+        store.link(step, directory)
+    store.save_states(directory, states)
+    return store.commit(task.step, {"max_staleness": task.max_staleness, "states": sorted(states)})
 
 
 def _failed(task: TaskInfo, error: OSError) -> None:

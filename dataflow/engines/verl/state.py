@@ -56,17 +56,21 @@ class TrainerState:
         self._staged: dict[str, Any] | None = None
         self._extra: dict[str, Any] = {}
         self._random: dict[str, Any] = {}
+        self._taken: asyncio.Future[None] | None = None
+        """Done when the last copy is being written, or was given up."""
         self._writing: asyncio.Future[None] | None = None
         self._sha256 = ""
 
     async def snapshot(self, wait: bool) -> bool:
         """See :meth:`dataflow.engines.base.Trainer.snapshot`."""
-        if self._any(self._busy):
-            if not wait:
-                return False
-            while self._any(self._busy):  # a rank may finish before the others: all of them ask again together
-                if self._writing is not None:
-                    await asyncio.wait([self._writing])
+        if not wait and self._any(self._staged is not None or self._busy):
+            return False
+        while wait and self._any(self._staged is not None or self._busy):
+            # A rank may finish before the others: all of them ask again together.
+            if self._taken is not None:
+                await asyncio.wait([self._taken])
+            if self._writing is not None:
+                await asyncio.wait([self._writing])
         module, optimizer = self._engine.module, self._engine.optimizer
         if optimizer.state:
             weights, optimizer_state = get_state_dict(module, optimizer)
@@ -76,15 +80,23 @@ class TrainerState:
         self._staged = _copied(state)
         self._extra = {"stepped": "optimizer" in state, "lr_scheduler": self._engine.lr_scheduler.state_dict()}
         self._random = _random_state()
+        self._taken = asyncio.get_running_loop().create_future()
         return True
 
     async def write(self, directory: str) -> None:
         """See :meth:`dataflow.engines.base.Trainer.write`."""
-        staged, self._staged = self._staged, None
+        staged = self._take()
         if staged is None:
             raise DataflowError("trainer: there is no snapshot to write; call snapshot first.")
         self._writing = _in_thread(lambda: self._write(Path(directory), staged))
         await asyncio.shield(self._writing)  # a caller that is cancelled does not end the thread
+
+    async def settle(self) -> None:
+        """See :meth:`dataflow.engines.base.Trainer.settle`."""
+        while self._any(self._busy):
+            if self._writing is not None:
+                await asyncio.wait([self._writing])
+        self._take()
 
     def load(self, directory: str) -> None:
         """See :meth:`dataflow.engines.base.Trainer.load`."""
@@ -119,6 +131,13 @@ class TrainerState:
     def close(self) -> None:
         """Leaves a write that is still going on to its thread, which ends with the process."""
         self._staged = None
+
+    def _take(self) -> dict[str, Any] | None:
+        """Returns the copy that is still to be written, which then is no longer."""
+        staged, self._staged = self._staged, None
+        if self._taken is not None and not self._taken.done():
+            self._taken.set_result(None)
+        return staged
 
     @property
     def _busy(self) -> bool:

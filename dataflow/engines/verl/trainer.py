@@ -195,6 +195,10 @@ class VerlTrainer:
         """See :meth:`dataflow.engines.base.Trainer.write`."""
         await self._state.write(directory)
 
+    async def settle(self) -> None:
+        """See :meth:`dataflow.engines.base.Trainer.settle`."""
+        await self._state.settle()
+
     def load(self, directory: str) -> None:
         """See :meth:`dataflow.engines.base.Trainer.load`."""
         self._state.load(directory)
