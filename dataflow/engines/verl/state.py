@@ -56,21 +56,17 @@ class TrainerState:
         self._staged: dict[str, Any] | None = None
         self._extra: dict[str, Any] = {}
         self._random: dict[str, Any] = {}
-        self._taken: asyncio.Future[None] | None = None
-        """Done when the last copy is being written, or was given up."""
-        self._writing: asyncio.Future[None] | None = None
+        self._idle = asyncio.Event()
+        """Set while no copy is still to be written, or being written."""
+        self._idle.set()
         self._sha256 = ""
 
     async def snapshot(self, wait: bool) -> bool:
         """See :meth:`dataflow.engines.base.Trainer.snapshot`."""
-        if not wait and self._any(self._staged is not None or self._busy):
-            return False
-        while wait and self._any(self._staged is not None or self._busy):
-            # A rank may finish before the others: all of them ask again together.
-            if self._taken is not None:
-                await asyncio.wait([self._taken])
-            if self._writing is not None:
-                await asyncio.wait([self._writing])
+        while self._any(not self._idle.is_set()):  # a rank may finish before the others: all of them ask again together
+            if not wait:
+                return False
+            await self._idle.wait()
         module, optimizer = self._engine.module, self._engine.optimizer
         if optimizer.state:
             weights, optimizer_state = get_state_dict(module, optimizer)
@@ -80,23 +76,27 @@ class TrainerState:
         self._staged = _copied(state)
         self._extra = {"stepped": "optimizer" in state, "lr_scheduler": self._engine.lr_scheduler.state_dict()}
         self._random = _random_state()
-        self._taken = asyncio.get_running_loop().create_future()
+        self._idle.clear()
         return True
 
     async def write(self, directory: str) -> None:
         """See :meth:`dataflow.engines.base.Trainer.write`."""
-        staged = self._take()
+        staged, self._staged = self._staged, None
         if staged is None:
             raise DataflowError("trainer: there is no snapshot to write; call snapshot first.")
-        self._writing = _in_thread(lambda: self._write(Path(directory), staged))
-        await asyncio.shield(self._writing)  # a caller that is cancelled does not end the thread
+        writing = _in_thread(lambda: self._write(Path(directory), staged))
+        writing.add_done_callback(lambda _future: self._idle.set())
+        await asyncio.shield(writing)  # a caller that is cancelled does not end the thread
 
     async def settle(self) -> None:
-        """See :meth:`dataflow.engines.base.Trainer.settle`."""
-        while self._any(self._busy):
-            if self._writing is not None:
-                await asyncio.wait([self._writing])
-        self._take()
+        """See :meth:`dataflow.engines.base.Trainer.settle`.
+
+        Without a collective: on another rank, the call may run before or after one that trains.
+        """
+        if self._staged is not None:
+            self._staged = None
+            self._idle.set()
+        await self._idle.wait()
 
     def load(self, directory: str) -> None:
         """See :meth:`dataflow.engines.base.Trainer.load`."""
@@ -131,17 +131,6 @@ class TrainerState:
     def close(self) -> None:
         """Leaves a write that is still going on to its thread, which ends with the process."""
         self._staged = None
-
-    def _take(self) -> dict[str, Any] | None:
-        """Returns the copy that is still to be written, which then is no longer."""
-        staged, self._staged = self._staged, None
-        if self._taken is not None and not self._taken.done():
-            self._taken.set_result(None)
-        return staged
-
-    @property
-    def _busy(self) -> bool:
-        return self._writing is not None and not self._writing.done()
 
     def _any(self, here: bool) -> bool:
         """Whether a value is true on any rank."""
