@@ -523,7 +523,7 @@ def run_ranks(jobs: list[tuple[str, Path]], world: int, out: Path, script: str =
         ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     try:
         for process in ranks:
-            _, errors = process.communicate(timeout=200)
+            _, errors = process.communicate(timeout=600)  # on a busy machine; alone it takes a tenth
             assert process.returncode == 0, errors
     finally:
         for process in ranks:
