@@ -192,7 +192,10 @@ def refused(trainer: VerlTrainer, directory: Path) -> bool:
 
 
 def stuck(trainer: VerlTrainer, directory: Path) -> bool:
-    """Leaves a write that never ends, at which the process must exit all the same."""
+    """Leaves a write that never ends, at which the process must exit all the same.
+
+    For the inline executor, and so for one rank: Ray kills the processes of several.
+    """
     held = Held(trainer, at_end=False)
     held.go.wait = lambda timeout=None: threading.Event().wait()  # type: ignore[method-assign]
 
@@ -247,8 +250,7 @@ def results(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[i
         return [(job, job, places[world]) for job in ("saved", "loaded", "overlapped", "busy", "full")]
 
     one = run(1, *own(1), ("stuck", "stuck", places[1]))
-    more = [("other", "loaded", places[1]), ("refused", "refused", places["refused"]), ("stuck", "stuck", places[2])]
-    two = run(2, *own(2), *more)
+    two = run(2, *own(2), ("other", "loaded", places[1]), ("refused", "refused", places["refused"]))
     last = run(1, ("other", "loaded", places[2]), ("refused", "refused", places["refused"]))
     return {1: [one[0] | last[0]], 2: two}
 
@@ -301,9 +303,8 @@ def test_another_model_is_refused(results: dict[int, Ranks], world: int) -> None
     assert all(rank["refused"] for rank in results[world])
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_write_that_hangs_does_not_keep_the_process(results: dict[int, Ranks], world: int) -> None:
-    assert all(rank["stuck"] for rank in results[world])
+def test_a_write_that_hangs_does_not_keep_the_process(results: dict[int, Ranks]) -> None:
+    assert [rank["stuck"] for rank in results[1]] == [True]
 
 
 if __name__ == "__main__":
