@@ -1,7 +1,8 @@
-"""The host of the rollout engine, from a run's configuration: which engine, with which options, on how many GPUs."""
+"""The hosts of a run's services, from its configuration: which object, with which options, on how many GPUs."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from dataflow.engines.choice import refused_temperature, rollout_engine
@@ -13,7 +14,101 @@ HF = "dataflow.engines.hf:HfRollout"
 VLLM = "dataflow.engines.vllm.in_process:VllmRollout"
 VLLM_ON_GPU = "dataflow.engines.vllm.multi_process:AsyncVllmRollout"
 REPLICAS = "dataflow.engines.replicas.engine:Replicas"
+TRAINER = "dataflow.engines.verl.trainer:VerlTrainer"
+REWARD = "dataflow.running.agent:host_agent"
+JUDGE = "dataflow.rewards.judge.judge:Judge"
 _CLOSE_S = 8.0  # time for vLLM's processes to end and free their shared memory
+# Shares of a GPU for trainer and engine. On a shared GPU the trainer's share is over a half, so that Ray never puts two
+# ranks on one GPU.
+_SHARES = {"colocated": (0.6, 0.3), "disaggregated": (1.0, 1.0)}
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The GPU pools of a run; tasks of one pool exclude each other.
+
+    Attributes:
+        training: resource that the trainer's stages occupy.
+        sampling: resource that the engine's stages occupy; the same one if both share their GPUs.
+        trainer_gpus: GPUs of each trainer rank, or the share of one; 0 computes on the CPU.
+        engine_gpus: GPUs of each worker of the engine, likewise.
+    """
+
+    training: str
+    sampling: str
+    trainer_gpus: float
+    engine_gpus: float
+
+    @property
+    def shared(self) -> bool:
+        """Whether trainer and engine use the same pool."""
+        return self.training == self.sampling
+
+    @property
+    def resources(self) -> dict[str, int | None]:
+        """The slots of each resource of a pipeline with these pools."""
+        return {self.training: 1, self.sampling: 1, "reward": None, "controller": 1, "io": 1}
+
+
+def pools_of(config: Any) -> Pools:
+    """Returns the GPU pools of a run: one that all share, or one each for trainer and engine.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+
+    Raises:
+        ConfigError: GPUs cannot be shared this way.
+    """
+    gpus, apart = config.ray.gpus_per_worker, config.placement == "disaggregated"
+    if not apart and gpus not in (0, 1):
+        raise ConfigError(
+            f"ray.gpus_per_worker={gpus:g}: colocated, engine and trainer share whole GPUs; give 1, a rank for each "
+            "GPU (trainer.world_size), or placement=disaggregated."
+        )
+    trainer_share, engine_share = _SHARES[config.placement]
+    training, sampling = ("train", "rollout") if apart else ("gpu", "gpu")
+    return Pools(training, sampling, gpus * trainer_share, gpus * engine_share)
+
+
+def trainer_host(config: Any, pools: Pools) -> Hosted:
+    """Returns the host of the trained actor, named ``trainer``."""
+    return Hosted(
+        "trainer",
+        TRAINER,
+        {
+            "model": config.model.path,
+            "trainer": config.trainer,
+            "algorithm": config.algorithm,
+            "total_steps": config.steps,
+            "response_length": config.response_length,
+            "temperature": config.engine.temperature,
+            "seed": config.seed,
+            "device": "cuda" if pools.trainer_gpus else "cpu",
+            "reference": config.algorithm.use_kl_loss,
+            "shares_gpu": pools.trainer_gpus > 0 and pools.shared,
+        },
+        ranks=config.trainer.world_size,
+        gpus=pools.trainer_gpus,
+        concurrent=True,  # a checkpoint is written while it trains
+    )
+
+
+def reward_host(config: Any) -> Hosted:
+    """Returns the host of the reward agent, named ``reward``: of the user's reward function, or of the judge."""
+    return Hosted(
+        "reward",
+        REWARD,
+        {
+            "custom": config.custom_reward_function.model_dump(),
+            "default": {"target": JUDGE, "kwargs": config.judge.client_options()},
+            "options": config.reward,
+            "run": config.name or "run",
+            "ledger": config.run_file("rewards.sqlite"),
+            "tokenizer": config.model.path,
+        },
+        concurrent=True,
+        restarts=config.reward.restarts,
+    )
 
 
 def check_room(config: Any) -> None:

@@ -1,4 +1,4 @@
-"""The host of the rollout engine, from a run's configuration."""
+"""The hosts of a run's services, from its configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from dataflow.config.run import RunConfig
 from dataflow.engines import choice
 from dataflow.errors import ConfigError
-from dataflow.running.hosting import HF, REPLICAS, VLLM, VLLM_ON_GPU, rollout_host
+from dataflow.running.hosting import HF, REPLICAS, VLLM, VLLM_ON_GPU, pools_of, rollout_host, trainer_host
 from dataflow.stage import Hosted
 from pipelines import gsm8k_grpo
 
@@ -84,3 +84,24 @@ def test_the_rule_for_samples_in_flight_reaches_each_engine(vllm_for: Any) -> No
     assert host().options["in_flight"] == "wait"
     several = host(engine={"replicas": 2, "in_flight": "abort"})
     assert several.options["options"]["in_flight"] == "abort"
+
+
+def test_colocated_trainer_and_engine_share_each_gpu_so_that_no_gpu_gets_two_ranks() -> None:
+    pools = pools_of(RunConfig.model_validate({"ray": {"gpus_per_worker": 1}}))
+    assert pools.shared
+    assert pools.resources["gpu"] == 1
+    assert 0.5 < pools.trainer_gpus < pools.trainer_gpus + pools.engine_gpus <= 1
+
+
+def test_disaggregated_trainer_and_engine_have_a_pool_each() -> None:
+    config = RunConfig.model_validate({"placement": "disaggregated", "ray": {"gpus_per_worker": 1}})
+    pools = pools_of(config)
+    assert not pools.shared
+    assert {pools.training, pools.sampling} <= set(pools.resources)
+    trainer = trainer_host(config, pools)
+    assert (trainer.gpus, trainer.options["device"], trainer.options["shares_gpu"]) == (1, "cuda", False)
+
+
+def test_a_shared_gpu_is_shared_as_a_whole() -> None:
+    with pytest.raises(ConfigError, match=r"ray.gpus_per_worker=0.5: colocated, .*; give 1"):
+        pools_of(RunConfig.model_validate({"ray": {"gpus_per_worker": 0.5}}))
