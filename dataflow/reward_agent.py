@@ -21,6 +21,7 @@ from dataflow.batch import Batch
 from dataflow.errors import ConfigError
 from dataflow.rewards.decode import Decode
 from dataflow.rewards.failure import parse_rule
+from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.groups import GroupCalls, close_reward, usage_of
 from dataflow.rewards.hedge import parse_hedge
 from dataflow.rewards.jobs import Arguments, Jobs
@@ -54,7 +55,7 @@ from dataflow.usercode.calls import Calls
 from dataflow.usercode.failures import is_ours
 from dataflow.usercode.load import describe, name_of
 
-__all__ = ["Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
+__all__ = ["GroupFilter", "Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
 
 
 class Metrics(Protocol):
@@ -149,7 +150,15 @@ class RewardAgent:
         self._scorer: Scorer
         self._groups: GroupCalls
 
-    def submit(self, step: Step, samples: Batch, *, extra_groups: int = 0, more: bool = False) -> Ticket:
+    def submit(
+        self,
+        step: Step,
+        samples: Batch,
+        *,
+        extra_groups: int = 0,
+        more: bool = False,
+        group_filter: GroupFilter | None = None,
+    ) -> Ticket:
         """Queues a request for each row and returns at once; call it on the agent's event loop.
 
         Args:
@@ -159,6 +168,7 @@ class RewardAgent:
             extra_groups: groups beyond those that will be collected; the rest of them is cancelled at the end.
             more: further chunks of the step may follow, as from a streaming rollout, each with the same
                 ``extra_groups`` and ``more``; the last :meth:`collect` has ``last``.
+            group_filter: which finished groups are left out, for extra ones to take their place.
 
         Raises:
             DataflowError: a step submitted before, no rows, no group to collect, a group twice, a missing column, a
@@ -169,7 +179,7 @@ class RewardAgent:
         self.steps.check(step, samples, extra_groups, more)
         arguments = Arguments(samples, self._decode, getattr(self._reward, "wants_response_ids", False))
         self.steps.bind(self._open)
-        state, requests, ticket = self.steps.add(step, samples, extra_groups, more)
+        state, requests, ticket = self.steps.add(step, samples, extra_groups, more, group_filter)
         state.unadmitted.append(Rows(arguments.rows, requests, clock.now()))
         self._report_soon()
         self._admit_soon(state)

@@ -47,7 +47,7 @@ def pipeline(config: Config) -> Pipeline:
 
     stages = [
         respond.bind(on=sample_on, engine=engine),
-        reward_request.bind(agent=agent, extra_groups=config.reward.extra_groups),
+        reward_request.bind(agent=agent, extra_groups=config.extra_groups, group_filter=config.group_filter),
         old_log_prob.bind(on=train_on, trainer=trainer),
         reward_collect.bind(agent=agent),
         advantage.bind(algorithm=config.algorithm),

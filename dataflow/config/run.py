@@ -34,6 +34,7 @@ from dataflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from dataflow.policy import SchedulingPolicy
+    from dataflow.rewards.filter import GroupFilter
 
 __all__ = ["RunConfig", "Section", "describe", "dump_yaml", "parse_overrides"]
 
@@ -89,6 +90,8 @@ class DataConfig(Section):
     """Held-out problems, .jsonl or .parquet; null generates word problems."""
     prompts: PositiveInt = 32
     """Prompt groups per step."""
+    gen_batch_size: PositiveInt | None = None
+    """Prompt groups that a step samples if algorithm.filter_groups leaves some out; null for twice data.prompts."""
     max_prompt_length: PositiveInt = 1024
     """Longest prompt in tokens, chat template included."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
@@ -174,6 +177,15 @@ class TrainerConfig(Section):
     """How often the run restarts from its last checkpoint after a trainer process died."""
 
 
+class FilterGroupsConfig(Section):
+    """Dynamic sampling: a step samples more groups than it trains on, and leaves out those of equal scores."""
+
+    enable: bool = False
+    """Train on the first data.prompts groups whose scores differ, and cancel the other requests."""
+    metric: Text = "score"
+    """What must differ within a group: score, or another column that the reward returns."""
+
+
 class AlgorithmConfig(Section):
     """Advantages and losses, by verl's names; verl computes them."""
 
@@ -209,6 +221,8 @@ class AlgorithmConfig(Section):
     """Estimator of the KL term."""
     entropy_coeff: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
+    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
+    """Dynamic sampling: which groups a step leaves out."""
     rollout_is: Literal["token", "sequence"] | None = None
     """Importance weights that correct for stale samples, per token or per sequence; null leaves them out."""
     rollout_is_threshold: PositiveFloat = 2.0
@@ -314,6 +328,21 @@ class RunConfig(Section):
         """Maximum tokens of a response, all turns together."""
         return self.tools.max_response_tokens if self.tools.offered else self.engine.max_tokens
 
+    @property
+    def group_filter(self) -> GroupFilter | None:
+        """Which finished groups a step leaves out, and how many at most; None for none."""
+        from dataflow.rewards.filter import GroupFilter
+
+        if not self.algorithm.filter_groups.enable:
+            return None
+        sampled = self.data.gen_batch_size or 2 * self.data.prompts
+        return GroupFilter(sampled - self.data.prompts, self.algorithm.filter_groups.metric)
+
+    @property
+    def extra_groups(self) -> int:
+        """Groups that a step samples beyond those it trains on."""
+        return self.reward.extra_groups + (self.group_filter.most if self.group_filter else 0)
+
     def run_file(self, name: str) -> str | None:
         """Returns the absolute path of a file in the run's directory; None while the run has no name."""
         return str(Path(self.runs, self.name, name).absolute()) if self.name else None
@@ -323,12 +352,15 @@ class RunConfig(Section):
         from dataflow.policy import check_batch
 
         batches, world = self.trainer.mini_batches, self.trainer.world_size
-        if self.data.prompts * self.engine.n > LARGEST_STEP:
+        sampled = self.data.gen_batch_size or 0
+        key, prompts = max(("prompts", self.data.prompts), ("gen_batch_size", sampled), key=lambda each: each[1])
+        if prompts * self.engine.n > LARGEST_STEP:
             raise ConfigError(
-                f"data.prompts={self.data.prompts} x engine.n={self.engine.n} are more than the {LARGEST_STEP} samples "
-                "that a step may have; lower one."
+                f"data.{key}={prompts} x engine.n={self.engine.n} are more than the {LARGEST_STEP} samples that a step "
+                "may have; lower one."
             )
         check_batch(self.data.prompts, batches)
+        self._check_filter()
         self.policy.resolve(batches)
         rows = self.data.prompts // batches * self.engine.n
         if rows % world:
@@ -339,6 +371,24 @@ class RunConfig(Section):
             n = self.engine.n
             raise ConfigError(f"engine.n={n}: '{estimator}' compares one prompt's responses; give 2 or more.")
         return self
+
+    def _check_filter(self) -> None:
+        enabled, sampled = self.algorithm.filter_groups.enable, self.data.gen_batch_size
+        if not enabled and sampled not in (None, self.data.prompts):
+            raise ConfigError(
+                f"data.gen_batch_size={sampled} samples groups that no step trains on; give "
+                "algorithm.filter_groups.enable=true as well, or leave it out."
+            )
+        if self.group_filter is not None and self.group_filter.most < 1:
+            raise ConfigError(
+                f"data.gen_batch_size={sampled} leaves algorithm.filter_groups no group to leave out of "
+                f"data.prompts={self.data.prompts}; give more."
+            )
+        if enabled and self.engine.n < 2:
+            raise ConfigError(
+                f"engine.n={self.engine.n}: the scores of one response are all equal, so algorithm.filter_groups would "
+                "leave every group out; give 2 or more."
+            )
 
 
 def values_of(config: RunConfig) -> dict[str, Any]:

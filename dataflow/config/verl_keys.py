@@ -46,7 +46,6 @@ KEYS: dict[str, Meaning] = {
     "data.train_files": Meaning("data.train", "one file, .jsonl or .parquet"),
     "data.val_files": Meaning("data.val", "one file, .jsonl or .parquet"),
     "data.train_batch_size": Meaning("data.prompts"),
-    "data.gen_batch_size": Meaning(None, "each step samples the data.prompts that it trains on"),
     "data.val_batch_size": Meaning(None, "held-out problems are evaluated together, data.val_size of them at most"),
     "data.train_max_samples": Meaning(None, "all rows of data.train are used"),
     "data.val_max_samples": Meaning("data.val_size"),
@@ -144,7 +143,6 @@ KEYS: dict[str, Meaning] = {
     "algorithm.kl_penalty": Meaning("algorithm.kl_loss_type", "the KL term is added to the loss, not to rewards"),
     "algorithm.kl_ctrl.type": Meaning(None, "the weight of the KL term is fixed, algorithm.kl_loss_coef"),
     "algorithm.kl_ctrl.kl_coef": Meaning("algorithm.kl_loss_coef", "the weight of the KL term in the loss"),
-    "algorithm.filter_groups.enable": Meaning(None, "groups of equal scores are kept"),
     "algorithm.rollout_correction.rollout_is": Meaning("algorithm.rollout_is"),
     "algorithm.rollout_correction.rollout_is_threshold": Meaning("algorithm.rollout_is_threshold"),
     # the run

@@ -71,7 +71,7 @@ def load_prompts(
     """
     tokenizer = load_chat_tokenizer(config.model.path)
     room = (room_of(config.model.path), config.response_length)
-    of = [(train, config.data.prompts + config.reward.extra_groups), (val, 1)]
+    of = [(train, config.data.prompts + config.extra_groups), (val, 1)]
     sources = [
         PromptSource(p.rows, tokenizer, config.data, config.seed, n, p.name, p.labels, schemas, room) for p, n in of
     ]

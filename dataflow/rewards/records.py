@@ -120,5 +120,8 @@ def step_summary(state: StepRequests) -> dict[str, float]:
         "retried": float(sum(max(0, request.tries - 1) for request in called)),
         "hedged": float(hows.count("hedged")),
         "cached": float(hows.count("ledger") + hows.count("shared")),
+        **(
+            {"filtered_groups": float(state.left_out), "equal_groups": float(state.equal)} if state.group_filter else {}
+        ),
         **{f"latency_{name}": value for name, value in latency.items()},
     }

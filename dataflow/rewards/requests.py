@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from dataflow.rewards.failure import FailureRule
+from dataflow.rewards.filter import GroupFilter
 from dataflow.usercode.calls import Call
 
 Step = int | str
@@ -273,6 +274,12 @@ class StepRequests:
     """Collected requests, from which the step's metrics are computed."""
     lost: int = 0
     """Groups that failed and were replaced."""
+    group_filter: GroupFilter | None = None
+    """Which groups are left out while others may take their place."""
+    left_out: int = 0
+    """Groups that the filter left out."""
+    equal: int = 0
+    """Groups that the filter would have left out, and that are collected for want of others."""
     replaced: list[Request] = field(default_factory=list)
     """Requests of these groups that no collect has reported yet."""
     failed: int = 0
@@ -315,15 +322,44 @@ class StepRequests:
         self.arrived.append(group)
 
     def pick(self, take: int, order: Order) -> list[int] | None:
-        """Removes the next groups and returns them in order of their ids; None while they are not all there."""
-        if order == "index":
-            chosen = sorted([*self.unfinished, *self.arrived])[:take]
-            if len(chosen) < take or not self.unfinished.keys().isdisjoint(chosen):
-                return None
-        elif len(self.arrived) < take:
+        """Removes the next groups and returns them in order of their ids; None while they are not all there.
+
+        Raises:
+            ValueError: the filter cannot judge a group.
+        """
+        chosen: list[int] = []
+        for group in sorted([*self.unfinished, *self.arrived]) if order == "index" else list(self.arrived):
+            if len(chosen) == take or group in self.unfinished:
+                break
+            if self._leave_out(group):
+                continue
+            chosen.append(group)
+        if len(chosen) < take:
             return None
-        else:
-            chosen = sorted(self.arrived[:take])
         taken = set(chosen)
         self.arrived = [group for group in self.arrived if group not in taken]
-        return chosen
+        if self.group_filter is not None:
+            self.equal += sum(self.group_filter.equal(self.groups[group]) for group in chosen)
+        return sorted(chosen)
+
+    def _leave_out(self, group: int) -> bool:
+        """Leaves an arrived group out if the filter says so and another can take its place; returns whether it did.
+
+        Groups are judged in the order in which they would be picked, so that order by index is reproducible.
+        """
+        if self.group_filter is None or self.left_out >= self.group_filter.most or self.extra_groups < 1:
+            return False
+        if not self.group_filter.equal(self.groups[group]):
+            return False
+        self.arrived.remove(group)
+        self.withdraw(group)
+        self.left_out += 1
+        return True
+
+    def withdraw(self, group: int) -> None:
+        """Removes a group that will not be collected; one of the extra groups takes its place."""
+        self.unfinished.pop(group, None)
+        requests = self.groups.pop(group)
+        self.ended += requests
+        self.replaced += requests
+        self.extra_groups -= 1

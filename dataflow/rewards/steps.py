@@ -16,6 +16,7 @@ from loguru import logger
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RewardFailed
 from dataflow.rewards.failure import FailedShare, FailureRule
+from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.records import rewards_of, step_summary
 from dataflow.rewards.requests import Order, Request, RequestState, Scored, Step, StepRequests, Ticket, Waiter
 from dataflow.system import clock
@@ -103,7 +104,7 @@ class Steps:
             raise DataflowError(f"reward agent: step {step} has {len(ids)} groups, {extra_groups} cannot be extra.")
 
     def add(
-        self, step: Step, samples: Batch, extra_groups: int, more: bool
+        self, step: Step, samples: Batch, extra_groups: int, more: bool, group_filter: GroupFilter | None = None
     ) -> tuple[StepRequests, list[Request], Ticket]:
         """Adds checked samples; returns their step, a request for each row, and their ticket."""
         state = self.live.get(step)
@@ -111,7 +112,7 @@ class Steps:
             training = isinstance(step, numbers.Integral)
             priority = (0, int(step)) if training else (1, 0)
             rule = self.rule if training else self.rule.for_validation()
-            state = self.live[step] = StepRequests(step, rule, priority, extra_groups, more)
+            state = self.live[step] = StepRequests(step, rule, priority, extra_groups, more, group_filter=group_filter)
         requests = state.add(samples.groups.tolist())
         self.counts["requested"] += len(samples)
         self.failures.submitted(len(samples), state.rows)
@@ -181,12 +182,8 @@ class Steps:
         if state.rule.kind == "drop_group":
             self.arrive(state, group)
             return
-        del state.unfinished[group]
-        replaced = state.groups.pop(group)
-        state.ended += replaced
-        state.replaced += replaced
+        state.withdraw(group)
         state.lost += 1
-        state.extra_groups -= 1
         if state.extra_groups < 0:
             self.fail(state, _short_of_groups(state), error)
         else:
@@ -202,7 +199,11 @@ class Steps:
         while state.waiters:
             waiter = state.waiters[0]
             if not waiter.future.done():
-                chosen = state.pick(waiter.take, waiter.order)
+                try:
+                    chosen = state.pick(waiter.take, waiter.order)
+                except ValueError as error:
+                    self.fail(state, str(error), None)
+                    return
                 if chosen is None:
                     return
                 waiter.future.set_result(chosen)

@@ -7,21 +7,29 @@ from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.graph import TaskInfo, stage
-from dataflow.reward_agent import RewardAgent, Ticket
+from dataflow.reward_agent import GroupFilter, RewardAgent, Ticket
 
 _NOW = ("running", "waiting", "abandoned")
 """The agent's stats whose current values are logged with each step."""
 
 
 @stage(writes="reward_ticket", on="controller", role="requests", per_chunk=True, replays=True)
-async def reward_request(responses: Batch, *, agent: RewardAgent, extra_groups: int = 0, task: TaskInfo) -> Ticket:
+async def reward_request(
+    responses: Batch,
+    *,
+    agent: RewardAgent,
+    extra_groups: int = 0,
+    group_filter: GroupFilter | None = None,
+    task: TaskInfo,
+) -> Ticket:
     """Submits the responses to the agent and returns at once; they are scored meanwhile. A streaming rollout calls it
     with each chunk.
 
-    ``extra_groups`` of the groups are spare, to replace failed ones: that many fewer are collected.
+    ``extra_groups`` of the groups take the place of failed ones and of those that ``group_filter`` leaves out: that
+    many fewer are collected, and what is not needed of them is cancelled.
     """
     task.note(requests=len(responses))
-    return agent.submit(task.step, responses, extra_groups=extra_groups, more=task.parts > 1)
+    return agent.submit(task.step, responses, extra_groups=extra_groups, more=task.parts > 1, group_filter=group_filter)
 
 
 @stage(writes="rewards", on="reward", role="collects")
@@ -33,8 +41,9 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
 
     With the step's last groups it logs, for the whole step (percentiles of parts cannot be averaged),
     ``reward/latency_*`` and the numbers of samples ``reward/requested``, ``scored``, ``failed``, ``retried``,
-    ``hedged`` and ``cached``; the agent's usage since the last step, such as ``reward/tokens``; and the current values
-    of ``reward/running``, ``waiting``, ``abandoned`` and ``limit``.
+    ``hedged`` and ``cached``; with a filter ``filtered_groups``, those left out, and ``equal_groups``, those collected
+    for want of others, which train nothing; the agent's usage since the last step, such as ``reward/tokens``; and the
+    current values of ``reward/running``, ``waiting``, ``abandoned`` and ``limit``.
     """
     rewards = await agent.collect(reward_ticket.step, task.take, order=task.order, last=task.last)
     _mark(rewards, task)

@@ -320,3 +320,34 @@ def test_a_deadline_must_allow_one_try(args: list[str], allowed: bool) -> None:
         return
     with pytest.raises(ConfigError, match=r"^reward\.deadline=\d+ ends a request .* \(reward\.timeout=\d+\); raise "):
         parse_overrides(RunConfig, args)
+
+
+def test_dynamic_sampling_samples_twice_what_a_step_trains_on_unless_told() -> None:
+    def extra(*overrides: str) -> int:
+        return parse_overrides(RunConfig, list(overrides)).extra_groups
+
+    enabled = "algorithm.filter_groups.enable=true"
+    assert extra() == 0
+    assert extra(enabled) == 32
+    assert extra(enabled, "data.gen_batch_size=40") == 8
+    assert extra(enabled, "data.gen_batch_size=40", "reward.on_failure=replace_group", "reward.extra_groups=3") == 11
+    assert parse_overrides(RunConfig, ["data.gen_batch_size=32"]).group_filter is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.gen_batch_size=48"], "samples groups that no step trains on; give algorithm.filter_groups.enable=true"),
+        (["algorithm.filter_groups.enable=true", "data.gen_batch_size=32"], "leaves algorithm.filter_groups no group"),
+        (["algorithm.filter_groups.enable=true", "data.gen_batch_size=8"], "leaves algorithm.filter_groups no group"),
+        (
+            ["algorithm.filter_groups.enable=true", "engine.n=1", "algorithm.adv_estimator=gpg"],
+            "engine.n=1: the scores",
+        ),
+        (["algorithm.filter_groups.enable=true", "data.gen_batch_size=16777216"], "data.gen_batch_size=16777216 x"),
+    ],
+)
+def test_dynamic_sampling_that_could_leave_nothing_out_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(RunConfig, overrides)
+    assert words in str(caught.value)

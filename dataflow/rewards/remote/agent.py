@@ -27,6 +27,7 @@ from dataflow.cluster.answer import cause, died, fetch, last_words
 from dataflow.cluster.log import Lines, log_lines
 from dataflow.cluster.pickling import pickled
 from dataflow.errors import ConfigError, RewardFailed
+from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.limits.server import Address
 from dataflow.rewards.limits.shared import start_limits
 from dataflow.rewards.records import Latencies
@@ -126,14 +127,22 @@ class RemoteAgent:
         self._limit_changes: list[tuple[float, str, int]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def submit(self, step: Step, samples: Batch, *, extra_groups: int = 0, more: bool = False) -> Ticket:
+    def submit(
+        self,
+        step: Step,
+        samples: Batch,
+        *,
+        extra_groups: int = 0,
+        more: bool = False,
+        group_filter: GroupFilter | None = None,
+    ) -> Ticket:
         """Sends each actor its share of the groups; see ``RewardAgent.submit``."""
         import ray
 
         self.steps.check(step, samples, extra_groups, more)
         sent = needed(samples)
         self.steps.bind(self._receive_all)
-        state, _requests, ticket = self.steps.add(step, samples, extra_groups, more)
+        state, _requests, ticket = self.steps.add(step, samples, extra_groups, more, group_filter)
         # In turn over all chunks of the step, so that small chunks give each actor as many groups as another.
         before, actors = len(state.seen) - len(ticket.groups), len(self._shards)
         for i, shard in enumerate(self._shards):

@@ -1,0 +1,53 @@
+"""Dynamic sampling: a step samples more groups than it trains on, and leaves out those that would train nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Scored(Protocol):
+    """A sample of a finished group; the text of one names the sample."""
+
+    @property
+    def score(self) -> float: ...
+
+    @property
+    def extras(self) -> Mapping[str, Any]: ...
+
+    @property
+    def kept(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """Leaves out finished groups whose samples all have the same value, as long as enough others remain.
+
+    Attributes:
+        most: groups that may be left out in a step; further ones are collected, and train nothing.
+        metric: ``score``, or another column that the reward returns.
+    """
+
+    most: int
+    metric: str = "score"
+
+    def equal(self, requests: Sequence[Scored]) -> bool:
+        """Returns whether the samples of a finished group that count all have the same value.
+
+        Raises:
+            ValueError: the reward returned no column of this name; with the fix.
+        """
+        values = [self._value(request) for request in requests if request.kept]
+        return all(value == values[0] for value in values)
+
+    def _value(self, request: Scored) -> object:
+        if self.metric == "score":
+            return request.score
+        if self.metric not in request.extras:
+            known = ", ".join(["score", *request.extras])
+            raise ValueError(
+                f"{request}: the reward returned no column '{self.metric}' (algorithm.filter_groups.metric); "
+                f"it has {known}."
+            )
+        return request.extras[self.metric]

@@ -1,0 +1,79 @@
+"""DAPO: dynamic sampling, a wider clip range above 1, token-mean loss, and a penalty for overlong responses.
+
+prompts (twice as many) -> rollout -> responses -> reward_request -> (judge) -> reward_collect
+                                                                                    |
+                 the first data.prompts groups whose accuracies differ, as they arrive: advantage -> actor_update
+                 groups of equal ones are left out; requests that are not needed any more are cancelled
+
+dataflow run pipelines/dapo.py policy=both
+dataflow run pipelines/dapo.py data.prompts=32 data.gen_batch_size=48
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from dataflow.config.reward import RewardConfig
+from dataflow.config.run import AlgorithmConfig, FilterGroupsConfig, RunConfig
+from dataflow.graph import Pipeline
+from dataflow.running.hosting import pools_of, reward_host, rollout_host, trainer_host
+from dataflow.running.sampling import rollout_stages
+from dataflow.running.saving.checkpoints import checkpoint_store
+from dataflow.stages.advantage import advantage
+from dataflow.stages.checkpoint import checkpoint_stages
+from dataflow.stages.log_prob import old_log_prob
+from dataflow.stages.reward import reward_collect, reward_request, val_score
+from dataflow.stages.samples import sample_stages
+from dataflow.stages.sync import gather_weights, sync_weights
+from dataflow.stages.update import actor_update
+
+OVERLONG = {"overlong_buffer_len": 6, "max_response_length": 24}  # the last 6 of engine.max_tokens=24
+
+
+class Config(RunConfig):
+    """The defaults train a tiny Qwen2 on a laptop; see dataflow/config/run.py for every key."""
+
+    reward: RewardConfig = Field(
+        default_factory=lambda: RewardConfig(share_equal=False, manager="dapo", manager_kwargs=OVERLONG)
+    )
+    algorithm: AlgorithmConfig = Field(
+        default_factory=lambda: AlgorithmConfig(
+            clip_ratio_high=0.28,
+            # The accuracy, as the penalty may differ within a group that is right or wrong as a whole.
+            filter_groups=FilterGroupsConfig(enable=True, metric="acc"),
+        )
+    )
+
+
+def pipeline(config: Config) -> Pipeline:
+    """Returns the stages of one DAPO step, their engines and the resources they share."""
+    pools = pools_of(config)
+    train_on, sample_on = pools.training, pools.sampling
+    trainer = trainer_host(config, pools)
+    engine = rollout_host(config, pools.engine_gpus)
+    agent = reward_host(config)
+    respond, val_respond = rollout_stages(config)
+
+    stages = [
+        respond.bind(on=sample_on, engine=engine),
+        reward_request.bind(agent=agent, extra_groups=config.extra_groups, group_filter=config.group_filter),
+        old_log_prob.bind(on=train_on, trainer=trainer),
+        reward_collect.bind(agent=agent),
+        advantage.bind(algorithm=config.algorithm),
+        actor_update.bind(on=train_on, trainer=trainer, groups=config.data.prompts),
+        gather_weights.bind(on=train_on, trainer=trainer),
+        sync_weights.bind(on=sample_on, engine=engine),
+    ]
+    if config.val.every:
+        stages += [
+            val_respond.bind(on=sample_on, engine=engine, every=config.val.every),
+            val_score.bind(agent=agent, every=config.val.every),
+        ]
+    stages += sample_stages(config)
+    if config.checkpoint.every:
+        store = checkpoint_store(config)
+        stages += checkpoint_stages(
+            stages, every=config.checkpoint.every, trainer=trainer, store=store, steps=config.steps, on=train_on
+        )
+    inputs = ["prompts", "val_prompts"] if config.val.every else ["prompts"]
+    return Pipeline(stages, inputs=inputs, resources=pools.resources)

@@ -1,0 +1,148 @@
+"""Dynamic sampling: groups of equal values are left out while others may take their place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataflow.errors import RewardFailed
+from dataflow.reward_agent import Limits, RewardAgent
+from dataflow.rewards.filter import GroupFilter
+from dataflow.rewards.remote.agent import RemoteAgent
+from tests.rewards import group_rig
+from tests.rewards.group_rig import BROKEN, Reward, samples
+from tests.rewards.remote.actor_rig import remote_agents
+from tests.rigs.virtual_time import run_virtual
+
+pytestmark = pytest.mark.timeout(60)
+Make = Callable[..., RewardAgent]
+
+
+@pytest.fixture(params=["here", pytest.param("in actors", marks=pytest.mark.heavy)])
+def agent_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
+    return group_rig.agent_of if request.param == "here" else remote_agents(monkeypatch, group_rig.agent_of)
+
+
+def equal(*groups: int) -> dict[str, Any]:
+    """A plan in which both samples of these groups score the same."""
+    return {f"_{group}_{sample}": 1.0 for group in groups for sample in range(2)}
+
+
+def test_the_first_groups_that_differ_are_collected_and_the_rest_is_cancelled(agent_of: Make) -> None:
+    async def body() -> None:
+        reward = Reward(**equal(0, 2), _4_0="never", _4_1="never", _5_0="never", _5_1="never")
+        agent = agent_of(reward, limits=Limits(2))
+        agent.submit(1, samples(9), extra_groups=7, group_filter=GroupFilter(7))
+        rewards = await agent.collect(1)
+        assert rewards.ids == (1, 3)
+        found = rewards.meta["step"]
+        assert (found["filtered_groups"], found["equal_groups"], found["scored"]) == (2, 0, 8)
+        await asyncio.sleep(1)
+        assert not any(name.startswith(("6", "7", "8")) for name in reward.begun), "nobody pays for what is not needed"
+        stats = await agent.refresh() if isinstance(agent, RemoteAgent) else agent.stats()
+        assert stats["steps"] == stats["running"] == 0
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_left_out_groups_are_in_the_records(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(**equal(0)))
+        agent.submit(1, samples(3), extra_groups=1, group_filter=GroupFilter(1))
+        rewards = await agent.collect(1)
+        assert rewards.ids == (1, 2)
+        assert [record["group"] for record in rewards.meta["replaced"]] == [0, 0]
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_equal_groups_are_collected_for_want_of_others(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(**equal(0, 1, 2)))
+        agent.submit(1, samples(4), extra_groups=2, group_filter=GroupFilter(2))
+        rewards = await agent.collect(1, order="index")
+        assert rewards.ids == (2, 3)
+        assert (rewards.meta["step"]["filtered_groups"], rewards.meta["step"]["equal_groups"]) == (2, 1)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_extra_groups_for_failures_are_not_used_up_by_the_filter(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(**equal(0, 1), _3_0=("after", 5, BROKEN)), "replace_group")
+        agent.submit(1, samples(4), extra_groups=2, group_filter=GroupFilter(1))
+        first = await agent.collect(1, 1)
+        second = await agent.collect(1, 1)
+        assert [first.ids, second.ids] == [(1,), (2,)], "0 was left out, 1 is kept although its scores are equal"
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_another_column_than_the_score(agent_of: Make) -> None:
+    async def body() -> None:
+        def say(group: int, *accuracies: float) -> dict[str, Any]:
+            return {f"_{group}_{i}": {"score": float(i), "acc": value} for i, value in enumerate(accuracies)}
+
+        agent = agent_of(Reward(**say(0, 1.0, 1.0), **say(1, 0.0, 1.0)))
+        agent.submit(1, samples(2), extra_groups=1, group_filter=GroupFilter(1, "acc"))
+        assert (await agent.collect(1)).ids == (1,)
+        agent.submit(2, samples(2), extra_groups=1, group_filter=GroupFilter(1, "accuracy"))
+        with pytest.raises(RewardFailed, match=r"sample 0 of group 0 of step 2: the reward returned no column 'accur"):
+            await agent.collect(2)
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_a_group_whose_samples_were_dropped_is_left_out(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(_0_0=BROKEN), "drop_sample")
+        agent.submit(1, samples(2), extra_groups=1, group_filter=GroupFilter(1))
+        assert (await agent.collect(1)).ids == (1,), "one sample alone has nothing to differ from"
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_a_validation_is_not_filtered() -> None:
+    rewards, _agent = group_rig.scored(Reward(**equal(0, 1, 2)), step="val:1")
+    assert rewards.ids == (0, 1, 2)
+    assert "filtered_groups" not in rewards.meta["step"]
+
+
+@given(st.data())
+def test_by_index_the_groups_are_the_same_in_any_order_of_completion(data: st.DataObject) -> None:
+    """The lowest groups that differ, and the lowest others once as many as allowed were left out."""
+    groups, parts = 8, data.draw(st.sampled_from([1, 2, 4]))
+    flat = data.draw(st.sets(st.integers(0, groups - 1)))
+    delays = data.draw(st.lists(st.integers(0, 30), min_size=groups, max_size=groups))
+    chunk = data.draw(st.sampled_from([2, 4, 8]))
+    left_out = sorted(flat)[:4]
+    expected = [group for group in range(groups) if group not in left_out][:4]
+
+    async def body() -> None:
+        plan = {
+            f"_{g}_{i}": ("after", delays[g], 1.0 if g in flat else float(i)) for g in range(groups) for i in (0, 1)
+        }
+        agent = group_rig.agent_of(Reward(**plan))
+        for first in range(0, groups, chunk):
+            agent.submit(
+                1, samples(chunk, first=first), extra_groups=4, more=chunk < groups, group_filter=GroupFilter(4)
+            )
+        found: list[int] = []
+        for part in range(parts):
+            found += (await agent.collect(1, 4 // parts, order="index", last=part == parts - 1)).ids
+        assert found == expected
+        assert agent.stats()["steps"] == 0
+        await agent.close()
+
+    run_virtual(body)
