@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.graph import TaskInfo, stage
 from dataflow.reward_agent import GroupFilter, RewardAgent, Ticket
+from dataflow.stages.validate import mean_scores
 
 _NOW = ("running", "waiting", "abandoned")
 """The agent's stats whose current values are logged with each step."""
@@ -70,13 +70,7 @@ async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo)
     _mark(scores, task, validation=True)
     scores = scores.merge(_requests(scores))
     # The scores come back in the order of group ids, which may not be that of the responses.
-    sources = val_responses.select(scores.ids)["data_source"]
-    n = len(scores) // len(scores.ids)
-    by_source: dict[str, list[float]] = {}
-    for source, score in zip(sources, scores["score"].tolist(), strict=True):
-        by_source.setdefault(str(source), []).append(score)
-    kept = {source: [score for score in got if not math.isnan(score)] for source, got in sorted(by_source.items())}
-    task.log({f"val-core/{source}/reward/mean@{n}": sum(got) / len(got) for source, got in kept.items() if got})
+    task.log(mean_scores(val_responses.select(scores.ids), scores["score"].tolist()))
     if failed := scores.meta["step"]["failed"]:
         task.log({"val-aux/failed": failed})
     return scores

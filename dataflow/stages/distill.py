@@ -1,0 +1,60 @@
+"""On-policy distillation: a teacher scores each token that the student sampled, in place of a reward.
+
+    rollout -> responses -> teacher_log_prob (GPUs of its own) -> teacher_log_probs -> distill_advantage -> actor_update
+
+``teacher_log_prob`` forms the parts of a step: while it scores one part, the student is updated on the part before.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dataflow.batch import Batch
+from dataflow.graph import TaskInfo, stage
+
+
+class Teacher(Protocol):
+    """A frozen model; see :class:`dataflow.engines.verl.teacher.VerlTeacher`."""
+
+    def log_probs(self, batch: Batch) -> Batch:
+        """Returns ``teacher_log_probs``, float32 ``[rows, R]``, of the responses' tokens."""
+        ...
+
+
+@stage(writes="teacher_log_probs", on="teacher", role="collects")
+def teacher_log_prob(responses: Batch, *, teacher: Teacher, task: TaskInfo) -> Batch:
+    """Returns the teacher's log-probs of the next groups of the step by index, ``[rows of the part, R]``."""
+    groups = sorted(responses.ids)
+    if task.take is not None:
+        groups = groups[task.part * task.take : (task.part + 1) * task.take]
+    return teacher.log_probs(responses.select(groups))
+
+
+@stage(writes="advantages", on="controller", splittable=True, imports=("torch",))
+def distill_advantage(responses: Batch, old_log_probs: Batch, teacher_log_probs: Batch, *, task: TaskInfo) -> Batch:
+    """Turns log-probs into advantages: of each sampled token, how much likelier it is under the teacher.
+
+    Its expectation over the student's own samples is the negative reverse KL divergence, KL(student || teacher), token
+    by token; each token's advantage counts for that token alone (a discount of 0).
+
+    Args:
+        responses: columns of a rollout.
+        old_log_probs: log-probs under the weights that the update starts from.
+        teacher_log_probs: log-probs under the teacher; the same groups in the same order.
+        task: takes ``distill/reverse_kl``, the estimated KL per token in nats, and ``distill/agreement``, the share of
+            tokens that the teacher likes at least as much as the student.
+
+    Returns:
+        ``advantages`` and ``returns``, float32 ``[rows, R]``, 0 after the end of each response.
+    """
+    data = responses.merge(old_log_probs, teacher_log_probs)
+    mask = data["response_mask"]
+    gain = (data["teacher_log_probs"] - data["old_log_probs"]) * mask
+    tokens = mask.sum().clamp(min=1)
+    task.log(
+        {
+            "distill/reverse_kl": float(-gain.sum() / tokens),
+            "distill/agreement": float((((gain >= 0) * mask).sum()) / tokens),
+        }
+    )
+    return responses.like(advantages=gain, returns=gain)

@@ -1,0 +1,53 @@
+"""Evaluation without a reward agent: a rule scores the validation responses. Mean scores of any evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dataflow.batch import Batch
+from dataflow.graph import TaskInfo, stage
+from dataflow.usercode.copies import own_copy
+
+
+@stage(writes="val_scores", on="controller", role="validates")
+def val_check(val_responses: Batch, *, compute_score: Callable[..., Any], task: TaskInfo) -> Batch:
+    """Scores the validation responses with a function that takes no time worth waiting for.
+
+    Args:
+        val_responses: with the columns ``data_source``, ``response_text``, ``ground_truth`` and, optionally,
+            ``extra_info``.
+        compute_score: takes verl's four keywords and returns a number.
+        task: takes verl's ``val-core/<data_source>/reward/mean@<n>``.
+
+    Returns:
+        ``score``, float32 ``[rows]``.
+    """
+    import torch
+
+    infos = val_responses["extra_info"] if "extra_info" in val_responses else [None] * len(val_responses)
+    rows = zip(
+        val_responses["data_source"], val_responses["response_text"], val_responses["ground_truth"], infos, strict=True
+    )
+    scores = [
+        float(compute_score(data_source=source, solution_str=text, ground_truth=truth, extra_info=own_copy(info or {})))
+        for source, text, truth, info in rows
+    ]
+    task.log(mean_scores(val_responses, scores))
+    return val_responses.like(score=torch.tensor(scores, dtype=torch.float32))
+
+
+def mean_scores(responses: Batch, scores: Sequence[float]) -> dict[str, float]:
+    """Returns verl's ``val-core/<data_source>/reward/mean@<n>``, where n is the number of responses per prompt.
+
+    Args:
+        responses: with the column ``data_source``.
+        scores: of each row; NaN is left out of the means.
+    """
+    n = len(responses) // len(responses.ids)
+    by_source: dict[str, list[float]] = {}
+    for source, score in zip(responses["data_source"], scores, strict=True):
+        by_source.setdefault(str(source), []).append(score)
+    known = {source: [score for score in found if not math.isnan(score)] for source, found in sorted(by_source.items())}
+    return {f"val-core/{source}/reward/mean@{n}": sum(found) / len(found) for source, found in known.items() if found}
