@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+from dataflow.engines.verl.model import digest
 from dataflow.engines.verl.state import TrainerState, full_weights
-from dataflow.engines.verl.trainer import VerlTrainer, digest
+from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.errors import ConfigError, DataflowError
 
 if TYPE_CHECKING or __name__ != "__main__":

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from dataflow.batch import Batch
-from dataflow.engines.verl.trainer import VerlTrainer, digest
+from dataflow.engines.verl.model import digest
+from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.errors import ConfigError, DataflowError
 from dataflow.graph import TaskInfo
 from dataflow.stages.advantage import advantage

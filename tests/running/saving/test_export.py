@@ -19,7 +19,7 @@ def digest_of(directory: Path, dtype: Any = None) -> str:
     """Loads a model with transformers; returns the digest of its weights, as a run's summary has it."""
     from transformers import AutoModelForCausalLM
 
-    from dataflow.engines.verl.trainer import digest
+    from dataflow.engines.verl.model import digest
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     return digest(dict(model.named_parameters()))

@@ -1,0 +1,335 @@
+"""TrainedModel: a model that verl's TrainingWorker trains with FSDP2, on CPU and CUDA, one object per rank.
+
+Every rank makes the same calls with the same whole batch and computes its share of the rows:
+
+    rows 0..n ── divided evenly into world x micro-batches pieces ──▶ rank r takes consecutive pieces
+             ◀── outputs are gathered, so that each rank returns all rows; metrics are averaged over ranks
+
+All micro-batches have the same size, as verl requires. If the rows do not divide evenly, a piece is padded with a row
+whose response mask is empty: it contributes nothing to loss and gradient, and its outputs are dropped. An update
+first removes rows with an empty mask, so that means over sequences, micro-batches and metrics only contain rows that
+train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dataflow.batch import Batch
+from dataflow.engines.verl import value_engine
+from dataflow.engines.verl.process import import_worker, join, quiet
+from dataflow.engines.verl.state import TrainerState
+from dataflow.errors import ConfigError, DataflowError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from verl.workers.engine_workers import TrainingWorker
+
+INPUTS = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask")
+Kind = Literal["language_model", "value_model"]
+
+
+class TrainedModel:
+    """A model with its optimizer. RANK, WORLD_SIZE, ... come from the environment.
+
+    Args:
+        model: directory of the initial weights.
+        options: micro_batch_size (rows per rank), lr, betas, weight_decay, warmup_steps, grad_clip.
+        kind: which of verl's engines computes with it.
+        total_steps: training steps of the run.
+        temperature: that logits are divided by.
+        seed: of everything random, such as weights that ``model`` lacks.
+        device: "cpu" (gloo, fp32) or "cuda" (nccl, bf16 with fp32 weights).
+        threads: CPU threads.
+        shares_gpu: whether another service uses the GPU while this one is idle; torch's cached memory is freed then.
+
+    Raises:
+        ConfigError: training is not possible with an option.
+    """
+
+    name: ClassVar[str]
+    """What it is, before the names of its metrics."""
+
+    def __init__(
+        self,
+        model: str,
+        options: Any,
+        *,
+        kind: Kind,
+        total_steps: int,
+        temperature: float,
+        seed: int,
+        device: str,
+        threads: int,
+        shares_gpu: bool,
+    ) -> None:
+        if device not in ("cpu", "cuda"):
+            raise ConfigError(f"trainer: device '{device}' is neither 'cpu' nor 'cuda'.")
+        self.temperature = temperature
+        self.micro_batch_size = options.micro_batch_size
+        self._shares_gpu = shares_gpu
+        torch.set_num_threads(threads)
+        with quiet():
+            worker_type = import_worker(device)
+            if kind == "value_model":
+                value_engine.register()
+            self._joined = join(device)
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            self._build = functools.partial(_build, worker_type, model, kind, options, total_steps, seed, device)
+            torch.manual_seed(seed)
+            self.worker = self._build()
+            # verl's warm-up begins at a learning rate of zero, so that the first step would have no effect.
+            self.worker.engine.lr_scheduler_step()
+        self._model = model
+        self._state = TrainerState(self.worker.engine, model)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns copies of all weights on CPU, by Hugging Face name, tied ones once; all ranks must call.
+
+        Only the first rank returns them, the others {}: otherwise a machine would hold one copy per rank.
+        """
+        engine = self.worker.engine
+        # A tied weight is one parameter with two names; the first is the embedding's.
+        every = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
+        tied = every - {name for name, _ in engine.module.named_parameters()}
+        named, _ = engine.get_per_tensor_param()
+        found = {}
+        with self._left_free():
+            for name, tensor in named:  # each is gathered here, by all ranks together
+                if name not in tied and self.rank == 0:
+                    found[name] = tensor.detach().to("cpu", copy=True)
+        return found
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of the weights (names, dtypes, shapes, bytes) on every rank; all ranks must call."""
+        weights = self.weights()
+        found = [digest(weights) if self.rank == 0 else ""]
+        if self.world > 1:
+            dist.broadcast_object_list(found, src=0)
+        return str(found[0])
+
+    async def snapshot(self, wait: bool) -> bool:
+        """See :meth:`dataflow.engines.base.Trainer.snapshot`."""
+        return await self._state.snapshot(wait)
+
+    async def write(self, directory: str) -> None:
+        """See :meth:`dataflow.engines.base.Trainer.write`."""
+        await self._state.write(directory)
+
+    async def settle(self) -> None:
+        """See :meth:`dataflow.engines.base.Trainer.settle`."""
+        await self._state.settle()
+
+    def load(self, directory: str) -> None:
+        """See :meth:`dataflow.engines.base.Trainer.load`."""
+        self._state.load(directory)
+
+    def close(self) -> None:
+        """Leaves the process group, if this object joined it. No call is possible afterwards."""
+        if self._joined:
+            dist.destroy_process_group()
+            self._joined = False
+
+    @contextlib.contextmanager
+    def _left_free(self) -> Iterator[None]:
+        """Frees torch's cached GPU memory at the end, if the GPU is shared with another service."""
+        yield
+        if self._shares_gpu:
+            torch.cuda.empty_cache()
+
+    def _trainable(self, batch: Batch) -> Batch | None:
+        """Returns the rows that have a token to train on; None if there is none. Every rank holds the whole batch."""
+        trains = batch["response_mask"].any(dim=1).numpy()
+        if len(batch) and not trains.any():
+            return None
+        return batch if trains.all() else batch.rows(np.flatnonzero(trains))
+
+    def _skip(self, last: bool) -> dict[str, float]:
+        """Skips an optimizer step. All ranks do, or none."""
+        metrics = {f"{self.name}/lr": self._lr(), f"{self.name}/skipped_updates": 1.0}
+        if last:
+            self.worker.engine.lr_scheduler_step()
+        return metrics
+
+    def _lr(self) -> float:
+        return float(self.worker.engine.optimizer.param_groups[0]["lr"])
+
+    def _step(self, columns: Mapping[str, torch.Tensor], last: bool, **options: Any) -> dict[str, float]:
+        """Takes an optimizer step.
+
+        Args:
+            columns: of :data:`INPUTS`, and what the loss reads.
+            last: whether it is the last one of the training step, after which the LR scheduler steps.
+            **options: of verl's engine.
+
+        Returns:
+            verl's metrics, the same on every rank, and the learning rate of this step.
+        """
+        from verl.utils import tensordict_utils as tu
+
+        metrics = {f"{self.name}/lr": self._lr()}
+        share = self._share(columns, self._slots(len(columns["input_ids"])))
+        tu.assign_non_tensor(share, update_lr_scheduler=last, **options)
+        with self._left_free():
+            found = tu.get(self.worker.train_batch(share), "metrics")
+        found.pop("lr", None)  # that of the next step, present only if the scheduler stepped
+        return metrics | _reduce(found, self.name)
+
+    def _infer(
+        self, worker: TrainingWorker, batch: Batch, names: Sequence[str], **options: Any
+    ) -> dict[str, torch.Tensor]:
+        """Returns outputs of the model for all rows, on every rank, float32 ``[rows, R]``, 0 where the mask is."""
+        from verl.utils import tensordict_utils as tu
+        from verl.workers.utils.padding import no_padding_2_padding
+
+        slots = self._slots(len(batch))
+        share = self._share({name: batch[name] for name in INPUTS}, slots)
+        tu.assign_non_tensor(share, compute_loss=False, **options)
+        with self._left_free():
+            output = worker.infer_batch(share)
+        mask = batch["response_mask"]
+        columns = {}
+        for name in names:
+            mine = no_padding_2_padding(tu.get(output, name), share).float()
+            columns[name] = self._gather(mine, slots).masked_fill(mask == 0, 0.0)
+        return columns
+
+    def _slots(self, rows: int) -> np.ndarray:
+        """Returns the row in each place of each micro-batch, -1 for padding, ``[world x micro-batches, size]``."""
+        if rows < 1:
+            raise DataflowError("trainer: a batch without rows can be neither scored nor trained on.")
+        pieces = self.world * math.ceil(rows / (self.world * self.micro_batch_size))
+        slots = np.full((pieces, math.ceil(rows / pieces)), -1)
+        for slot, piece in zip(slots, np.array_split(np.arange(rows), pieces), strict=True):
+            slot[: len(piece)] = piece
+        return slots
+
+    def _share(self, columns: Mapping[str, torch.Tensor], slots: np.ndarray) -> TensorDict:
+        """Returns this rank's rows in the form of verl's engine: jagged, without padding."""
+        from tensordict import TensorDict
+        from verl.utils import tensordict_utils as tu
+        from verl.workers.utils.padding import left_right_2_no_padding
+
+        mine = torch.from_numpy(slots.reshape(self.world, -1)[self.rank])
+        share = TensorDict(
+            {name: column[mine.clamp(min=0)] for name, column in columns.items()}, batch_size=[len(mine)]
+        )
+        share["response_mask"][mine < 0] = 0
+        share = left_right_2_no_padding(share)
+        tu.assign_non_tensor(
+            share,
+            temperature=self.temperature,
+            micro_batch_size_per_gpu=slots.shape[1],
+            global_batch_size=int((slots >= 0).sum()),
+        )
+        return share
+
+    def _gather(self, mine: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+        """Returns the rows of all ranks in the batch's order, without the rows that pad pieces."""
+        parts = [mine]
+        if self.world > 1:
+            parts = [torch.empty_like(mine) for _ in range(self.world)]
+            dist.all_gather(parts, mine.contiguous())
+        flat = torch.from_numpy(slots.reshape(-1))
+        order = flat[flat >= 0]
+        whole = mine.new_empty((len(order), mine.shape[1]))
+        whole[order] = torch.cat(parts)[flat >= 0]
+        return whole
+
+
+def digest(weights: Mapping[str, torch.Tensor]) -> str:
+    """Returns the SHA-256 over names in order, dtypes, shapes and raw bytes, in hexadecimal."""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def _build(
+    worker_type: type[TrainingWorker],
+    model: str,
+    kind: Kind,
+    options: Any,
+    total_steps: int,
+    seed: int,
+    device: str,
+    offload: bool = False,
+) -> TrainingWorker:
+    """Returns a worker with its model loaded; ``offload`` keeps the weights in CPU memory when idle."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+
+    cuda = device == "cuda"
+    flash = cuda and importlib.util.find_spec("flash_attn") is not None
+    compute = "bf16" if cuda else "fp32"
+    worker = worker_type(
+        TrainingWorkerConfig(
+            model_type=kind,
+            model_config=HFModelConfig(
+                path=model,
+                load_tokenizer=False,
+                use_remove_padding=flash,
+                enable_gradient_checkpointing=cuda,
+                override_config={
+                    "attn_implementation": "flash_attention_2" if flash else "sdpa",
+                    "attention_dropout": 0.0,
+                },
+            ),
+            engine_config=FSDPEngineConfig(
+                strategy="fsdp2",
+                model_dtype="fp32",
+                mixed_precision={"param_dtype": compute, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+                param_offload=offload,
+                use_torch_compile=False,
+                use_remove_padding=flash,
+                use_dynamic_bsz=False,
+                micro_batch_size_per_gpu=options.micro_batch_size,
+                infer_micro_batch_size_per_gpu=options.micro_batch_size,
+                seed=seed,
+            ),
+            optimizer_config=FSDPOptimizerConfig(
+                lr=options.lr,
+                betas=tuple(options.betas),
+                weight_decay=options.weight_decay,
+                clip_grad=options.grad_clip,
+                lr_warmup_steps=options.warmup_steps,
+                lr_scheduler_type="constant",
+                total_training_steps=total_steps,
+                # One kernel per weight: plain AdamW over DTensors is a tenth of a small model's update.
+                override_optimizer_config=None if cuda else {"fused": True},
+            ),
+            checkpoint_config=CheckpointConfig(),
+        )
+    )
+    worker.reset()
+    for module in worker.engine.module.modules():
+        if isinstance(module, torch.nn.Dropout):
+            # The ratio to the old log-probs must be 1 before a step, and runs must repeat bit for bit.
+            module.p = 0.0
+    return worker
+
+
+def _reduce(found: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """Returns one float per metric, under verl's names, from the values of each rank and micro-batch."""
+    from verl.utils.metric import Metric
+
+    metrics: dict[str, float] = {}
+    for name, value in found.items():
+        if name.startswith("perf/"):
+            continue  # memory statistics of the device, zero on a CPU
+        if isinstance(value, list) and isinstance(value[0], Metric):
+            value = Metric.aggregate_dp(value)
+        metrics[name if "/" in name else f"{prefix}/{name}"] = float(np.mean(value))
+    return metrics
