@@ -139,20 +139,15 @@ class RolloutEngine(Protocol):
     def close(self) -> Any: ...
 
 
-class Trainer(Protocol):
-    """The trained actor: one object per rank, all of which make the same calls (SPMD).
+class Trained(Protocol):
+    """A trained model: one object per rank, all of which make the same calls (SPMD).
 
     Every rank gets the whole batch and computes its share of the rows; results come back whole on rank 0
     (and may on the others).
     """
 
-    def old_log_probs(self, batch: Batch) -> Batch:
-        """Returns ``old_log_probs`` float32 ``[rows, R]`` (and ``entropy`` if configured) of the current weights."""
-        ...
-
-    def ref_log_probs(self, batch: Batch) -> Batch:
-        """Returns ``ref_log_prob`` float32 ``[rows, R]`` of the frozen initial weights."""
-        ...
+    rank: int
+    """Of this object; the first is 0."""
 
     def update(self, batch: Batch, *, last: bool) -> dict[str, float]:
         """Takes one optimizer step on all rows; the LR scheduler steps if it is the step's ``last`` one.
@@ -161,12 +156,9 @@ class Trainer(Protocol):
 
         Returns:
             verl's metrics: ``actor/pg_loss``, ``actor/grad_norm``, ``actor/lr``, ...; ``actor/skipped_updates`` is 1
-            if no step was taken.
+            if no step was taken. Those of a critic begin with ``critic/``.
         """
         ...
-
-    rank: int
-    """Of this object; the first is 0."""
 
     async def snapshot(self, wait: bool) -> bool:
         """Copies weights, optimizer, LR scheduler and random state to CPU memory, for :meth:`write`.
@@ -203,4 +195,28 @@ class Trainer(Protocol):
         """Returns the full weights on CPU, by Hugging Face parameter name, tied ones once."""
         ...
 
+    def digest(self) -> str:
+        """Returns a hash of the weights; all ranks must call."""
+        ...
+
     def close(self) -> Any: ...
+
+
+class Trainer(Trained, Protocol):
+    """The trained actor."""
+
+    def old_log_probs(self, batch: Batch) -> Batch:
+        """Returns ``old_log_probs`` float32 ``[rows, R]`` (and ``entropy`` if configured) of the current weights."""
+        ...
+
+    def ref_log_probs(self, batch: Batch) -> Batch:
+        """Returns ``ref_log_prob`` float32 ``[rows, R]`` of the frozen initial weights."""
+        ...
+
+
+class Critic(Trained, Protocol):
+    """The trained value model of PPO."""
+
+    def values(self, batch: Batch) -> Batch:
+        """Returns ``values`` float32 ``[rows, R]``: the return expected before each token."""
+        ...

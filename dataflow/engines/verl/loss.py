@@ -1,4 +1,4 @@
-"""The loss that the actor is trained with: verl's PPO loss, with a run's options."""
+"""The losses that actor and critic are trained with: verl's PPO losses, with a run's options."""
 
 from __future__ import annotations
 
@@ -35,3 +35,24 @@ def loss_of(options: Any, algorithm: Any, response_length: int) -> Any:
     except ValueError as error:
         raise ConfigError(f"algorithm: verl refuses it: {error}") from error
     return functools.partial(ppo_loss, config=config)
+
+
+def value_loss_of(options: Any) -> Any:
+    """Returns verl's loss of a critic with these options: ``cliprange_value``, ``loss_agg_mode``.
+
+    Raises:
+        ConfigError: an option that verl refuses.
+    """
+    from verl.workers.config import FSDPCriticConfig
+    from verl.workers.utils.losses import value_loss
+
+    try:
+        config = FSDPCriticConfig(
+            strategy="fsdp2",
+            ppo_micro_batch_size_per_gpu=options.micro_batch_size,
+            cliprange_value=options.cliprange_value,
+            loss_agg_mode=options.loss_agg_mode,
+        )
+    except ValueError as error:
+        raise ConfigError(f"critic: verl refuses it: {error}") from error
+    return functools.partial(value_loss, config=config)
