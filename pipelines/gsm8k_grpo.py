@@ -65,9 +65,7 @@ def pipeline(config: Config) -> Pipeline:
     stages += sample_stages(config)  # what the model said, for people to read
     if config.checkpoint.every:
         store = checkpoint_store(config)
-        stages += checkpoint_stages(
-            stages, every=config.checkpoint.every, trainer=trainer, store=store, steps=config.steps, on=train_on
-        )
+        stages += checkpoint_stages(stages, every=config.checkpoint.every, store=store, steps=config.steps)
     return Pipeline(
         stages,
         inputs=["prompts", "val_prompts"] if config.val.every else ["prompts"],

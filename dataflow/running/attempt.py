@@ -206,7 +206,7 @@ class Attempt:
         # A run may go on without further checkpoints, and then has no stages that save.
         stages = pipeline.with_role("saves") or pipeline.with_role("trains")
         for host in sorted({s.host.name for s in stages if s.host is not None}):
-            await self._executor.ask(host, "load", str(point.trainer))
+            await self._executor.ask(host, "load", str(point.service(host)))
         synced = [s.name for s in pipeline.with_role("syncs")]
         if synced:
             # The engine gets the weights by the run's own stages, which leave it as they did after that step.

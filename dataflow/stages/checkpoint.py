@@ -7,20 +7,26 @@
 ``stage_checkpoint`` reads every state of the graph, so the graph's own rules keep the next step from overwriting one
 before it is copied. There is one copy at a time: until its turn on ``io`` has come and its files are written, the next
 checkpoint is left out, and training goes on. Only the checkpoint at the end of the run waits.
+
+A service is saved if a stage with the role ``trains`` calls it. With several, such as an actor and a critic, each is
+copied and written by stages of its own; that of the first makes the whole a checkpoint when all others are written:
+
+    stage_checkpoint[v] ─▶ stage_critic_checkpoint[v] ─▶ write_critic_checkpoint[v] ─▶ write_checkpoint[v]
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from loguru import logger
 
-from dataflow.engines.base import Trainer
-from dataflow.graph import Read, Stage, TaskInfo, stage
+from dataflow.engines.base import Trained
+from dataflow.errors import PipelineError
+from dataflow.graph import Hosted, Read, Stage, TaskInfo
 from dataflow.system import clock
 
 FAILED = "checkpoint/failed"
@@ -45,48 +51,58 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What ``stage_checkpoint`` copied.
+    """A checkpoint whose services are copied.
 
     Attributes:
-        directory: that the first rank began for it, where the other ranks write their shares, too; None if it cannot
-            be made.
+        directory: that the first rank began for it, where all ranks of all services write; None if it cannot be made.
         states: value of each state of the graph.
+        seconds: that the copies took.
     """
 
     directory: Path | None
     states: Mapping[str, Any]
+    seconds: float = 0.0
 
 
 async def _stage_checkpoint(
-    *values: Any, trainer: Trainer, store: Store, fields: Sequence[str], steps: int, task: TaskInfo
+    *values: Any, service: Trained, store: Store, fields: Sequence[str], steps: int, task: TaskInfo
 ) -> Snapshot | None:
-    """Copies the trainer's state to CPU memory; returns None if the previous checkpoint is still being written.
+    """Copies the first service's state to CPU memory; returns None if the previous checkpoint is still being written.
 
     Args:
         values: the graph's states.
-        trainer: to copy.
+        service: to copy.
         store: of the run's checkpoints.
         fields: names of the states.
         steps: of the run; the checkpoint of the last one waits for the previous one instead.
-        task: takes the metric ``checkpoint/staged_s``.
+        task: gives the step.
     """
     begin = clock.now()
-    if not await trainer.snapshot(wait=task.step == steps):
+    if not await service.snapshot(wait=task.step == steps):
         task.note(left_out=True)
-        if trainer.rank == 0:
+        if service.rank == 0:
             logger.warning(
                 f"checkpoint of step {task.step}: left out, since the previous one is still being written; a faster "
                 "disk or a larger checkpoint.every avoids that."
             )
         return None
-    task.log({"checkpoint/staged_s": clock.now() - begin})
-    if trainer.rank != 0:
+    if service.rank != 0:
         return None
     try:
-        return Snapshot(store.begin(task.step), dict(zip(fields, values, strict=True)))
+        directory = store.begin(task.step)
     except OSError as error:
         _failed(task, error)
         return Snapshot(None, {})
+    return Snapshot(directory, dict(zip(fields, values, strict=True)), clock.now() - begin)
+
+
+async def _stage_further(snapshot: Snapshot | None, *_states: Any, service: Trained) -> Snapshot | None:
+    """Copies another service's state, unless the checkpoint is left out; returns the snapshot with both."""
+    if snapshot is None or snapshot.directory is None:
+        return snapshot
+    begin = clock.now()
+    await service.snapshot(wait=True)  # it is free: the first service is written last
+    return replace(snapshot, seconds=snapshot.seconds + clock.now() - begin)
 
 
 def _keep_samples(*values: Any, store: Store, fields: Sequence[str], task: TaskInfo) -> None:
@@ -97,40 +113,67 @@ def _keep_samples(*values: Any, store: Store, fields: Sequence[str], task: TaskI
         logger.warning(f"samples of step {task.step} are not kept for the next checkpoint: {_why(error)}")
 
 
-@stage(on="io", role="saves")
+async def _write_further(snapshot: Snapshot | None, *, service: Trained, folder: str, task: TaskInfo) -> float | None:
+    """Writes one of the other services; returns the seconds that it took, None if it is not written."""
+    if snapshot is None or snapshot.directory is None:
+        return None
+    begin = clock.now()
+    try:
+        await service.write(str(snapshot.directory / folder))
+    except OSError as error:
+        if service.rank == 0:
+            _failed(task, error)
+        return None
+    return clock.now() - begin
+
+
 async def write_checkpoint(
-    snapshot: Snapshot | None, *, trainer: Trainer, store: Store, steps: int, task: TaskInfo
+    snapshot: Snapshot | None,
+    *others: float | None,
+    service: Trained,
+    folder: str,
+    store: Store,
+    steps: int,
+    task: TaskInfo,
 ) -> None:
-    """Writes the snapshot, with the responses of the steps already sampled, and makes it a checkpoint.
+    """Writes the first service, with the responses of the steps already sampled, and makes all of it a checkpoint.
 
     A disk that fails costs this checkpoint alone: it is logged as ``checkpoint/failed``, and training goes on.
 
     Args:
         snapshot: what to write; None if there is none.
-        trainer: writes its own part, all ranks together.
+        others: seconds in which each other service was written; None for one that is not, without which there is no
+            checkpoint.
+        service: writes its own part, all ranks together.
+        folder: of the checkpoint, that it writes to.
         store: of the run's checkpoints.
         steps: of the run.
-        task: takes the metrics ``checkpoint/write_s``, ``checkpoint/bytes`` and ``checkpoint/failed``.
+        task: takes the metrics ``checkpoint/staged_s``, ``checkpoint/write_s``, ``checkpoint/bytes`` and
+            ``checkpoint/failed``.
     """
     if snapshot is None:
         return
-    if snapshot.directory is None:
-        await trainer.settle()  # or no later one would be copied
-        return
     begin = clock.now()
+    took = [seconds for seconds in others if seconds is not None]
+    if snapshot.directory is None or len(took) < len(others):
+        await service.settle()  # or no later one would be copied
+        if snapshot.directory is not None and service.rank == 0:
+            await asyncio.to_thread(store.discard, task.step)
+        return
     try:
-        await trainer.write(str(snapshot.directory / "trainer"))
-        if trainer.rank != 0:
+        await service.write(str(snapshot.directory / folder))
+        if service.rank != 0:
             return
         later = range(task.step + 1, min(task.step + task.max_staleness, steps) + 1)
-        # In a thread: hashing and syncing files takes seconds, in which the trainer goes on.
+        # In a thread: hashing and syncing files takes seconds, in which the service goes on.
         size = await asyncio.to_thread(_commit, snapshot.directory, snapshot.states, store, task, later)
     except OSError as error:
-        if trainer.rank == 0:
+        if service.rank == 0:
             _failed(task, error)
             await asyncio.to_thread(store.discard, task.step)
         return
-    task.log({"checkpoint/write_s": clock.now() - begin, "checkpoint/bytes": float(size), FAILED: 0.0})
+    task.log({"checkpoint/staged_s": snapshot.seconds, "checkpoint/write_s": sum(took) + clock.now() - begin})
+    task.log({"checkpoint/bytes": float(size), FAILED: 0.0})
 
 
 def _commit(directory: Path, states: Mapping[str, Any], store: Store, task: TaskInfo, later: range) -> int:
@@ -150,43 +193,73 @@ def _why(error: OSError) -> str:
     return f"{where}{error.strerror or error}; make room there, or let runs= name another place."
 
 
-def checkpoint_stages(
-    stages: Sequence[Stage], *, every: int, trainer: Any, store: Store, steps: int, on: str = "gpu"
-) -> list[Stage]:
-    """Returns the stages that save checkpoints of a pipeline.
+def checkpoint_stages(stages: Sequence[Stage], *, every: int, store: Store, steps: int) -> list[Stage]:
+    """Returns the stages that save checkpoints of a pipeline: of each service that a stage trains, and its states.
 
     Args:
-        stages: of the pipeline.
+        stages: of the pipeline. Calls of the services that they train must run concurrently
+            (``Hosted(concurrent=True)``).
         every: steps from one checkpoint to the next; the last step has one, too.
-        trainer: the hosted trainer; calls of it must run concurrently (``Hosted(concurrent=True)``).
         store: of the run's checkpoints.
         steps: of the run.
-        on: resource of the trainer.
+
+    Raises:
+        PipelineError: no stage trains a hosted service.
     """
     states = tuple(sorted({read.field for s in stages for read in s.reads if read.lag != "none"}))
     early = tuple(name for s in stages if any(r.lag == "carried" for r in s.reads) for name in s.writes)
-    copies = {"trainer": trainer, "store": store, "fields": states, "steps": steps}
-    staging = Stage(
-        name="stage_checkpoint",
-        fn=_stage_checkpoint,
-        reads=tuple(Read(name) for name in states),
-        writes=("snapshot",),
+    (first, on), *others = _trained(stages)
+    made = [
+        _saving(
+            "stage_checkpoint", _stage_checkpoint, states, ("snapshot",), on, every,
+            service=first, store=store, fields=states, steps=steps,
+        )
+    ]  # fmt: skip
+    last, written = "snapshot", []
+    for service, its in others:
+        name = service.name
+        made += [
+            _saving(
+                f"stage_{name}_checkpoint", _stage_further, (last, *states), (f"{name}_snapshot",), its, every,
+                service=service,
+            ),
+            _saving(
+                f"write_{name}_checkpoint", _write_further, (f"{name}_snapshot",), (f"{name}_written",), "io", every,
+                service=service, folder=name,
+            ),
+        ]  # fmt: skip
+        last = f"{name}_snapshot"
+        written.append(f"{name}_written")
+    keeping = _saving("keep_samples", _keep_samples, early, (), "io", every, store=store, fields=early)
+    writing = _saving(
+        "write_checkpoint", write_checkpoint, (last, *written), (), "io", every,
+        service=first, folder=first.name, store=store, steps=steps,
+    )  # fmt: skip
+    return [*made, replace(keeping, ahead_of="write_checkpoint"), writing]
+
+
+def _trained(stages: Sequence[Stage]) -> list[tuple[Hosted, str]]:
+    """Returns each service that a stage trains, with the resource of that stage, in the order of the stages."""
+    found = {s.host.name: (s.host, s.on) for s in reversed(stages) if s.role == "trains" and s.host is not None}
+    if not found:
+        raise PipelineError(
+            "checkpoint_stages: no stage trains a hosted service, whose state a checkpoint would hold; bind one to a "
+            "stage with role='trains': bind(trainer=Hosted(...))."
+        )
+    return list(reversed(found.values()))
+
+
+def _saving(
+    name: str, fn: Any, reads: Sequence[str], writes: Sequence[str], on: str, every: int, **services: Any
+) -> Stage:
+    return Stage(
+        name=name,
+        fn=fn,
+        reads=tuple(map(Read, reads)),
+        writes=tuple(writes),
         on=on,
         role="saves",
         every=every,
-        services=copies,
-        accepts=tuple(copies),
+        services=services,
+        accepts=tuple(services),
     )
-    keeping = Stage(
-        name="keep_samples",
-        fn=_keep_samples,
-        reads=tuple(Read(name) for name in early),
-        writes=(),
-        on="io",
-        role="saves",
-        every=every,
-        ahead_of="write_checkpoint",
-        services={"store": store, "fields": early},
-        accepts=("store", "fields"),
-    )
-    return [staging, keeping, write_checkpoint.bind(every=every, trainer=trainer, store=store, steps=steps)]

@@ -19,6 +19,8 @@ from dataflow.running.resume import MAY_CHANGE, check_changes
 from dataflow.running.saving.checkpoints import CheckpointStore
 from dataflow.running.saving.export import step_of
 from dataflow.stages import checkpoint
+from dataflow.testing import grpo_pipeline
+from tests.rigs.critic import hosted
 
 DOC = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 TEXT = DOC.read_text(encoding="utf-8")
@@ -87,7 +89,7 @@ def test_stages_and_metrics_it_names_exist() -> None:
     source = inspect.getsource(checkpoint)
     for name in re.findall(r"`(checkpoint/\w+)`", TEXT):
         assert f'"{name}"' in source, name
-    stages = checkpoint.checkpoint_stages([], every=1, trainer=None, store=None, steps=1)  # type: ignore[arg-type]
+    stages = checkpoint.checkpoint_stages(hosted(grpo_pipeline().stages), every=1, store=None, steps=1)  # type: ignore[arg-type]
     drawn = TEXT[TEXT.index("sync_weights[v]") :].partition("\n\n")[0]
     assert all(s.name in drawn for s in stages)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +22,17 @@ from dataflow.running.saving.checkpoints import CheckpointStore
 from dataflow.stages.checkpoint import FAILED, Snapshot, checkpoint_stages, write_checkpoint
 from dataflow.testing import SteadyCosts, check_trace, grpo_pipeline, simulate
 from dataflow.timeline.spans import Span, Trace
+from tests.rigs.critic import hosted, ppo_pipeline
 
 STEPS = 9
 
 
-def saving(every: int, steps: int = STEPS) -> Pipeline:
-    """The stages of GRPO with those that save."""
-    plain = grpo_pipeline()
-    stages = checkpoint_stages(plain.stages, every=every, trainer=None, store=None, steps=steps)  # type: ignore[arg-type]
-    return Pipeline([*plain.stages, *stages], plain.inputs, plain.resources)
+def saving(every: int, steps: int = STEPS, plain: Pipeline | None = None) -> Pipeline:
+    """The stages of GRPO, or of another pipeline, with those that save."""
+    plain = plain or grpo_pipeline()
+    stages = hosted(plain.stages)
+    saves = checkpoint_stages(stages, every=every, store=None, steps=steps)  # type: ignore[arg-type]
+    return Pipeline([*stages, *saves], plain.inputs, plain.resources)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -110,33 +113,134 @@ def test_an_interrupted_run_ends_at_a_consistent_cut(name: str, staleness: int, 
 
 def test_the_stage_ahead_of_another_needs_it() -> None:
     plain = grpo_pipeline()
-    staging, keeping, writing = checkpoint_stages(plain.stages, every=2, trainer=None, store=None, steps=4)  # type: ignore[arg-type]
+    staging, keeping, writing = checkpoint_stages(hosted(plain.stages), every=2, store=None, steps=4)  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match=r"'keep_samples' is ahead of 'write_checkpoint', which is no other stage"):
         Pipeline([*plain.stages, keeping], plain.inputs)
     with pytest.raises(PipelineError, match="so give both the same every="):
         Pipeline([*plain.stages, staging, keeping, writing.bind(every=3)], plain.inputs)
+    with pytest.raises(PipelineError, match=r"no stage trains a hosted service.*bind\(trainer=Hosted"):
+        checkpoint_stages(plain.stages, every=2, store=None, steps=4)  # type: ignore[arg-type]
+
+
+SAVING_S = {"stage_checkpoint": 0.1, "stage_critic_checkpoint": 0.1, "keep_samples": 0.1}
+WRITING_S = {"write_checkpoint": 3.0, "write_critic_checkpoint": 5.0}
+PPO_S = {"values": 0.5, "critic_update": 0.7}
+
+
+@settings(deadline=None)
+@given(name=st.sampled_from([*PRESETS, "both+stream"]), every=st.integers(1, 3), gpus=st.sampled_from([1, 2]))
+def test_all_that_is_trained_is_copied_between_two_updates(name: str, every: int, gpus: int) -> None:
+    plain = ppo_pipeline()
+    pipeline = saving(every, plain=Pipeline(plain.stages, plain.inputs, {**plain.resources, "gpu": gpus}))
+    graph = expand(pipeline, preset(name, 4), STEPS, 4, groups=8)
+    trace, _reads = simulate(graph, SteadyCosts(8.0, 8, SAVING_S | WRITING_S | PPO_S))
+    check_trace(trace, graph)
+    of = {stage: {s.step: s for s in trace.spans if s.stage == stage} for stage in {s.stage for s in trace.spans}}
+    copies, further = of["stage_checkpoint"], of["stage_critic_checkpoint"]
+    assert copies.keys() == further.keys() == of["write_critic_checkpoint"].keys() == of["write_checkpoint"].keys()
+    for step, span in further.items():
+        updates = [s for s in trace.spans if s.stage in ("actor_update", "critic_update")]
+        assert max(s.end for s in updates if s.step <= step) <= copies[step].begin
+        assert copies[step].end <= span.begin
+        assert span.end <= min((s.begin for s in updates if s.step > step), default=span.end)
+        written = of["write_critic_checkpoint"][step]
+        assert span.end <= written.begin
+        assert written.end <= of["write_checkpoint"][step].begin
 
 
 class Toy:
-    """A trainer whose state is a text, on a disk that may be full."""
+    """A trained model whose state is a text, on a disk that may be full."""
 
     rank = 0
 
-    def __init__(self, error: OSError | None = None) -> None:
+    def __init__(self, text: str = "weights", error: OSError | None = None) -> None:
+        self.text = text
         self.error = error
+        self.copies = 0
+
+    async def snapshot(self, wait: bool) -> bool:
+        if self.copies and not wait:
+            return False
+        self.copies += 1
+        assert self.copies == 1
+        return True
+
+    async def settle(self) -> None:
+        self.copies = 0
 
     async def write(self, directory: str) -> None:
+        self.copies = 0
         if self.error is not None:
             raise self.error
         Path(directory).mkdir()
-        Path(directory, "state").write_text("weights")
+        Path(directory, "state").write_text(self.text)
 
 
 def write(trainer: Toy, store: CheckpointStore, step: int, staleness: int = 0, steps: int = 9) -> dict[str, float]:
     task = TaskInfo(step, "write_checkpoint", max_staleness=staleness)
     snapshot = Snapshot(store.begin(step), {"actor": step})
-    asyncio.run(write_checkpoint(snapshot, trainer=trainer, store=store, steps=steps, task=task))
+    asyncio.run(write_checkpoint(snapshot, service=trainer, folder="trainer", store=store, steps=steps, task=task))
     return task.metrics
+
+
+class Saving:
+    """Calls the stages that save an actor and a critic, which run in the order of their fields."""
+
+    def __init__(self, directory: Path, actor: Toy, critic: Toy) -> None:
+        self.store = CheckpointStore(directory)
+        self.toys = {"trainer": actor, "critic": critic}
+        stages = hosted(ppo_pipeline().stages)
+        self.stages = Pipeline(
+            [*stages, *checkpoint_stages(stages, every=1, store=self.store, steps=9)], ["prompts"]
+        ).subset(
+            s for s in ("stage_checkpoint", "stage_critic_checkpoint", "write_critic_checkpoint", "write_checkpoint")
+        )
+
+    async def step(self, step: int, *, writes: bool = True) -> dict[str, float]:
+        """Saves a step, or with writes=False only copies; returns the metrics."""
+        fields: dict[str, Any] = {"actor": step, "critic": -step, "weights_version": step}
+        metrics: dict[str, float] = {}
+        for s in self.stages.order:
+            if writes or s.name.startswith("stage"):
+                task = TaskInfo(step, s.name)
+                options: dict[str, Any] = {**s.services, "service": self.toys[s.services["service"].name]}
+                if "task" in inspect.signature(s.fn).parameters:
+                    options["task"] = task
+                value = await s.fn(*(fields[read.field] for read in s.reads), **options)
+                fields |= dict.fromkeys(s.writes, value)
+                metrics |= task.metrics
+        return metrics
+
+
+def test_a_checkpoint_holds_actor_and_critic(tmp_path: Path) -> None:
+    saving = Saving(tmp_path, Toy("actor"), Toy("critic"))
+    assert asyncio.run(saving.step(2))[FAILED] == 0
+    found = saving.store.newest()
+    assert found is not None
+    assert found.states() == {"actor": 2, "critic": -2, "weights_version": 2}
+    assert (found.trainer / "state").read_text() == "actor"
+    assert (found.service("critic") / "state").read_text() == "critic"
+
+
+@pytest.mark.parametrize("fails", ["trainer", "critic"])
+def test_a_checkpoint_without_one_of_them_is_none(tmp_path: Path, fails: str) -> None:
+    saving = Saving(tmp_path, Toy(), Toy())
+    assert asyncio.run(saving.step(1))[FAILED] == 0
+    saving.toys[fails].error = OSError(28, "No space left on device", "x.distcp")
+    assert asyncio.run(saving.step(2)) == {FAILED: 1.0}
+    assert saving.store.whole() == [1]
+    assert not list(tmp_path.glob(".step*")), "what was written of it is removed"
+    saving.toys[fails].error = None
+    assert asyncio.run(saving.step(3))[FAILED] == 0, "no copy is left that would be in the way of the next"
+    assert saving.store.whole() == [1, 3]
+
+
+def test_while_one_is_still_to_be_written_neither_is_copied(tmp_path: Path) -> None:
+    saving = Saving(tmp_path, Toy(), Toy())
+    asyncio.run(saving.step(1, writes=False))
+    asyncio.run(saving.step(2, writes=False))
+    assert [toy.copies for toy in saving.toys.values()] == [1, 1]
+    saving.store.discard(1)
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -164,7 +268,7 @@ def test_a_disk_that_fails_costs_one_checkpoint(tmp_path: Path, missing: str, ca
     store.keep(3, {"responses": [3]})
     assert write(Toy(), store, 2, staleness=1)[FAILED] == 0
     error = OSError(28, "No space left on device", "x.distcp") if missing == "disk" else None
-    assert write(Toy(error), store, 4, staleness=1) == {FAILED: 1.0}
+    assert write(Toy(error=error), store, 4, staleness=1) == {FAILED: 1.0}
     found = store.newest()
     assert found is not None
     assert found.step == 2

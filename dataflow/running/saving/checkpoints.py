@@ -56,10 +56,14 @@ class Checkpoint:
     step: int
     facts: Mapping[str, Any]
 
+    def service(self, name: str) -> Path:
+        """Returns the directory that a service wrote."""
+        return self.path / name
+
     @property
     def trainer(self) -> Path:
-        """Directory that the trainer wrote."""
-        return self.path / "trainer"
+        """Directory that the service of the actor wrote."""
+        return self.service("trainer")
 
     def states(self) -> dict[str, Any]:
         """Returns the states of the graph by field.

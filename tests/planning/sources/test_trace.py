@@ -22,6 +22,7 @@ from dataflow.stage import SAMPLED
 from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Level, Trace
+from tests.rigs.critic import hosted
 from tests.rigs.simulated import job, run
 
 SAVES = {"stage_checkpoint": 0.5, "keep_samples": 0.25, "write_checkpoint": 4.0}
@@ -102,7 +103,7 @@ def test_a_run_that_was_stopped_counts_its_whole_steps() -> None:
 def saving(policy: str = "both") -> Trace:
     """The trace of a run that saves a checkpoint every two steps, by the stages of a real run."""
     plain = job()
-    stages = checkpoint_stages(plain.pipeline.stages, every=2, trainer=None, store=None, steps=plain.steps)  # type: ignore[arg-type]
+    stages = checkpoint_stages(hosted(plain.pipeline.stages), every=2, store=None, steps=plain.steps)  # type: ignore[arg-type]
     pipeline = Pipeline([*plain.pipeline.stages, *stages], plain.pipeline.inputs, plain.pipeline.resources)
     times = {name: Modelled(Distribution("constant", s)) for name, s in SAVES.items()}
     return run(replace(plain, pipeline=pipeline, times={**plain.times, **times}), policy)
