@@ -72,8 +72,6 @@ def pipeline(config: Config) -> Pipeline:
     stages += sample_stages(config)
     if config.checkpoint.every:
         store = checkpoint_store(config)
-        stages += checkpoint_stages(
-            stages, every=config.checkpoint.every, trainer=trainer, store=store, steps=config.steps, on=train_on
-        )
+        stages += checkpoint_stages(stages, every=config.checkpoint.every, store=store, steps=config.steps)
     inputs = ["prompts", "val_prompts"] if config.val.every else ["prompts"]
     return Pipeline(stages, inputs=inputs, resources=pools.resources)
