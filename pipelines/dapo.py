@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from dataflow.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from dataflow.config.reward import RewardConfig
-from dataflow.config.run import AlgorithmConfig, FilterGroupsConfig, RunConfig
+from dataflow.config.run import RunConfig
 from dataflow.graph import Pipeline
 from dataflow.running.hosting import pools_of, reward_host, rollout_host, trainer_host
 from dataflow.running.sampling import rollout_stages
@@ -38,7 +39,7 @@ class Config(RunConfig):
     )
     algorithm: AlgorithmConfig = Field(
         default_factory=lambda: AlgorithmConfig(
-            clip_ratio_high=0.28,
+            preset="dapo",
             # The accuracy, as the penalty may differ within a group that is right or wrong as a whole.
             filter_groups=FilterGroupsConfig(enable=True, metric="acc"),
         )
@@ -57,7 +58,7 @@ def pipeline(config: Config) -> Pipeline:
     stages = [
         respond.bind(on=sample_on, engine=engine),
         reward_request.bind(agent=agent, extra_groups=config.extra_groups, group_filter=config.group_filter),
-        old_log_prob.bind(on=train_on, trainer=trainer),
+        old_log_prob.bind(on=train_on, trainer=trainer, algorithm=config.algorithm),
         reward_collect.bind(agent=agent),
         advantage.bind(algorithm=config.algorithm),
         actor_update.bind(on=train_on, trainer=trainer, groups=config.data.prompts),

@@ -48,7 +48,7 @@ def pipeline(config: Config) -> Pipeline:
     stages = [
         respond.bind(on=sample_on, engine=engine),
         reward_request.bind(agent=agent, extra_groups=config.extra_groups, group_filter=config.group_filter),
-        old_log_prob.bind(on=train_on, trainer=trainer),
+        old_log_prob.bind(on=train_on, trainer=trainer, algorithm=config.algorithm),
         reward_collect.bind(agent=agent),
         advantage.bind(algorithm=config.algorithm),
         update_stage(config.algorithm.use_kl_loss).bind(on=train_on, trainer=trainer, groups=config.data.prompts),

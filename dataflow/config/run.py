@@ -22,7 +22,9 @@ from pydantic import (
     model_validator,
 )
 
+from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.config import verl_keys
+from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.checkpoint import CheckpointConfig, ResumeConfig
 from dataflow.config.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
@@ -177,67 +179,6 @@ class TrainerConfig(Section):
     """How often the run restarts from its last checkpoint after a trainer process died."""
 
 
-class FilterGroupsConfig(Section):
-    """Dynamic sampling: a step samples more groups than it trains on, and leaves out those of equal scores."""
-
-    enable: bool = False
-    """Train on the first data.prompts groups whose scores differ, and cancel the other requests."""
-    metric: Text = "score"
-    """What must differ within a group: score, or another column that the reward returns."""
-
-
-class AlgorithmConfig(Section):
-    """Advantages and losses, by verl's names; verl computes them."""
-
-    adv_estimator: Literal[
-        "grpo",
-        "grpo_vectorized",
-        "grpo_passk",
-        "rloo",
-        "rloo_vectorized",
-        "opo",
-        "gpg",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-    ] = "grpo"
-    """Advantage estimator."""
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide GRPO's advantages by the group's standard deviation."""
-    clip_ratio: PositiveFloat = 0.2
-    """Clip range of the policy loss; default of the next two keys."""
-    clip_ratio_low: PositiveFloat = 0.2
-    """Clip range below 1."""
-    clip_ratio_high: PositiveFloat = 0.2
-    """Clip range above 1."""
-    loss_agg_mode: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    """How token losses are aggregated."""
-    use_kl_loss: bool = False
-    """Add a KL term against the initial weights to the loss."""
-    kl_loss_coef: NonNegativeFloat = 0.001
-    """Weight of the KL term."""
-    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "low_var_kl"
-    """Estimator of the KL term."""
-    entropy_coeff: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus."""
-    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
-    """Dynamic sampling: which groups a step leaves out."""
-    rollout_is: Literal["token", "sequence"] | None = None
-    """Importance weights that correct for stale samples, per token or per sequence; null leaves them out."""
-    rollout_is_threshold: PositiveFloat = 2.0
-    """Largest importance weight."""
-
-    @model_validator(mode="after")
-    def _spread_clip_ratio(self) -> AlgorithmConfig:
-        if "clip_ratio" in self.model_fields_set:
-            for name in ("clip_ratio_low", "clip_ratio_high"):
-                if name not in self.model_fields_set:
-                    setattr(self, name, self.clip_ratio)
-                    self.model_fields_set.discard(name)  # so that a later clip_ratio replaces it again
-        return self
-
-
 class ValConfig(Section):
     """Evaluation on held-out problems."""
 
@@ -367,7 +308,8 @@ class RunConfig(Section):
             sizes = "data.prompts / trainer.mini_batches x engine.n"
             raise ConfigError(f"trainer.world_size={world} does not divide a mini-batch's {rows} rows ({sizes}).")
         estimator = self.algorithm.adv_estimator
-        if self.engine.n < 2 and estimator not in ("gpg", "reinforce_plus_plus"):
+        # GPG takes the raw score of a single response.
+        if self.engine.n < 2 and ESTIMATORS[estimator].against == "group" and estimator != "gpg":
             n = self.engine.n
             raise ConfigError(f"engine.n={n}: '{estimator}' compares one prompt's responses; give 2 or more.")
         return self
@@ -399,9 +341,11 @@ def values_of(config: RunConfig) -> dict[str, Any]:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Returns the configuration of :func:`values_of` as YAML, its secrets masked."""
+    """Returns the configuration of :func:`values_of` as YAML, its secrets masked; comments say what presets set."""
     import yaml
 
     from dataflow.system.redaction import redact_values
 
-    return yaml.safe_dump(redact_values(values_of(config)), sort_keys=False, allow_unicode=True)
+    presets = config.algorithm.preset_keys()
+    said = "".join(f"# {name} set {', '.join(keys) or 'nothing'}\n" for name, keys in presets.items())
+    return said + yaml.safe_dump(redact_values(values_of(config)), sort_keys=False, allow_unicode=True)

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from loguru import logger
 
+from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.overrides import parse_overrides
 from dataflow.config.pipeline_file import load_pipeline_file
 from dataflow.config.run import RunConfig, dump_yaml
@@ -102,6 +103,10 @@ class Saved:
             policy = values.get("policy") or {}
             numbers = ("split", "max_staleness", "stream_rollout")
             values["policy"] = {k: v for k, v in policy.items() if k not in numbers}
+        for arg in overrides:
+            key, _, value = (part.strip() for part in arg.partition("="))
+            if key in ("algorithm", "algorithm.preset", "algorithm.rollout_correction"):
+                values["algorithm"] = AlgorithmConfig.without_preset(values.get("algorithm") or {}, value)
         return parse_overrides(self._class, list(overrides), values)
 
     def again(self, overrides: Sequence[str]) -> RunConfig:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from dataflow.algorithms.estimators import SUMS_SQUARES
 from dataflow.batch import Batch
 from dataflow.engines.verl.export import write_model
 from dataflow.engines.verl.loss import loss_of
@@ -22,8 +21,8 @@ class VerlTrainer(TrainedModel):
         model: directory or Hugging Face id of a causal LM.
         trainer: the options of section ``trainer``: micro_batch_size (rows per rank), lr, betas,
             weight_decay, warmup_steps, grad_clip, threads.
-        algorithm: the options of section ``algorithm``: the clip ratios, loss_agg_mode, the KL loss,
-            entropy_coeff, rollout_is and its threshold.
+        algorithm: the options of section ``algorithm`` that the loss reads
+            (:func:`dataflow.engines.verl.loss.loss_of`), and adv_estimator.
         total_steps: training steps of the run.
         response_length: longest response, in tokens; what ``seq-mean-token-sum-norm`` divides by.
         temperature: of the rollout; log-probs are those of the logits divided by it.
@@ -75,9 +74,14 @@ class VerlTrainer(TrainedModel):
         self.worker.set_loss_fn(loss_of(trainer, algorithm, response_length))
 
     def old_log_probs(self, batch: Batch) -> Batch:
-        """Returns ``old_log_probs`` and ``entropy`` of the current weights, float32 ``[rows, R]``."""
-        columns = self._infer(self.worker, batch, ["log_probs", "entropy"], calculate_entropy=True)
-        return batch.like(old_log_probs=columns["log_probs"], entropy=columns["entropy"])
+        """Returns ``old_log_probs`` and ``entropy`` of the current weights, float32 ``[rows, R]``.
+
+        If the advantage estimator needs it, also ``sum_pi_squared``, the sum of all squared probabilities at a token.
+        """
+        more = ["entropy", "sum_pi_squared"] if self.algorithm.adv_estimator in SUMS_SQUARES else ["entropy"]
+        options = {f"calculate_{name}": True for name in more}
+        columns = self._infer(self.worker, batch, ["log_probs", *more], **options)
+        return batch.like(old_log_probs=columns.pop("log_probs"), **columns)
 
     def ref_log_probs(self, batch: Batch) -> Batch:
         """Returns ``ref_log_prob``, float32 ``[rows, R]``, of the frozen initial weights.
@@ -96,8 +100,9 @@ class VerlTrainer(TrainedModel):
         If none has, no step is taken: weights and optimizer stay bit for bit, and only the LR scheduler may step.
 
         Args:
-            batch: columns of the responses, ``old_log_probs``, ``advantages``; ``ref_log_prob`` for the KL
-                loss; ``rollout_log_probs`` for the correction; ``entropy`` (optional) is only reported.
+            batch: columns of the responses, ``advantages``; ``old_log_probs``, or ``rollout_log_probs`` with
+                ``bypass_mode``; ``ref_log_prob`` for the KL loss; ``rollout_is_weights`` (optional) for the
+                correction; ``entropy`` (optional) is only reported.
             last: whether it is the last one of the training step, after which the LR scheduler steps.
 
         Returns:
@@ -109,14 +114,15 @@ class VerlTrainer(TrainedModel):
         trainable = self._trainable(batch)
         if trainable is None:
             return self._skip(last)
-        batch, metrics = trainable, dict[str, float]()
-        columns = {name: batch[name] for name in (*INPUTS, "old_log_probs", "advantages")}
+        batch = trainable
+        columns = {name: batch[name] for name in (*INPUTS, "advantages")}
+        columns["old_log_probs"] = batch["rollout_log_probs" if self.algorithm.bypass_mode else "old_log_probs"]
         if self.algorithm.use_kl_loss:
             columns["ref_log_prob"] = batch["ref_log_prob"]
-        if self.algorithm.rollout_is is not None:
-            columns["rollout_is_weights"] = self._correction(batch, metrics)
+        if "rollout_is_weights" in batch:
+            columns["rollout_is_weights"] = batch["rollout_is_weights"]
         entropy = self.algorithm.entropy_coeff != 0 or "entropy" not in batch
-        metrics |= self._step(columns, last, calculate_entropy=entropy)
+        metrics = self._step(columns, last, calculate_entropy=entropy)
         if "entropy" in batch:
             metrics["actor/entropy"] = agg_loss(
                 loss_mat=batch["entropy"],
@@ -132,17 +138,3 @@ class VerlTrainer(TrainedModel):
         weights = self.weights()
         if self.rank == 0:
             write_model(weights, self._model, Path(directory), card, replace=True)
-
-    def _correction(self, batch: Batch, metrics: dict[str, float]) -> torch.Tensor:
-        """Returns verl's importance weights of the rollout, float32 ``[rows, R]``, and adds its metrics."""
-        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-
-        weights, _, found = compute_rollout_correction_and_rejection_mask(
-            old_log_prob=batch["old_log_probs"],
-            rollout_log_prob=batch["rollout_log_probs"],
-            response_mask=batch["response_mask"],
-            rollout_is=self.algorithm.rollout_is,
-            rollout_is_threshold=self.algorithm.rollout_is_threshold,
-        )
-        metrics.update({name: float(value) for name, value in found.items()})
-        return weights.batch["rollout_is_weights"]

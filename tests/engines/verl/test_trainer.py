@@ -17,12 +17,15 @@ import psutil
 import pytest
 import torch
 
+from dataflow.algorithms.losses import LOSSES
 from dataflow.batch import Batch
+from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.engines.verl.model import digest
 from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.errors import ConfigError, DataflowError
 from dataflow.graph import TaskInfo
 from dataflow.stages.advantage import advantage
+from dataflow.stages.correction import correct
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
@@ -36,18 +39,7 @@ TRAINER = {
     "grad_clip": 1.0,
     "threads": 1,
 }
-ALGORITHM = {
-    "clip_ratio": 0.2,
-    "clip_ratio_low": 0.2,
-    "clip_ratio_high": 0.3,
-    "loss_agg_mode": "token-mean",
-    "use_kl_loss": False,
-    "kl_loss_coef": 0.1,
-    "kl_loss_type": "low_var_kl",
-    "entropy_coeff": 0.0,
-    "rollout_is": None,
-    "rollout_is_threshold": 2.0,
-}
+ALGORITHM = {"clip_ratio_high": 0.3, "kl_loss_coef": 0.1}
 
 Make = Callable[..., VerlTrainer]
 
@@ -55,11 +47,12 @@ Make = Callable[..., VerlTrainer]
 def build(model: Path | str, **options: Any) -> VerlTrainer:
     """Builds a trainer; options go to the section, or the argument, that has that name."""
     trainer = {**TRAINER, **{k: options.pop(k) for k in list(options) if k in TRAINER}}
-    algorithm = {**ALGORITHM, **{k: options.pop(k) for k in list(options) if k in ALGORITHM}}
+    known = AlgorithmConfig.model_fields
+    algorithm = {**ALGORITHM, **{k: options.pop(k) for k in list(options) if k in known}}
     return VerlTrainer(
         str(model),
         SimpleNamespace(**trainer),
-        SimpleNamespace(**algorithm),
+        AlgorithmConfig(**algorithm),
         total_steps=10,
         response_length=R,
         **options,
@@ -276,17 +269,51 @@ def test_memory_that_torch_only_keeps_is_given_back_where_the_gpu_is_shared(
 
 
 def test_rollout_correction_weighs_tokens_by_how_stale_they_are(make: Make, tiny_qwen: Path) -> None:
+    algorithm = AlgorithmConfig(**ALGORITHM, rollout_is="token")
     batch = responses(6)
     data = training_batch(make(tiny_qwen).old_log_probs(batch)["old_log_probs"], batch)
     same = data.merge(data.like(rollout_log_probs=data["old_log_probs"]))
     older = data.merge(data.like(rollout_log_probs=data["old_log_probs"] - 0.5 * data["response_mask"]))
     plain = make(tiny_qwen).update(data, last=True)
-    weighed = make(tiny_qwen, rollout_is="token").update(same, last=True)
-    assert weighed["actor/pg_loss"] == pytest.approx(plain["actor/pg_loss"], abs=1e-7)
-    metrics = make(tiny_qwen, rollout_is="token").update(older, last=True)
-    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.6487, abs=1e-3)
+    task = TaskInfo(step=1)
+    found = make(tiny_qwen, rollout_is="token").update(correct(same, same, algorithm, task), last=True)
+    assert found["actor/pg_loss"] == pytest.approx(plain["actor/pg_loss"], abs=1e-7)
+    assert task.metrics["rollout_corr/kl"] == 0
+    metrics = make(tiny_qwen, rollout_is="token").update(correct(older, older, algorithm, task), last=True)
+    assert task.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.6487, abs=1e-3)
     assert metrics["actor/pg_loss"] == pytest.approx(1.6487 * plain["actor/pg_loss"], abs=1e-4)
     assert all(type(value) is float for value in metrics.values())
+
+
+def test_with_bypass_mode_the_rollout_s_log_probs_are_the_old_ones(make: Make, tiny_qwen: Path) -> None:
+    from verl.trainer.ppo import core_algos
+
+    batch = responses(6)
+    data = training_batch(make(tiny_qwen).old_log_probs(batch)["old_log_probs"], batch)
+    plain = make(tiny_qwen, micro_batch_size=3).update(data, last=True)
+    sampled = batch.merge(batch.like(rollout_log_probs=data["old_log_probs"], advantages=data["advantages"]))
+    trainer = make(tiny_qwen, micro_batch_size=3, bypass_mode=True)
+    found = trainer.update(sampled, last=True)
+    assert (found["actor/pg_loss"], found["actor/grad_norm"]) == (plain["actor/pg_loss"], plain["actor/grad_norm"])
+    assert found["rollout_corr/k3_kl"] > 0
+    # A rank may get a micro-batch that only pads: it adds nothing.
+    mode = trainer.worker.loss_fn.keywords["config"].policy_loss.loss_mode
+    loss, metrics = core_algos.get_policy_loss_fn(mode)(
+        log_prob=torch.zeros(2, R), response_mask=torch.zeros(2, R, dtype=torch.bool)
+    )
+    assert (loss.item(), metrics) == (0.0, {})
+
+
+@pytest.mark.parametrize("name", [*LOSSES])
+def test_micro_batches_do_not_change_the_gradient(make: Make, tiny_qwen: Path, name: str) -> None:
+    batch = responses(6)
+    data = training_batch(make(tiny_qwen).old_log_probs(batch)["old_log_probs"], batch)
+    more = {"policy_loss": name, "dro_beta": 0.5, "loss_agg_mode": "seq-mean-token-mean"}
+    norms = [
+        make(tiny_qwen, micro_batch_size=size, **more).update(data, last=True)["actor/grad_norm"] for size in (64, 4)
+    ]
+    same = norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert same or LOSSES[name].per_micro_batch is not None
 
 
 def test_runs_repeat_bit_for_bit_and_the_order_of_updates_matters(make: Make, tiny_qwen: Path) -> None:
@@ -389,6 +416,7 @@ def plain_aggregate(loss: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.
 @pytest.mark.parametrize(("mode", "size"), [*((mode, 5) for mode in MODES), ("seq-mean-token-mean", 2)])
 def test_dropped_rows_leave_no_trace_in_loss_kl_and_entropy(make: Make, tiny_qwen: Path, mode: str, size: int) -> None:
     more = {"use_kl_loss": True, "reference": True, "entropy_coeff": 0.01, "rollout_is": "token"}
+    correction, task = AlgorithmConfig(rollout_is="token"), TaskInfo(step=1)
     seen = []
     for which in ("dropped", "removed"):
         trainer = make(tiny_qwen, micro_batch_size=size, loss_agg_mode=mode, **more)
@@ -397,6 +425,7 @@ def test_dropped_rows_leave_no_trace_in_loss_kl_and_entropy(make: Make, tiny_qwe
         batch = batch.merge(scored, trainer.ref_log_probs(batch))
         off = 0.3 * torch.randn((16, R), generator=torch.Generator().manual_seed(3)) * batch["response_mask"]
         batch = batch.merge(batch.like(rollout_log_probs=batch["old_log_probs"] + off))
+        batch = batch.merge(correct(batch, batch, correction, task))
         dropped, removed = kept_and_dropped(batch, KEPT)
         assert (len(dropped), len(removed)) == (16, 6)
         batch = spoilt(dropped) if which == "dropped" else removed

@@ -1,0 +1,309 @@
+"""Section ``algorithm``: advantages, losses and corrections, by verl's names; verl computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from dataflow.algorithms.correction import CORRECTIONS, check_rejection, check_threshold, kinds_of
+from dataflow.algorithms.estimators import SUMS_SQUARES
+from dataflow.algorithms.presets import PRESETS, laid_under
+from dataflow.config.section import Section, Text
+from dataflow.errors import ConfigError
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Factor = Annotated[float, Field(ge=0, le=1)]
+Words = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+# YAML reads 0.5_2 as 0.52; a key for text takes the value unchanged.
+Threshold = Annotated[Text, BeforeValidator(lambda v: str(v) if type(v) in (int, float) else v)]
+Estimator = Literal[
+    "gae",
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "remax",
+    "gpg",
+    "gdpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+]
+Loss = Literal["vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo"]
+Preset = Literal[
+    "grpo",
+    "drgrpo",
+    "dapo",
+    "gspo",
+    "sapo",
+    "cispo",
+    "gmpo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "rloo",
+    "opo",
+    "remax",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "ppo",
+]
+Correction = Literal[
+    "disabled",
+    "decoupled_token_is",
+    "decoupled_seq_is",
+    "decoupled_token_icepop",
+    "decoupled_seq_is_rs",
+    "decoupled_geo_rs",
+    "decoupled_geo_rs_seq_tis",
+    "decoupled_geo_rs_token_tis",
+    "decoupled_k3_rs",
+    "decoupled_k3_rs_seq_tis",
+    "decoupled_k3_rs_token_tis",
+    "bypass_ppo_clip",
+    "bypass_ppo_clip_geo_rs",
+    "bypass_ppo_clip_k3_rs",
+    "bypass_pg_is",
+    "bypass_pg_token_icepop",
+    "bypass_pg_geo_rs",
+    "bypass_pg_geo_rs_seq_tis",
+    "bypass_pg_geo_rs_token_tis",
+]
+Kl = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+# A '+' behind the name takes its value with the gradient of k2, which is unbiased.
+KlLoss = Literal[
+    "kl",
+    "k1",
+    "abs",
+    "mse",
+    "k2",
+    "low_var_kl",
+    "k3",
+    "kl+",
+    "k1+",
+    "abs+",
+    "mse+",
+    "k2+",
+    "low_var_kl+",
+    "k3+",
+]
+
+
+class FilterGroupsConfig(Section):
+    """Dynamic sampling: a step samples more groups than it trains on, and leaves out those of equal scores."""
+
+    enable: bool = False
+    """Train on the first data.prompts groups whose scores differ, and cancel the other requests."""
+    metric: Text = "score"
+    """What must differ within a group: score, or another column that the reward returns."""
+
+
+class KlControlConfig(Section):
+    """The coefficient of the KL term in the reward: one a step."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """fixed, or adaptive: raised after each step whose KL is above the target, lowered after one below it."""
+    kl_coef: NonNegativeFloat = 0.001
+    """The coefficient, or the one of the first step."""
+    horizon: PositiveInt = 10000
+    """Samples after which an adaptive coefficient has changed by at most a factor of e^0.2."""
+    target_kl: PositiveFloat = 0.1
+    """KL per token, averaged over responses, that an adaptive coefficient aims at."""
+
+
+class AlgorithmConfig(Section):
+    """Advantages and losses, by verl's names; verl computes them."""
+
+    shorthand = "preset"
+
+    preset: Preset | None = None
+    """Sets several keys at once, such as drgrpo, dapo or gspo (docs/algorithms.md); keys given explicitly win."""
+    adv_estimator: Estimator = "grpo"
+    """Advantage estimator."""
+    gamma: Factor = 1.0
+    """Discount per token (gae, reinforce_plus_plus and its baseline variant)."""
+    lam: Factor = 1.0
+    """Lambda of GAE: 0 trusts the critic alone, 1 the rewards alone."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide GRPO's advantages by the group's standard deviation."""
+    gdpo_reward_keys: Words = Field(default=[])
+    """Numbers that the reward function returns beside the score, each normalised on its own (gdpo)."""
+    gdpo_reward_weights: list[float] = Field(default=[])
+    """A weight for each of them; none weighs all alike."""
+    policy_loss: Loss = "vanilla"
+    """Policy loss; vanilla is PPO's clipped one."""
+    clip_ratio: PositiveFloat = 0.2
+    """Clip range of the policy loss; default of the next two keys."""
+    clip_ratio_low: PositiveFloat = 0.2
+    """Clip range below 1."""
+    clip_ratio_high: PositiveFloat = 0.2
+    """Clip range above 1."""
+    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
+    """Dual clip: largest ratio that counts for a negative advantage (vanilla, dppo_tv, dppo_kl)."""
+    clip_cov_ratio: Share = 0.0002
+    """Share of tokens whose gradient is left out (clip_cov)."""
+    clip_cov_lb: float = 1.0
+    """Least covariance of these tokens (clip_cov)."""
+    clip_cov_ub: float = 5.0
+    """Largest covariance of these tokens (clip_cov)."""
+    kl_cov_ratio: Share = 0.0002
+    """Share of tokens, those of the largest covariance, that get a KL term (kl_cov)."""
+    ppo_kl_coef: NonNegativeFloat = 0.1
+    """Weight of this KL term (kl_cov)."""
+    dro_beta: PositiveFloat | None = None
+    """Weight of the squared log-ratio (dro, which needs it)."""
+    tau_pos: PositiveFloat = 1.0
+    """Temperature of the soft clip for positive advantages (sapo)."""
+    tau_neg: PositiveFloat = 1.05
+    """Temperature of the soft clip for negative advantages (sapo)."""
+    loss_agg_mode: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """How token losses are aggregated."""
+    loss_scale_factor: PositiveInt | None = None
+    """What seq-mean-token-sum-norm divides by; null: the longest possible response, in tokens."""
+    use_kl_loss: bool = False
+    """Add a KL term against the initial weights to the loss."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Weight of the KL term."""
+    kl_loss_type: KlLoss = "low_var_kl"
+    """Estimator of the KL term; a + behind it gives it the gradient of k2, which is unbiased."""
+    use_kl_in_reward: bool = False
+    """Subtract a KL term against the initial weights from the reward of each token."""
+    kl_penalty: Kl = "kl"
+    """Estimator of the KL term in the reward."""
+    kl_ctrl: KlControlConfig = Field(default_factory=KlControlConfig)
+    """The coefficient of the KL term in the reward."""
+    entropy_coeff: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
+    """Dynamic sampling: which groups a step leaves out."""
+    rollout_correction: Correction | None = None
+    """One of verl's named corrections for the gap between rollout and trainer, which sets the next keys."""
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Importance weights that correct for stale samples, per token or per sequence; null leaves them out."""
+    rollout_is_threshold: Threshold = "2.0"
+    """Largest importance weight; lower_upper (0.5_5.0) gives weight 0 to a ratio outside."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the importance weights by their mean over the step."""
+    rollout_rs: Text | None = None
+    """Reject tokens (token_k1) or responses (seq_mean_k3) that are too unlikely now; several with commas."""
+    rollout_rs_threshold: Threshold | None = None
+    """Bounds of what is kept: lower_upper of the ratio for k1, the largest divergence for k2 and k3."""
+    bypass_mode: bool = False
+    """Take the rollout's log-probs for the old ones, and leave out the pass that computes them."""
+    bypass_loss: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """Policy loss with bypass_mode: PPO's, or REINFORCE with the weights of rollout_is."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _expand_presets(cls, value: Any, validate: ModelWrapValidatorHandler[AlgorithmConfig]) -> AlgorithmConfig:
+        given = {cls.shorthand: value} if isinstance(value, str) else value
+        if not isinstance(given, Mapping):
+            return validate(value)
+        whole = dict(given)
+        for key, presets in (("rollout_correction", CORRECTIONS), ("preset", PRESETS)):
+            if isinstance(name := given.get(key), str) and name in presets:  # others are refused below
+                whole = laid_under(presets[name], whole)
+        section = validate(whole)
+        for name in whole.keys() - given.keys():
+            section.model_fields_set.discard(name)  # so that a later preset replaces it
+        return section
+
+    @field_validator("rollout_is_threshold")
+    @classmethod
+    def _check_threshold(cls, value: str) -> str:
+        check_threshold(value)
+        return value
+
+    @field_validator("rollout_rs")
+    @classmethod
+    def _check_kinds(cls, value: str | None) -> str | None:
+        return value if value is None else ",".join(kinds_of(value))
+
+    @model_validator(mode="after")
+    def _spread_clip_ratio(self) -> AlgorithmConfig:
+        if "clip_ratio" in self.model_fields_set:
+            for name in ("clip_ratio_low", "clip_ratio_high"):
+                if name not in self.model_fields_set:
+                    setattr(self, name, self.clip_ratio)
+                    self.model_fields_set.discard(name)  # so that a later clip_ratio replaces it again
+        return self
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> AlgorithmConfig:
+        if why := self._misfit():
+            raise ConfigError(f"algorithm.{why}")
+        return self
+
+    def _misfit(self) -> str | None:
+        """Returns a sentence about the first keys that do not fit together; None if all do."""
+        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if self.adv_estimator == "gdpo" and not keys:
+            return "gdpo_reward_keys: 'gdpo' needs the names of the numbers to normalise; give [format,accuracy]."
+        if weights and len(weights) != len(keys):
+            return f"gdpo_reward_weights: {len(weights)} weights for {len(keys)} gdpo_reward_keys; give one for each."
+        if self.policy_loss == "dro" and self.dro_beta is None:
+            return "dro_beta: policy_loss=dro needs it; give a number greater than 0."
+        if self.rollout_rs is None:
+            if self.rollout_rs_threshold is not None:
+                return "rollout_rs_threshold has no effect without algorithm.rollout_rs; give that, too."
+        elif self.rollout_rs_threshold is None:
+            return "rollout_rs needs algorithm.rollout_rs_threshold; give the bounds of what is kept."
+        else:
+            try:
+                check_rejection(kinds_of(self.rollout_rs), self.rollout_rs_threshold)
+            except ValueError as error:
+                return f"rollout_rs_threshold='{self.rollout_rs_threshold}': {error}."
+        if not self.bypass_mode:
+            if self.bypass_loss != "ppo_clip":
+                return f"bypass_loss={self.bypass_loss} has no effect without algorithm.bypass_mode=true."
+            return None
+        if self.policy_loss != "vanilla":
+            return f"bypass_mode has losses of its own (bypass_loss); leave out policy_loss={self.policy_loss}."
+        if self.adv_estimator in SUMS_SQUARES:
+            return (
+                f"bypass_mode leaves out the pass that '{self.adv_estimator}' needs; use another adv_estimator, or "
+                "bypass_mode=false."
+            )
+        return None
+
+    @property
+    def reference(self) -> bool:
+        """Whether the log-probs of the initial weights are needed."""
+        return self.use_kl_loss or self.use_kl_in_reward
+
+    def preset_keys(self) -> dict[str, list[str]]:
+        """Returns, for each preset in use, the keys that have its values, as ``key=value``."""
+        found = {}
+        for key, presets in (("preset", PRESETS), ("rollout_correction", CORRECTIONS)):
+            if (name := getattr(self, key)) is not None:
+                kept = [(k, value) for k, value in presets[name].items() if getattr(self, k) == value]
+                found[f"algorithm.{key}={name}"] = [f"{k}={_yaml(value)}" for k, value in kept]
+        return found
+
+    @staticmethod
+    def without_preset(values: Mapping[str, Any], preset: str) -> dict[str, Any]:
+        """Returns a section's values without those that another preset of the same kind sets or the present one set."""
+        kind, presets = ("rollout_correction", CORRECTIONS) if preset in CORRECTIONS else ("preset", PRESETS)
+        keys = {key for name in (str(values.get(kind)), preset) for key in presets.get(name, {})}
+        return {key: value for key, value in values.items() if key not in keys}
+
+
+def _yaml(value: Any) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,233 @@
+"""Parity with verl: the same tensors through our configuration and stages, and through verl's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dataflow.algorithms.correction import CORRECTIONS, REJECTIONS
+from dataflow.algorithms.losses import BYPASS, LOSSES
+from dataflow.batch import Batch
+from dataflow.config.algorithm import AlgorithmConfig
+from dataflow.graph import TaskInfo
+from dataflow.stages.correction import correct
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
+
+GROUPS, N, P, R = 6, 4, 3, 7
+KEYS = {
+    "clip_ratio_low": 0.1,
+    "clip_ratio_high": 0.3,
+    "clip_ratio_c": 2.5,
+    "tau_pos": 1.2,
+    "tau_neg": 1.5,
+    "loss_agg_mode": "seq-mean-token-sum-norm",
+    "loss_scale_factor": 11,
+    "entropy_coeff": 0.01,
+}
+POLICY_LOSS = {
+    "clip_cov_ratio": 0.2,
+    "clip_cov_lb": 0.01,
+    "clip_cov_ub": 9.0,
+    "kl_cov_ratio": 0.2,
+    "ppo_kl_coef": 0.7,
+    "dro_beta": 0.3,
+}
+CORRECTION = {
+    "rollout_is": "sequence",
+    "rollout_is_threshold": "0.5_1.5",
+    "rollout_is_batch_normalize": True,
+    "rollout_rs": "token_k1,seq_mean_k3",
+    "rollout_rs_threshold": "0.5_1.8,0.2",
+}
+CORRECTED = {*CORRECTION, "bypass_mode", "loss_type"}
+Found = Mapping[str, Any]
+Case = tuple[Callable[[], Found], Callable[[], Found]]
+
+
+def samples() -> dict[str, torch.Tensor]:
+    """Log-probs of three models, advantages, scores and values of random responses, by name."""
+    draw = torch.Generator().manual_seed(5)
+    rows = GROUPS * N
+    length = torch.randint(1, R + 1, (rows, 1), generator=draw)
+    mask = (torch.arange(R) < length).long()
+
+    def normal(scale: float) -> torch.Tensor:
+        return scale * torch.randn((rows, R), generator=draw) * mask
+
+    old = (-2 + normal(0.5)) * mask
+    return {
+        "response_mask": mask,
+        "old_log_probs": old,
+        "log_prob": old + normal(0.3),
+        "rollout_log_probs": old + normal(0.3),
+        "ref_log_prob": old + normal(0.2),
+        "advantages": torch.randn((rows, 1), generator=draw) * mask,
+        "values": normal(1.0),
+        "sum_pi_squared": torch.rand((rows, R), generator=draw) * mask,
+        "score": torch.rand(rows, generator=draw),
+        "reward_baselines": torch.rand(rows, generator=draw),
+    }
+
+
+def batch() -> Batch:
+    """The samples as a rollout returns them."""
+    found = samples()
+    rows = GROUPS * N
+    prompts = torch.full((rows, P), 7)
+    whole = torch.cat([torch.ones(rows, P, dtype=torch.long), found["response_mask"]], dim=1)
+    columns = {"prompts": prompts, "responses": found["response_mask"] * 8, "attention_mask": whole}
+    return Batch(np.repeat(np.arange(GROUPS), N), {**columns, **found}, {"weights_version": 0})
+
+
+def _loss(config: Any, name: str) -> Found:
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    found = samples()
+    log_prob = found["log_prob"].requires_grad_()
+    config.global_batch_info.update(
+        dp_size=1,
+        batch_num_tokens=int(found["response_mask"].sum()),
+        global_batch_size=GROUPS * N,
+        loss_scale_factor=config.loss_scale_factor,
+    )
+    torch.manual_seed(0)  # clip_cov draws the tokens that it leaves out
+    loss, metrics = get_policy_loss_fn(name)(
+        old_log_prob=found["rollout_log_probs" if BYPASS in name else "old_log_probs"],
+        log_prob=log_prob,
+        advantages=found["advantages"],
+        response_mask=found["response_mask"].bool(),
+        loss_agg_mode=config.loss_agg_mode,
+        config=config,
+        rollout_is_weights=None if BYPASS in name else torch.full((GROUPS * N, R), 1.5),
+    )
+    (gradient,) = torch.autograd.grad(loss, log_prob)
+    return {"loss": loss.detach(), "gradient": gradient, **metrics}
+
+
+def loss_case(name: str, **bypass: Any) -> Case:
+    def ours() -> Found:
+        from dataflow.engines.verl.loss import actor_config
+
+        keys = {**KEYS, **POLICY_LOSS, **bypass, **({} if bypass else {"policy_loss": name})}
+        config = actor_config(SimpleNamespace(micro_batch_size=4), AlgorithmConfig(**keys), response_length=R)
+        return _loss(config, config.policy_loss.loss_mode)
+
+    def verls() -> Found:
+        from verl.trainer.config import RolloutCorrectionConfig
+        from verl.workers.config import FSDPActorConfig
+        from verl.workers.config.actor import PolicyLossConfig
+
+        correction = {key: value for key, value in bypass.items() if key != "bypass_loss"}
+        corrections = RolloutCorrectionConfig(**correction, loss_type=bypass.get("bypass_loss", "ppo_clip"))
+        config = FSDPActorConfig(
+            strategy="fsdp2",
+            rollout_n=1,
+            ppo_micro_batch_size_per_gpu=4,
+            policy_loss=PolicyLossConfig(loss_mode=name, **POLICY_LOSS, rollout_correction=corrections),
+            **KEYS,
+        )
+        return _loss(config, name)
+
+    return ours, verls
+
+
+def correction_case(**keys: Any) -> Case:
+    def ours() -> Found:
+        task = TaskInfo(step=1)
+        data = batch()
+        found = correct(data, data.like(old_log_probs=data["old_log_probs"]), AlgorithmConfig(**keys), task)
+        mask = found["response_mask"] if "response_mask" in found else data["response_mask"]
+        weights = {"weights": found["rollout_is_weights"]} if "rollout_is_weights" in found else {}
+        return {"mask": mask, **weights, **task.metrics}
+
+    def verls() -> Found:
+        from verl import DataProto
+        from verl.trainer.config import RolloutCorrectionConfig
+        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+        config = RolloutCorrectionConfig(**{"rollout_is": None, **keys})
+        names = ("old_log_probs", "rollout_log_probs", "response_mask")
+        data, metrics = compute_rollout_correction_and_add_to_batch(
+            DataProto.from_dict({name: samples()[name] for name in names}), config
+        )
+        weights = {"weights": data.batch["rollout_is_weights"]} if "rollout_is_weights" in data.batch else {}
+        return {"mask": data.batch["response_mask"], **weights, **metrics}
+
+    return ours, verls
+
+
+CASES: dict[str, Case] = {
+    **{f"loss {name}": loss_case(name) for name in LOSSES},
+    **{
+        f"loss {BYPASS} {loss}": loss_case(BYPASS, **CORRECTION, bypass_mode=True, bypass_loss=loss)
+        for loss in ("ppo_clip", "reinforce")
+    },
+    "correction off": correction_case(),
+    "correction whole": correction_case(**CORRECTION),
+    "correction normalised": correction_case(rollout_is="token", rollout_is_batch_normalize=True),
+    **{
+        f"correction {kind}": correction_case(
+            rollout_rs=kind, rollout_rs_threshold="0.7_1.3" if "k1" in kind else ".05"
+        )
+        for kind in REJECTIONS
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_tensors_give_the_same_numbers_as_verl(name: str) -> None:
+    ours, verls = (call() for call in CASES[name])
+    assert ours.keys() == verls.keys()
+    for key, value in verls.items():
+        torch.testing.assert_close(torch.as_tensor(ours[key]), torch.as_tensor(value), rtol=1e-6, atol=1e-7)
+
+
+def test_the_cases_of_losses_and_corrections_do_something() -> None:
+    found = {name: CASES[name][0]() for name in CASES}
+    values = {float(found[f"loss {name}"]["loss"]) for name in LOSSES}
+    assert len(values) >= len(LOSSES) - 1  # at ratios this small, two may agree
+    whole = samples()["response_mask"].sum()
+    for name, case in found.items():
+        if name.startswith("correction ") and name.split()[1] in (*REJECTIONS, "whole"):
+            assert 0 < case["mask"].sum() < whole, name
+
+
+def test_named_corrections_are_verl_s() -> None:
+    from verl.trainer.config import RolloutCorrectionConfig
+
+    made = {
+        name: {key: value for key, value in vars(getattr(RolloutCorrectionConfig, name)()).items() if key in CORRECTED}
+        for name, value in vars(RolloutCorrectionConfig).items()
+        if isinstance(value, classmethod) and not name.startswith("_")
+    }
+    ours = {}
+    for name in CORRECTIONS:
+        section = AlgorithmConfig(rollout_correction=name)
+        ours[name] = {key: getattr(section, "bypass_loss" if key == "loss_type" else key) for key in made[name]}
+    assert made.keys() == ours.keys()
+    for name, keys in made.items():
+        for key, value in keys.items():
+            mine = ours[name][key]
+            assert str(mine) == str(value) or float(mine) == float(value), (name, key)
+
+
+def test_gspo_by_the_formula_of_the_paper() -> None:
+    found = {name: value.double().numpy() for name, value in samples().items()}
+    mask, advantage = found["response_mask"], found["advantages"][:, 0]
+    length = mask.sum(axis=1)
+    ratio = np.exp(((found["log_prob"] - found["old_log_probs"]) * mask).sum(axis=1) / length)
+    # Equation 5 of 2507.18071: a mean over responses of the clipped ratio of whole responses.
+    expected = -np.minimum(ratio * advantage, np.clip(ratio, 1 - 0.05, 1 + 0.02) * advantage).mean()
+
+    from dataflow.engines.verl.loss import actor_config
+
+    section = AlgorithmConfig(preset="gspo", clip_ratio_low=0.05, clip_ratio_high=0.02)
+    config = actor_config(SimpleNamespace(micro_batch_size=4), section, response_length=R)
+    loss = _loss(config, config.policy_loss.loss_mode)["loss"] / 1.5  # the weights of _loss
+    assert float(loss) == pytest.approx(expected, abs=1e-6)

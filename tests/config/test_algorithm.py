@@ -1,0 +1,121 @@
+"""Section algorithm: presets, the order of precedence, thresholds, and keys that do not fit together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from dataflow.algorithms.correction import CORRECTIONS
+from dataflow.algorithms.estimators import ESTIMATORS
+from dataflow.algorithms.losses import LOSSES
+from dataflow.algorithms.presets import PRESETS
+from dataflow.config import algorithm
+from dataflow.config.algorithm import AlgorithmConfig
+from dataflow.config.run import RunConfig, dump_yaml, parse_overrides
+from dataflow.config.saved import Saved, dump
+from dataflow.errors import ConfigError
+
+
+def section(*args: str) -> AlgorithmConfig:
+    return parse_overrides(RunConfig, args).algorithm
+
+
+def test_the_keys_take_exactly_the_names_of_the_tables() -> None:
+    assert get_args(algorithm.Estimator) == tuple(ESTIMATORS)
+    assert get_args(algorithm.Loss) == tuple(LOSSES)
+    assert get_args(algorithm.Preset) == tuple(PRESETS)
+    assert get_args(algorithm.Correction) == tuple(CORRECTIONS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_its_keys(name: str) -> None:
+    found = section(f"algorithm={name}")
+    assert {key: getattr(found, key) for key in PRESETS[name]} == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_correction_sets_its_keys(name: str) -> None:
+    found = section(f"algorithm.rollout_correction={name}")
+    assert {key: getattr(found, key) for key in CORRECTIONS[name]} == CORRECTIONS[name]
+
+
+def test_explicit_keys_win_over_presets() -> None:
+    found = section("algorithm=gspo", "algorithm.clip_ratio_low=0.1", "algorithm.use_kl_loss=true")
+    assert (found.clip_ratio_low, found.clip_ratio_high, found.policy_loss) == (0.1, 4e-4, "gspo")
+    assert found.use_kl_loss
+    # clip_ratio is the default of the other two, so it also replaces a preset's.
+    both = section("algorithm=dapo", "algorithm.clip_ratio=0.1")
+    assert (both.clip_ratio_low, both.clip_ratio_high, both.clip_ratio_c) == (0.1, 0.1, 10.0)
+
+
+def test_a_preset_replaces_the_one_that_is_a_pipeline_s_default() -> None:
+    class Config(RunConfig):
+        algorithm: AlgorithmConfig = AlgorithmConfig(preset="gspo", kl_loss_coef=0.3)
+
+    plain = parse_overrides(Config, []).algorithm
+    assert (plain.policy_loss, plain.kl_loss_coef) == ("gspo", 0.3)
+    other = parse_overrides(Config, ["algorithm=drgrpo"]).algorithm
+    assert (other.policy_loss, other.clip_ratio_low, other.kl_loss_coef) == ("vanilla", 0.2, 0.3)
+
+
+def test_the_saved_configuration_says_what_a_preset_set_and_takes_another(tmp_path: Path) -> None:
+    config = parse_overrides(RunConfig, ["algorithm=gspo", "algorithm.clip_ratio_low=0.1", "name=x"])
+    text = dump_yaml(config)
+    assert text.startswith("# algorithm.preset=gspo set adv_estimator=grpo, policy_loss=gspo, clip_ratio_high=0.0004, ")
+    assert "clip_ratio_low" not in text.splitlines()[0]
+    assert yaml.safe_load(text)["algorithm"]["clip_ratio_low"] == 0.1
+    (tmp_path / "own.py").write_text("from dataflow.config.run import RunConfig as Config\ndef pipeline(config): ...\n")
+    (tmp_path / "config.yaml").write_text(dump(config, tmp_path / "own.py"))
+    saved = Saved(tmp_path / "config.yaml")
+    assert saved.config([]).algorithm.clip_ratio_low == 0.1
+    other = saved.config(["algorithm=drgrpo"]).algorithm
+    assert (other.policy_loss, other.clip_ratio_high, other.loss_agg_mode) == (
+        "vanilla",
+        0.2,
+        "seq-mean-token-sum-norm",
+    )
+    corrected = saved.config(["algorithm.rollout_correction=decoupled_geo_rs"]).algorithm
+    assert (corrected.rollout_rs, corrected.policy_loss, corrected.clip_ratio_low) == ("seq_mean_k1", "gspo", 0.1)
+
+
+def test_thresholds_are_taken_as_they_are_written() -> None:
+    # YAML would read the first as 0.52.
+    assert section("algorithm.rollout_is_threshold=0.5_2").rollout_is_threshold == "0.5_2"
+    assert section("algorithm.rollout_is_threshold=3").rollout_is_threshold == "3"
+    assert AlgorithmConfig(rollout_is_threshold=2.5).rollout_is_threshold == "2.5"  # type: ignore[arg-type]
+    kinds = section("algorithm.rollout_rs=token_k2, seq_max_k3,token_k2", "algorithm.rollout_rs_threshold=0.1,0.2")
+    assert (kinds.rollout_rs, kinds.rollout_rs_threshold) == ("token_k2,seq_max_k3", "0.1,0.2")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("algorithm=drgrp", "algorithm.preset=drgrp: give grpo, .*did you mean 'drgrpo'"),
+        ("algorithm.policy_loss=gsp", "did you mean 'gspo'"),
+        ("algorithm.policy_loss=dro", "dro_beta: policy_loss=dro needs it"),
+        ("algorithm.adv_estimator=gdpo", "gdpo_reward_keys: 'gdpo' needs the names"),
+        ("algorithm.gdpo_reward_keys=a algorithm.gdpo_reward_weights=[1,2]", "2 weights for 1 gdpo_reward_keys"),
+        ("algorithm.clip_ratio_c=1", "clip_ratio_c=1: "),
+        ("algorithm.rollout_is_threshold=5_2", "lower_upper such as 0.5_2.0"),
+        ("algorithm.rollout_is_threshold=nan", "lower_upper such as 0.5_2.0"),
+        ("algorithm.rollout_rs=token_k4", "there is no 'token_k4'"),
+        ("algorithm.rollout_rs=token_k1", "rollout_rs needs algorithm.rollout_rs_threshold"),
+        ("algorithm.rollout_rs_threshold=2", "no effect without algorithm.rollout_rs"),
+        ("algorithm.rollout_rs=token_k2 algorithm.rollout_rs_threshold=1_2", "'token_k2' has no lower bound"),
+        ("algorithm.rollout_rs=token_k1 algorithm.rollout_rs_threshold=0.5", "give 1 or more"),
+        ("algorithm.rollout_rs=token_k1 algorithm.rollout_rs_threshold=2,3", "one threshold for all kinds, or 1"),
+        ("algorithm.bypass_loss=reinforce", "no effect without algorithm.bypass_mode=true"),
+        ("algorithm=gspo algorithm.bypass_mode=true", "leave out policy_loss=gspo"),
+        (
+            "algorithm.adv_estimator=optimal_token_baseline algorithm.bypass_mode=true",
+            "leaves out the pass that 'optimal_token_baseline' needs",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(args: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        section(*args.split())
+    assert "\n" not in str(caught.value)
