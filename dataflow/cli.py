@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dataflow.commands.arguments import Parser, Version, as_key
+from dataflow.commands.ending import act
 from dataflow.errors import ConfigError, Interrupted
 from dataflow.files import written
-from dataflow.running.arguments import Parser, Version, as_key
-from dataflow.running.ending import act
 from dataflow.system.stopping import stopping
 from dataflow.system.supervisor import open_standard_streams, report
 
@@ -272,7 +272,7 @@ def _critical(pipeline: Any, graph: Any, seconds: dict[str, float] | None) -> st
 
 def _plan(options: argparse.Namespace) -> int:
     if options.keys:
-        from dataflow.config.overrides import describe
+        from dataflow.config.keys.overrides import describe
         from dataflow.planning.config import PlanConfig
 
         print(describe(PlanConfig))
@@ -371,7 +371,7 @@ def _compare(options: argparse.Namespace) -> int:
         print(predicted(runs, _trace, options.out, options.json))
         return 0
     if runs[0].endswith(".py"):
-        from dataflow.running.presets import run_all
+        from dataflow.commands.presets import run_all
 
         report(training=True)  # its runs close by themselves, which takes a while
         runs = run_all(runs[0], runs[1:])

@@ -12,7 +12,7 @@ from typing import Literal
 
 from dataflow.errors import PipelineError, PolicyError, nearest
 from dataflow.graph import Grain, Lag, Pipeline, TaskGraph, TaskId
-from dataflow.unroll import Unroller
+from dataflow.tasks.unroll import Unroller
 
 MAX_STALENESS = 4
 PRESETS = ("baseline", "mini-batch", "off-policy", "both")

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 from dataflow import __version__
 from dataflow.cli import main
-from dataflow.config.overrides import accepts, fields
+from dataflow.config.keys.overrides import accepts, fields
 from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.errors import ConfigError
 from tests.test_cli import PIPELINE, PROBLEM

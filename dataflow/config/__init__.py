@@ -1,1 +1,1 @@
-"""The configuration of a run: one module per section, overrides, and the equivalents of verl's keys."""
+"""The configuration of a run: one module per section, and the keys as users write them."""

@@ -23,10 +23,10 @@ from pydantic import (
 )
 
 from dataflow.algorithms.estimators import ESTIMATORS
-from dataflow.config import verl_keys
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.checkpoint import CheckpointConfig, ResumeConfig
-from dataflow.config.overrides import describe, parse_overrides
+from dataflow.config.keys import verl_keys
+from dataflow.config.keys.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
 from dataflow.config.reward import CustomRewardConfig, JudgeConfig, RewardConfig
 from dataflow.config.samples import SamplesConfig

@@ -19,7 +19,7 @@ import yaml
 from loguru import logger
 
 from dataflow.config.algorithm import AlgorithmConfig
-from dataflow.config.overrides import parse_overrides
+from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.pipeline_file import load_pipeline_file
 from dataflow.config.run import RunConfig, dump_yaml
 from dataflow.errors import ConfigError

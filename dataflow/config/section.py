@@ -9,7 +9,7 @@ from annotated_types import Le, Lt
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from dataflow.config.overrides import accepts
+from dataflow.config.keys.overrides import accepts
 
 LARGEST = 2**31 - 1
 """The largest integer of a key without a bound of its own, as torch, Ray and vLLM use 32 bits."""

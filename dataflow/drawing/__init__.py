@@ -1,1 +1,1 @@
-"""Graphs as mermaid and SVG."""
+"""Graphs as mermaid and SVG, the style of all pictures, and durations in words."""

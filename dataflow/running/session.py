@@ -41,7 +41,7 @@ class Session:
     """One run.
 
     Args:
-        config: as ``dataflow.config.overrides.parse_overrides`` returns it.
+        config: as ``dataflow.config.keys.overrides.parse_overrides`` returns it.
         module: the pipeline file.
         progress: shows what happens.
         directory: of an earlier run to go on with; None begins a new one.

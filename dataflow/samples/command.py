@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from dataflow.config.overrides import parse_overrides
+from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.section import Section, Text
 from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.files import unwritable

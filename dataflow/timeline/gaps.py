@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dataflow.timeline.duration import seconds
+from dataflow.drawing.duration import seconds
 
 CUT = "time in which a run was not running is cut out"
 """What a time axis with cuts says of them."""

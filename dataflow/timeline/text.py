@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import DataError
 from dataflow.timeline.attribution import Wait, exposed_waits, summary, waits_after
 from dataflow.timeline.culprits import Culprit, culprits
-from dataflow.timeline.duration import seconds as duration
 from dataflow.timeline.gaps import Axis
 from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes, looks
 

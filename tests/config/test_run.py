@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from dataflow.config.overrides import build, fields
+from dataflow.config.keys.overrides import build, fields
 from dataflow.config.pipeline_file import load_pipeline_file
 from dataflow.config.run import EngineConfig, PolicyConfig, RunConfig, describe, dump_yaml, parse_overrides
 from dataflow.errors import ConfigError, DataflowError, PipelineError, PolicyError, UserError

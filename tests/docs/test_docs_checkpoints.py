@@ -12,7 +12,7 @@ import yaml
 
 from dataflow.cli import _parser
 from dataflow.config.checkpoint import CheckpointConfig
-from dataflow.config.overrides import fields, parse_overrides
+from dataflow.config.keys.overrides import fields, parse_overrides
 from dataflow.config.run import RunConfig, TrainerConfig
 from dataflow.planning.config import PlanConfig
 from dataflow.running.resume import MAY_CHANGE, check_changes

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dataflow.batch import Batch
-from dataflow.config.overrides import parse_overrides
+from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.samples import SamplesConfig
 from dataflow.samples.command import SamplesQuery
 from dataflow.samples.query import parse_where

@@ -14,9 +14,9 @@ from dataflow.running.remains import summarise
 from dataflow.running.reporting.tracking import step_metrics
 from dataflow.timeline import perfetto
 from dataflow.timeline.attribution import Wait, exposed_waits, pool_waits, summary, waits_after
-from dataflow.timeline.critical import critical_path
 from dataflow.timeline.culprits import culprits
 from dataflow.timeline.gaps import Axis, Gap, gaps
+from dataflow.timeline.page.critical import critical_path
 from dataflow.timeline.page.html import page
 from dataflow.timeline.page.tracks import sheet
 from dataflow.timeline.picture import draw

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dataflow.config import yaml_values
+from dataflow.config.keys import yaml_values
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.files import decoded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataflow.config.overrides import parse_overrides
+from dataflow.config.keys.overrides import parse_overrides
 from dataflow.errors import DataError, nearest
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.sources import handmade, scalars, trace, verl

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from dataflow.drawing.duration import seconds
 from dataflow.timeline.culprits import Culprit, culprits, place_of
-from dataflow.timeline.duration import seconds
 from dataflow.timeline.gaps import Axis
 from dataflow.timeline.page.tracks import Versions
 from dataflow.timeline.spans import Trace, called

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from dataflow.timeline.attribution import Wait
-from dataflow.timeline.critical import critical_path
 from dataflow.timeline.culprits import Culprit, culprits, last_requests, place_of
 from dataflow.timeline.gaps import Axis
+from dataflow.timeline.page.critical import critical_path
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes
 from dataflow.timeline.text import extent
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dataflow.config.yaml_values import load
+from dataflow.config.keys.yaml_values import load
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataflow.timeline.duration import seconds
+from dataflow.drawing.duration import seconds
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dataflow.config.overrides import fields
+from dataflow.config.keys.overrides import fields
+from dataflow.config.keys.verl_keys import KEYS, SECTIONS, hint
 from dataflow.config.run import RunConfig, parse_overrides
-from dataflow.config.verl_keys import KEYS, SECTIONS, hint
 from dataflow.errors import ConfigError, alike
 
 OURS = {".".join(path) for path, _ in fields(RunConfig)}

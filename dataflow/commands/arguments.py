@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from dataflow.running.ending import one_line
+from dataflow.commands.ending import one_line
 
 
 def as_key(unknown: Sequence[str], arguments: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from dataflow.config import yaml_values
+from dataflow.config.keys import yaml_values
 from dataflow.errors import ConfigError, DataflowError, alike, nearest
 
 T = TypeVar("T", bound=BaseModel)
