@@ -25,7 +25,8 @@ from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.planner import simulate
 from dataflow.planning.workload import Modelled, Rewards, Validation, Workload, grpo
 from dataflow.policy import expand, preset
-from dataflow.scheduler import Instruction, Scheduler, Start, TaskFinished
+from dataflow.scheduler import Scheduler
+from dataflow.tasks.events import Instruction, Start, TaskFinished
 from dataflow.testing import grpo_pipeline
 
 BOUND_US = 50.0

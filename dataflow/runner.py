@@ -14,13 +14,13 @@ from dataflow.executors.base import Chunk, Done, Executor, Report, StageCall
 from dataflow.executors.calling import failure
 from dataflow.executors.parts import Parts
 from dataflow.graph import Input, Task, TaskGraph, TaskId, TaskInfo
-from dataflow.scheduler import (
+from dataflow.scheduler import Scheduler
+from dataflow.tasks.events import (
     Cancel,
     ChunkEmitted,
     Instruction,
     Release,
     RunDone,
-    Scheduler,
     Start,
     StepDone,
     TaskFailed,
