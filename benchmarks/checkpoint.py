@@ -10,7 +10,7 @@ wait for them hides a save. The exposed time of a save is the time that it takes
     slowdown   how much longer tasks take beside the write than the same tasks of the run without checkpoints, compared
                with that of the tasks beside no write (so a machine that is slower for a while does not matter)
 
-The share is of a run that saves once in ten steps. Then the run goes on for one more step, and the time before that
+The share is of a run that saves once in ten steps. Then the run continues for one more step, and the time before that
 step begins is compared with that before the first step of a new run. Medians over saves, then over rounds. Prints
 tables and writes JSON; exits with 1 if the share exceeds its bound. This file is also a pipeline file: of the run that
 blocks.

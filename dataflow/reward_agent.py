@@ -367,7 +367,7 @@ class RewardAgent:
         if count > self._max_abandoned and not self.steps.closed:
             name, limit = name_of(self._function), f"more than reward.max_abandoned={self._max_abandoned} allows"
             fix = "give its own requests a time-out, or raise reward.timeout"
-            self.steps.halt(f"{count} calls of '{name}' go on running after their time is over, {limit}; {fix}.", None)
+            self.steps.halt(f"{count} calls of '{name}' keep running after their time is over, {limit}; {fix}.", None)
 
     # --- metrics, the user's object -----------------------------------------------------------------------------
 

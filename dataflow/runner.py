@@ -34,7 +34,7 @@ OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
 @dataclass(frozen=True)
 class Restored:
-    """What a run goes on from: the graph's states, and fields of steps whose tasks ran before the checkpoint.
+    """What a run resumes from: the graph's states, and fields of steps whose tasks ran before the checkpoint.
 
     Attributes:
         states: value of each state (a field that is read as Carried or Latest).
@@ -76,7 +76,7 @@ class Runner:
             optional stages (validation) that ended later.
         on_span: called with each span, for a progress display.
         handles: of input fields, by field and step, from another runner of the same executor.
-        restored: what the steps before ``graph.first`` left, if the run goes on from a checkpoint.
+        restored: what the steps before ``graph.first`` left, if the run resumes from a checkpoint.
     """
 
     def __init__(

@@ -265,7 +265,7 @@ def test_streaming_starts_the_rewards_as_groups_finish():
 
 
 @pytest.mark.parametrize(("groups", "mini_batches", "chunks"), [(1024, 4, 16), (24, 4, 12), (18, 18, 18), (7, 1, 7)])
-def test_a_rollout_is_handed_on_in_whole_shares_of_the_mini_batches(groups, mini_batches, chunks):
+def test_a_rollout_is_emitted_in_whole_shares_of_the_mini_batches(groups, mini_batches, chunks):
     graph = expand(grpo_pipeline(), preset("both+stream", mini_batches), 2, mini_batches, groups=groups)
     assert graph.unroll(1)[0].emits == chunks
     assert graph.window(1, 1).number_of_nodes() == len(graph.unroll(1))

@@ -354,7 +354,7 @@ def test_a_failure_names_the_sample_and_ends_the_step(value: Any, message: str, 
             await agent.collect(12, 1)
         with pytest.raises(DataflowError, match="step 12 was submitted before"):
             agent.submit(12, samples(1))
-        assert (await agent.collect(13)).ids == (0,), "other steps go on"
+        assert (await agent.collect(13)).ids == (0,), "other steps continue"
         stats = agent.stats()
         assert stats["failed"] == 1
         assert stats["cancelled"] > 50

@@ -99,7 +99,7 @@ def cause(error: BaseException) -> BaseException:
         inner.add_note(shortened(str(error)))
         return inner
     if died(error):
-        return ServiceLost(f"{DIED}; see Ray's log for its last words: {last_words(error)}")
+        return ServiceLost(f"{DIED}; see Ray's log for its last output: {last_words(error)}")
     return error
 
 

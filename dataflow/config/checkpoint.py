@@ -1,4 +1,4 @@
-"""The configuration of checkpoints, and of a run that goes on from one."""
+"""The configuration of checkpoints, and of a run that resumes from one."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class CheckpointConfig(Section):
 
 
 class ResumeConfig(Section):
-    """Going on from the last checkpoint of the run of the same name."""
+    """Resumes from the last checkpoint of the run of the same name."""
 
     shorthand = "mode"
 
     mode: Literal["never", "auto"] = "never"
-    """auto goes on if runs/NAME exists, from its last whole checkpoint, or without one from the beginning with its
-    ledger; never says that it exists."""
+    """auto resumes runs/NAME if it exists, from its last whole checkpoint, or without one from the beginning with its
+    ledger; never refuses to."""
     allow: Keys = Field(default=[])
     """Keys that may differ from those of the run although they change what it trains on, such as policy."""

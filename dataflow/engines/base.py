@@ -172,7 +172,7 @@ class Trained(Protocol):
         ...
 
     async def write(self, directory: str) -> None:
-        """Writes the copy, while other calls go on; all ranks must call, with the same directory.
+        """Writes the copy, while other calls are served; all ranks must call, with the same directory.
 
         Raises:
             OSError: a file cannot be written; on all ranks.
@@ -180,7 +180,7 @@ class Trained(Protocol):
         ...
 
     async def settle(self) -> None:
-        """Waits for a write that is going on, and gives up a copy that no write has begun with; all ranks must call."""
+        """Waits for a write in progress, and discards a copy whose write has not begun; all ranks must call."""
         ...
 
     def load(self, directory: str) -> None:

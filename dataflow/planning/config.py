@@ -36,7 +36,7 @@ class ValidationPlan(Section):
     samples: NonNegativeInt | None = None
     """Reward requests of one validation; null takes the source's."""
     pool: Literal["shared", "own"] = "shared"
-    """Scored behind the training requests, or by separate servers."""
+    """Scored after the training requests, or by separate servers."""
     overlap: bool | None = None
     """Training continues during validation; null: yes, except for a verl log with reward.agent=per-step."""
 

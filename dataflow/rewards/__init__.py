@@ -25,5 +25,5 @@ The way of one request, from ``submit`` to ``collect``; each line names the func
     RewardAgent.collect             reward_agent.py    Steps.collect (steps.py) waits, and returns the rewards
 
 States and their allowed changes are in requests.py. In actors (remote/), ``RemoteAgent`` sends each actor its groups;
-a local agent scores them there, and ``Steps`` hands them out in the process that submitted them.
+a local agent scores them there, and ``Steps`` returns them in the process that submitted them.
 """

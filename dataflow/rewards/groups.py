@@ -148,7 +148,7 @@ class GroupCalls:
     def _warn(self, what: str) -> None:
         if not self._log_failed:
             self._log_failed = True
-            logger.warning("reward log: '{}' {}; the run goes on.", name_of(self._log), what)
+            logger.warning("reward log: '{}' {}; the run continues.", name_of(self._log), what)
 
 
 def usage_of(reward: Any, tokens: int) -> Mapping[str, float]:

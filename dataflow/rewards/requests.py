@@ -1,7 +1,7 @@
 """The state of a step in the reward agent: its requests by group, their scoring jobs, and its waiters.
 
 A *request* is one sample that needs a score. A *scoring job* is the work of getting one score; requests with the same
-prompt and response may share a job. A *step* holds its requests by group and hands out whole groups. The states of
+prompt and response may share a job. A *step* holds its requests by group and returns whole groups. The states of
 requests and jobs are explicit, and a change that is not allowed raises an error. Nothing here uses an event loop.
 """
 

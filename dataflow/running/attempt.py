@@ -67,7 +67,7 @@ class Attempt:
         """Runs to the end.
 
         Args:
-            point: the checkpoint to go on from.
+            point: the checkpoint to resume from.
 
         Returns:
             The digest of the weights, and the stats of the reward agent; None for a service that is not there.
@@ -125,7 +125,7 @@ class Attempt:
             return
         step = runner.finish()
         if step < self._graph.first:
-            main.cancel()  # no step was trained since the checkpoint that the run went on from
+            main.cancel()  # no step was trained since the checkpoint that the run resumed from
             return
         self._cut = step
         report(grace=options.grace_s)
@@ -200,10 +200,10 @@ class Attempt:
         return RayExecutor(ray.address, ray.num_cpus, self._config.trainer.threads, imports=["torch"])
 
     async def _restore(self, point: Checkpoint) -> Restored:
-        """Loads a checkpoint into the services; returns what the runner goes on from."""
+        """Loads a checkpoint into the services; returns what the runner continues from."""
         pipeline = self._graph.pipeline
         states = point.states()
-        # A run may go on without further checkpoints, and then has no stages that save.
+        # A run may continue without further checkpoints, and then has no stages that save.
         stages = pipeline.with_role("saves") or pipeline.with_role("trains")
         for host in sorted({s.host.name for s in stages if s.host is not None}):
             await self._executor.ask(host, "load", str(point.service(host)))
@@ -251,11 +251,11 @@ class Attempt:
         if self._failed >= most:
             raise RunError(
                 f"the last {self._failed} checkpoints could not be written (checkpoint.max_failed={most}); make room "
-                f"in {self._record.directory}, then 'dataflow resume {self._record.directory}' goes on."
+                f"in {self._record.directory}, then 'dataflow resume {self._record.directory}' continues it."
             )
 
     async def _show(self, runner: Runner) -> None:
-        """Updates the picture while the run goes on, if there is one."""
+        """Updates the picture while the run continues, if there is one."""
         per_step = sum(self._graph.parts.values())
         stats: dict[str, Any] = {}
         while self._progress.moves:

@@ -90,7 +90,7 @@ def locked(directory: Path) -> Iterator[None]:
     """Holds the lock of a run's directory; the system releases it when the process ends, however that happens.
 
     Raises:
-        ConfigError: another process holds it: the run still goes on; or the directory cannot be written.
+        ConfigError: another process holds it, since the run has not ended; or the directory cannot be written.
     """
     try:
         opened = (directory / LOCK).open("a+")

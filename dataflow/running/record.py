@@ -1,6 +1,6 @@
-"""The record of a run: its trace, metrics and evaluations, in the files that grow while it goes.
+"""The record of a run: its trace, metrics and evaluations, in files that grow during the run.
 
-A run that goes on from a checkpoint goes on in the same files: what lies behind the checkpoint is cut off, and the time
+A run that resumes from a checkpoint appends to the same files: what followed the checkpoint is cut off, and the time
 in between is a gap of the trace (``meta["gaps"]``).
 """
 
@@ -62,12 +62,12 @@ class Record:
         self._tracker: Tracker | None = None
         self._writer: TraceWriter | None = None
 
-    # --- going on -------------------------------------------------------------------------------------------
+    # --- resuming -------------------------------------------------------------------------------------------
 
     def load(self) -> None:
         """Reads what an earlier process recorded.
 
-        A trace that cannot be read is left out with a warning: the run can go on without its past timeline.
+        A trace that cannot be read is left out with a warning: the run can continue without its past timeline.
         """
         try:
             self.trace = perfetto.load(str(self.directory))
@@ -78,7 +78,7 @@ class Record:
             self._take(row.pop("step"), {name: value for name, value in row.items() if value is not None})
 
     def cut(self, step: int, early: frozenset[str], ahead: int) -> None:
-        """Drops what lies behind a checkpoint.
+        """Drops what follows a checkpoint.
 
         Args:
             step: of the checkpoint.
@@ -98,8 +98,8 @@ class Record:
         meta = self.trace.meta
         for name in ("cut", "status"):
             meta.pop(name, None)
-        lost = f", and {last - end:.1f} s of work behind it were lost" if last > end else ""
-        meta["gaps"] = [*meta.get("gaps", ()), [end, last, f"went on from step {step}{lost}"]]
+        lost = f", and {last - end:.1f} s of work after it were lost" if last > end else ""
+        meta["gaps"] = [*meta.get("gaps", ()), [end, last, f"resumed from step {step}{lost}"]]
         meta["resumed"] = [*meta.get("resumed", ()), step]
         if self._tracker is not None:
             self._tracker.close()
@@ -134,7 +134,7 @@ class Record:
         self.trace.sink = self._writer.add
 
     def begin(self, now: float) -> float:
-        """Begins the clock of training, or goes on with it; returns second 0 of the trace, as unix time."""
+        """Starts the clock of training, or continues it; returns second 0 of the trace, as unix time."""
         meta = self.trace.meta
         if "resumed" in meta:
             meta["gaps"][-1][1] = max(meta["gaps"][-1][0], now - meta["started"])

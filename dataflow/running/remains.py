@@ -51,7 +51,7 @@ def stopped(directory: Path, done: int, steps: int | None) -> str:
     of = "" if steps is None else f" of {steps}"
     draw = f"'dataflow timeline {directory} -o {directory}.html' draws what it did"
     saved = CheckpointStore(directory / "checkpoints").whole()
-    resume = f"'dataflow resume {directory}' goes on from step {saved[-1]}, " if saved else ""
+    resume = f"'dataflow resume {directory}' resumes from step {saved[-1]}, " if saved else ""
     return f"stopped after {done}{of} steps; {resume}{draw if done else f'its files are in {directory}'}"
 
 

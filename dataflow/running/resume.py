@@ -1,4 +1,4 @@
-"""Going on with a run that ended: from its directory to a session, and which keys may be changed."""
+"""Resumes a run that ended: from its directory to a session, and which keys may be changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAY_CHANGE = (
 
 
 def began(module: ModuleType, config: RunConfig, overrides: Sequence[str], progress: Progress) -> Session:
-    """Returns the session of ``dataflow run``: a new one, or with ``resume=auto`` the one that goes on with a run.
+    """Returns the session of ``dataflow run``: a new one, or with ``resume=auto`` the one that resumes a run.
 
     Args:
         module, config: of the run.
@@ -48,7 +48,7 @@ def began(module: ModuleType, config: RunConfig, overrides: Sequence[str], progr
 
 
 def resumed(directory: Path, overrides: Sequence[str], progress: Progress, *, anew: bool = False) -> Session:
-    """Returns the session that goes on with a run.
+    """Returns the session that resumes a run.
 
     Args:
         directory: of the run.
@@ -71,7 +71,7 @@ def resumed(directory: Path, overrides: Sequence[str], progress: Progress, *, an
     point = CheckpointStore(directory / "checkpoints").newest()
     if point is None and not anew:
         raise ConfigError(
-            f"run '{directory}' has no checkpoint to go on from; begin it again with 'dataflow run' and resume=auto, "
+            f"run '{directory}' has no checkpoint to resume from; begin it again with 'dataflow run' and resume=auto, "
             "which takes the rewards that its ledger holds."
         )
     if point is not None and point.step >= after.steps:
@@ -80,7 +80,7 @@ def resumed(directory: Path, overrides: Sequence[str], progress: Progress, *, an
 
 
 def check_changes(before: RunConfig, after: RunConfig, directory: Path) -> None:
-    """Checks that a run can go on with another configuration.
+    """Checks that a run can be resumed with another configuration.
 
     Args:
         before: the run's.

@@ -44,7 +44,7 @@ class Session:
         config: as ``dataflow.config.keys.overrides.parse_overrides`` returns it.
         module: the pipeline file.
         progress: shows what happens.
-        directory: of an earlier run to go on with; None begins a new one.
+        directory: of an earlier run to resume; None begins a new one.
 
     Raises:
         UserError: one sentence; nothing has been written or started.
@@ -179,7 +179,7 @@ class Session:
             record.close()
 
     def _point(self) -> Checkpoint | None:
-        """Returns the checkpoint that the run goes on from, with the record cut there; None to begin."""
+        """Returns the checkpoint that the run resumes from, with the record cut there; None to begin."""
         if not self._resumes:
             return None
         self.record.load()
@@ -206,7 +206,7 @@ class Session:
                 said = " ".join(str(error).split())
                 point = self._newest()
                 logger.warning(
-                    f"{said}; restart {restarts} of {self.config.trainer.restarts}: the run goes on from "
+                    f"{said}; restart {restarts} of {self.config.trainer.restarts}: the run resumes from "
                     f"{f'its checkpoint of step {point.step}' if point else 'its beginning, as it has no checkpoint'}."
                 )
 

@@ -15,7 +15,7 @@ LINES = 4
 _TEXTS = ("prompt", "response", "explanation", "query", "ground_truth")
 """Columns shown as text, in this order."""
 _HEAD = ("step", "group", "sample", "weights_version", "data_source", "extra_info", "begin", "end")
-"""Columns that the header or the heading shows, or that say nothing to a reader."""
+"""Columns that the header or the heading shows already, or that are of no use to a reader."""
 
 
 def listing(

@@ -1,4 +1,4 @@
-"""Checkpoint stages: copy the state after a step's sync, and write it while training goes on.
+"""Checkpoint stages: copy the state after a step's sync, and write it while training continues.
 
     sync_weights[v] ─▶ stage_checkpoint[v] ─▶ write_checkpoint[v]      (gpu: a copy to CPU memory; io: the files)
                                                     ▲
@@ -6,7 +6,7 @@
 
 ``stage_checkpoint`` reads every state of the graph, so the graph's own rules keep the next step from overwriting one
 before it is copied. There is one copy at a time: until its turn on ``io`` has come and its files are written, the next
-checkpoint is left out, and training goes on. Only the checkpoint at the end of the run waits.
+checkpoint is left out, and training continues. Only the checkpoint at the end of the run waits.
 
 A service is saved if a stage with the role ``trains`` calls it. With several, such as an actor and a critic, each is
 copied and written by stages of its own; that of the first makes the whole a checkpoint when all others are written:
@@ -138,7 +138,7 @@ async def write_checkpoint(
 ) -> None:
     """Writes the first service, with the responses of the steps already sampled, and makes all of it a checkpoint.
 
-    A disk that fails costs this checkpoint alone: it is logged as ``checkpoint/failed``, and training goes on.
+    A disk that fails costs this checkpoint alone: it is logged as ``checkpoint/failed``, and training continues.
 
     Args:
         snapshot: what to write; None if there is none.
@@ -165,7 +165,7 @@ async def write_checkpoint(
         if service.rank != 0:
             return
         later = range(task.step + 1, min(task.step + task.max_staleness, steps) + 1)
-        # In a thread: hashing and syncing files takes seconds, in which the service goes on.
+        # In a thread: hashing and syncing files takes seconds, in which the service can serve others.
         size = await asyncio.to_thread(_commit, snapshot.directory, snapshot.states, store, task, later)
     except OSError as error:
         if service.rank == 0:
@@ -185,7 +185,7 @@ def _commit(directory: Path, states: Mapping[str, Any], store: Store, task: Task
 
 def _failed(task: TaskInfo, error: OSError) -> None:
     task.log({FAILED: 1.0})
-    logger.warning(f"checkpoint of step {task.step} failed, training goes on: {_why(error)}")
+    logger.warning(f"checkpoint of step {task.step} failed, training continues: {_why(error)}")
 
 
 def _why(error: OSError) -> str:

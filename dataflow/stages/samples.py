@@ -43,7 +43,7 @@ async def write_samples(
 ) -> None:
     """Writes the samples that a step trains on, all its parts in one file.
 
-    A disk that fails costs this file alone: a warning says so, and training goes on.
+    A disk that fails costs this file alone: a warning says so, and training continues.
 
     Args:
         responses: columns of a rollout.
@@ -88,7 +88,7 @@ async def _write(
         await asyncio.to_thread(work)  # other stages without a service share the event loop
     except OSError as error:
         logger.warning(
-            f"samples {path} cannot be written, training goes on: {error.strerror or error}; make room there, "
+            f"samples {path} cannot be written, training continues: {error.strerror or error}; make room there, "
             "or set samples.every=0."
         )
 

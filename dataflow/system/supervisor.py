@@ -369,7 +369,7 @@ class Supervisor:
             return str(self._facts["killed"])
         # If the child was killed, Ray died because of that.
         if self._lost and not killed:
-            return f"Ray's {self._lost} died (killed, or out of memory), without which the run cannot go on{logs}"
+            return f"Ray's {self._lost} died (killed, or out of memory), without which the run cannot continue{logs}"
         if os.WIFSIGNALED(self._status):
             name = signal.Signals(os.WTERMSIG(self._status)).name
             return f"the run's process was killed by {name} ({'out of memory?' if name == 'SIGKILL' else 'a crash'})"

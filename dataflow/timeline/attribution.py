@@ -183,7 +183,7 @@ def summary(trace: Trace) -> dict[str, Any]:
 
     Returns:
         ``wall_s`` (first task to last training task, without the time in which the run was not running), ``resumed``
-        (steps of the checkpoints from which it went on), ``not_running_s`` (from each kill to the resume, together),
+        (steps of the checkpoints from which it resumed), ``not_running_s`` (from each kill to the resume, together),
         ``step_s`` (wall time per complete step), ``after_training_s``
         (from the last training task to the last task of all, such as a late validation), ``after_training_idle_s``
         (idle time of the GPUs in it), ``gpu_busy_s``, ``exposed_wait_s``, ``exposed_wait_by_cause`` {cause: seconds},

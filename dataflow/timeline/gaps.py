@@ -10,7 +10,7 @@ from typing import Any
 from dataflow.drawing.duration import seconds
 
 CUT = "time in which a run was not running is cut out"
-"""What a time axis with cuts says of them."""
+"""The sentence about the cuts of a time axis."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Gap:
 
     Attributes:
         begin, end: seconds from the run's first task: the end of the last task that the run kept, and the resume.
-        why: how the run went on, in words; "" if the trace does not say.
-        step: of the checkpoint from which it went on; None if the trace does not say.
+        why: how the run resumed, in words; "" if the trace does not say.
+        step: of the checkpoint from which it resumed; None if the trace does not say.
     """
 
     begin: float
@@ -57,7 +57,7 @@ def gaps(meta: Mapping[str, Any]) -> tuple[Gap, ...]:
     """Returns the gaps that a trace's meta lists, in order of time.
 
     Entries that are no interval are left out. Of entries that overlap or touch, one gap is made, with the words of the
-    later: a run that was killed again before its next checkpoint went on twice from the same one.
+    later: a run that was killed again before its next checkpoint resumed twice from the same one.
     """
     listed = meta.get("gaps")
     if not isinstance(listed, list | tuple):
@@ -78,7 +78,7 @@ def gaps(meta: Mapping[str, Any]) -> tuple[Gap, ...]:
 
 
 def resumed(meta: Mapping[str, Any]) -> list[int]:
-    """Returns the steps of the checkpoints from which a run went on, in the order in which it did."""
+    """Returns the steps of the checkpoints from which a run resumed, in the order in which it did."""
     given = meta.get("resumed")
     return [step for step in given if _is_step(step)] if isinstance(given, list | tuple) else []
 
@@ -136,6 +136,6 @@ class Axis:
         return place
 
     def after(self, running: float) -> float:
-        """Returns where the time is drawn at which the run had been running for so many seconds since begin."""
+        """Returns where the time is drawn at which the run had been running for this number of seconds since begin."""
         before = sum(self.at(gap.begin) - i * self.wide < running for i, gap in enumerate(self.gaps))
         return running + before * self.wide

@@ -169,7 +169,7 @@ class Trace:
 
     @property
     def resumed(self) -> list[int]:
-        """Steps of the checkpoints from which the run went on."""
+        """Steps of the checkpoints from which the run resumed."""
         return resumed(self.meta)
 
     def running_s(self, begin: float, end: float) -> float:

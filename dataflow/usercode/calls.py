@@ -322,7 +322,7 @@ class Calls:
             sentinel.enter(mark)
         try:
             result = function(**keywords)
-        except BaseException as raised:  # reported to the caller; the thread goes on
+        except BaseException as raised:  # reported to the caller; the thread takes the next call
             error = raised
         if sentinel is not None and mark is not None:
             sentinel.leave()

@@ -231,7 +231,7 @@ def test_abort_gives_up_what_is_in_flight(model: str) -> None:
                 pass
 
         long = Sampling(temperature=0.1, max_tokens=100_000)
-        # Prompts that none of the few likeliest tokens ends would go on for hours.
+        # Prompts that none of the few likeliest tokens ends would run for hours.
         waiting = [
             asyncio.ensure_future(all_of(engine.generate(prompts([4] * 64), long, seed=0))),
             asyncio.ensure_future(engine.sample([5, 6], long, (1,))),

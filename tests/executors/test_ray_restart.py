@@ -60,7 +60,7 @@ class Desk:
         journal: a file that outlives it.
         lives: what each of its processes does, in turn: "scores"; "half": never ends the second half of the groups;
             "dies": at its first collect; "dies in build", "hangs in build", "raises in build", "raises in submit".
-            The last one goes on.
+            The last one continues.
     """
 
     def __init__(self, journal: str, lives: Sequence[str] = ("scores",)) -> None:
@@ -289,7 +289,7 @@ def test_killed_at_random_moments_the_run_uses_each_group_once(policy, seed, tmp
     assert gone(pids(journal))
 
 
-def test_groups_that_were_handed_out_are_not_requested_again(tmp_path, warnings):
+def test_groups_that_were_returned_are_not_requested_again(tmp_path, warnings):
     journal = tmp_path / "journal"
 
     def kill_in_the_middle(run: Run, span: Span) -> None:

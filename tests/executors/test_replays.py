@@ -66,7 +66,7 @@ def test_what_nobody_collected_is_submitted_again_as_it_was() -> None:
     assert kept.left() == [submitted(1), submitted(2)], "the older step first"
 
 
-def test_what_was_handed_out_is_left_out() -> None:
+def test_what_was_returned_is_left_out() -> None:
     kept = usual()
     submit(kept, submitted(1))
     hand_out(kept, 1, 0, 4, (5, 2))

@@ -200,7 +200,7 @@ def test_an_engine_that_dies_in_mid_rollout_is_synced_again_and_samples_only_the
         assert sorted(groups) == list(range(GROUPS))
     # The second engine only records its own rollouts: the rest of step 2, then 3 and 4.
     rest, *whole = [groups for _seed, groups in asked]
-    assert 0 < len(rest) < GROUPS, "what was handed on is not sampled again"
+    assert 0 < len(rest) < GROUPS, "emitted groups are not sampled again"
     assert whole == [tuple(range(GROUPS))] * 2
     again = next(span for span in trace.spans if span.task == "rollout[2]")
     assert again.args["restarted"] == 1

@@ -15,23 +15,23 @@ from dataflow.testing import SteadyCosts, grpo_pipeline, simulate
 def rollout(prompts): ...
 
 
-def handed(emits: int, ends: tuple[float, ...] = ()) -> list[tuple[float, tuple[int, ...] | None]]:
+def emitted(emits: int, ends: tuple[float, ...] = ()) -> list[tuple[float, tuple[int, ...] | None]]:
     return list(chunks_of(Task(TaskId(1, "rollout"), rollout, (), (), emits=emits), 8, 10.0, 20.0, ends))
 
 
-def test_one_that_does_not_stream_hands_on_nothing() -> None:
-    assert handed(1) == []
+def test_a_task_that_does_not_stream_emits_nothing() -> None:
+    assert emitted(1) == []
 
 
-def test_evenly_where_nothing_is_known() -> None:
-    assert handed(4) == [(12.5, (0, 1)), (15.0, (2, 3)), (17.5, (4, 5)), (20.0, (6, 7))]
+def test_chunks_are_even_where_no_times_are_known() -> None:
+    assert emitted(4) == [(12.5, (0, 1)), (15.0, (2, 3)), (17.5, (4, 5)), (20.0, (6, 7))]
 
 
-@pytest.mark.parametrize("spare", [0, 1, 3])
-def test_a_set_is_there_when_its_last_group_has_ended(spare: int) -> None:
-    ends = tuple((k + 1) ** 2 / (8 + spare) ** 2 for k in range(8 + spare))
-    times = [at for at, _groups in handed(4, ends)]
-    lasts = [-(-(k + 1) * (8 + spare) // 4) for k in range(4)]  # of the groups, spare ones among them
+@pytest.mark.parametrize("extra", [0, 1, 3])
+def test_a_chunk_is_emitted_when_its_last_group_has_ended(extra: int) -> None:
+    ends = tuple((k + 1) ** 2 / (8 + extra) ** 2 for k in range(8 + extra))
+    times = [at for at, _groups in emitted(4, ends)]
+    lasts = [-(-(k + 1) * (8 + extra) // 4) for k in range(4)]  # of the groups, extra ones included
     assert times == [10.0 + 10.0 * ends[last - 1] for last in lasts]
     assert times[-1] == 20.0
 

@@ -128,7 +128,7 @@ def test_a_new_actor_asks_only_for_what_was_not_answered(mortal: FaultServer, tm
         groups = sorted(group for part in (before, *after[1:]) for group in part.ids)
         assert groups == list(range(GROUPS)), "each group once, before or after"
         stats = await second.stats.remote()
-        assert stats["cached"] == ANSWERED - 2 * len(before.ids), "all that was paid for and not handed out"
+        assert stats["cached"] == ANSWERED - 2 * len(before.ids), "all that was paid for and not returned"
         seen = await asyncio.to_thread(mortal.seen)
         assert seen["distinct"] == 4 * GROUPS
         assert seen["requests"] == 4 * GROUPS + LIMIT, "asked again: only what was in flight"

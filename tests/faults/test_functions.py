@@ -201,7 +201,7 @@ def test_threads_that_never_return_are_bounded() -> None:
         retry = Retry(tries=3, timeout_s=0.05, backoff_s=0.0)
         agent = RewardAgent(stuck, limits=Limits(4), retry=retry, on_failure="drop_sample", max_failed_share=1.0)
         agent.submit(1, samples(1, range(20)))
-        story = r"5 calls of 'stuck' go on running after their time is over, more than reward\.max_abandoned=4 allows"
+        story = r"5 calls of 'stuck' keep running after their time is over, more than reward\.max_abandoned=4 allows"
         with pytest.raises(RewardFailed, match=story):
             await agent.collect(1)
         with pytest.raises(RewardFailed, match=r"give its own requests a time-out, or raise reward\.timeout"):

@@ -216,7 +216,7 @@ def test_a_log_that_fails_is_told_once_and_ends_nothing(logged: list[str]) -> No
     run_virtual(body)
     assert len(logged) == 1
     assert logged[0].startswith("WARNING reward log: 'log' raised KeyError: 'disk' (test_groups_post.py:")
-    assert logged[0].endswith("; the run goes on.\n")
+    assert logged[0].endswith("; the run continues.\n")
 
 
 def test_a_log_that_never_ends_holds_up_nobody(logged: list[str]) -> None:
@@ -242,7 +242,7 @@ def test_a_log_that_never_ends_holds_up_nobody(logged: list[str]) -> None:
     assert run_virtual(body) == 8
     assert logged == [
         "WARNING reward log: 'log' has not returned from 8 calls, so that it is left out of further ones; "
-        "the run goes on.\n"
+        "the run continues.\n"
     ]
 
 

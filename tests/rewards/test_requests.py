@@ -251,7 +251,7 @@ def test_rewards_are_those_of_the_chosen_groups_alone() -> None:
     assert rewards["score"].dtype == torch.float32
     assert rewards.names == ("score",)
     assert rewards.meta["latency_s"] == [2.0] * 4
-    assert list(state.groups) == [10], "they are handed out once"
+    assert list(state.groups) == [10], "they are returned once"
     assert len(state.ended) == 4
 
 

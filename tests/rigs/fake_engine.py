@@ -45,7 +45,7 @@ class FakeRollout:
                 await asyncio.sleep(0.002)
                 if self._deaths is not None and self.version and len(left) == half and not self._deaths.exists():
                     self._deaths.touch()
-                    await asyncio.sleep(0.5)  # what was handed on before must have left this process
+                    await asyncio.sleep(0.5)  # chunks emitted before must have left this process
                     if self._lost:
                         raise ServiceLost("its replica died")
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A run that ends early goes on from its last checkpoint, as if nothing had happened."""
+"""A run that ends early resumes from its last checkpoint, as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_wrong_input_is_one_sentence(keys: tuple[str, ...], tmp_path: Path, capf
         assert sorted(directory.rglob("*")) == before
         return said
 
-    assert "has no checkpoint to go on from" in refused("resume", str(directory))
+    assert "has no checkpoint to resume from" in refused("resume", str(directory))
     assert "no run at" in refused("resume", str(directory) + "x")
     assert "leave it out, or allow it with resume.allow=[seed]" in refused("resume", str(directory), "seed=5")
     assert "engine.n=4: the run" in refused("resume", str(directory), "engine.n=4")
@@ -196,7 +196,7 @@ def test_an_interrupted_run_saves_the_step_it_was_in(policy: str, keys: tuple[st
     finally:
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM
-    assert f"'dataflow resume {runs / 'stopped'}' goes on from step" in said[-1], said
+    assert f"'dataflow resume {runs / 'stopped'}' resumes from step" in said[-1], said
     assert summary(runs / "stopped")["status"] == "interrupted"
     (saved,) = (runs / "stopped" / "checkpoints").glob("step_*")
     assert 3 <= int(saved.name.removeprefix("step_")) < STEPS

@@ -231,7 +231,7 @@ def test_sets_go_out_while_others_still_talk(tiny_qwen: Path, tokenizer: Any, or
     run(body())
 
 
-def test_what_was_handed_on_is_not_said_again(tiny_qwen: Path, tokenizer: Any) -> None:
+def test_after_a_restart_emitted_chunks_are_not_sampled_again(tiny_qwen: Path, tokenizer: Any) -> None:
     prompts = prompts_of(tokenizer, 4)
     before = converse(ScriptedRollout(tokenizer, by_turn("a")), toolbox(tiny_qwen), prompts)
     engine = ScriptedRollout(tokenizer, by_turn(CALLED, ANSWERED))

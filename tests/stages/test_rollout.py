@@ -78,7 +78,7 @@ def test_all_samples_come_back_in_order_of_the_groups_whatever_ended_first() -> 
     assert found.meta["weights_version"] == 2
 
 
-def test_started_anew_it_samples_only_what_was_not_handed_on() -> None:
+def test_after_a_restart_it_samples_only_what_was_not_emitted() -> None:
     engine = FakeRollout(seed=1)
     emitted: dict[int, Batch] = {}
     first = TaskInfo(1, "rollout", emits=4, on_emit=lambda number, values: emitted.update({number: values[0]}))

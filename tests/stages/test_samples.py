@@ -121,7 +121,7 @@ def test_a_disk_that_fails_is_a_warning(tmp_path: Path) -> None:
     finally:
         logger.remove(sink)
     assert len(said) == 1
-    assert "step_000003.parquet cannot be written, training goes on" in said[0]
+    assert "step_000003.parquet cannot be written, training continues" in said[0]
 
 
 def test_a_disk_that_fills_up_leaves_no_half_of_a_file(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_disk_that_fills_up_leaves_no_half_of_a_file(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         logger.remove(sink)
     assert len(said) == 1
-    assert "training goes on" in said[0]
+    assert "training continues" in said[0]
     assert list(tmp_path.iterdir()) == []
 
 

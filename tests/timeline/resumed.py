@@ -1,10 +1,10 @@
-"""A run that was killed after its third step and went on, for the tests of what shows it."""
+"""A run that was killed after its third step and resumed, for the tests of its pictures and texts."""
 
 from __future__ import annotations
 
 from dataflow.timeline.spans import Mark, Span, Trace
 
-WHY = "went on from step 2, and 2.5 s of work behind it were lost"
+WHY = "resumed from step 2, and 2.5 s of work after it were lost"
 
 
 def resumed(hours: float = 3.2, killed: bool = True) -> Trace:

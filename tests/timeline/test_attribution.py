@@ -106,7 +106,7 @@ def test_a_wait_for_weights_is_no_wait_for_the_gpus_they_come_from() -> None:
     ]
 
 
-def test_what_a_streaming_rollout_handed_on_ends_a_wait_for_it() -> None:
+def test_a_chunk_of_a_streaming_rollout_ends_a_wait_for_it() -> None:
     trace = step(
         task("actor_update[1]", "train", 0, 1),
         task("rollout[2]", "rollout", 0, 9, emitted_s=[4, 9]),

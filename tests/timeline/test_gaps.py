@@ -103,7 +103,7 @@ def test_a_wait_over_a_gap_is_cut_and_each_side_keeps_its_cause() -> None:
             Span("prompts", 2, 0, 1, "controller", 106, 107),
             Span("rollout", 2, 0, 1, "gpu", 107, 110, {}, "prompts[2]"),
         ],
-        meta={"gaps": [[6, 106, "went on from step 1"]], "resumed": [1]},
+        meta={"gaps": [[6, 106, "resumed from step 1"]], "resumed": [1]},
     )
     assert exposed_waits(trace) == [
         Wait(4, 6, "io", "save[1]", "save[1]"),

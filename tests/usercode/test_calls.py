@@ -134,7 +134,7 @@ def test_keyboard_interrupt_in_a_thread_is_an_error_of_that_call() -> None:
     async def body(bench: Bench) -> None:
         (error,) = (await bench.end_of(now)).errors
         assert isinstance(error, KeyboardInterrupt)
-        assert (await bench.end_of(coroutine)).results == [3], "the thread and the loop go on"
+        assert (await bench.end_of(coroutine)).results == [3], "the thread and the loop still run"
 
     run(body)
 

@@ -299,7 +299,7 @@ def test_cancel_after_the_end_changes_nothing() -> None:
         call.cancel()
         await asyncio.sleep(10 * GRACE_S)
         assert ends.once == (1, 1)
-        assert (bench.strays, bench.calls.abandoned) == ([], 0), "it ended: it goes on nowhere"
+        assert (bench.strays, bench.calls.abandoned) == ([], 0), "it ended: it runs nowhere"
         assert call.result == 3
 
     run_virtual(body)

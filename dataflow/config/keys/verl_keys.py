@@ -169,9 +169,9 @@ KEYS: dict[str, Meaning] = {
     "trainer.device": Meaning("ray.gpus_per_worker", "1 for GPUs, 0 for CPUs"),
     "trainer.save_freq": Meaning("checkpoint.every", "0 saves none, as -1 does in verl"),
     "trainer.resume_mode": Meaning("resume.mode", "auto, or never for verl's disable"),
-    "trainer.resume_from_path": Meaning(None, "'dataflow resume runs/NAME' goes on from that run's last checkpoint"),
+    "trainer.resume_from_path": Meaning(None, "'dataflow resume runs/NAME' resumes from that run's last checkpoint"),
     "trainer.del_local_ckpt_after_load": Meaning(
-        None, "the checkpoint that a run goes on from stays until a newer one"
+        None, "the checkpoint that a run resumes from stays until a newer one"
     ),
     "trainer.esi_redundant_time": Meaning(None, "a run saves when a signal asks it to end (checkpoint.grace_s)"),
     "trainer.max_actor_ckpt_to_keep": Meaning(

@@ -175,7 +175,7 @@ def reason(name: str, error: BaseException) -> Exception:
     first_line = (str(inner).strip().splitlines() or [""])[0]
     gone = (exceptions.RayActorError, exceptions.OutOfMemoryError, exceptions.NodeDiedError)
     if isinstance(inner, gone) and inner is error:
-        return RunError(f"{name} died (killed, or out of memory); see Ray's log for its last words: {first_line}")
+        return RunError(f"{name} died (killed, or out of memory); see Ray's log for its last output: {first_line}")
     failed = RunError(f"{name} failed ({type(inner).__name__}: {first_line})")
     failed.__cause__ = inner
     return failed

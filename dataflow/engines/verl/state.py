@@ -1,4 +1,4 @@
-"""The trainer's state in checkpoints: copied to CPU memory, then written while training goes on.
+"""The trainer's state in checkpoints: copied to CPU memory, then written while training continues.
 
     snapshot ─▶ copy in CPU memory ─▶ write: a thread, with a gloo group of its own ─▶ DIRECTORY/
                                                                         __*.distcp, .metadata   weights and optimizer
@@ -129,7 +129,7 @@ class TrainerState:
             _set_random_state(torch.load(own, weights_only=False))
 
     def close(self) -> None:
-        """Leaves a write that is still going on to its thread, which ends with the process."""
+        """Leaves a write in progress to its thread, which ends with the process."""
         self._staged = None
 
     def _any(self, here: bool) -> bool:

@@ -2,7 +2,7 @@
 
 Pure bookkeeping. For a stage that leaves a state in its service (a weight sync), the record keeps the newest task. For
 a stage that submits groups (a reward request), it keeps each step's submissions, and which of their groups later stages
-of the service, the takers, have handed out. A step's submissions are dropped when all tasks of its takers have ended,
+of the service, the takers, have returned. A step's submissions are dropped when all tasks of its takers have ended,
 so the record holds the steps in flight only.
 """
 
@@ -40,13 +40,13 @@ class _Kept:
     Attributes:
         takers: stages with tasks of the step that have not ended.
         tasks: the submissions.
-        handed_out: ids of the groups that the takers have returned.
+        returned: ids of the groups that the takers have returned.
         ended: number of ended tasks of each taker.
     """
 
     takers: set[str]
     tasks: dict[TaskId, Submission] = field(default_factory=dict)
-    handed_out: set[int] = field(default_factory=set)
+    returned: set[int] = field(default_factory=set)
     ended: Counter[str] = field(default_factory=Counter)
 
 
@@ -69,7 +69,7 @@ class Replays:
         return len(self._newest) + sum(len(kept.tasks) for kept in self._kept.values())
 
     def learn(self, pipeline: Pipeline) -> None:
-        """Finds the stages of the service that replay, and the stages that hand out what those submit."""
+        """Finds the stages of the service that replay, and the stages that return what those submit."""
         for s in pipeline.stages:
             if not s.replays or _host_of(s) != self._host:
                 continue
@@ -84,7 +84,7 @@ class Replays:
         Args:
             submission: the task's submission, if its stage replays.
             task: that finished without an error.
-            groups: ids that it handed out, if its stage collects.
+            groups: ids that it returned, if its stage collects.
 
         Raises:
             DataflowError: the stage replays, but left neither groups nor a state.
@@ -106,7 +106,7 @@ class Replays:
 
     def _take(self, key: tuple[int, str], taker: TaskId, groups: Sequence[int]) -> None:
         kept = self._kept[key]
-        kept.handed_out.update(groups)
+        kept.returned.update(groups)
         kept.ended[taker.stage] += 1
         if kept.ended[taker.stage] == taker.parts:
             kept.takers.discard(taker.stage)
@@ -114,22 +114,22 @@ class Replays:
             del self._kept[key]
 
     def left(self) -> list[Submission]:
-        """Returns the submissions to run again: states first, then by step, each for its groups not handed out yet."""
+        """Returns the submissions to run again: states first, then by step, each for its groups not returned yet."""
         found = list(self._newest.values())
         for key in sorted(self._kept):
             kept = self._kept[key]
-            found += [rest for was in kept.tasks.values() if (rest := was.without(kept.handed_out)).groups]
+            found += [rest for was in kept.tasks.values() if (rest := was.without(kept.returned)).groups]
         return found
 
     def narrowed(self, task: Task, call: StageCall) -> StageCall:
-        """Returns the call of an unfinished task for those of its groups that were not handed out yet.
+        """Returns the call of an unfinished task for those of its groups that were not returned yet.
 
         Some may be: the service accepted the submission and died before its answer arrived.
         """
         kept = self._kept.get((task.id.step, task.id.stage))
         if kept is None or call.groups is None:
             return call
-        return _narrowed(call, call.groups, tuple(g for g in call.groups if g not in kept.handed_out))
+        return _narrowed(call, call.groups, tuple(g for g in call.groups if g not in kept.returned))
 
 
 def _narrowed(call: StageCall, of: tuple[int, ...], groups: tuple[int, ...]) -> StageCall:

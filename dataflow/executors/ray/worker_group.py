@@ -1,9 +1,9 @@
 """The worker group of a service: its actors, the tasks that run in them, and recovery when they die.
 
 If ``Hosted.restarts`` allows it, no task is lost when a service dies. After every call to the dead service has failed
-or answered, the group builds a new one, submits again the groups that the dead one had not handed out yet
+or answered, the group builds a new one, submits again the groups that the dead one had not returned yet
 (:mod:`dataflow.executors.ray.replays`), and then sends the tasks that were running. A call that answered counts and is
-not repeated, so no group is handed out twice. A task that raises by itself fails the run as usual.
+not repeated, so no group is returned twice. A task that raises by itself fails the run as usual.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ class WorkerGroup:
         if self.deaths > self.spec.restarts:
             raise RunError(
                 f"{DIED}: {self.deaths} deaths of '{self.spec.name}' with restarts={self.spec.restarts}; "
-                f"see Ray's log for its last words: {last_words(error)}"
+                f"see Ray's log for its last output: {last_words(error)}"
             ) from error
 
     async def _settled(self) -> None:

@@ -124,7 +124,7 @@ def _refuse(config: PlanConfig, source: str) -> None:
 
 
 def _saving(pipeline: Pipeline, every: int, trace: Trace, source: str) -> Pipeline:
-    """Returns the pipeline with a checkpoint every so many steps and at the end; with 0, without checkpoints.
+    """Returns the pipeline with a checkpoint every given number of steps and at the end; with 0, without checkpoints.
 
     Raises:
         ConfigError: the run wrote no checkpoint, so the time of one is not known.

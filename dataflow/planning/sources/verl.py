@@ -166,5 +166,5 @@ def _validation(
     else:
         said.append("a validation's time is all generation (validation.samples=... tells its scoring apart).")
     if overlap:
-        said.append("validation is scored while training goes on (validation.overlap=false: it stops it).")
+        said.append("validation is scored while training continues (validation.overlap=false: it stops it).")
     return Validation(every, samples, plan.pool, overlap)

@@ -1,13 +1,13 @@
 """The reward agent in Ray actors: the interface of the local agent, with the requests scored elsewhere.
 
 Each actor serves whole groups of every step with a local agent of its own, and all keep to one agent's limits. Finished
-groups come back as columns and are handed out here by the same class as in the local agent, so that order of arrival
+groups come back as columns and are returned here by the same class as in the local agent, so that order of arrival
 or index, extra groups, chunks, cancelling and failing mean the same. Nothing polls: one call to each actor waits for
 its news.
 
 Invariants:
 
-* A group is handed out once, whatever died and was sent again.
+* A group is returned once, whatever died and was sent again.
 * A step that fails in one actor has failed in all.
 * When an actor dies, its groups go to a new one if the agents have a ledger, so that no answer is paid for twice;
   otherwise the agent stops with an error. No waiter is left waiting.

@@ -1,1 +1,1 @@
-"""Saves what a run is to go on from, and the model that it leaves: checkpoints, their manifests, exports."""
+"""Saves what a run resumes from, and its trained model: checkpoints, their manifests, exports."""

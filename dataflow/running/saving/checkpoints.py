@@ -10,7 +10,7 @@
       drawn/                  samples for checkpoints to come
 
 A process that is killed leaves a directory aside, which the next one to write a checkpoint removes. Which checkpoints
-are kept is decided from the disk alone, so a run that goes on keeps the same ones as one that never stopped.
+are kept is decided from the disk alone, so a resumed run keeps the same ones as one that never stopped.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CheckpointStore:
     """Writes, finds and removes a run's checkpoints. One process writes at a time; copies in other processes may read.
 
     A checkpoint is written by :meth:`begin`, which returns a directory to write to, and :meth:`commit`; or given up by
-    :meth:`discard`. These belong in one process, and in a thread where an event loop must go on.
+    :meth:`discard`. These belong in one process, and in a thread where an event loop must not be blocked.
 
     Args:
         directory: of the checkpoints, in the run's; made with the first one.
@@ -171,7 +171,7 @@ class CheckpointStore:
         """Makes a checkpoint of what was written; then removes what is not to be kept.
 
         It is whole, and on the disk, when this returns: no later failure of the process or the machine loses it.
-        Checkpoints of later steps are removed: the run has gone on from an earlier one since.
+        Checkpoints of later steps are removed: the run has resumed from an earlier one since.
 
         Args:
             step: that :meth:`begin` was called with.
@@ -225,7 +225,7 @@ class CheckpointStore:
                     manifest = self._read(step, contents=True)
                 except Torn as error:
                     if not os.path.lexists(self._path(step)):
-                        break  # a run that goes on has removed it meanwhile, and has newer ones
+                        break  # a resumed run has removed it meanwhile, and has newer ones
                     logger.warning(f"checkpoint {self._path(step)} is not whole and is passed over: {error}.")
                 else:
                     return Checkpoint(self._path(step), step, manifest.facts)
@@ -240,7 +240,8 @@ class CheckpointStore:
     def _retain(self, committed: int) -> None:
         """Removes the checkpoints that no rule keeps, once the newest of those that are kept has been found whole.
 
-        Later ones than the committed one are of a run that went on from an earlier checkpoint, and is now another.
+        Checkpoints later than the committed one were written before the run resumed from an earlier one, and no longer
+        belong to it.
         """
         sound = [step for step in self.whole() if step <= committed]
         while sound and self._manifest(sound[-1], contents=True) is None:

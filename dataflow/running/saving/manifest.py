@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its step, facts of the run, and size and SHA-256 of each of its files.
 
 It is JSON in one exact layout with a digest of itself, so that a change of any byte is found. Every format keeps the
-keys ``version`` and ``sha256`` and the layout; a newer format can thus be told from a torn file.
+keys ``version`` and ``sha256`` and the layout; a newer format can thus be distinguished from a torn file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERSION = 1
 
 
 class Torn(DataflowError):
-    """A checkpoint is not whole; the message says what is wrong with it, to stand behind its path and a colon."""
+    """A checkpoint is not whole; the message says what is wrong with it, and follows its path and a colon."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def read_manifest(directory: Path) -> Manifest:
     if version > VERSION:
         raise ConfigError(
             f"checkpoint {directory}: a newer version of dataflow wrote it (format {version}; this one reads up to "
-            f"{VERSION}); update dataflow, or move the directory away to go on from an older checkpoint."
+            f"{VERSION}); update dataflow, or move the directory away to resume from an older checkpoint."
         )
     files = {name: (file["bytes"], file["sha256"]) for name, file in body["files"].items()}
     return Manifest(body["step"], body["facts"], files)

@@ -21,7 +21,7 @@ LONGEST = 5
 _MEANING = {
     "rewards": "reward requests were still out",
     "weights": "new weights were on their way to the engine",
-    "dispatch": "the next task was known, and was being handed over",
+    "dispatch": "the next task was known, and was being passed on",
     "controller": "a task on the controller's CPU was not done",
     "io": "something was read or written",
     "start-up": "before the first task on these GPUs",

@@ -418,7 +418,7 @@ def test_a_replica_that_dies_is_told_of_to_whoever_waits_and_whoever_comes(three
         await until(lambda: len(three._queue._queue))
         victim = next(replica for replica in three._handles if replica.outstanding)
         os.kill(await victim.actor.__ray_call__.remote(lambda replica: os.getpid()), signal.SIGKILL)
-        message = f"{victim.name} died .killed, or out of memory.; see Ray's log for its last words: .*rebuilt"
+        message = f"{victim.name} died .killed, or out of memory.; see Ray's log for its last output: .*rebuilt"
         for waiting in (drawing, turn, sync):
             with pytest.raises(RunError, match=message):
                 await waiting

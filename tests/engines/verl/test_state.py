@@ -85,7 +85,7 @@ class Held:
 
     Attributes:
         reached: set where a write is held.
-        go: lets it go on.
+        go: lets it continue.
     """
 
     def __init__(self, trainer: VerlTrainer, *, at_end: bool) -> None:

@@ -88,7 +88,7 @@ def test_what_it_had_started_ends_with_it(programs: dict[str, Program]) -> None:
     program = programs["starts_a_program"]
     with suppress(ProcessLookupError):  # it may be over by now
         child = os.pidfd_open(int(program.line()))
-        assert select.select([child], [], [], DEADLINE_S)[0], "it goes on"
+        assert select.select([child], [], [], DEADLINE_S)[0], "the child has not ended"
         os.close(child)
     program.end()
 

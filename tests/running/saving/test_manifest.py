@@ -146,7 +146,7 @@ def test_a_newer_format_is_an_error_and_is_never_removed(tmp_path: Path, monkeyp
         store.newest()
     assert str(raised.value) == (
         f"checkpoint {tmp_path / 'step_000003'}: a newer version of dataflow wrote it (format 7; this one reads up to "
-        "1); update dataflow, or move the directory away to go on from an older checkpoint."
+        "1); update dataflow, or move the directory away to resume from an older checkpoint."
     )
     assert store.whole() == [1]
     save(store, 4)
