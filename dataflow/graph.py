@@ -98,8 +98,8 @@ class Pipeline:
                 f"stage '{s.name}' runs on '{s.on}', which is not a resource{nearest(s.on, self.resources)}"
                 f" (declared: {', '.join(self.resources)})."
             )
-        for name, lag in s.reads:
-            if name in self.inputs:
+        for name, lag, optional in s.reads:
+            if name in self.inputs or (optional and name not in self.writer):
                 continue
             if name not in self.writer:
                 known = [*self.writer, *self.inputs]
@@ -115,10 +115,10 @@ class Pipeline:
                     f"stage '{s.name}' reads '{name}' of an earlier step, but '{source.name}' runs only every "
                     f"{source.every} steps; let it run on every step."
                 )
-            if source.every is not None and source.every != s.every:
+            if source.every is not None and source.every != s.every and not optional:
                 raise PipelineError(
                     f"stage '{s.name}' reads '{name}' from '{source.name}', which runs only every "
-                    f"{source.every} steps; give both the same every=."
+                    f"{source.every} steps; give both the same every=, or the field a default of None."
                 )
         for name in s.after:
             if name not in self.by_name:
@@ -230,7 +230,8 @@ class Pipeline:
             if s.name in chosen
         ]
         written = {w for s in stages for w in s.writes}
-        needed = dict.fromkeys(r.field for s in stages for r in s.reads if r.field not in written)
+        known = {*self.writer, *self.inputs} - written
+        needed = dict.fromkeys(r.field for s in stages for r in s.reads if r.field in known)
         return Pipeline(stages, inputs=tuple(needed), resources=self.resources)
 
     def hosts(self) -> dict[str, Hosted]:
@@ -275,7 +276,9 @@ class Pipeline:
                 "carried": " (of 1 + max_staleness steps before)",
             }
             for read in s.reads:
-                source = f"from {self.writer[read.field].name}" if read.field in self.writer else "input"
+                source = "input" if read.field in self.inputs else "absent, optional"
+                if read.field in self.writer:
+                    source = f"from {self.writer[read.field].name}"
                 lines.append(f"{'':<{wide}}    reads  {read.field} {source}{words[read.lag]}")
             if s.writes:
                 lines.append(f"{'':<{wide}}    writes {', '.join(s.writes)}")

@@ -38,10 +38,11 @@ class Latest:
 
 
 class Read(NamedTuple):
-    """One field that a stage reads, and the step it is read from."""
+    """One field that a stage reads, the step it is read from, and whether it may be absent (then it is None)."""
 
     field: str
     lag: Lag = "none"
+    optional: bool = False
 
 
 @dataclass
@@ -216,7 +217,7 @@ class Stage:
             every=self.every if every is None else every,
             after=self.after if after is None else tuple(after),
             ahead_of=ahead_of or self.ahead_of,
-            reads=tuple(Read(other.get(r.field, r.field), r.lag) for r in self.reads),
+            reads=tuple(r._replace(field=other.get(r.field, r.field)) for r in self.reads),
             writes=tuple(other.get(w, w) for w in self.writes),
             services={**self.services, **services},
         )
@@ -271,6 +272,9 @@ def stage(
 ) -> Callable[[Callable[..., Any]], Stage]:
     """Turns a function into a stage: parameters before ``*`` are fields, after ``*`` services and options.
 
+    A field with a default of None is optional: it is None where the pipeline has no stage that writes it, and on steps
+    on which that stage does not run.
+
     Args:
         writes: fields it returns, in order; one name for a single value.
         on: resource it occupies.
@@ -296,14 +300,14 @@ def stage(
         per_emission: replaced by per_chunk=True.
 
     Raises:
-        PipelineError: an unknown role, a parameter without a name, or an annotation that cannot be resolved
-            (it may mean that the field comes from an earlier step).
+        PipelineError: an unknown role, a parameter without a name, a field with a default other than None, or an
+            annotation that cannot be resolved (it may mean that the field comes from an earlier step).
 
     >>> @stage(writes="length", on="controller")
     ... def measure(text, *, scale=1):
     ...     return len(text) * scale
     >>> measure.reads, measure.writes, measure("abc", scale=2)
-    ((Read(field='text', lag='none'),), ('length',), 6)
+    ((Read(field='text', lag='none', optional=False),), ('length',), 6)
     """
 
     grain: Grain = "chunk" if per_chunk else "mini-batch" if per_mini_batch else "step"
@@ -330,7 +334,7 @@ def stage(
                 if name != "task":
                     services.append(name)
             elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-                reads.append(Read(name, _lag(fn, parameter, around)))
+                reads.append(Read(name, _lag(fn, parameter, around), _is_optional(fn, parameter)))
             else:
                 raise PipelineError(f"stage '{fn.__name__}': parameter '*{name}' has no name to be a field.")
         return Stage(
@@ -352,6 +356,19 @@ def stage(
         )
 
     return wrap
+
+
+def _is_optional(fn: Callable[..., Any], parameter: inspect.Parameter) -> bool:
+    """Returns whether the field may be absent: its parameter has a default, which must be None."""
+    if parameter.default is inspect.Parameter.empty:
+        return False
+    if parameter.default is not None:
+        name, value = parameter.name, parameter.default
+        raise PipelineError(
+            f"stage '{fn.__name__}': field '{name}' has the default {value!r}; give None, which makes the field "
+            f"optional, or move '{name}' behind the *, which makes it an option."
+        )
+    return True
 
 
 def _lag(fn: Callable[..., Any], parameter: inspect.Parameter, around: Mapping[str, Any]) -> Lag:

@@ -26,7 +26,7 @@ from dataflow.stages.log_prob import old_log_prob, ref_log_prob
 from dataflow.stages.reward import reward_collect, reward_request, val_score
 from dataflow.stages.samples import sample_stages
 from dataflow.stages.sync import gather_weights, sync_weights
-from dataflow.stages.update import update_stage
+from dataflow.stages.update import actor_update
 
 
 class Config(RunConfig):
@@ -51,7 +51,7 @@ def pipeline(config: Config) -> Pipeline:
         old_log_prob.bind(on=train_on, trainer=trainer, algorithm=config.algorithm),
         reward_collect.bind(agent=agent),
         advantage.bind(algorithm=config.algorithm),
-        update_stage(config.algorithm.use_kl_loss).bind(on=train_on, trainer=trainer, groups=config.data.prompts),
+        actor_update.bind(on=train_on, trainer=trainer, groups=config.data.prompts),
         gather_weights.bind(on=train_on, trainer=trainer),
         sync_weights.bind(on=sample_on, engine=engine),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from dataflow.drawing.mermaid import stages_chart
@@ -50,6 +52,45 @@ def test_bind_renames_and_leaves_the_stage_as_it_was():
     assert other.reads == (Read("val"), Read("weights", "carried"))
     assert rollout.name == "rollout"
     assert scale.bind(factor=2).services == {"factor": 2}
+
+
+@stage(writes="loss", on="gpu")
+def penalise(responses, accuracy=None, reference: Carried | None = None): ...
+
+
+def test_an_optional_field_has_no_edge_where_nobody_writes_it():
+    assert penalise.reads == (Read("responses"), Read("accuracy", "none", True), Read("reference", "carried", True))
+    pipeline = Pipeline([*GRPO, penalise], inputs=["prompts"])
+    assert [(a.name, field) for a, b, field, _ in pipeline.edges if b is penalise] == [("rollout", "responses")]
+    assert "reads  accuracy absent, optional" in pipeline.explain()
+    (task,) = [t for t in expand(pipeline, SchedulingPolicy(), 2).unroll(2) if t.stage is penalise]
+    assert [(i.field, i.sources) for i in task.inputs] == [
+        ("responses", (TaskId(2, "rollout"),)),
+        ("accuracy", ()),
+        ("reference", ()),
+    ]
+    again = Pipeline.from_facts(json.loads(json.dumps(pipeline.facts())))
+    assert again.by_name["penalise"].reads == penalise.reads
+    assert pipeline.subset(["rollout", "penalise"]).inputs == ("prompts", "weights")
+
+
+def test_an_optional_field_is_read_on_the_steps_that_have_it():
+    pipeline = Pipeline([*GRPO, penalise, validate], inputs=["prompts"])
+    graph = expand(pipeline, SchedulingPolicy(), 4)
+    read = {t.id.step: t.inputs[1].sources for step in range(1, 5) for t in graph.unroll(step) if t.stage is penalise}
+    assert read == {1: (), 2: (), 3: (TaskId(3, "validate"),), 4: (TaskId(4, "validate"),)}
+
+
+def test_a_field_has_no_other_default_than_none():
+    with pytest.raises(PipelineError) as error:
+
+        @stage(writes="a", on="gpu")
+        def f(one, factor=0.5): ...
+
+    assert str(error.value) == (
+        "stage 'f': field 'factor' has the default 0.5; give None, which makes the field optional, or move 'factor' "
+        "behind the *, which makes it an option."
+    )
 
 
 def test_edges_come_from_names():
@@ -166,7 +207,8 @@ WRONG = {
     ),
     "optional feeds mandatory": (
         build(*GRPO, validate, report),
-        "stage 'report' reads 'accuracy' from 'validate', which runs only every 3 steps; give both the same every=.",
+        "stage 'report' reads 'accuracy' from 'validate', which runs only every 3 steps; give both "
+        "the same every=, or the field a default of None.",
     ),
     "optional state": (
         build(*GRPO, validate, reads_back),

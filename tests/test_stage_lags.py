@@ -9,7 +9,7 @@ import pytest
 
 import dataflow.graph as module
 from dataflow.errors import PipelineError
-from dataflow.stage import Carried, Latest, stage
+from dataflow.stage import Carried, Latest, Read, stage
 
 if TYPE_CHECKING:
     from dataflow.stage import Carried as Hidden
@@ -45,7 +45,7 @@ def test_a_lag_may_be_written_in_any_way(way: str) -> None:
     def reads(actor) -> None: ...  # type: ignore[no-untyped-def]
 
     reads.__annotations__["actor"] = annotation
-    assert stage(on="gpu")(reads).reads == (("actor", lag),)
+    assert stage(on="gpu")(reads).reads == (Read("actor", lag),)
     assert {types, module}
 
 
@@ -62,7 +62,7 @@ def test_options_and_services_need_not_be_resolved() -> None:
     @stage(on="gpu")
     def draws(prompts: list[int], *, engine: Hidden) -> None: ...
 
-    assert draws.reads == (("prompts", "none"),)
+    assert draws.reads == (Read("prompts"),)
 
 
 WRONG = {

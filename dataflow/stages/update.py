@@ -11,7 +11,7 @@ from typing import Any
 from dataflow.batch import Batch
 from dataflow.engines.base import Trainer
 from dataflow.errors import RunError
-from dataflow.graph import Latest, Stage, TaskInfo, stage
+from dataflow.graph import Latest, TaskInfo, stage
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ def actor_update(
     old_log_probs: Batch,
     advantages: Batch,
     actor: Latest,
+    ref_log_probs: Batch | None = None,
     *,
     trainer: Trainer,
     groups: int,
@@ -84,6 +85,7 @@ def actor_update(
         old_log_probs: their log-probs under the weights that the step started from.
         advantages: their advantages; a ``response_mask`` in them replaces that of the responses.
         actor: the record so far; None for the initial weights.
+        ref_log_probs: log-probs under the initial weights, for the KL term; None without one.
         trainer: holds the weights.
         groups: prompt groups in a step.
         task: takes the trainer's metrics, ``staleness/*`` and, if samples may be dropped, ``actor/skipped_updates``
@@ -92,25 +94,5 @@ def actor_update(
     Raises:
         RunError: a group is trained twice in a step or not at all, or its samples are too stale.
     """
-    return _update(trainer, groups, task, actor, responses, old_log_probs, advantages)
-
-
-@stage(writes="actor", on="gpu", role="trains", per_mini_batch=True)
-def actor_update_kl(
-    responses: Batch,
-    old_log_probs: Batch,
-    ref_log_probs: Batch,
-    advantages: Batch,
-    actor: Latest,
-    *,
-    trainer: Trainer,
-    groups: int,
-    task: TaskInfo,
-) -> Trained:
-    """Like :func:`actor_update`, with the reference's log-probs for the KL term."""
-    return _update(trainer, groups, task, actor, responses, old_log_probs, ref_log_probs, advantages)
-
-
-def update_stage(use_reference: bool) -> Stage:
-    """Returns the update stage that reads the reference's log-probs, or the one that does not."""
-    return actor_update_kl.bind(name="actor_update") if use_reference else actor_update
+    reference = [] if ref_log_probs is None else [ref_log_probs]
+    return _update(trainer, groups, task, actor, responses, old_log_probs, *reference, advantages)

@@ -9,7 +9,7 @@ from dataflow.batch import Batch
 from dataflow.errors import RunError
 from dataflow.graph import TaskInfo
 from dataflow.runner import _reduce
-from dataflow.stages.update import Trained, actor_update, actor_update_kl, staleness, update_stage
+from dataflow.stages.update import Trained, actor_update, staleness
 
 
 def samples(*groups: int, version: int | None = 0, **columns) -> Batch:
@@ -123,14 +123,10 @@ def test_dropped_samples_train_with_an_empty_mask_and_skipped_updates_add_up():
     assert _reduce("actor/skipped_updates", told) == 2
 
 
-def test_the_reference_is_read_only_where_it_is_used():
-    assert "ref_log_probs" not in [read.field for read in update_stage(False).reads]
-    with_reference = update_stage(True)
-    assert with_reference.name == "actor_update"
-    assert with_reference.fn is actor_update_kl.fn
+def test_the_reference_is_read_where_the_pipeline_has_one():
     trainer = Trainer()
     batch = samples(0, 1, version=0)
-    reference = batch.like(ref_log_prob=[0.0] * 4)
-    run = with_reference.bind(trainer=trainer, groups=2)
-    run(batch, batch, reference, batch, None, task=info(parts=1), **run.services)
-    assert "ref_log_prob" in trainer.calls[0][1]
+    run = actor_update.bind(trainer=trainer, groups=2)
+    run(batch, batch, batch, None, batch.like(ref_log_prob=[0.0] * 4), task=info(parts=1), **run.services)
+    run(batch, batch, batch, None, None, task=info(parts=1), **run.services)
+    assert ["ref_log_prob" in names for _, names, _ in trainer.calls] == [True, False]
