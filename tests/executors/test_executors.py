@@ -50,7 +50,7 @@ class Trainer:
 
 
 class Agent:
-    """Hands out groups, the odd ones first: they arrive before the even."""
+    """Returns groups, the odd ones first, as if they had arrived before the even."""
 
     def __init__(self) -> None:
         self.left: dict[int, list[int]] = {}
