@@ -170,11 +170,15 @@ def _run(options: argparse.Namespace) -> int:
     if options.pipeline is None:
         raise ConfigError("run: give a PIPELINE.py, such as pipelines/gsm8k_grpo.py.")
     from dataflow.running.reporting.progress import Progress
-    from dataflow.running.resume import began
+    from dataflow.running.resume import Complete, began
     from dataflow.running.session import prepare_logging
 
     prepare_logging()
-    return _train(began(*_load(options), options.overrides, Progress(quiet=options.quiet)), options)
+    session = began(*_load(options), options.overrides, Progress(quiet=options.quiet))
+    if isinstance(session, Complete):
+        print(json.dumps(session.summary, indent=1) if options.json else f"{session.words}.")
+        return 0
+    return _train(session, options)
 
 
 def _resume(options: argparse.Namespace) -> int:

@@ -83,22 +83,32 @@ class Attempt:
             with self._progress.phase(f"restoring step {point.step}"):
                 restored = await self._restore(point)
         before = point.step if point else 0
-        due = before == 0 or before % (self._config.val.every or 1) == 0
+        due = before in (0, graph.steps) or before % (self._config.val.every or 1) == 0
         if graph.pipeline.with_role("validates") and due and before not in record.evaluations:
             with self._progress.phase("evaluating"):
                 await self._evaluate(before, restored.states)
         # Both executors' clocks are unix time, so that the trace can be merged with others.
         origin = record.begin(executor.now())
+        if before < graph.steps:
+            await self._make_steps(restored, origin)
+        record.trace.meta["status"] = "finished"
+        self._progress.stop()
+        digest = await self._finish_model() if "trainer" in self._hosts else None
+        stats = await executor.ask("reward", "stats") if "reward" in self._hosts else None
+        return digest, stats
+
+    async def _make_steps(self, restored: Restored, origin: float) -> None:
+        """Runs the steps that are left; raises as :meth:`run` does."""
         runner = Runner(
-            graph,
-            executor,
+            self._graph,
+            self._executor,
             inputs=self._inputs,
-            trace=record.trace,
+            trace=self._record.trace,
             origin=origin,
             on_step=self._on_step,
             restored=restored,
         )
-        self._progress.start(graph.steps)
+        self._progress.start(self._graph.steps)
         report(training=True)
         showing = asyncio.create_task(self._show(runner))
         self._runner, self._training = runner, asyncio.ensure_future(runner.run())
@@ -106,11 +116,6 @@ class Attempt:
             await self._train(runner, self._training)
         finally:
             showing.cancel()
-        record.trace.meta["status"] = "finished"
-        self._progress.stop()
-        digest = await self._finish_model() if "trainer" in self._hosts else None
-        stats = await executor.ask("reward", "stats") if "reward" in self._hosts else None
-        return digest, stats
 
     def interrupt(self, main: asyncio.Task[Any]) -> None:
         """Ends the run; where it can, after the step that is being trained, with a checkpoint.

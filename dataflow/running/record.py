@@ -16,11 +16,11 @@ from loguru import logger
 
 from dataflow.errors import DataflowError, RunError, UserError
 from dataflow.files import replaced, written
-from dataflow.running.remains import summarise
+from dataflow.running.remains import EVALUATIONS, summarise
 from dataflow.running.reporting.reward_totals import RewardTotals
 from dataflow.running.reporting.tracking import METRICS, Tracker, read_metrics, step_metrics, write_summary
 from dataflow.timeline import perfetto
-from dataflow.timeline.spans import Trace
+from dataflow.timeline.spans import Level, Mark, Span, Trace
 from dataflow.timeline.writer import TraceWriter
 
 SUMMARY = "summary.json"
@@ -44,7 +44,7 @@ class Record:
 
     Attributes:
         trace: of training.
-        before: trace of evaluations outside of the run's clock.
+        before: trace of evaluations outside of the run's clock, which has a file of its own.
         evaluations: accuracy by step; 0 is before training.
         steps: the last step whose training has ended.
         summary: what summary.json holds, once it is known.
@@ -61,6 +61,7 @@ class Record:
         self._backends = backends
         self._tracker: Tracker | None = None
         self._writer: TraceWriter | None = None
+        self._evaluations: TraceWriter | None = None
 
     # --- resuming -------------------------------------------------------------------------------------------
 
@@ -73,6 +74,11 @@ class Record:
             self.trace = perfetto.load(str(self.directory))
         except DataflowError as error:
             logger.warning(f"the timeline of the run so far is lost: {error}")
+        if (self.directory / EVALUATIONS).exists():
+            try:
+                self.before = perfetto.read(self.directory / EVALUATIONS)
+            except DataflowError as error:
+                logger.warning(f"the summary will not count the requests of earlier evaluations: {error}")
         (self.directory / SUMMARY).unlink(missing_ok=True)  # of a run that had ended
         for row in read_metrics(self.directory / METRICS):
             self._take(row.pop("step"), {name: value for name, value in row.items() if value is not None})
@@ -85,6 +91,11 @@ class Record:
             early: stages whose results of later steps the checkpoint holds.
             ahead: how many later steps that are.
         """
+        self.before = Trace(
+            [s for s in self.before.spans if s.step <= step],
+            [m for m in self.before.marks if m.args.get("step", 0) <= step],
+            meta=self.before.meta,
+        )
         old, self.trace = self.trace, Trace(meta=dict(self.trace.meta))
         last = max((s.end for s in old.spans), default=0.0)
         for span in old.spans:
@@ -132,6 +143,18 @@ class Record:
         else:
             self._writer = TraceWriter(path, self.trace.meta)
         self.trace.sink = self._writer.add
+        self.before.meta, self.before.sink = dict(meta), self._evaluated
+
+    def _evaluated(self, *items: Span | Mark | Level) -> None:
+        """Writes what was added to the trace of evaluations; its file is made with the first of an attempt."""
+        if self._evaluations is not None:
+            self._evaluations.add(*items)
+            return
+        path = self.directory / EVALUATIONS
+        with written("trace", path), replaced(path) as temporary:
+            self._evaluations = TraceWriter(temporary, self.before.meta)
+            self._evaluations.add(*self.before.spans, *self.before.marks, *self.before.levels)
+        self._evaluations.path = path
 
     def begin(self, now: float) -> float:
         """Starts the clock of training, or continues it; returns second 0 of the trace, as unix time."""
@@ -201,11 +224,15 @@ class Record:
         under_way = sys.exception()
         problem: RunError | None = None
         writer, self._writer = self._writer, None
+        evaluations, self._evaluations = self._evaluations, None
         try:
             if writer is not None:
                 writer.close(self.trace)
                 if writer.left_out:
                     logger.warning(f"{writer.path} leaves out {writer.left_out} items whose times are not finite")
+            if evaluations is not None:
+                self.before.meta["status"] = self.trace.meta["status"]
+                evaluations.close(self.before)
         except RunError as error:
             problem = error
             if under_way is None:

@@ -13,6 +13,8 @@ from dataflow.running.saving.checkpoints import CheckpointStore
 if TYPE_CHECKING:
     from dataflow.timeline.spans import Trace
 
+EVALUATIONS = "evaluations.json"
+"""File with the trace of evaluations outside of the run's clock: before training, and after a resume."""
 LAST_EVALUATIONS = 3
 """Number of last evaluations whose mean the summary has, as single ones swing by several points."""
 _FACTS = ("policy", "split", "max_staleness", "order")
@@ -101,10 +103,13 @@ def _summary(directory: Path, status: str) -> dict[str, Any]:
     from dataflow.timeline import perfetto
     from dataflow.timeline.spans import Trace
 
-    try:
-        trace = perfetto.load(str(directory))
-    except DataflowError:
-        trace = Trace()  # the run ended before its first event
+    traces = []
+    for file in (EVALUATIONS, "trace.json"):
+        try:
+            traces.append(perfetto.read(directory / file))
+        except DataflowError:
+            traces.append(Trace())  # the run ended before its first event
+    trace = traces[-1]
     trace.meta["status"] = status
     evaluations: dict[int, float] = {}
     done, totals = 0, RewardTotals()
@@ -117,4 +122,4 @@ def _summary(directory: Path, status: str) -> dict[str, Any]:
             done = max(done, row["step"])
     config = directory / "config.yaml"
     total_s = clock.now() - config.stat().st_mtime if config.exists() else None
-    return summarise(trace, done, evaluations, totals.counts((trace,)), total_s)
+    return summarise(trace, done, evaluations, totals.counts(traces), total_s)

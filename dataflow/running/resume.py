@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,8 +13,9 @@ from dataflow.config.run import RunConfig, values_of
 from dataflow.config.saved import CONFIG, Saved
 from dataflow.errors import ConfigError, nearest
 from dataflow.running.directory import check_unlocked
+from dataflow.running.record import SUMMARY
 from dataflow.running.reporting.progress import Progress
-from dataflow.running.saving.checkpoints import CheckpointStore
+from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.running.session import Session, settle
 
 MAY_CHANGE = (
@@ -27,8 +30,28 @@ MAY_CHANGE = (
 """Keys and sections that change neither the samples nor what is trained on them."""
 
 
-def began(module: ModuleType, config: RunConfig, overrides: Sequence[str], progress: Progress) -> Session:
+@dataclass(frozen=True)
+class Complete:
+    """A run that has made all its steps.
+
+    Attributes:
+        directory: of the run.
+        summary: what its summary.json holds.
+    """
+
+    directory: Path
+    summary: dict[str, Any]
+
+    @property
+    def words(self) -> str:
+        """A sentence about it."""
+        return f"run '{self.directory}' is complete: {self.summary['steps']} steps"
+
+
+def began(module: ModuleType, config: RunConfig, overrides: Sequence[str], progress: Progress) -> Session | Complete:
     """Returns the session of ``dataflow run``: a new one, or with ``resume=auto`` the one that resumes a run.
+
+    A run that is complete has none, so that a loop which starts a run again and again can end.
 
     Args:
         module, config: of the run.
@@ -43,21 +66,54 @@ def began(module: ModuleType, config: RunConfig, overrides: Sequence[str], progr
             raise ConfigError("resume=auto: give name=, by which the run is found again.")
         directory = Path(config.runs, config.name)
         if (directory / CONFIG).is_file():
-            return resumed(directory, overrides, progress, anew=True)
+            saved, after = _checked(directory, overrides, progress)
+            if (summary := complete(directory, after.steps)) is not None:
+                return Complete(directory, summary)
+            _point(directory, after.steps)
+            return Session(after, saved.module, progress, directory.resolve())
     return Session(config, module, progress)
 
 
-def resumed(directory: Path, overrides: Sequence[str], progress: Progress, *, anew: bool = False) -> Session:
-    """Returns the session that resumes a run.
+def resumed(directory: Path, overrides: Sequence[str], progress: Progress) -> Session:
+    """Returns the session that resumes a run from its last checkpoint.
 
     Args:
         directory: of the run.
         overrides: ``key=value`` arguments that change its configuration.
         progress: shows what happens.
-        anew: whether a run without a checkpoint begins again, with the rewards in its ledger.
 
     Raises:
         UserError: one sentence; nothing has been written or started.
+    """
+    saved, after = _checked(directory, overrides, progress)
+    if (summary := complete(directory, after.steps)) is not None:
+        raise ConfigError(f"{Complete(directory, summary).words}; give more steps=.")
+    if _point(directory, after.steps) is None:
+        raise ConfigError(
+            f"run '{directory}' has no checkpoint to resume from; begin it again with 'dataflow run' and resume=auto, "
+            "which takes the rewards that its ledger holds."
+        )
+    return Session(after, saved.module, progress, directory.resolve())
+
+
+def complete(directory: Path, steps: int) -> dict[str, Any] | None:
+    """Returns the summary of a run that has finished, with at least that many steps; None of any other.
+
+    A run that was killed after its last checkpoint, but before its summary, is not complete: its weights have not been
+    evaluated, exported and digested.
+    """
+    try:
+        summary = dict(json.loads((directory / SUMMARY).read_text(encoding="utf-8")))
+        return summary if summary["status"] == "finished" and summary["steps"] >= steps else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _checked(directory: Path, overrides: Sequence[str], progress: Progress) -> tuple[Saved, RunConfig]:
+    """Returns what a run's directory says about it, and the configuration to resume it with.
+
+    Raises:
+        UserError: there is no such run, it is still running, or a key may not change.
     """
     if not (directory / CONFIG).is_file():
         near = nearest(str(directory), [str(p) for p in directory.parent.glob("*")])
@@ -68,15 +124,19 @@ def resumed(directory: Path, overrides: Sequence[str], progress: Progress, *, an
     after.name, after.runs = directory.resolve().name, str(directory.resolve().parent)
     settle(after, progress)  # as the run's own configuration is: the same arguments are no change
     check_changes(before, after, directory)
+    return saved, after
+
+
+def _point(directory: Path, steps: int) -> Checkpoint | None:
+    """Returns the checkpoint to resume from; None if there is none.
+
+    Raises:
+        ConfigError: it lies after the last step.
+    """
     point = CheckpointStore(directory / "checkpoints").newest()
-    if point is None and not anew:
-        raise ConfigError(
-            f"run '{directory}' has no checkpoint to resume from; begin it again with 'dataflow run' and resume=auto, "
-            "which takes the rewards that its ledger holds."
-        )
-    if point is not None and point.step >= after.steps:
-        raise ConfigError(f"run '{directory}' is complete: step {point.step} of {after.steps}; give more steps=.")
-    return Session(after, saved.module, progress, directory.resolve())
+    if point is not None and point.step > steps:
+        raise ConfigError(f"steps={steps}: run '{directory}' has made step {point.step}; give as many steps or more.")
+    return point
 
 
 def check_changes(before: RunConfig, after: RunConfig, directory: Path) -> None:

@@ -235,7 +235,8 @@ class Session:
         # Not at once, as the handler interrupts whatever the loop is doing.
         self._cancel = partial(loop.call_soon_threadsafe, main.cancel)
         record = self.record
-        graph = self.expand(first=point.step + 1 if point else 1)  # again, as the judge's address is known now
+        # Again, as the judge's address is known now. Of a run that has made its steps the last one's graph says enough.
+        graph = self.expand(first=min(point.step + 1, self.config.steps) if point else 1)
         attempt = Attempt(self.config, graph, self.inputs, record, self.progress)
         stopping.calls(partial(loop.call_soon_threadsafe, attempt.interrupt, main))
         try:

@@ -181,7 +181,7 @@ _WAITS = {
     "weights": "waiting for weights",
     "controller": "waiting for the controller",
     "io": "waiting for files",
-    "dispatch": "starting tasks",
+    "dispatch": "handing out tasks",
     "start-up": "start-up",
 }
 

@@ -120,7 +120,36 @@ def test_a_longer_run_goes_on_behind_the_end(keys: tuple[str, ...], tmp_path: Pa
     begin(keys, "a", steps=2)
     assert main(["resume", str(directory), "steps=4", "--quiet"]) == 0
     assert summary(directory)["steps"] == 4
-    assert main(["resume", str(directory), "--quiet"]) == 2  # it is complete
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished(
+    keys: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "runs" / "a"
+    begin(keys, "a", "val.every=2", steps=2)
+    whole = summary(directory)
+    metrics = directory / "metrics.jsonl"
+    rows = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(row for row in rows if '"step": 2' not in row or "val-core/" not in row))
+    (directory / "summary.json").unlink()
+    shutil.rmtree(directory / "model")
+    assert main(["resume", str(directory), "--quiet"]) == 0
+    found = summary(directory)
+    for name in ("status", "steps", "weights_sha256", "evaluations"):
+        assert found[name] == whole[name], name
+    assert found["evaluations"].keys() == {"0", "2"}
+    assert found["rewards"]["cached"] == 8  # the last evaluation, which is not asked again
+    assert found["rewards"]["requested"] == whole["rewards"]["requested"] + 8
+    assert (directory / "model" / "config.json").exists()
+
+    # Now it is complete, and nothing is done any more.
+    before = {file: file.stat().st_mtime_ns for file in directory.rglob("*")}
+    capfd.readouterr()
+    begin(keys, "a", "val.every=2", "resume=auto", steps=2)
+    assert capfd.readouterr().out == f"run '{directory}' is complete: 2 steps.\n"
+    assert main(["resume", str(directory), "--quiet"]) == 2
+    assert "is complete: 2 steps; give more steps=" in capfd.readouterr().err
+    assert {file: file.stat().st_mtime_ns for file in directory.rglob("*")} == before
 
 
 def test_auto_begins_then_goes_on_then_begins_again_with_its_ledger(keys: tuple[str, ...], tmp_path: Path) -> None:
@@ -133,6 +162,7 @@ def test_auto_begins_then_goes_on_then_begins_again_with_its_ledger(keys: tuple[
     begin(keys, "a", "resume=auto", "policy=both")
     assert summary(directory)["rewards"]["cached"] > 0
     shutil.rmtree(directory / "checkpoints" / f"step_{STEPS:06}")
+    (directory / "summary.json").unlink()
     begin(keys, "a", "resume=auto", "policy=both")
     assert summary(directory)["steps"] == STEPS
 

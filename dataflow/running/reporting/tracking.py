@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from dataflow.errors import ConfigError, nearest
 from dataflow.files import replaced, written
+from dataflow.running.reporting.run_ids import RunIds
 from dataflow.system.children import safe_path
 from dataflow.timeline.attribution import pool_waits
 from dataflow.timeline.spans import POOLS, Span, Trace, covered
@@ -99,7 +100,9 @@ class Tracker:
         with self._written():
             self.directory.mkdir(parents=True, exist_ok=True)
             rows = None if upto is None else self._cut(upto)
-            self._backends = _open(self.directory, list(backends), project, name, dict(config or {}))
+            ids = RunIds(self.directory, backends, resumes=upto is not None)
+            self._backends = _open(self.directory, list(backends), project, name, dict(config or {}), ids)
+            ids.keep()
             # Append, so that a resumed run continues the file.
             self._file: IO[str] | None = (self.directory / METRICS).open("a", encoding="utf-8")
             if rows is not None and self._backends is not None and _LOCAL.issuperset(backends):
@@ -175,7 +178,9 @@ class Tracker:
         self.close(exit_code=0 if kind is None else 1)
 
 
-def _open(directory: Path, backends: list[str], project: str, name: str, config: dict[str, Any]) -> Tracking | None:
+def _open(
+    directory: Path, backends: list[str], project: str, name: str, config: dict[str, Any], ids: RunIds
+) -> Tracking | None:
     if not backends:
         return None
     from verl.utils.tracking import Tracking
@@ -188,9 +193,12 @@ def _open(directory: Path, backends: list[str], project: str, name: str, config:
             )
     # verl's wandb backend always reads config["trainer"].
     config = {**config, "trainer": config.get("trainer") or {}}
+    if ids.knows("mlflow"):
+        config = {"trainer": {}}  # it has the parameters, and refuses one that has changed, such as more steps
     places = {
         "TENSORBOARD_DIR": str(directory / _TENSORBOARD),
         "VERL_FILE_LOGGER_PATH": str(directory / _LOGGED),
+        **ids.variables,
     }
     # These print where they write; others hook into sys.stdout, which must then be the real one.
     quiet = contextlib.redirect_stdout(io.StringIO()) if _LOCAL.issuperset(backends) else contextlib.nullcontext()

@@ -1,0 +1,140 @@
+"""The record of a run that is killed and resumed: nothing of what was recorded is lost or counted twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.running.directory import remove_temporary
+from dataflow.running.record import Backends, Record
+from dataflow.running.remains import EVALUATIONS, finish
+from dataflow.timeline import perfetto
+from dataflow.timeline.spans import Mark, Span
+from tests.rigs.checkpoints import Child
+
+STEPS, POINT, AHEAD = 4, 2, 1
+META = {"status": "running", "resources": {"gpu": 1, "reward": None}, "started": 100.0}
+
+
+def opened(directory: Path) -> Record:
+    record = Record(directory, Backends([]))
+    record.open(META)
+    return record
+
+
+def evaluate(record: Record, step: int = 0) -> None:
+    """Adds an evaluation outside of the run's clock, with two requests."""
+    marks = [Mark("reward", "reward", at, at + 0.5, {"step": step, "how": "call", "tries": 1}) for at in (0.0, 0.25)]
+    record.before.add(Span("val_score", step, 0, 1, "reward", 0.0, 1.0, {"requests": 2}), *marks)
+    record.step(step, {"val-core/score": 0.5 + step}, 10)
+
+
+def train(record: Record, step: int) -> None:
+    """Adds a step, with the rollout of the next one."""
+    mark = Mark("reward", "reward", step, step + 0.5, {"step": step, "how": "call", "tries": 2})
+    record.trace.add(Span("reward_collect", step, 0, 1, "reward", step, step + 0.5, {"requests": 1}), mark)
+    record.trace.add(Span("rollout", step + AHEAD, 0, 1, "gpu", step, step + 0.9))
+    record.trace.add(Span("actor_update", step, 0, 1, "gpu", step + 0.9, step + 1.0))
+    record.step(step, {"reward/tokens": 10}, 10)
+
+
+def go_on(directory: Path) -> Record:
+    """Opens the record as a process does that resumes the run from step POINT."""
+    remove_temporary(directory)
+    record = Record(directory, Backends([]))
+    record.load()
+    record.cut(POINT, frozenset({"rollout"}), AHEAD)
+    record.open(META)
+    record.begin(200.0)
+    return record
+
+
+def facts(record: Record) -> dict[str, Any]:
+    """Returns what the files of a record and its summary say, once it is closed."""
+    record.summarise(1.0)
+    record.leave(1.0)
+    record.close()
+    trace = perfetto.load(str(record.directory))
+    rows = [json.loads(line) for line in (record.directory / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "tasks": [span.task for span in trace.spans],
+        "marks": len(trace.marks),
+        "rows": [row["step"] for row in rows],
+        "evaluations": record.evaluations,
+        "rewards": record.summary["rewards"],
+    }
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Iterator[Path]:
+    """The directory of a run whose process ended after STEPS steps, without closing anything."""
+    record = opened(tmp_path)
+    evaluate(record)
+    record.begin(100.0)
+    for step in range(1, STEPS + 1):
+        train(record, step)
+    yield tmp_path
+    record.leave(1.0)
+    record.close()
+
+
+def test_the_summary_counts_the_evaluation_before_the_kill(killed: Path) -> None:
+    record = go_on(killed)
+    for step in range(POINT + 1, STEPS + 1):
+        train(record, step)
+    found = facts(record)
+    assert found["rewards"]["requested"] == 2 + STEPS
+    assert found["rewards"]["retried"] == STEPS
+    assert found["evaluations"] == {0: 0.5}
+    assert found["rows"] == [0, *range(1, STEPS + 1)]
+
+
+def test_the_summary_of_a_killed_run_counts_it_too(killed: Path) -> None:
+    finish(killed, "failed", STEPS)
+    summary = json.loads((killed / "summary.json").read_text())
+    assert summary["rewards"]["requested"] == 2 + STEPS
+    assert summary["status"] == "failed"
+
+
+def test_evaluations_after_the_checkpoint_are_not_counted(killed: Path) -> None:
+    record = go_on(killed)
+    evaluate(record, POINT)
+    evaluate(record, POINT + 1)
+    record.leave(1.0)
+    record.close()
+    assert facts(go_on(killed))["rewards"]["requested"] == 2 + POINT + 2
+    assert [span.step for span in perfetto.read(killed / EVALUATIONS).spans] == [0, POINT, POINT + 1]
+
+
+def test_evaluations_that_cannot_be_read_are_left_out(killed: Path) -> None:
+    (killed / EVALUATIONS).write_text("[1")
+    assert facts(go_on(killed))["rewards"]["requested"] == POINT
+
+
+def test_a_kill_while_the_files_are_cut_loses_nothing(killed: Path) -> None:
+    whole = {file.name: file.read_bytes() for file in killed.iterdir()}
+
+    def resume() -> None:
+        record = go_on(killed)
+        evaluate(record, POINT)
+        train(record, POINT + 1)
+
+    first = {"tasks": POINT * 3, "marks": POINT}
+    kills, code = 0, -9
+    while code == -9:
+        kills += 1
+        for name, content in whole.items():
+            (killed / name).write_bytes(content)
+        code = Child(resume, kill_at=kills).wait()
+        found = facts(go_on(killed))
+        assert {name: found[name] if name == "marks" else len(found[name]) for name in first} == first, kills
+        assert found["rows"][: POINT + 1] == [0, 1, 2], kills
+        # With the second evaluation or without it.
+        assert found["rewards"]["requested"] in (2 + POINT, 2 + POINT + 2), kills
+        assert not list(killed.glob(".*")), kills
+    assert code == 0
+    assert kills > 8
