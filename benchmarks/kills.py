@@ -44,10 +44,18 @@ SENTENCE = re.compile(r"(\w+(Error|Failed|Lost)|interrupted)\b")
 
 
 class Run:
-    """A run under observation: all processes that ever descended from it, and the shared memory they used."""
+    """A run under observation: all processes that ever descended from it, and the shared memory they used.
 
-    def __init__(self, runs: Path, name: str, keys: list[str]) -> None:
-        command = [sys.executable, "-m", "dataflow.cli", "run", str(PIPELINE), f"runs={runs}", f"name={name}", *keys]
+    Args:
+        runs: directory of runs.
+        name: of the run.
+        keys: its ``key=value`` arguments.
+        resumes: whether it resumes the run of that name.
+    """
+
+    def __init__(self, runs: Path, name: str, keys: list[str], *, resumes: bool = False) -> None:
+        words = ["resume", str(runs / name)] if resumes else ["run", str(PIPELINE), f"runs={runs}", f"name={name}"]
+        command = [sys.executable, "-m", "dataflow.cli", *words, *keys]
         self.begin = time.monotonic()
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115
         # A process group of its own, so that Ctrl-C ends only the benchmark, which then ends the run.

@@ -5,27 +5,20 @@ A judge that is killed and started anew is in tests/rewards/judge/test_keeper.py
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(200)]
+from tests.rigs.benchmarks import benchmark
 
-ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(200)]
 
 
 @pytest.fixture(scope="module")
-def kills() -> Any:
-    """The benchmark, which is no package's module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        spec = importlib.util.spec_from_file_location("kills", ROOT / "benchmarks" / "kills.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+def kills() -> Iterator[Any]:
+    with benchmark("kills") as module:
         yield module
 
 
