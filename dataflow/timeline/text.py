@@ -181,7 +181,7 @@ _WAITS = {
     "weights": "waiting for weights",
     "controller": "waiting for the controller",
     "io": "waiting for files",
-    "dispatch": "handing out tasks",
+    "dispatch": "starting tasks",
     "start-up": "start-up",
 }
 

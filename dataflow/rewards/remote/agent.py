@@ -336,7 +336,7 @@ class RemoteAgent:
             self.steps.fail(state, str(error), error)
 
     def _on_arrival(self, shard: Shard, arrival: Arrival) -> None:
-        """Hands out finished groups as if they had been scored here."""
+        """Adds the groups that an actor finished, as if they had been scored here."""
         shard.stats = arrival.stats or shard.stats
         # Every actor reports the changes of a shared limit.
         self._limit_changes += [change for change in arrival.limits if change not in self._limit_changes]
