@@ -85,7 +85,7 @@ test: setup browser  ## all tests
 	$(BIN)/python -m pytest -q $(TWO) $(ARGS)
 
 gpu-check: setup  ## the tests that need a GPU (EXTRA=gpu), with what they measure
-	$(BIN)/python -m pytest -q -rs tests/test_cuda.py tests/engines/test_gpu.py $(ARGS)
+	$(BIN)/python -m pytest -q -rs tests/project/test_cuda.py tests/engines/test_gpu.py $(ARGS)
 
 test-fast: setup  ## the tests that need no engine, in under a minute
 	$(BIN)/python -m pytest -q $(TWO) -m 'not heavy' --hypothesis-profile=fast $(ARGS)

@@ -12,8 +12,8 @@ from dataflow.errors import DataflowError, RewardFailed
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.remote.agent import RemoteAgent
 from dataflow.rewards.requests import Ticket
-from tests.rewards import group_rig
-from tests.rewards.group_rig import BROKEN, Reward, samples
+from tests.rewards.groups import group_rig
+from tests.rewards.groups.group_rig import BROKEN, Reward, samples
 from tests.rewards.remote.actor_rig import remote_agents
 from tests.rigs.virtual_time import run_virtual
 

@@ -16,7 +16,7 @@ from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge.judge import Judge
-from tests.rewards.group_rig import BROKEN, Reward, agent_of, samples
+from tests.rewards.groups.group_rig import BROKEN, Reward, agent_of, samples
 from tests.rigs.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)

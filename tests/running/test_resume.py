@@ -17,7 +17,7 @@ import pytest
 from dataflow.cli import main
 from dataflow.running.directory import locked
 from dataflow.timeline import perfetto
-from tests.timeline.trace_format import check
+from tests.timeline.traces.trace_format import check
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
 

@@ -18,7 +18,7 @@ import pytest
 from dataflow.cli import main
 from dataflow.samples.files import file_of, read
 from dataflow.timeline import perfetto
-from tests.timeline.trace_format import check
+from tests.timeline.traces.trace_format import check
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 

@@ -22,8 +22,8 @@ from dataflow.timeline.page.tracks import sheet
 from dataflow.timeline.picture import draw
 from dataflow.timeline.spans import Span, Trace
 from dataflow.timeline.text import gantt, idle_lines
-from tests.timeline import trace_format
-from tests.timeline.resumed import WHY, resumed
+from tests.timeline.traces import trace_format
+from tests.timeline.traces.resumed import WHY, resumed
 
 KILLED_S = 3.2 * 3600
 

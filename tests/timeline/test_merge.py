@@ -16,7 +16,7 @@ from dataflow.timeline import perfetto
 from dataflow.timeline.merge import merge
 from dataflow.timeline.spans import Mark, Span, Trace
 from dataflow.timeline.writer import PID
-from tests.timeline.trace_format import check
+from tests.timeline.traces.trace_format import check
 
 STARTED = 1_790_000_000.25
 

@@ -20,7 +20,7 @@ from dataflow.runner import Runner
 from dataflow.testing import SteadyCosts, grpo_pipeline
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace
-from tests.timeline.trace_format import check
+from tests.timeline.traces.trace_format import check
 
 times = st.floats(0, 1e5, allow_nan=False)
 plain = st.recursive(

@@ -24,7 +24,7 @@ from dataflow.system import clock
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Level, Mark, Span, Trace
 from dataflow.timeline.writer import TraceWriter
-from tests.timeline.trace_format import check
+from tests.timeline.traces.trace_format import check
 
 ROOT = Path(__file__).parents[2]
 

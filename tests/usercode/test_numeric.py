@@ -18,7 +18,7 @@ from dataflow.graph import TaskInfo
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.user.results import read_number, read_result, read_scores, tokens_used
 from dataflow.usercode.numeric import real_number
-from tests.rewards.group_rig import samples
+from tests.rewards.groups.group_rig import samples
 from tests.rigs.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)

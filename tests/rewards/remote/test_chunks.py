@@ -16,7 +16,7 @@ from dataflow.cluster.log import KeptLines
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.remote.agent import RemoteAgent
-from tests.rewards.group_rig import BROKEN, Reward, agent_of, samples
+from tests.rewards.groups.group_rig import BROKEN, Reward, agent_of, samples
 from tests.rewards.remote.actor_rig import Book, remote_agents
 from tests.rigs.virtual_time import run_virtual
 

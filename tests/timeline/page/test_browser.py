@@ -18,7 +18,7 @@ from dataflow.timeline import perfetto
 from dataflow.timeline.culprits import linked
 from dataflow.timeline.page.html import page
 from dataflow.timeline.spans import Span, Trace
-from tests.timeline.resumed import WHY, resumed
+from tests.timeline.traces.resumed import WHY, resumed
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 

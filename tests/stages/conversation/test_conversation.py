@@ -15,7 +15,7 @@ from dataflow.errors import DataError, ModelError
 from dataflow.graph import TaskInfo
 from dataflow.tools import Toolbox, tool
 from tests.rigs.scripted_engine import ScriptedRollout, call, log_prob
-from tests.stages.conversation_rig import (
+from tests.stages.conversation.conversation_rig import (
     ANSWERED,
     CALLED,
     END,

@@ -12,7 +12,7 @@ from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.scorer import BadScore
 from dataflow.usercode.calls import GRACE_S, TimedOut
-from tests.rewards.scorer_rig import AT_ONCE, BUSY, FOR_EVER, LOST, Does, Rig, error, life, lives, run_life
+from tests.rewards.scorer.scorer_rig import AT_ONCE, BUSY, FOR_EVER, LOST, Does, Rig, error, life, lives, run_life
 
 pytestmark = pytest.mark.timeout(60)
 

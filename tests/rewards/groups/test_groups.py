@@ -9,7 +9,7 @@ import pytest
 
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits
-from tests.rewards.group_rig import BROKEN, NONE, Reward, agent_of, fails, numbers, samples, scored
+from tests.rewards.groups.group_rig import BROKEN, NONE, Reward, agent_of, fails, numbers, samples, scored
 from tests.rigs.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)

@@ -14,8 +14,8 @@ from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.remote.agent import RemoteAgent
-from tests.rewards import group_rig
-from tests.rewards.group_rig import BROKEN, Reward, samples
+from tests.rewards.groups import group_rig
+from tests.rewards.groups.group_rig import BROKEN, Reward, samples
 from tests.rewards.remote.actor_rig import remote_agents
 from tests.rigs.virtual_time import run_virtual
 

@@ -13,7 +13,7 @@ import torch
 
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry
-from tests.rewards.group_rig import BROKEN, NONE, Reward, agent_of, fails, numbers, samples, scored
+from tests.rewards.groups.group_rig import BROKEN, NONE, Reward, agent_of, fails, numbers, samples, scored
 from tests.rigs.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)
@@ -109,7 +109,7 @@ def test_post_processing_that_raises_or_never_ends() -> None:
         return scores
 
     message = fails(Reward(), "score:0", post_process_scores=broken)
-    assert message.startswith("group 0 of step 1: 'broken' raised KeyError: 'mine' (test_groups_post.py:")
+    assert message.startswith("group 0 of step 1: 'broken' raised KeyError: 'mine' (test_post_process.py:")
     assert message.endswith("; correct it, or catch the error there and return a score.")
     message = fails(Reward(), post_process_scores=never, retry=Retry(timeout_s=5.0))
     assert message.startswith("group 0 of step 1: 'never' raised TimedOut: no answer within 5 s")
@@ -215,7 +215,7 @@ def test_a_log_that_fails_is_told_once_and_ends_nothing(logged: list[str]) -> No
 
     run_virtual(body)
     assert len(logged) == 1
-    assert logged[0].startswith("WARNING reward log: 'log' raised KeyError: 'disk' (test_groups_post.py:")
+    assert logged[0].startswith("WARNING reward log: 'log' raised KeyError: 'disk' (test_post_process.py:")
     assert logged[0].endswith("; the run continues.\n")
 
 

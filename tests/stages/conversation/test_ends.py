@@ -17,7 +17,7 @@ from dataflow.graph import TaskInfo
 from dataflow.stages.conversation import Limits, conversation, conversations, val_conversation
 from tests.engines.drawing import run
 from tests.rigs.scripted_engine import ScriptedRollout, call
-from tests.stages.conversation_rig import (
+from tests.stages.conversation.conversation_rig import (
     ANSWERED,
     CALLED,
     END,

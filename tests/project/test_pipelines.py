@@ -13,7 +13,7 @@ from dataflow.policy import PRESETS, expand
 from dataflow.testing import RandomCosts, simulate
 from dataflow.testing.checks import check_trace
 
-FILES = sorted((Path(__file__).resolve().parents[1] / "pipelines").glob("*.py"))
+FILES = sorted((Path(__file__).resolve().parents[2] / "pipelines").glob("*.py"))
 POLICIES = [*PRESETS, "both+stream"]
 
 

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=f"trains on CUDA: {why_not()}"),
 ]
 
-PIPELINE = str(Path(__file__).parents[1] / "pipelines" / "gsm8k_grpo.py")
+PIPELINE = str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py")
 
 
 @pytest.mark.parametrize("policy", ["baseline", "both"])
