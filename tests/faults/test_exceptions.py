@@ -54,7 +54,7 @@ class OddText(Exception):
 
 class Huge(Exception):
     def __str__(self) -> str:
-        return "x" * 100_000_000
+        return "x" * 10_000_000
 
 
 class Stuck(Exception):
