@@ -3,22 +3,57 @@
 Declare a training step as stages, pick a scheduling policy by one word, and slow rewards hide behind GPU work.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dataflow.errors import DataflowError
 from dataflow.graph import Carried, Hosted, Latest, Pipeline, Stage, TaskInfo, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
 
+if TYPE_CHECKING:
+    from dataflow.api import Run, Trace, plan, resume, run, simulate
+    from dataflow.batch import Batch
+    from dataflow.reward_agent import RewardAgent
+
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batch",
     "Carried",
     "DataflowError",
     "Hosted",
     "Latest",
     "Pipeline",
+    "RewardAgent",
+    "Run",
     "SchedulingPolicy",
     "Stage",
     "TaskInfo",
+    "Trace",
     "expand",
+    "plan",
     "preset",
+    "resume",
+    "run",
+    "simulate",
     "stage",
 ]
+
+_LAZY = {
+    "Batch": "dataflow.batch",
+    "RewardAgent": "dataflow.reward_agent",
+    **dict.fromkeys(("Run", "Trace", "plan", "resume", "run", "simulate"), "dataflow.api"),
+}
+"""Names that are imported when they are used, so that ``import dataflow`` takes no time."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'dataflow' has no attribute '{name}'")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

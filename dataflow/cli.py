@@ -147,19 +147,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(options: argparse.Namespace) -> tuple[Any, Any]:
-    from dataflow.config.pipeline_file import load_pipeline_file
-    from dataflow.config.run import parse_overrides
-
-    if options.pipeline.endswith((".yaml", ".yml")):
-        from dataflow.config.saved import Saved
-
-        saved = Saved(Path(options.pipeline))
-        return saved.module, saved.again(options.overrides)
-    module = load_pipeline_file(options.pipeline)
-    return module, parse_overrides(module.Config, options.overrides)
-
-
 def _run(options: argparse.Namespace) -> int:
     from dataflow.config.pipeline_file import load_pipeline_file
     from dataflow.config.run import RunConfig, describe
@@ -169,12 +156,13 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     if options.pipeline is None:
         raise ConfigError("run: give a PIPELINE.py, such as pipelines/gsm8k_grpo.py.")
+    from dataflow.config.saved import load
     from dataflow.running.reporting.progress import Progress
     from dataflow.running.resume import Complete, began
     from dataflow.running.session import prepare_logging
 
     prepare_logging()
-    session = began(*_load(options), options.overrides, Progress(quiet=options.quiet))
+    session = began(*load(options.pipeline, options.overrides), options.overrides, Progress(quiet=options.quiet))
     if isinstance(session, Complete):
         print(json.dumps(session.summary, indent=1) if options.json else f"{session.words}.")
         return 0
@@ -222,6 +210,7 @@ def _train(session: Session, options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     from dataflow.config.pipeline_file import pipeline_of
+    from dataflow.config.saved import load
     from dataflow.policy import expand
 
     if options.out:
@@ -229,11 +218,11 @@ def _show(options: argparse.Namespace) -> int:
 
         check_out(Path(options.out))
     unroll = any(text.startswith("steps=") for text in options.overrides)
-    module, config = _load(options)
+    module, config = load(options.pipeline, options.overrides)
     pipeline = pipeline_of(module, config)
-    policy = config.policy.resolve(config.trainer.mini_batches)
+    policy = config.policy.resolve(config.optimizer_steps)
     steps = config.steps
-    graph = expand(pipeline, policy, steps, config.trainer.mini_batches, groups=config.data.prompts)
+    graph = expand(pipeline, policy, steps, config.optimizer_steps, groups=config.step_groups)
     seconds = _seconds_of(options.costs) if options.costs else None
     if options.out:
         from dataflow.drawing.graph_picture import draw_graph

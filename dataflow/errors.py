@@ -49,6 +49,10 @@ class ServiceLost(RunError):
     """A service cannot continue because a process that it consists of died; it has to be rebuilt."""
 
 
+class NotOffered(RunError):
+    """A service has no method of the name that was asked for."""
+
+
 class Aborted(RunError):
     """A sample in flight was abandoned."""
 

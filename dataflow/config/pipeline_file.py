@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dataflow.config.run import RunConfig
+from dataflow.config.base import BaseConfig, PipelineConfig
 from dataflow.errors import ConfigError, DataflowError, PipelineError, UserError, nearest
 from dataflow.graph import Pipeline
 from dataflow.usercode.failures import is_interrupt, message_of
@@ -16,9 +16,11 @@ from dataflow.usercode.failures import is_interrupt, message_of
 def load_pipeline_file(path: str | Path) -> ModuleType:
     """Runs a pipeline file and returns it as a module with ``pipeline(config)`` and ``Config``.
 
+    A file without a ``Config`` gets :class:`~dataflow.config.base.PipelineConfig`.
+
     Raises:
-        ConfigError: the file is missing, is not a Python file, cannot be imported (its error is chained), or
-            lacks one of the two.
+        ConfigError: the file is missing, is not a Python file, cannot be imported (its error is chained), lacks
+            ``pipeline``, or has another kind of ``Config``.
     """
     import sys
     from importlib.machinery import SourceFileLoader
@@ -51,13 +53,16 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
         del sys.modules[loader.name]
     if not callable(getattr(module, "pipeline", None)):
         raise ConfigError(f"pipeline file '{path}' lacks 'pipeline'; define pipeline(config) -> Pipeline.")
-    config = getattr(module, "Config", None)
-    if not (isinstance(config, type) and issubclass(config, RunConfig)):
-        raise ConfigError(f"pipeline file '{path}' lacks 'Config'; define 'class Config(RunConfig)'.")
+    config = module.__dict__.setdefault("Config", PipelineConfig)
+    if not (isinstance(config, type) and issubclass(config, BaseConfig)):
+        raise ConfigError(
+            f"pipeline file '{path}': 'Config' is {_kind(config)}; define 'class Config(PipelineConfig)', or "
+            "'class Config(RunConfig)' to train a language model."
+        )
     return module
 
 
-def pipeline_of(module: ModuleType, config: RunConfig) -> Pipeline:
+def pipeline_of(module: ModuleType, config: BaseConfig) -> Pipeline:
     """Returns the pipeline that the file's ``pipeline(config)`` builds.
 
     Raises:
@@ -72,7 +77,7 @@ def pipeline_of(module: ModuleType, config: RunConfig) -> Pipeline:
     return made
 
 
-def inputs_of(module: ModuleType, config: RunConfig) -> Mapping[str, Callable[[int], Any]]:
+def inputs_of(module: ModuleType, config: BaseConfig) -> Mapping[str, Callable[[int], Any]]:
     """Returns the fields that the file's ``inputs(config)`` adds, each a function of the step; {} without one.
 
     The function gets a copy of the configuration, so that its changes do not affect the run.
@@ -98,7 +103,7 @@ def inputs_of(module: ModuleType, config: RunConfig) -> Mapping[str, Callable[[i
     return made
 
 
-def _called(module: ModuleType, name: str, config: RunConfig) -> Any:
+def _called(module: ModuleType, name: str, config: BaseConfig) -> Any:
     function = getattr(module, name)
     if not callable(function):
         raise ConfigError(f"pipeline file '{module.__file__}': '{name}' is {_kind(function)}; define {name}(config).")

@@ -6,9 +6,7 @@ key or value is a ConfigError: one sentence that names both.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -18,13 +16,12 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
 from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.config.algorithm import AlgorithmConfig
-from dataflow.config.checkpoint import CheckpointConfig, ResumeConfig
+from dataflow.config.base import BaseConfig, PolicyConfig, dump_yaml, values_of
 from dataflow.config.keys import verl_keys
 from dataflow.config.keys.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
@@ -35,52 +32,14 @@ from dataflow.config.tools import ToolsConfig
 from dataflow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dataflow.policy import SchedulingPolicy
     from dataflow.rewards.filter import GroupFilter
 
-__all__ = ["RunConfig", "Section", "describe", "dump_yaml", "parse_overrides"]
+__all__ = ["PolicyConfig", "RunConfig", "Section", "describe", "dump_yaml", "parse_overrides", "values_of"]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Stops = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-LONGEST_NAME = 200
-"""Maximum bytes of a run's name: file systems allow 255, and files in the directory are named after it."""
 LARGEST_STEP = 2**24
 """Maximum samples of a step, prompts times responses."""
-Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-
-
-class PolicyConfig(Section):
-    """How the steps overlap; a preset's numbers may be overridden one by one."""
-
-    shorthand = "preset"
-
-    preset: Text = "both"
-    """Scheduling policy: baseline, mini-batch, off-policy or both; with the suffix +stream the rollout streams."""
-    split: PositiveInt | None = None
-    """Parts in which a step's rewards are collected and used; null takes the preset's."""
-    max_staleness: NonNegativeInt | None = None
-    """Steps that a sample's weights may be older than those its update starts from; null takes the preset's."""
-    order: Literal["arrival", "index"] = "arrival"
-    """Which groups form a part: the first to be scored, or by index (reproducible bit for bit)."""
-    stream_rollout: bool | None = None
-    """Submit each group for scoring as soon as it is finished; null takes the preset's."""
-
-    def resolve(self, mini_batches: int) -> SchedulingPolicy:
-        """Returns the preset for ``mini_batches`` optimizer steps per step, with the given numbers overridden.
-
-        Raises:
-            PolicyError: no preset of that name, or a number that does not fit.
-        """
-        from dataflow.policy import SchedulingPolicy, preset
-
-        base = preset(self.preset, mini_batches)
-        return SchedulingPolicy(
-            split=base.split if self.split is None else self.split,
-            max_staleness=base.max_staleness if self.max_staleness is None else self.max_staleness,
-            order=self.order,
-            stream_rollout=base.stream_rollout if self.stream_rollout is None else self.stream_rollout,
-        )
 
 
 class DataConfig(Section):
@@ -190,28 +149,8 @@ class ValConfig(Section):
     """Sampling temperature; 0 is greedy."""
 
 
-class RayConfig(Section):
-    """The Ray cluster."""
-
-    address: Text | None = None
-    """Cluster to join (auto finds one); null starts a local one."""
-    num_cpus: PositiveInt | None = None
-    """CPUs of the local one; null for all that Ray detects."""
-    gpus_per_worker: NonNegativeFloat = 0.0
-    """GPUs per trainer and rollout process; 0 computes on the CPU."""
-
-
-class TrackingConfig(Section):
-    """Where metrics go, besides the run's metrics.jsonl."""
-
-    backends: Backends = Field(default=["tensorboard"])
-    """Backends of verl's Tracking."""
-    project: Text = "dataflow"
-    """Project name in the backends."""
-
-
-class RunConfig(Section):
-    """All settings of a run. Pipelines derive their ``Config`` from it."""
+class RunConfig(BaseConfig):
+    """All settings of a run that trains a language model. Its pipeline derives its ``Config`` from it."""
 
     elsewhere: ClassVar[Callable[..., str | None]] = staticmethod(verl_keys.hint)
     """Returns a message with the equivalent of verl's key."""
@@ -222,21 +161,10 @@ class RunConfig(Section):
     }
     """Keys of earlier versions, and their present names."""
 
-    policy: PolicyConfig = Field(default_factory=PolicyConfig)
-    steps: PositiveInt = 30
-    """Training steps."""
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Seed of data order, sampling and generated problems."""
-    name: Text | None = None
-    """Name of the run and of its directory; null makes one from the pipeline, the policy and a number."""
-    runs: Text = "runs"
-    """Directory that the runs are written to."""
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    resume: ResumeConfig = Field(default_factory=ResumeConfig)
+    imports: ClassVar[tuple[str, ...]] = ("torch",)  # of which batches are made
+
     placement: Placement = "colocated"
     """colocated: engine and trainer take turns on the same GPUs; disaggregated: each has its own GPUs, in parallel."""
-    executor: Literal["ray", "inline"] = "ray"
-    """Where tasks run: in Ray's processes, or inline in this process, to debug."""
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -248,21 +176,6 @@ class RunConfig(Section):
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     val: ValConfig = Field(default_factory=ValConfig)
     samples: SamplesConfig = Field(default_factory=SamplesConfig)
-    ray: RayConfig = Field(default_factory=RayConfig)
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
-
-    @field_validator("name")
-    @classmethod
-    def _name_a_directory(cls, name: str | None) -> str | None:
-        if name is None:
-            return None
-        if name in (".", "..") or set("/\\\0") & set(name):
-            raise ValueError("give a plain directory name, without slashes")
-        if not name.isprintable() or name != name.strip():
-            raise ValueError("give a plain directory name, without line breaks, control characters or outer spaces")
-        if len(name.encode()) > LONGEST_NAME:
-            raise ValueError(f"give a name of at most {LONGEST_NAME} bytes")
-        return name
 
     @property
     def response_length(self) -> int:
@@ -284,9 +197,30 @@ class RunConfig(Section):
         """Groups that a step samples beyond those it trains on."""
         return self.reward.extra_groups + (self.group_filter.most if self.group_filter else 0)
 
-    def run_file(self, name: str) -> str | None:
-        """Returns the absolute path of a file in the run's directory; None while the run has no name."""
-        return str(Path(self.runs, self.name, name).absolute()) if self.name else None
+    @property
+    def optimizer_steps(self) -> int:
+        return self.trainer.mini_batches
+
+    @property
+    def step_groups(self) -> int:
+        return self.data.prompts
+
+    @property
+    def worker_threads(self) -> int:
+        return self.trainer.threads
+
+    @property
+    def recoveries(self) -> int:
+        return self.trainer.restarts
+
+    def remarks(self) -> list[str]:
+        """See :meth:`BaseConfig.remarks`: which keys the presets of the algorithm set."""
+        presets = self.algorithm.preset_keys()
+        return [f"{name} set {', '.join(keys) or 'nothing'}" for name, keys in presets.items()]
+
+    def job(self) -> dict[str, Any]:
+        """See :meth:`BaseConfig.job`."""
+        return {**super().job(), "responses": self.engine.n, "concurrency": self.reward.concurrency}
 
     @model_validator(mode="after")
     def _fit_together(self) -> RunConfig:
@@ -331,21 +265,3 @@ class RunConfig(Section):
                 f"engine.n={self.engine.n}: the scores of one response are all equal, so algorithm.filter_groups would "
                 "leave every group out; give 2 or more."
             )
-
-
-def values_of(config: RunConfig) -> dict[str, Any]:
-    """Returns the whole configuration as JSON can hold it, with the policy's numbers filled in."""
-    values = config.model_dump(mode="json")
-    values["policy"] |= dataclasses.asdict(config.policy.resolve(config.trainer.mini_batches))
-    return values
-
-
-def dump_yaml(config: RunConfig) -> str:
-    """Returns the configuration of :func:`values_of` as YAML, its secrets masked; comments say what presets set."""
-    import yaml
-
-    from dataflow.system.redaction import redact_values
-
-    presets = config.algorithm.preset_keys()
-    said = "".join(f"# {name} set {', '.join(keys) or 'nothing'}\n" for name, keys in presets.items())
-    return said + yaml.safe_dump(redact_values(values_of(config)), sort_keys=False, allow_unicode=True)

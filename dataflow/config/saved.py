@@ -19,9 +19,9 @@ import yaml
 from loguru import logger
 
 from dataflow.config.algorithm import AlgorithmConfig
+from dataflow.config.base import BaseConfig, dump_yaml
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.pipeline_file import load_pipeline_file
-from dataflow.config.run import RunConfig, dump_yaml
 from dataflow.errors import ConfigError
 from dataflow.system.redaction import MASK
 
@@ -31,17 +31,17 @@ PACKAGES = ("dataflow-rl", "ray", "torch", "transformers", "verl", "vllm", "vllm
 _GIT_S = 5.0
 
 
-def dump(config: RunConfig, pipeline: str | Path) -> str:
+def dump(config: BaseConfig, pipeline: str | Path) -> str:
     """Returns a configuration as YAML, secrets masked, with the section ``origin``.
 
     Args:
         config: resolved.
-        pipeline: the pipeline file.
+        pipeline: the pipeline file; "" for one made in Python.
     """
-    return dump_yaml(config) + yaml.safe_dump({ORIGIN: origin_of(Path(pipeline))}, sort_keys=False, allow_unicode=True)
+    return dump_yaml(config) + yaml.safe_dump({ORIGIN: origin_of(pipeline)}, sort_keys=False, allow_unicode=True)
 
 
-def origin_of(pipeline: Path) -> dict[str, Any]:
+def origin_of(pipeline: str | Path) -> dict[str, Any]:
     """Returns what a run was made by: pipeline file and hash, git revision if there is one, versions."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -49,7 +49,10 @@ def origin_of(pipeline: Path) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {"pipeline": str(pipeline.resolve()), "sha256": _sha256(pipeline), **_git(pipeline), "versions": versions}
+    if not str(pipeline):
+        return {"versions": versions}
+    file = Path(pipeline).resolve()
+    return {"pipeline": str(file), "sha256": _sha256(file), **_git(file), "versions": versions}
 
 
 class Saved:
@@ -57,6 +60,7 @@ class Saved:
 
     Args:
         path: of the ``config.yaml``.
+        module: of a pipeline made in Python, which the file does not name.
 
     Attributes:
         module: the pipeline file.
@@ -65,27 +69,36 @@ class Saved:
         ConfigError: the file is missing or damaged, or its pipeline file is gone.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, module: ModuleType | None = None) -> None:
         self.path = path
         self._values = read_values(path)
         origin = self._values.pop(ORIGIN, None)
+        self.changed = False
+        """Whether the pipeline file has changed since."""
+        if module is None:
+            module = self._load(origin)
+        self.module = module
+        self._class: type[BaseConfig] = module.Config
+
+    def _load(self, origin: Any) -> ModuleType:
         if not isinstance(origin, dict) or not isinstance(origin.get("pipeline"), str):
             raise ConfigError(
-                f"{path} does not name its pipeline file ({ORIGIN}.pipeline); give the pipeline file instead."
+                f"{self.path} does not name its pipeline file ({ORIGIN}.pipeline); give the pipeline file, or the "
+                "pipeline that was made in Python, instead."
             )
         file = Path(origin["pipeline"])
         if not file.is_file():
-            raise ConfigError(f"{path}: its pipeline file {file} is gone; put it back, or correct {ORIGIN}.pipeline.")
+            raise ConfigError(
+                f"{self.path}: its pipeline file {file} is gone; put it back, or correct {ORIGIN}.pipeline."
+            )
         self.changed = origin.get("sha256") != _sha256(file)
-        """Whether the pipeline file has changed since."""
-        self.module: ModuleType = load_pipeline_file(file)
-        self._class: type[RunConfig] = self.module.Config
+        return load_pipeline_file(file)
 
-    def before(self) -> RunConfig:
+    def before(self) -> BaseConfig:
         """Returns the configuration as it was, with its secrets masked."""
         return parse_overrides(self._class, [], self._values)
 
-    def config(self, overrides: Sequence[str]) -> RunConfig:
+    def config(self, overrides: Sequence[str]) -> BaseConfig:
         """Returns the configuration with ``key=value`` arguments laid over it.
 
         Raises:
@@ -109,10 +122,23 @@ class Saved:
                 values["algorithm"] = AlgorithmConfig.without_preset(values.get("algorithm") or {}, value)
         return parse_overrides(self._class, list(overrides), values)
 
-    def again(self, overrides: Sequence[str]) -> RunConfig:
+    def again(self, overrides: Sequence[str]) -> BaseConfig:
         """Returns the configuration of a new run, as :meth:`config` does; the run gets a name of its own."""
         self._values.pop("name", None)
         return self.config(overrides)
+
+
+def load(path: str | Path, overrides: Sequence[str]) -> tuple[ModuleType, BaseConfig]:
+    """Returns a pipeline file and its configuration; those of a run, given its ``config.yaml``.
+
+    Raises:
+        UserError: the file or an argument is wrong, in one sentence.
+    """
+    if str(path).endswith((".yaml", ".yml")):
+        saved = Saved(Path(path))
+        return saved.module, saved.again(overrides)
+    module = load_pipeline_file(path)
+    return module, parse_overrides(module.Config, overrides)
 
 
 def read_values(path: Path) -> dict[str, Any]:

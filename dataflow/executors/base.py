@@ -113,7 +113,11 @@ class Executor(Protocol):
         ...
 
     async def ask(self, host: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of a service on all its ranks and returns the first rank's answer."""
+        """Calls a method of a service on all its ranks and returns the first rank's answer.
+
+        Raises:
+            NotOffered: the service has no such method.
+        """
         ...
 
     async def close(self) -> None:

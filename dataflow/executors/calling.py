@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from dataflow.batch import Batch
-from dataflow.errors import DataflowError, RewardFailed, StageFailed
+from dataflow.errors import DataflowError, NotOffered, RewardFailed, StageFailed
 from dataflow.executors.base import Chunk, Report, StageCall
 from dataflow.executors.parts import listed
 from dataflow.graph import Stage, Task, TaskId, TaskInfo
@@ -257,3 +257,15 @@ def failure(task: Task, error: BaseException, elapsed: float, story: str) -> Sta
         + (f", part {task.id.part + 1} of {task.id.parts}" if task.id.parts > 1 else "")
         + f"] failed on '{task.stage.on}' after {elapsed:.1f} s: {what}\n  history: {story}"
     )
+
+
+def method_of(service: Any, name: str) -> Callable[..., Any]:
+    """Returns a method of a service.
+
+    Raises:
+        NotOffered: there is none of this name.
+    """
+    found = getattr(service, name, None)
+    if not callable(found):
+        raise NotOffered(f"service {type(service).__name__} has no method '{name}'.")
+    return found  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from typing import Any
 
 from dataflow.errors import DataflowError, PipelineError, RunError
 from dataflow.executors.base import Chunk, Done, StageCall
-from dataflow.executors.calling import answer, make_chunk, prepare
+from dataflow.executors.calling import answer, make_chunk, method_of, prepare
 from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
 from dataflow.system import clock
 from dataflow.usercode.copies import own_copy
@@ -124,7 +124,7 @@ class InlineExecutor:
         self._queue = deque(item for item in self._queue if item[0].id != task)
 
     async def ask(self, host: str, method: str, *arguments: Any) -> Any:
-        answer = getattr(self._services[host], method)(*arguments)
+        answer = method_of(self._services[host], method)(*arguments)
         return await answer if asyncio.iscoroutine(answer) else answer
 
     async def close(self) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from loguru import logger
 
-from dataflow.config.run import RunConfig
+from dataflow.config.base import BaseConfig
 from dataflow.config.saved import CONFIG, read_values
-from dataflow.errors import DataflowError, RunError
+from dataflow.errors import DataflowError, NotOffered, RunError
 from dataflow.executors.base import Executor
 from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
@@ -43,7 +43,7 @@ class Attempt:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: BaseConfig,
         graph: TaskGraph,
         inputs: Mapping[str, Callable[[int], Any]],
         record: Record,
@@ -83,8 +83,9 @@ class Attempt:
             with self._progress.phase(f"restoring step {point.step}"):
                 restored = await self._restore(point)
         before = point.step if point else 0
-        due = before in (0, graph.steps) or before % (self._config.val.every or 1) == 0
-        if graph.pipeline.with_role("validates") and due and before not in record.evaluations:
+        validates = graph.pipeline.with_role("validates")
+        due = bool(validates) and (before == graph.steps or any(before % (s.every or 1) == 0 for s in validates))
+        if due and before not in record.evaluations:
             with self._progress.phase("evaluating"):
                 await self._evaluate(before, restored.states)
         # Both executors' clocks are unix time, so that the trace can be merged with others.
@@ -94,8 +95,7 @@ class Attempt:
         record.trace.meta["status"] = "finished"
         self._progress.stop()
         digest = await self._finish_model() if "trainer" in self._hosts else None
-        stats = await executor.ask("reward", "stats") if "reward" in self._hosts else None
-        return digest, stats
+        return digest, await self._offered("reward", "stats")
 
     async def _make_steps(self, restored: Restored, origin: float) -> None:
         """Runs the steps that are left; raises as :meth:`run` does."""
@@ -172,17 +172,26 @@ class Attempt:
         graph = expand(pipeline.subset(s.name for s in saves if s.ahead_of is None), policy, steps=step, first=step)
         await Runner(graph, executor, inputs={}, handles=handles, trace=Trace()).run()
 
-    async def _finish_model(self) -> str:
+    async def _offered(self, host: str, method: str, *arguments: Any) -> Any:
+        """Calls a method of a service; returns None if the service or its method is not there."""
+        if host not in self._hosts:
+            return None
+        try:
+            return await self._executor.ask(host, method, *arguments)
+        except NotOffered:
+            return None
+
+    async def _finish_model(self) -> str | None:
         """Writes the trained model into the run's directory, if asked to; returns the digest of its weights."""
         if self._config.checkpoint.export:
             directory = self._record.directory
             about = card(directory, read_values(directory / CONFIG), self._graph.steps)
             with self._progress.phase("writing the model"):
                 try:
-                    await self._executor.ask("trainer", "export", str(directory / MODEL), about)
+                    await self._offered("trainer", "export", str(directory / MODEL), about)
                 except DataflowError as error:
                     logger.warning(f"the trained model is not written: {error}")
-        return str(await self._executor.ask("trainer", "digest"))
+        return cast("str | None", await self._offered("trainer", "digest"))
 
     async def close(self, under_way: BaseException | None) -> None:
         """Closes the services; if the run ended with an error, that error takes precedence."""
@@ -201,8 +210,7 @@ class Attempt:
         from dataflow.executors.ray import RayExecutor
 
         ray = self._config.ray
-        # The batches of a run hold tensors; the first one to arrive would import torch, for seconds.
-        return RayExecutor(ray.address, ray.num_cpus, self._config.trainer.threads, imports=["torch"])
+        return RayExecutor(ray.address, ray.num_cpus, self._config.worker_threads, imports=self._config.imports)
 
     async def _restore(self, point: Checkpoint) -> Restored:
         """Loads a checkpoint into the services; returns what the runner continues from."""
@@ -264,12 +272,11 @@ class Attempt:
         per_step = sum(self._graph.parts.values())
         stats: dict[str, Any] = {}
         while self._progress.moves:
-            if "reward" in self._hosts:
-                try:
-                    stats = self._record.totals.seen(await self._executor.ask("reward", "stats"))
-                except DataflowError as error:
-                    # The run itself reports an agent that died, or has a new one.
-                    logger.debug(f"the reward agent does not answer: {error}")
+            try:
+                stats = self._record.totals.seen(await self._offered("reward", "stats") or {})
+            except DataflowError as error:
+                # The run itself reports an agent that died, or has a new one.
+                logger.debug(f"the reward agent does not answer: {error}")
             self._progress.show(runner.trace, runner.running(), stats, (self._graph.ahead + 3) * per_step)
             await asyncio.sleep(SHOWN_S)
 

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dataflow.config.run import RunConfig
+from dataflow.config.base import BaseConfig
 from dataflow.errors import ConfigError
 from dataflow.files import unmakable
 
@@ -20,7 +20,7 @@ LOCK = ".lock"
 _TEMPORARY = re.compile(r"\..+\.\d+")
 
 
-def check_directory(config: RunConfig) -> None:
+def check_directory(config: BaseConfig) -> None:
     """Checks that the run's directory can be made, without making it.
 
     Raises:
@@ -33,7 +33,7 @@ def check_directory(config: RunConfig) -> None:
         raise ConfigError(f"name={config.name}: {runs / config.name!s} exists; choose another name or remove it.")
 
 
-def make_directory(config: RunConfig, stem: str) -> Path:
+def make_directory(config: BaseConfig, stem: str) -> Path:
     """Makes the run's directory: under the given name, or a free one of pipeline, policy and a number.
 
     Raises:
@@ -59,7 +59,7 @@ def make_directory(config: RunConfig, stem: str) -> Path:
     raise ConfigError(f"runs={config.runs}: no free name for a run; give name=.")
 
 
-def _taken(path: Path, config: RunConfig) -> bool:
+def _taken(path: Path, config: BaseConfig) -> bool:
     """Whether there is a run or anything else at a path.
 
     With ``resume=auto`` a directory is free whose process was killed before it wrote the configuration.

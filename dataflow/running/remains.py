@@ -21,6 +21,13 @@ _FACTS = ("policy", "split", "max_staleness", "order")
 _FIGURES = ("wall_s", "resumed", "not_running_s", "step_s", "after_training_s", "after_training_idle_s", "gpu_busy_s",
             "exposed_wait_s", "exposed_wait_by_cause", "reward_service_s", "lower_bound_s")  # fmt: skip
 
+_FIGURES_OF = {
+    "validates": ("accuracy_before", "accuracy_after", f"accuracy_mean_last_{LAST_EVALUATIONS}", "evaluations"),
+    "collects": ("rewards", "reward_service_s"),
+    "syncs": ("weights_sha256",),
+}
+"""Figures by the role of the stages that they are about."""
+
 
 def finish(directory: Path, status: str, steps: int | None) -> str:
     """Writes the summary of a run that has none, from its trace and its metrics.
@@ -80,7 +87,7 @@ def summarise(
     numbers = attribution.summary(trace)
     after = [evaluations[step] for step in sorted(evaluations) if step > 0]
     last = after[-LAST_EVALUATIONS:]
-    return {
+    found = {
         **{name: trace.meta.get(name) for name in _FACTS},
         "status": trace.meta.get("status"),
         "steps": steps,
@@ -94,6 +101,16 @@ def summarise(
         "weights_sha256": digest,
         "rewards": dict(rewards),
     }
+    return {name: value for name, value in found.items() if value or name not in _absent(trace)}
+
+
+def _absent(trace: Trace) -> set[str]:
+    """Returns the figures that do not apply to a pipeline, for want of stages with certain roles."""
+    pipeline = (trace.meta.get("job") or {}).get("pipeline")
+    if pipeline is None:
+        return set()
+    roles = {s["role"] for s in pipeline["stages"]}
+    return {name for role, names in _FIGURES_OF.items() if role not in roles for name in names}
 
 
 def _summary(directory: Path, status: str) -> dict[str, Any]:

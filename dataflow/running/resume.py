@@ -9,14 +9,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dataflow.config.run import RunConfig, values_of
+from dataflow.config.base import BaseConfig, values_of
 from dataflow.config.saved import CONFIG, Saved
 from dataflow.errors import ConfigError, nearest
 from dataflow.running.directory import check_unlocked
+from dataflow.running.prompts import settle
 from dataflow.running.record import SUMMARY
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
-from dataflow.running.session import Session, settle
+from dataflow.running.session import Session
 
 MAY_CHANGE = (
     "checkpoint", "engine.gpu_memory", "engine.kv_cache_gb", "engine.max_num_seqs", "engine.replicas",
@@ -48,7 +49,7 @@ class Complete:
         return f"run '{self.directory}' is complete: {self.summary['steps']} steps"
 
 
-def began(module: ModuleType, config: RunConfig, overrides: Sequence[str], progress: Progress) -> Session | Complete:
+def began(module: ModuleType, config: BaseConfig, overrides: Sequence[str], progress: Progress) -> Session | Complete:
     """Returns the session of ``dataflow run``: a new one, or with ``resume=auto`` the one that resumes a run.
 
     A run that is complete has none, so that a loop which starts a run again and again can end.
@@ -66,7 +67,7 @@ def began(module: ModuleType, config: RunConfig, overrides: Sequence[str], progr
             raise ConfigError("resume=auto: give name=, by which the run is found again.")
         directory = Path(config.runs, config.name)
         if (directory / CONFIG).is_file():
-            saved, after = _checked(directory, overrides, progress)
+            saved, after = _checked(directory, overrides, progress, None if module.__file__ else module)
             if (summary := complete(directory, after.steps)) is not None:
                 return Complete(directory, summary)
             _point(directory, after.steps)
@@ -109,8 +110,14 @@ def complete(directory: Path, steps: int) -> dict[str, Any] | None:
         return None
 
 
-def _checked(directory: Path, overrides: Sequence[str], progress: Progress) -> tuple[Saved, RunConfig]:
+def _checked(
+    directory: Path, overrides: Sequence[str], progress: Progress, module: ModuleType | None = None
+) -> tuple[Saved, BaseConfig]:
     """Returns what a run's directory says about it, and the configuration to resume it with.
+
+    Args:
+        directory, overrides, progress: see :func:`resumed`.
+        module: of a pipeline made in Python, which the run's directory does not name.
 
     Raises:
         UserError: there is no such run, it is still running, or a key may not change.
@@ -119,7 +126,7 @@ def _checked(directory: Path, overrides: Sequence[str], progress: Progress) -> t
         near = nearest(str(directory), [str(p) for p in directory.parent.glob("*")])
         raise ConfigError(f"no run at '{directory}'{near or '; give a run directory (runs/NAME).'}")
     check_unlocked(directory)
-    saved = Saved(directory / CONFIG)
+    saved = Saved(directory / CONFIG, module)
     before, after = saved.before(), saved.config(overrides)
     after.name, after.runs = directory.resolve().name, str(directory.resolve().parent)
     settle(after, progress)  # as the run's own configuration is: the same arguments are no change
@@ -139,7 +146,7 @@ def _point(directory: Path, steps: int) -> Checkpoint | None:
     return point
 
 
-def check_changes(before: RunConfig, after: RunConfig, directory: Path) -> None:
+def check_changes(before: BaseConfig, after: BaseConfig, directory: Path) -> None:
     """Checks that a run can be resumed with another configuration.
 
     Args:

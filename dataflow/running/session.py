@@ -17,14 +17,17 @@ from typing import Any
 from loguru import logger
 
 from dataflow.config import saved
+from dataflow.config.base import BaseConfig
 from dataflow.config.pipeline_file import inputs_of, pipeline_of
 from dataflow.config.run import RunConfig
-from dataflow.errors import Interrupted, RunError, ServiceLost, UserError
+from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, UserError
 from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.running.attempt import Attempt
 from dataflow.running.directory import check_directory, locked, make_directory, remove_directory, remove_temporary
+from dataflow.running.hosting import REWARD
+from dataflow.running.prompts import Prompts
 from dataflow.running.record import Backends, Record
 from dataflow.running.remains import finish, stopped
 from dataflow.running.reporting.progress import Progress
@@ -51,13 +54,13 @@ class Session:
     """
 
     def __init__(
-        self, config: RunConfig, module: ModuleType, progress: Progress, directory: Path | None = None
+        self, config: BaseConfig, module: ModuleType, progress: Progress, directory: Path | None = None
     ) -> None:
         self._began = clock.now()
         self.config = config.model_copy(deep=True)
         self.module = module
         self.progress = progress
-        self.policy: SchedulingPolicy = config.policy.resolve(config.trainer.mini_batches)
+        self.policy: SchedulingPolicy = config.policy.resolve(config.optimizer_steps)
         self.graph: TaskGraph
         self.record: Record
         self._resumes = directory is not None
@@ -67,48 +70,56 @@ class Session:
             check_directory(self.config)
         self._lost: RunError | None = None
         self._cancel: Callable[[], object] | None = None
-        self._check_reward()
         self.expand()  # before the model is made, so that an invalid policy fails at once
+        self._check_reward()
         self.inputs = self._inputs()
 
+    @property
+    def _judged(self) -> RunConfig | None:
+        """The configuration, if the run's own reward agent scores; None if no stage uses that."""
+        hosts = self.graph.pipeline.hosts().values()
+        scored = any(host.factory == REWARD for host in hosts)
+        return self.config if scored and isinstance(self.config, RunConfig) else None
+
     def _check_reward(self) -> None:
+        if (config := self._judged) is None:
+            return
         from dataflow.running.agent import check_reward
 
-        custom, judge = self.config.custom_reward_function, self.config.judge
-        check_reward(custom.model_dump(), judge.client_options(), self.config.reward)
+        custom, judge = config.custom_reward_function, config.judge
+        check_reward(custom.model_dump(), judge.client_options(), config.reward)
         if not custom.path and not judge.url:
             from dataflow.distribution import parse_distribution
 
             parse_distribution(judge.latency)
 
     def _inputs(self) -> dict[str, Callable[[int], Any]]:
-        """Loads model path, tokenizer and data; returns the pipeline's input fields, a function of the step each.
+        """Returns the pipeline's input fields, a function of the step each.
 
-        A pipeline file may define ``inputs(config)`` and return further ones.
+        They are what ``inputs(config)`` of the pipeline file returns, and the prompts of a run that trains a language
+        model.
+
+        Raises:
+            ConfigError: nothing supplies an input.
         """
-        from dataflow.data.prompts import load_prompts, read_problems
-        from dataflow.models.directory import check_weights
-        from dataflow.running.hosting import check_room
-        from dataflow.tools import toolbox_of
-
-        # Before the warm-up, which takes a minute, so that an invalid data file fails at once.
-        problems = read_problems(self.config.data)
-        settle(self.config, self.progress)
-        if "rollout" in self.graph.pipeline.hosts():
-            check_room(self.config)
-        own = inputs_of(self.module, self.config)
-        check_weights(Path(self.config.model.path or ""))
-        schemas = toolbox_of(self.config).schemas if self.config.tools.offered else None
-        train, held_out = load_prompts(self.config, *problems, schemas)
-        val = held_out.all(self.config.data.val_size) if self.config.val.every else None
-        return {"prompts": train.batch, "val_prompts": lambda step: val, **own}
+        pipeline, config, file = self.graph.pipeline, self.config, self.module.__file__ or ""
+        prompts = Prompts(config, pipeline, self.progress) if isinstance(config, RunConfig) else None
+        own = inputs_of(self.module, config)
+        found = {**(prompts.fields() if prompts else {}), **own}
+        if missing := [name for name in pipeline.inputs if name not in found]:
+            where = f"pipeline file '{file}'" if file else "the pipeline"
+            raise ConfigError(
+                f"{where}: nothing supplies its input '{missing[0]}'; define inputs(config), which returns "
+                f"{{'{missing[0]}': a function of the step}}."
+            )
+        return {name: found[name] for name in pipeline.inputs}
 
     def expand(self, first: int = 1) -> TaskGraph:
         """Returns the run's task graph from a step on (and keeps it)."""
         config = self.config
         pipeline = pipeline_of(self.module, config)
         self.graph = expand(
-            pipeline, self.policy, config.steps, config.trainer.mini_batches, groups=config.data.prompts, first=first
+            pipeline, self.policy, config.steps, config.optimizer_steps, groups=config.step_groups, first=first
         )
         return self.graph
 
@@ -200,25 +211,26 @@ class Session:
                 return
             except RunError as error:
                 lost = next((e for e in causes_of(error) if isinstance(e, ServiceLost)), None)
-                if lost is None or restarts >= self.config.trainer.restarts or stopping.received is not None:
+                if lost is None or restarts >= self.config.recoveries or stopping.received is not None:
                     raise
                 restarts += 1
                 said = " ".join(str(error).split())
                 point = self._newest()
                 logger.warning(
-                    f"{said}; restart {restarts} of {self.config.trainer.restarts}: the run resumes from "
+                    f"{said}; restart {restarts} of {self.config.recoveries}: the run resumes from "
                     f"{f'its checkpoint of step {point.step}' if point else 'its beginning, as it has no checkpoint'}."
                 )
 
     @contextlib.contextmanager
     def _judge(self) -> Iterator[None]:
-        judge = self.config.judge
-        if self.config.custom_reward_function.path or judge.url:
+        config = self._judged
+        if config is None or config.custom_reward_function.path or config.judge.url:
             yield
             return
+        judge = config.judge
         from dataflow.rewards.judge.keeper import JudgeKeeper
 
-        with JudgeKeeper(judge.latency, judge.time_scale, self.config.seed, self._lose) as keeper:
+        with JudgeKeeper(judge.latency, judge.time_scale, config.seed, self._lose) as keeper:
             judge.url = keeper.url
             yield
 
@@ -275,29 +287,8 @@ class Session:
             "resources": dict(self.graph.pipeline.resources),
             "started": clock.now(),
             # The facts that 'dataflow plan' needs to run it again on the virtual clock.
-            "job": {
-                "pipeline": self.graph.pipeline.facts(),
-                "prompts": self.config.data.prompts,
-                "responses": self.config.engine.n,
-                "mini_batches": self.config.trainer.mini_batches,
-                "concurrency": self.config.reward.concurrency,
-            },
+            "job": {"pipeline": self.graph.pipeline.facts(), **self.config.job()},
         }
-
-
-def settle(config: RunConfig, progress: Progress) -> None:
-    """Replaces the model's name by its directory, and the engine ``auto`` by one: a repeated run uses the same.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
-    from dataflow.engines.choice import rollout_engine
-    from dataflow.models.tiny import check_model, tiny_model
-
-    config.model.path = str(check_model(config.model.path or tiny_model(progress=progress.warm_up)))
-    if config.engine.rollout == "auto":
-        device = "cuda" if config.ray.gpus_per_worker else "cpu"
-        config.engine.rollout = rollout_engine("auto", config.executor != "inline", device)  # type: ignore[assignment]
 
 
 def prepare_logging() -> None:

@@ -29,7 +29,8 @@ def test_import_dataflow_loads_nothing_heavy() -> None:
 
 
 def test_import_dataflow_is_quick() -> None:
-    code = "import time; t = time.perf_counter(); import dataflow; print(time.perf_counter() - t)"
+    # CPU time, as other processes may take the machine's.
+    code = "import time; t = time.process_time(); import dataflow; print(time.process_time() - t)"
     assert min(float(python(code)) for _ in range(3)) < 0.3
 
 

@@ -16,7 +16,7 @@ from dataflow.cluster.gpus import see
 from dataflow.cluster.log import KEPT, keep_lines
 from dataflow.cluster.process import settle_memory
 from dataflow.executors.base import Chunk, Report, StageCall
-from dataflow.executors.calling import answer, make_chunk, prepare
+from dataflow.executors.calling import answer, make_chunk, method_of, prepare
 from dataflow.graph import Hosted, Stage, TaskInfo
 from dataflow.system import clock
 from dataflow.system.children import restore_path
@@ -93,7 +93,7 @@ class Host:
     @answering
     def ask(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the service."""
-        return getattr(self.service, method)(*arguments)
+        return method_of(self.service, method)(*arguments)
 
     @answering
     def close(self) -> tuple[tuple[str, str], ...]:
@@ -166,7 +166,7 @@ class WaitingHost(Host):
 
     @answering
     async def ask(self, method: str, *arguments: Any) -> Any:
-        answer = getattr(self.service, method)(*arguments)
+        answer = method_of(self.service, method)(*arguments)
         return await answer if asyncio.iscoroutine(answer) else answer
 
     @answering

@@ -33,7 +33,7 @@ from dataflow.running.reporting.tracking import METRICS, read_metrics
 from dataflow.running.saving.manifest import Manifest, Torn, read_manifest, sync, write_manifest
 
 if TYPE_CHECKING:
-    from dataflow.config.run import RunConfig
+    from dataflow.config.base import BaseConfig
 
 _STEP = re.compile(r"step_(\d{6,})")
 _ASIDE = re.compile(r"\.step_\d{6,}\..+")
@@ -337,7 +337,7 @@ class CheckpointStore:
         return self.directory / "drawn" / f"step_{step:06}.pkl"
 
 
-def checkpoint_store(config: RunConfig) -> CheckpointStore:
+def checkpoint_store(config: BaseConfig) -> CheckpointStore:
     """Returns the store of a run's checkpoints, as its configuration says."""
     options = config.checkpoint
     path = config.run_file("checkpoints") or "checkpoints"

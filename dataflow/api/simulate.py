@@ -1,0 +1,81 @@
+"""Simulates a task graph on the virtual clock, from the seconds that each stage takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from dataflow.api.trace import Trace
+from dataflow.errors import ConfigError, nearest
+from dataflow.executors.virtual import Costs, End, VirtualExecutor, chunks_of
+from dataflow.graph import Task, TaskGraph
+from dataflow.runner import Runner
+
+
+class StepSeconds(Costs):
+    """The same seconds for each step of a stage, shared equally by its tasks of the step.
+
+    A stage that collects rewards takes no time of its own: they arrive evenly over its seconds, counted from the end of
+    the request, in the order of the groups. Without a stage that requests, it is a stage like any other.
+
+    Args:
+        graph: whose tasks run.
+        seconds: by stage.
+    """
+
+    def __init__(self, graph: TaskGraph, seconds: Mapping[str, float]) -> None:
+        self._seconds = seconds
+        self._groups = graph.groups or 1
+        self._requests = {s.name for s in graph.pipeline.with_role("requests")}
+        self._requested: dict[int, float] = {}
+
+    def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End:
+        """See :meth:`Costs.start`."""
+        i, stage = task.id, task.stage
+        seconds = self._seconds[i.stage]
+        if stage.collects:
+            each = task.take or self._groups
+            chosen = tuple(range(i.part * each, (i.part + 1) * each))
+            if self._requests:
+                return End(max(now, self._requested[i.step] + seconds * (i.part + 1) / i.parts), groups=chosen)
+            return End(now + seconds / i.parts, groups=chosen)
+        end = now + seconds / i.parts
+        if i.stage in self._requests:
+            self._requested.setdefault(i.step, end)
+        return End(end, chunks=chunks_of(task, self._groups, now, end))
+
+
+def simulate(graph: TaskGraph, costs: Costs | Mapping[str, float]) -> Trace:
+    """Runs a task graph on the virtual clock, without calling any stage.
+
+    Args:
+        graph: of :func:`dataflow.expand`.
+        costs: seconds of each stage in one step, all its tasks together; for a stage that collects rewards, the seconds
+            from the request to the last reward. Or an object that gives the end of each task.
+
+    Returns:
+        The trace, in seconds from the first task.
+
+    Raises:
+        ConfigError: a stage has no seconds, or there is no such stage.
+
+    >>> from dataflow import Pipeline, expand, preset, stage
+    >>> @stage(writes="text", on="gpu")
+    ... def write(prompts): ...
+    >>> graph = expand(Pipeline([write], inputs=["prompts"]), preset("baseline", 1), steps=3)
+    >>> simulate(graph, {"write": 2.0}).wall
+    6.0
+    """
+    pipeline = graph.pipeline
+    if not isinstance(costs, Costs):
+        names = [s.name for s in pipeline.stages]
+        if missing := [name for name in names if name not in costs]:
+            raise ConfigError(f"simulate: no seconds for stage {', '.join(map(repr, missing))}; give all of a step.")
+        if unknown := [name for name in costs if name not in names]:
+            raise ConfigError(f"simulate: there is no stage '{unknown[0]}'{nearest(unknown[0], names) or '.'}")
+        costs = StepSeconds(graph, costs)
+    trace = Trace(meta={"resources": dict(pipeline.resources), "steps": graph.steps, "status": "finished"})
+    trace.meta["job"] = {"pipeline": pipeline.facts()}
+    inputs = dict.fromkeys(pipeline.inputs, lambda _step: None)
+    asyncio.run(Runner(graph, VirtualExecutor(costs), inputs=inputs, trace=trace).run())
+    return trace

@@ -1,0 +1,201 @@
+"""The settings that every run has, whatever its pipeline computes.
+
+A pipeline file may define a ``Config``, which derives from :class:`PipelineConfig`, or from
+:class:`~dataflow.config.run.RunConfig` if it trains a language model, with further keys or other defaults. An invalid
+key or value is a ConfigError: one sentence that names both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from dataflow.config.checkpoint import CheckpointConfig, ResumeConfig
+from dataflow.config.section import Section, Text
+
+if TYPE_CHECKING:
+    from dataflow.policy import SchedulingPolicy
+
+Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+LONGEST_NAME = 200
+"""Maximum bytes of a run's name: file systems allow 255, and files in the directory are named after it."""
+
+
+class PolicyConfig(Section):
+    """How the steps overlap; a preset's numbers may be overridden one by one."""
+
+    shorthand = "preset"
+
+    preset: Text = "both"
+    """Scheduling policy: baseline, mini-batch, off-policy or both; with the suffix +stream the rollout streams."""
+    split: PositiveInt | None = None
+    """Parts in which a step's rewards are collected and used; null takes the preset's."""
+    max_staleness: NonNegativeInt | None = None
+    """Steps that a sample's weights may be older than those its update starts from; null takes the preset's."""
+    order: Literal["arrival", "index"] = "arrival"
+    """Which groups form a part: the first to be scored, or by index (reproducible bit for bit)."""
+    stream_rollout: bool | None = None
+    """Submit each group for scoring as soon as it is finished; null takes the preset's."""
+
+    def resolve(self, mini_batches: int) -> SchedulingPolicy:
+        """Returns the preset for ``mini_batches`` optimizer steps per step, with the given numbers overridden.
+
+        Raises:
+            PolicyError: no preset of that name, or a number that does not fit.
+        """
+        from dataflow.policy import SchedulingPolicy, preset
+
+        base = preset(self.preset, mini_batches)
+        return SchedulingPolicy(
+            split=base.split if self.split is None else self.split,
+            max_staleness=base.max_staleness if self.max_staleness is None else self.max_staleness,
+            order=self.order,
+            stream_rollout=base.stream_rollout if self.stream_rollout is None else self.stream_rollout,
+        )
+
+
+class RayConfig(Section):
+    """The Ray cluster."""
+
+    address: Text | None = None
+    """Cluster to join (auto finds one); null starts a local one."""
+    num_cpus: PositiveInt | None = None
+    """CPUs of the local one; null for all that Ray detects."""
+    gpus_per_worker: NonNegativeFloat = 0.0
+    """GPUs per trainer and rollout process; 0 computes on the CPU."""
+
+
+class TrackingConfig(Section):
+    """Where metrics go, besides the run's metrics.jsonl."""
+
+    backends: Backends = Field(default=["tensorboard"])
+    """Backends of verl's Tracking."""
+    project: Text = "dataflow"
+    """Project name in the backends."""
+
+
+class BaseConfig(Section):
+    """What :class:`PipelineConfig` and :class:`~dataflow.config.run.RunConfig` have in common."""
+
+    imports: ClassVar[tuple[str, ...]] = ()
+    """Modules that a worker imports before the first task, as that would wait for them."""
+
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    steps: PositiveInt = 30
+    """Training steps."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Seed of data order, sampling and generated problems."""
+    name: Text | None = None
+    """Name of the run and of its directory; null makes one from the pipeline, the policy and a number."""
+    runs: Text = "runs"
+    """Directory that the runs are written to."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    resume: ResumeConfig = Field(default_factory=ResumeConfig)
+    executor: Literal["ray", "inline"] = "ray"
+    """Where tasks run: in Ray's processes, or inline in this process, to debug."""
+    ray: RayConfig = Field(default_factory=RayConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of a training step."""
+        raise NotImplementedError
+
+    @property
+    def step_groups(self) -> int | None:
+        """Prompt groups that a step trains on; None if the pipeline has none."""
+        raise NotImplementedError
+
+    @property
+    def worker_threads(self) -> int:
+        """CPU threads of a worker."""
+        return 1
+
+    @property
+    def recoveries(self) -> int:
+        """How often the run restarts from its last checkpoint after a service died."""
+        return 2
+
+    def remarks(self) -> list[str]:
+        """Returns lines that explain the configuration to who reads its file."""
+        return []
+
+    def job(self) -> dict[str, Any]:
+        """Returns what a plan must know of a run besides its pipeline, JSON-able."""
+        return {"prompts": self.step_groups, "mini_batches": self.optimizer_steps}
+
+    def run_file(self, name: str) -> str | None:
+        """Returns the absolute path of a file in the run's directory; None while the run has no name."""
+        return str(Path(self.runs, self.name, name).absolute()) if self.name else None
+
+    @field_validator("name")
+    @classmethod
+    def _name_a_directory(cls, name: str | None) -> str | None:
+        if name is None:
+            return None
+        if name in (".", "..") or set("/\\\0") & set(name):
+            raise ValueError("give a plain directory name, without slashes")
+        if not name.isprintable() or name != name.strip():
+            raise ValueError("give a plain directory name, without line breaks, control characters or outer spaces")
+        if len(name.encode()) > LONGEST_NAME:
+            raise ValueError(f"give a name of at most {LONGEST_NAME} bytes")
+        return name
+
+
+class PipelineConfig(BaseConfig):
+    """The settings of a pipeline of one's own, which need not train a language model."""
+
+    executor: Literal["ray", "inline"] = "inline"
+    """Where tasks run: inline in this process, or in Ray's processes."""
+    checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig(export=False))
+    tracking: TrackingConfig = Field(default_factory=lambda: TrackingConfig(backends=[]))
+    groups: PositiveInt | None = None
+    """Groups of samples in a step, which a policy may split; null if the pipeline has none."""
+    mini_batches: PositiveInt = 1
+    """Optimizer steps of a training step; must divide groups."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.mini_batches
+
+    @property
+    def step_groups(self) -> int | None:
+        return self.groups
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> PipelineConfig:
+        from dataflow.policy import check_batch
+
+        if self.groups is not None:
+            check_batch(self.groups, self.mini_batches)
+        self.policy.resolve(self.mini_batches)
+        return self
+
+
+def values_of(config: BaseConfig) -> dict[str, Any]:
+    """Returns the whole configuration as JSON can hold it, with the policy's numbers filled in."""
+    values = config.model_dump(mode="json")
+    values["policy"] |= dataclasses.asdict(config.policy.resolve(config.optimizer_steps))
+    return values
+
+
+def dump_yaml(config: BaseConfig) -> str:
+    """Returns the configuration of :func:`values_of` as YAML, its secrets masked, with its remarks as comments."""
+    import yaml
+
+    from dataflow.system.redaction import redact_values
+
+    remarks = "".join(f"# {line}\n" for line in config.remarks())
+    return remarks + yaml.safe_dump(redact_values(values_of(config)), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,70 @@
+"""The prompts of a run that trains a language model, with the checks of its data and model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dataflow.config.base import BaseConfig
+from dataflow.config.run import RunConfig
+from dataflow.graph import Pipeline
+from dataflow.running.hosting import check_room
+from dataflow.running.reporting.progress import Progress
+
+
+class Prompts:
+    """The prompts of a run: its data is read and its model settled first, before other inputs are made.
+
+    Args:
+        config: of the run; its model is settled.
+        pipeline: that reads the prompts.
+        progress: shows the warm-up of the default model.
+
+    Raises:
+        UserError: the data or the model is wrong, in one sentence.
+    """
+
+    def __init__(self, config: RunConfig, pipeline: Pipeline, progress: Progress) -> None:
+        from dataflow.data.prompts import read_problems
+
+        self._config = config
+        # Before the warm-up, which takes a minute, so that an invalid data file fails at once.
+        self._problems = read_problems(config.data)
+        settle(config, progress)
+        if "rollout" in pipeline.hosts():
+            check_room(config)
+
+    def fields(self) -> dict[str, Callable[[int], Any]]:
+        """Returns the fields ``prompts`` and ``val_prompts``, each a function of the step.
+
+        Raises:
+            UserError: the model's weights or a prompt is wrong, in one sentence.
+        """
+        from dataflow.data.prompts import load_prompts
+        from dataflow.models.directory import check_weights
+        from dataflow.tools import toolbox_of
+
+        config = self._config
+        check_weights(Path(config.model.path or ""))
+        schemas = toolbox_of(config).schemas if config.tools.offered else None
+        train, held_out = load_prompts(config, *self._problems, schemas)
+        val = held_out.all(config.data.val_size) if config.val.every else None
+        return {"prompts": train.batch, "val_prompts": lambda step: val}
+
+
+def settle(config: BaseConfig, progress: Progress) -> None:
+    """Replaces the model's name by its directory, and the engine ``auto`` by one: a repeated run uses the same.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    if not isinstance(config, RunConfig):
+        return
+    from dataflow.engines.choice import rollout_engine
+    from dataflow.models.tiny import check_model, tiny_model
+
+    config.model.path = str(check_model(config.model.path or tiny_model(progress=progress.warm_up)))
+    if config.engine.rollout == "auto":
+        device = "cuda" if config.ray.gpus_per_worker else "cpu"
+        config.engine.rollout = rollout_engine("auto", config.executor != "inline", device)  # type: ignore[assignment]

@@ -1,0 +1,167 @@
+"""Running a pipeline from Python: made there or in a file, in a notebook, without what it does not need."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dataflow
+from dataflow import Hosted, Latest, Pipeline, run, stage
+from dataflow.errors import ConfigError, PolicyError, StageFailed
+
+pytestmark = pytest.mark.timeout(60)
+TOY = """
+from dataflow import Hosted, Latest, Pipeline, stage
+
+class Model:
+    def __init__(self):
+        self.weight = 0.0
+
+@stage(writes="drawn", on="controller")
+def draw(numbers):
+    return [2 * number for number in numbers]
+
+@stage(writes="model", on="gpu", role="trains")
+def train(drawn, model: Latest, *, trainer, task):
+    trainer.weight += sum(drawn)
+    task.log({"weight": trainer.weight})
+    return task.step
+
+def pipeline(config):
+    return Pipeline([draw, train.bind(trainer=Hosted("trainer", Model))], inputs=["numbers"])
+
+def inputs(config):
+    return {"numbers": lambda step: [step, config.seed]}
+"""
+
+
+@stage(writes="mean", on="gpu", role="trains")
+def train(numbers: Any, mean: Latest, *, rate: float = 0.5, task: Any) -> float:
+    found = (mean or 0.0) + rate * (sum(numbers) - (mean or 0.0))
+    task.log({"mean": found})
+    return float(found)
+
+
+INPUTS = {"numbers": lambda step: [step]}
+
+
+@pytest.fixture(autouse=True)
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    path = tmp_path / "toy.py"
+    path.write_text(TOY)
+    return path
+
+
+def test_a_pipeline_made_in_python_runs_and_leaves_its_files() -> None:
+    done = run(Pipeline([train], inputs=["numbers"]), inputs=INPUTS, steps=3, name="a")
+    assert done.directory == Path("runs/a")
+    assert (done.summary["status"], done.summary["steps"]) == ("finished", 3)
+    assert [row["mean"] for row in done.metrics] == [0.5, 1.25, 2.125]
+    assert [span.stage for span in done.trace.spans] == ["train"] * 3
+    assert {path.name for path in done.directory.iterdir()} >= {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "trace.json",
+    }
+
+
+def test_the_summary_has_only_what_applies() -> None:
+    done = run(Pipeline([train], inputs=["numbers"]), inputs=INPUTS, steps=1)
+    assert done.summary.keys().isdisjoint({"rewards", "accuracy_before", "evaluations", "weights_sha256"})
+    assert json.loads((done.directory / "summary.json").read_text()) == done.summary
+
+
+def test_a_run_of_a_pipeline_made_in_python_is_found_again_with_the_pipeline() -> None:
+    pipeline = Pipeline([train], inputs=["numbers"])
+    first = run(pipeline, inputs=INPUTS, steps=1, name="a", resume="auto")
+    again = run(pipeline, inputs=INPUTS, steps=3, name="a", resume="auto")
+    assert (again.directory, again.summary["steps"]) == (first.directory.resolve(), 3)
+    with pytest.raises(ConfigError, match="does not name its pipeline file"):
+        dataflow.resume(first.directory, steps=4)
+
+
+def test_it_runs_where_an_event_loop_runs_already() -> None:
+    async def notebook() -> int:
+        return int(run(Pipeline([train], inputs=["numbers"]), inputs=INPUTS, steps=2).summary["steps"])
+
+    assert asyncio.run(notebook()) == 2
+
+
+def test_an_error_in_a_notebook_is_the_error_itself() -> None:
+    async def notebook() -> None:
+        run(Pipeline([train], inputs=["numbers"]), inputs=INPUTS, steps=0)
+
+    with pytest.raises(ConfigError, match="steps=0"):
+        asyncio.run(notebook())
+
+
+@pytest.mark.parametrize("executor", ["inline", pytest.param("ray", marks=pytest.mark.heavy)])
+def test_a_file_of_ones_own_runs_on_each_executor(toy: Path, executor: str) -> None:
+    done = run(toy, steps=2, seed=5, executor=executor, ray={"num_cpus": 2})
+    assert [row["weight"] for row in done.metrics] == [12.0, 26.0]
+
+
+def test_a_run_is_repeated_from_its_configuration(toy: Path) -> None:
+    first = run(toy, steps=2, seed=5)
+    again = run(first.directory / "config.yaml")
+    assert [row["weight"] for row in again.metrics] == [row["weight"] for row in first.metrics]
+
+
+def test_neither_torch_nor_ray_nor_verl_is_needed(toy: Path) -> None:
+    blocked = "import sys\nfor name in ('torch', 'ray', 'verl', 'vllm', 'transformers'): sys.modules[name] = None\n"
+    code = f"{blocked}from dataflow.cli import main\nsys.exit(main(['run', {str(toy)!r}, 'steps=2', '--json']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 2
+    assert (Path("runs/toy-both-1") / "timeline.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "words"),
+    [
+        ({"steps": 0}, ConfigError, "steps=0"),
+        ({"policy": "fast"}, PolicyError, "fast"),
+        ({"polcy": "both"}, ConfigError, "unknown key 'polcy'; did you mean 'policy'"),
+        ({"inputs": {}}, ConfigError, "the pipeline: nothing supplies its input 'numbers'; define inputs(config)"),
+        ({"policy": "mini-batch", "mini_batches": 4}, PolicyError, "split=4 needs the number of prompt groups"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_nothing_is_written(
+    keys: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error) as caught:
+        run(Pipeline([train], inputs=["numbers"]), **{"inputs": INPUTS, **keys})
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not Path("runs").exists()
+
+
+def test_inputs_of_a_file_are_its_own(toy: Path) -> None:
+    with pytest.raises(ConfigError, match="a pipeline file supplies its inputs itself"):
+        run(toy, inputs=INPUTS)
+
+
+@pytest.mark.parametrize("factory", ["no.such.module:Thing", "dataflow.batch:Nothing", f"{__name__}:broken"])
+def test_a_service_that_cannot_be_built_fails_with_its_name(factory: str) -> None:
+    pipeline = Pipeline([train.bind(rate=Hosted("meter", factory))], inputs=["numbers"])
+    with pytest.raises(dataflow.DataflowError, match="meter"):
+        run(pipeline, inputs=INPUTS, steps=1)
+
+
+def test_a_stage_that_raises_fails_the_run() -> None:
+    pipeline = Pipeline([train.bind(rate="fast")], inputs=["numbers"])
+    with pytest.raises(StageFailed, match=r"train\[step 1\] failed on 'gpu'"):
+        run(pipeline, inputs=INPUTS, steps=1, name="a")
+    assert json.loads(Path("runs/a/summary.json").read_text())["status"] == "failed"
