@@ -1,6 +1,6 @@
 """Kills processes of a run at random moments, and checks that the run ends with the weights of an untouched one.
 
-    python benchmarks/resumes.py [times=N] [seed=N] [victims=driver,judge+raylet] [policies=both] [engine=hf]
+    python benchmarks/resumes.py [times=N] [seed=N] [victims=driver,judge+raylet] [policies=both] [kind=hf]
 
 Kills with SIGKILL, in a short run under each policy: each of ``victims`` in a run of its own, those joined by + in one
 run, in random order, each some time after a step that is drawn (0: while the run starts). A run that ends of it is
@@ -14,7 +14,8 @@ a check fails:
 
 The runs whose victim is the judge use the judge that the run starts, whose requests are not counted here. ``keep=DIR``
 keeps the untouched runs, which later calls of the same version then take over; ``out=FILE`` gets the JSON after each
-run. With engine=vllm the weights may differ, as its samples may depend on what else is in the batch.
+run. ``kind=inline`` runs without Ray, in one process, which is killed as ``driver``; a run takes seconds. With
+``kind=vllm`` the weights may differ, as its samples may depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ from _run import table
 from kills import Run
 
 VICTIMS = ("driver", "command", "trainer", "rollout", "reward", "judge", "raylet")
-ENGINES = ("hf", "vllm")
+KINDS = {
+    "hf": ("engine.rollout=hf",),
+    "vllm": ("engine.rollout=vllm",),
+    "inline": ("engine.rollout=hf", "executor=inline"),
+}
 POLICIES = ("baseline", "mini-batch", "off-policy", "both", "both+stream")
 STEPS = 6
 LATE_S = 1.0
@@ -74,14 +79,14 @@ class Trial:
         directory: to make; the reward function is in it, the run in ``runs/a`` below it.
         policy: of the run.
         judged: whether the run's own judge gives the rewards.
-        engine: that samples.
+        kind: which of KINDS.
     """
 
-    def __init__(self, directory: Path, policy: str, judged: bool, engine: str = "hf") -> None:
+    def __init__(self, directory: Path, policy: str, judged: bool, kind: str = "hf") -> None:
         directory.mkdir(parents=True)
         self.directory = directory
         self.run = directory / "runs" / "a"
-        self.keys = [*SMALL, f"policy={policy}", f"engine.rollout={engine}"]
+        self.keys = [*SMALL, f"policy={policy}", *KINDS[kind]]
         if not judged:
             (directory / "reward.py").write_text(REWARD)
             self.keys.append(f"custom_reward_function.path={directory / 'reward.py'}")
@@ -156,12 +161,12 @@ class Trial:
         return {"again": twice.total(), "wrong": wrong}
 
 
-def untouched(directory: Path, policy: str, judged: bool, engine: str = "hf") -> dict[str, Any]:
+def untouched(directory: Path, policy: str, judged: bool, kind: str = "hf") -> dict[str, Any]:
     """Returns the facts of a run that is not killed, its requests, and when its processes appeared."""
-    kept = directory / f"{policy}-{engine}{'-judged' * judged}.json"
+    kept = directory / f"{policy}-{kind}{'-judged' * judged}.json"
     if kept.exists():
         return dict(json.loads(kept.read_text()))
-    trial = Trial(directory / kept.stem, policy, judged, engine)
+    trial = Trial(directory / kept.stem, policy, judged, kind)
     run = trial.start()
     end = run.end()
     if end["code"]:
@@ -176,10 +181,10 @@ def untouched(directory: Path, policy: str, judged: bool, engine: str = "hf") ->
 
 
 def measure(
-    directory: Path, victims: str, policy: str, draw: random.Random, whole: dict[str, Any], engine: str = "hf"
+    directory: Path, victims: str, policy: str, draw: random.Random, whole: dict[str, Any], kind: str = "hf"
 ) -> dict[str, Any]:
     """Kills processes of a new run, resumes the run each time it ends of that, until it finishes, and checks it."""
-    trial = Trial(directory, policy, "judge" in victims, engine)
+    trial = Trial(directory, policy, "judge" in victims, kind)
     names = victims.split("+")
     draw.shuffle(names)
     kills: list[tuple[str, float]] = []
@@ -209,14 +214,14 @@ def measure(
 
 
 def trials(
-    kept: Path, times: int, seed: int, victims: list[str], policies: list[str], engine: str
+    kept: Path, times: int, seed: int, victims: list[str], policies: list[str], kind: str
 ) -> Iterator[dict[str, Any]]:
     """Yields the result of each run that is killed."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as place:
         for number, names, policy in ((n, v, p) for n in range(times) for v in victims for p in policies):
-            whole = untouched(kept, policy, "judge" in names, engine)
-            row = measure(Path(place, f"{names}-{policy}-{number}"), names, policy, draw, whole, engine)
+            whole = untouched(kept, policy, "judge" in names, kind)
+            row = measure(Path(place, f"{names}-{policy}-{number}"), names, policy, draw, whole, kind)
             print(f"{names} {policy}: {row['wrong'] or 'ok'}", file=sys.stderr, flush=True)
             yield row
 
@@ -226,20 +231,20 @@ def main(arguments: list[str]) -> int:
     times, seed = int(given.pop("times", 1)), int(given.pop("seed", 0))
     victims = given.pop("victims", ",".join(VICTIMS)).split(",")
     policies = given.pop("policies", ",".join(POLICIES)).split(",")
-    keep, out, engine = given.pop("keep", None), given.pop("out", None), given.pop("engine", "hf")
+    keep, out, kind = given.pop("keep", None), given.pop("out", None), given.pop("kind", "hf")
     if (
         given
-        or engine not in ENGINES
+        or kind not in KINDS
         or not {v for names in victims for v in names.split("+")} <= {*VICTIMS}
         or not {*policies} <= {*POLICIES}
     ):
         known = f"victims= of {','.join(VICTIMS)}, joined by + or , policies= of {','.join(POLICIES)}"
-        sys.exit(f"use times=N seed=N keep=DIR out=FILE engine=hf|vllm {known}")
+        sys.exit(f"use times=N seed=N keep=DIR out=FILE kind={'|'.join(KINDS)} {known}")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         kept = Path(keep or place).absolute()
         kept.mkdir(parents=True, exist_ok=True)
-        for row in trials(kept, times, seed, victims, policies, engine):
+        for row in trials(kept, times, seed, victims, policies, kind):
             rows.append(row)
             if out:  # so that a stopped benchmark keeps its results
                 Path(out).write_text(json.dumps(rows, indent=1) + "\n")
