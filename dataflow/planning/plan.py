@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import ConfigError
 from dataflow.planning.advice import advise
 from dataflow.planning.config import PlanConfig
@@ -107,7 +108,7 @@ def _table(rows: Sequence[Prediction]) -> str:
             (
                 row.policy,
                 f"{row.step_s:.4g}",
-                hours(row.total_s),
+                duration(row.total_s),
                 f"{row.change:+.1%}",
                 f"{row.gpu_idle:.0%}",
                 f"{row.exposed_wait_s:.3g}" + (f" ({', '.join(causes)})" if causes else ""),
@@ -125,18 +126,3 @@ def _sweep_table(found: Sweep) -> str:
         times = [f"{p['step_s'][at]:.4g}" for p in data["policies"]]
         lines.append((f"{value:g}", *times, f"{min(p['lower_bound_s'][at] for p in data['policies']):.4g}"))
     return f"seconds a step over {found.knob}:\n" + str(table(lines))
-
-
-def hours(seconds: float) -> str:
-    """Returns a duration as text: ``17h53m``, ``3m20s`` or ``12.3s``.
-
-    >>> hours(64380), hours(200), hours(12.34)
-    ('17h53m', '3m20s', '12.3s')
-    """
-    if seconds >= 3600:
-        minutes = round(seconds / 60)
-        return f"{minutes // 60}h{minutes % 60:02d}m"
-    if seconds >= 60:
-        whole = round(seconds)
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{seconds:.1f}s"
