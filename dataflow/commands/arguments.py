@@ -10,7 +10,7 @@ from dataflow.commands.ending import one_line
 
 
 def as_key(unknown: Sequence[str], arguments: Sequence[str]) -> str:
-    """Returns how an option that is none is written as a key."""
+    """Returns a hint that writes an unknown option as a key."""
     option = next((text for text in unknown if text.startswith("--")), None)
     if option is None:
         return ""
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Version(argparse.Action):
-    """Prints the version of what is installed, which is looked up only then."""
+    """Prints the installed version; looks it up only when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from dataflow import __version__

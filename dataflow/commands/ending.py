@@ -48,7 +48,7 @@ def act(options: argparse.Namespace) -> int:
                 print(f"RunError: the output cannot be written: {error.strerror}; make room there.", file=sys.stderr)
                 _drop_output()
                 return 1
-            # For such a name even a check whether the file exists raises, at any place.
+            # Even a check whether such a file exists raises this error, anywhere in the code.
             if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
                 return _interrupted()
             print(f"DataError: {one_line(str(error.filename))}: {error.strerror}; give another name.", file=sys.stderr)
@@ -60,7 +60,7 @@ def act(options: argparse.Namespace) -> int:
 def _interrupted() -> int:
     """Ends a command that a signal interrupted; raises the current error again if there was no signal.
 
-    If a signal interrupts the import of an extension module, the error is one of the module.
+    If a signal interrupts the import of an extension module, the module raises an error of another kind.
     """
     if stopping.received is None and not isinstance(sys.exception(), KeyboardInterrupt):
         raise

@@ -15,7 +15,7 @@ class CheckpointConfig(Section):
     """Checkpoints, from which a run can be resumed."""
 
     every: NonNegativeInt = 10
-    """Steps from one checkpoint to the next, the last step has one, too; 0 saves none."""
+    """Steps from one checkpoint to the next; the last step has one, too. 0 saves none."""
     keep_last: PositiveInt = 2
     """Newest checkpoints to keep."""
     keep_best: NonNegativeInt = 1
@@ -27,7 +27,7 @@ class CheckpointConfig(Section):
     grace_s: NonNegativeFloat = 30.0
     """Seconds that this may take."""
     max_failed: PositiveInt = 3
-    """Checkpoints that may fail one after another before the run does."""
+    """Checkpoints that may fail one after another before the run fails."""
     export: bool = True
     """Write the trained model to runs/NAME/model at the end."""
 

@@ -22,7 +22,7 @@ class Sampling:
         top_p: nucleus mass kept, 1.0 keeps all.
         top_k: most likely tokens kept, -1 or 0 keeps all.
         max_tokens: longest response, eos included.
-        min_p: tokens are kept whose probability is at least this share of the likeliest one's; 0 keeps all.
+        min_p: keeps tokens whose probability is at least this share of the likeliest one's; 0 keeps all.
         repetition_penalty: above 1 makes tokens that occur in the prompt or response less likely; 1 changes nothing.
         stop_token_ids: tokens that end a response besides the model's own; kept in the response, as eos is.
     """
@@ -164,7 +164,7 @@ class Trained(Protocol):
         """Copies weights, optimizer, LR scheduler and random state to CPU memory, for :meth:`write`.
 
         Args:
-            wait: until the previous copy is written; otherwise there is no new copy before.
+            wait: whether to wait until the previous copy is written; otherwise no copy is made meanwhile.
 
         Returns:
             Whether there is a new copy; the same on all ranks.

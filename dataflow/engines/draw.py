@@ -36,7 +36,7 @@ def draw(
         logits: ``[rows, vocabulary]``.
         uniform: numbers in [0, 1), float64 ``[rows]``.
         sampling: how to draw.
-        said: the tokens of prompt and response so far, int64 ``[rows, tokens]``.
+        said: tokens of prompt and response so far, int64 ``[rows, tokens]``.
 
     Returns:
         The tokens int64 ``[rows]``, and their log-probs before any cut float32 ``[rows]``.

@@ -1,7 +1,7 @@
 """Rollout with transformers: all rows of a batch generate together, with a KV cache, on CPU or one GPU.
 
-A prompt is read once and its cache entries copied to its n samples; rows that have ended leave the batch once
-half of it has. Each sample draws from random numbers of its own, fixed before the first token.
+A prompt is read once and its cache entries copied to its n samples; rows that have ended are removed from the batch
+once half of them have. Each sample draws from random numbers of its own, fixed before the first token.
 
 One thread computes, so calls take effect in their order: a weight sync after the samples in flight, later samples
 after the sync.
@@ -91,7 +91,7 @@ class HfRollout:
                 f"rollout: max_prompt_length={max_prompt_length}, max_batch={max_batch}; both are 1 at least."
             )
         torch.set_num_threads(threads)
-        disable_progress_bar()  # its lines would interrupt the run's own progress display
+        disable_progress_bar()  # its lines would break the run's own progress display
         with loading(model):
             tokenizer = AutoTokenizer.from_pretrained(model)
             self.model = AutoModelForCausalLM.from_pretrained(

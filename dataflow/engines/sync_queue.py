@@ -1,8 +1,8 @@
 """The sample queue: samples in the order of their requests, and the pauses between them.
 
 A weight sync, sleep and wake need moments at which nothing is in flight. Each waits in the queue until the entries
-before it have finished, and later entries wait for it, so nothing starves and each sample comes from one version of
-the weights. The queue runs on one event loop; the engine behind it may be a thread or another process.
+before it have finished, and later entries wait for it, so nothing starves and each sample is drawn with one version
+of the weights. The queue runs on one event loop; its engine may be a thread or another process.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class SampleQueue:
     async def pause(
         self, work: Callable[[], Awaitable[None]], redraw: bool = False, asleep: bool | None = None
     ) -> None:
-        """Runs ``work`` once nothing is in flight; entries queued before it go first.
+        """Runs ``work`` once nothing is in flight; after the entries that were queued before it.
 
         Args:
             work: coroutine function; if it fails, so does the engine.
@@ -300,7 +300,7 @@ class SampleQueue:
                 self.fail(error)
 
     def _redraw(self, pause: _Pause, starting: Sequence[Job]) -> None:
-        """Puts the jobs in flight, and those about to start, behind the pause at the head of the queue."""
+        """Puts the jobs in flight, and those about to start, right after the pause at the head of the queue."""
         jobs = [*self._running.values(), *starting]
         self.backend.cancel(list(self._running))
         self._running.clear()

@@ -29,10 +29,10 @@ def listed(groups: Iterable[int]) -> str:
 
 
 class Parts:
-    """The groups of the unfinished steps: which there are, and which were named so far.
+    """The groups of the unfinished steps: those that exist, and those named in parts so far.
 
     Args:
-        graph: whose tasks form parts and hand on chunks.
+        graph: whose tasks form parts and emit chunks.
     """
 
     def __init__(self, graph: TaskGraph) -> None:
@@ -46,16 +46,16 @@ class Parts:
         self._chunks: dict[int, dict[str, dict[int, Sequence[int]]]] = {}
 
     def written(self, step: int, field: str, groups: Iterable[int]) -> None:
-        """Takes note of groups that a field of a step holds."""
+        """Records the groups that a field of a step holds."""
         self._written.setdefault(step, {}).setdefault(field, set()).update(groups)
 
     def release(self, step: int) -> None:
-        """Forgets a step that is over."""
+        """Forgets a finished step."""
         for steps in (self._written, self._formed, self._chunks):
             steps.pop(step, None)
 
     def emitted(self, task: Task, number: int, groups: Sequence[int] | None) -> None:
-        """Takes the groups of a chunk that a running task emitted.
+        """Checks and records the groups of a chunk that a running task emitted.
 
         Raises:
             DataflowError: the chunk is empty, came before, or holds groups of another chunk or of no input.
@@ -85,10 +85,10 @@ class Parts:
     def finished(
         self, task: Task, groups: Sequence[int] | None, written: Mapping[str, Sequence[int]] | None = None
     ) -> None:
-        """Takes the groups of a task that ended.
+        """Checks and records the groups of a task that ended.
 
         Args:
-            task: which.
+            task: the task.
             groups: that it named, if it forms parts.
             written: the groups of each field it wrote, where that is a Batch.
 

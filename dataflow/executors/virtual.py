@@ -84,7 +84,7 @@ class VirtualExecutor:
         self._cancelled: set[TaskId] = set()
 
     async def open(self, pipeline: Pipeline) -> None:
-        """Nothing to build."""
+        """Does nothing: there is nothing to build."""
 
     def now(self) -> float:
         return self._now

@@ -137,7 +137,7 @@ def check_reward(custom: Mapping[str, Any], judge: Mapping[str, Any], options: R
         options: see there.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it would fail.
     """
     keep_secrets([custom, judge, options.manager_kwargs])
     find_manager(options.manager, options.manager_path, options.manager_kwargs)

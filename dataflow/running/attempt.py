@@ -1,6 +1,6 @@
 """One attempt to train: builds the services, restores a checkpoint, runs the task graph, and closes the services.
 
-A run has one attempt, and a further one each time a service dies that only a checkpoint can restore.
+A run has one attempt, and another one after each death of a service that only a checkpoint can restore.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Attempt:
             showing.cancel()
 
     def interrupt(self, main: asyncio.Task[Any]) -> None:
-        """Ends the run; where it can, after the step that is being trained, with a checkpoint.
+        """Ends the run, if possible after the step in training and with a checkpoint.
 
         Args:
             main: the task to cancel when there is nothing to save, or ``checkpoint.grace_s`` is over.
@@ -162,7 +162,7 @@ class Attempt:
             return
         saves = pipeline.with_role("saves")
         for host in {s.host.name for s in saves if s.host is not None}:
-            await executor.ask(host, "settle")  # a copy whose write was cancelled is given up
+            await executor.ask(host, "settle")  # discards a copy whose write was cancelled
         handles, last = runner.handles(step), min(step + staleness, self._graph.steps)
         policy = SchedulingPolicy(max_staleness=staleness)
         early = pipeline.subset(s.name for s in saves if s.ahead_of is not None)
@@ -182,7 +182,7 @@ class Attempt:
             return None
 
     async def _finish_model(self) -> str | None:
-        """Writes the trained model into the run's directory, if asked to; returns the digest of its weights."""
+        """Exports the trained model if ``checkpoint.export`` is set; returns the digest of its weights."""
         if self._config.checkpoint.export:
             directory = self._record.directory
             about = card(directory, read_values(directory / CONFIG), self._graph.steps)
@@ -244,7 +244,7 @@ class Attempt:
         await Runner(graph, self._executor, inputs=inputs, trace=self._record.before, on_step=self._on_step).run()
 
     def _on_step(self, step: int, metrics: dict[str, float]) -> None:
-        # The last steps' spans say all about this one.
+        # The spans of the last steps include all of this one.
         shown = self._record.step(step, metrics, (self._graph.ahead + 3) * sum(self._graph.parts.values()))
         if step in self._record.evaluations and any(name.startswith("val-core/") for name in metrics):
             self._progress.accuracy(step, self._record.evaluations[step])
@@ -257,7 +257,7 @@ class Attempt:
         """Counts checkpoints that failed one after another.
 
         Raises:
-            RunError: too many did.
+            RunError: too many failed.
         """
         self._failed = self._failed + 1 if failed else 0
         most = self._config.checkpoint.max_failed
@@ -268,14 +268,14 @@ class Attempt:
             )
 
     async def _show(self, runner: Runner) -> None:
-        """Updates the picture while the run continues, if there is one."""
+        """Updates the picture, if there is one, until the run ends."""
         per_step = sum(self._graph.parts.values())
         stats: dict[str, Any] = {}
         while self._progress.moves:
             try:
                 stats = self._record.totals.seen(await self._offered("reward", "stats") or {})
             except DataflowError as error:
-                # The run itself reports an agent that died, or has a new one.
+                # If the agent died, the run itself reports it or builds a new one.
                 logger.debug(f"the reward agent does not answer: {error}")
             self._progress.show(runner.trace, runner.running(), stats, (self._graph.ahead + 3) * per_step)
             await asyncio.sleep(SHOWN_S)

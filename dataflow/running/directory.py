@@ -62,7 +62,7 @@ def make_directory(config: BaseConfig, stem: str) -> Path:
 def _taken(path: Path, config: BaseConfig) -> bool:
     """Whether there is a run or anything else at a path.
 
-    With ``resume=auto`` a directory is free whose process was killed before it wrote the configuration.
+    With ``resume=auto`` a directory without a configuration is free: its process was killed before it wrote one.
     """
     if not os.path.lexists(path):
         return False
@@ -71,7 +71,7 @@ def _taken(path: Path, config: BaseConfig) -> bool:
 
 
 def remove_temporary(directory: Path) -> None:
-    """Removes the files aside that killed processes left (:func:`dataflow.files.replaced`); call it under the lock."""
+    """Removes the temporary files that killed processes left (:func:`dataflow.files.replaced`); needs the lock."""
     for file in directory.glob(".*"):
         if _TEMPORARY.fullmatch(file.name) and file.is_file():
             file.unlink(missing_ok=True)

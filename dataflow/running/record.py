@@ -36,7 +36,7 @@ class Backends:
 
 
 class Record:
-    """What a run writes down.
+    """The files that record a run, and what they hold.
 
     Args:
         directory: of the run.
@@ -171,12 +171,12 @@ class Record:
         """Writes the metrics of a step.
 
         Args:
-            step: which.
+            step: its number.
             metrics: logged by its stages.
             window: the last spans of the trace that hold all of the step's.
 
         Returns:
-            All its metrics with where its time went, when its training has just ended; None for late metrics.
+            All metrics of the step, with where its time went, if its training has just ended; None for late metrics.
         """
         ended = step > self.steps
         if ended:
@@ -216,7 +216,7 @@ class Record:
         write_summary(self.directory / SUMMARY, self.summary)
 
     def leave(self, total_s: float) -> None:
-        """Ends the trace and writes the summary, each also if the other fails; an error that ended the run counts.
+        """Ends the trace and writes the summary, each even if the other fails; an error that ended the run comes first.
 
         Raises:
             RunError: one of them cannot be written, and the run went well so far.

@@ -38,7 +38,7 @@ def finish(directory: Path, status: str, steps: int | None) -> str:
         steps: the planned number of steps.
 
     Returns:
-        The number of steps made, in words that follow "it" or "interrupted: ".
+        The number of steps made, as a phrase that follows "it" or "interrupted: ".
     """
     target = directory / "summary.json"
     if not target.exists():

@@ -129,7 +129,7 @@ def _checked(
     saved = Saved(directory / CONFIG, module)
     before, after = saved.before(), saved.config(overrides)
     after.name, after.runs = directory.resolve().name, str(directory.resolve().parent)
-    settle(after, progress)  # as the run's own configuration is: the same arguments are no change
+    settle(after, progress)  # as for the run's own configuration, so that equal arguments are no change
     check_changes(before, after, directory)
     return saved, after
 

@@ -203,7 +203,7 @@ class Session:
         return point
 
     def _train(self, point: Checkpoint | None) -> None:
-        """Trains to the end, from the last checkpoint again if a service dies that is not rebuilt by itself."""
+        """Trains to the end; resumes from the last checkpoint if a service dies that cannot be rebuilt alone."""
         restarts = 0
         while True:
             try:
@@ -235,7 +235,7 @@ class Session:
             yield
 
     def _lose(self, error: RunError) -> None:
-        """Ends the run with an error, from any thread."""
+        """Ends the run with an error; may be called from any thread."""
         self._lost = error
         if self._cancel is not None:
             self._cancel()
@@ -244,7 +244,7 @@ class Session:
         main = asyncio.current_task()
         assert main is not None
         loop = asyncio.get_running_loop()
-        # Not at once, as the handler interrupts whatever the loop is doing.
+        # Scheduled, since the handler may interrupt any code of the loop.
         self._cancel = partial(loop.call_soon_threadsafe, main.cancel)
         record = self.record
         # Again, as the judge's address is known now. Of a run that has made its steps the last one's graph says enough.
@@ -292,9 +292,9 @@ class Session:
 
 
 def prepare_logging() -> None:
-    """Makes log lines short; messages of libraries go to their own logs."""
+    """Makes log lines short; leaves messages of libraries to their own logs."""
     logger.remove()
-    # Looked up for each line, since during a moving picture stderr is replaced by what writes above it.
+    # stderr is looked up for each line: a moving picture replaces it by a stream that writes above the picture.
     # Without diagnose, which shows the values of variables.
     logger.add(lambda line: sys.stderr.write(redact(line)), level="INFO", format="<level>{message}</level>",
                colorize=sys.stderr.isatty(), diagnose=False)  # fmt: skip

@@ -108,6 +108,6 @@ def _write(out: str, rows: Sequence[Row], run: Path, kind: Kind, ordered: bool) 
 
 
 def table(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Returns the columns of rows, which may differ in theirs."""
+    """Returns the columns of rows that may have different ones."""
     names: Iterable[str] = dict.fromkeys(name for row in rows for name in row)
     return {name: plain([row.get(name) for row in rows])[0] for name in names}

@@ -1,7 +1,7 @@
 """The files of samples: one parquet file a step. A column is of one type, numbers or text; anything else is JSON text.
 
 ``runs/NAME/samples/step_000012.parquet`` holds a step's samples, ``val_000012.parquet`` an evaluation's (0 is before
-training). Each file is written aside and renamed, so a killed run leaves whole files alone.
+training). Each file is written beside its place and renamed, so a killed run leaves only whole files.
 """
 
 from __future__ import annotations

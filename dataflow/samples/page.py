@@ -16,13 +16,13 @@ from dataflow.files import replaced
 from dataflow.samples.files import Kind, Row, file_of, number, read, steps_in
 
 LARGEST = 8_000_000
-"""Characters of a page, about; what has no room is left out, and counted."""
+"""Approximate size of a page in characters; samples beyond it are left out, and counted."""
 LINKED = 400
 """Linked groups of steps that are not on the page as a whole, at most."""
 LONGEST = 4000
 """Characters of one text, at most."""
 _OWN = ("step", "group", "sample", "prompt", "ground_truth", "response", "begin", "end", "data_source", "extra_info")
-"""Columns that have a place of their own on the page, or none."""
+"""Columns that are shown elsewhere on the page, or not at all."""
 
 _STYLE = """<style>
 section.group { border-top: 1px solid var(--edge); padding: .5rem 0 .8rem; content-visibility: auto;
@@ -78,8 +78,8 @@ def page(
         path: of the page; replaced atomically.
         title: of the page, such as the run's name.
         kind: of the samples.
-        ordered: whether the order of rows is the order of the page; else it goes by step and group.
-        first: (step, group) of the groups that must not be left out if there is no room for all.
+        ordered: whether the page keeps the order of the rows; otherwise it is sorted by step and group.
+        first: (step, group) of the groups to keep if there is no room for all.
         note: a further sentence for the head of the page.
 
     Raises:

@@ -33,7 +33,7 @@ class Condition:
         column: name of the column, or an alias.
         op: ``=``, ``!=``, ``<``, ``<=``, ``>``, ``>=``, or ``~``: the text contains the value, in any case.
         value: as it was written, without quotes.
-        quoted: whether it stood in quotes, so that it is a text.
+        quoted: whether it was quoted, which makes it a text.
     """
 
     column: str
@@ -44,10 +44,10 @@ class Condition:
     def holds(self, row: Row) -> bool:
         """Whether a row, which has the column, meets the condition.
 
-        A value that is missing meets ``= null`` and each ``!=`` but ``!= null``.
+        A missing value meets ``= null`` and each ``!=`` but ``!= null``.
 
         Raises:
-            ConfigError: the column holds numbers, the value is none; or the order of texts is asked for.
+            ConfigError: the column holds numbers and the value is not one; or an order of texts is requested.
         """
         found = row[self.column]
         if self.op == "~":
@@ -105,7 +105,7 @@ def named(column: str, columns: Iterable[str], where: str) -> str:
 
     Args:
         column: the name.
-        columns: those that there are.
+        columns: the existing ones.
         where: the key that names it, for the message.
 
     Raises:

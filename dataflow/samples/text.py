@@ -63,7 +63,7 @@ def _sample(row: Row, with_step: bool) -> list[str]:
 
 
 def _worth(name: str, value: Any) -> bool:
-    """Whether a fact is not the usual one."""
+    """Whether a fact is worth showing, since it is not the usual one."""
     usual = {"tries": 1, "truncated": False, "kept": True}
     return not (name in usual and value == usual[name]) and value not in ("", "{}", "[]")
 
@@ -81,7 +81,7 @@ def _clean(text: str) -> str:
 
 
 def _wrapped(text: str, label: str, lines: int) -> list[str]:
-    """Returns a text in lines, the first behind a label; its end says how much is left out."""
+    """Returns a text in lines, the first after a label; the last one ends with the amount left out."""
     room = WIDE - len(label)
     # No more than can be shown is wrapped: a text may have a million characters.
     whole = _clean(text[: 4 * room * lines])

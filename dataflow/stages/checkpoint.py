@@ -4,8 +4,8 @@
                                                     ▲
     rollout[v+1 .. v+max_staleness] ─▶ keep_samples   ┘               (io; drawn before the sync of step v)
 
-``stage_checkpoint`` reads every state of the graph, so the graph's own rules keep the next step from overwriting one
-before it is copied. There is one copy at a time: until its turn on ``io`` has come and its files are written, the next
+``stage_checkpoint`` reads every state of the graph, so by the graph's own rules the next step overwrites none before
+it is copied. There is one copy at a time: until its files are written, which may wait for a slot of ``io``, the next
 checkpoint is left out, and training continues. Only the checkpoint at the end of the run waits.
 
 A service is saved if a stage with the role ``trains`` calls it. With several, such as an actor and a critic, each is
@@ -54,7 +54,7 @@ class Snapshot:
     """A checkpoint whose services are copied.
 
     Attributes:
-        directory: that the first rank began for it, where all ranks of all services write; None if it cannot be made.
+        directory: made by the first rank, where all ranks of all services write; None if it cannot be made.
         states: value of each state of the graph.
         seconds: that the copies took.
     """
@@ -138,7 +138,7 @@ async def write_checkpoint(
 ) -> None:
     """Writes the first service, with the responses of the steps already sampled, and makes all of it a checkpoint.
 
-    A disk that fails costs this checkpoint alone: it is logged as ``checkpoint/failed``, and training continues.
+    If the disk fails, only this checkpoint is lost: ``checkpoint/failed`` is logged, and training continues.
 
     Args:
         snapshot: what to write; None if there is none.
@@ -156,7 +156,7 @@ async def write_checkpoint(
     begin = clock.now()
     took = [seconds for seconds in others if seconds is not None]
     if snapshot.directory is None or len(took) < len(others):
-        await service.settle()  # or no later one would be copied
+        await service.settle()  # otherwise no later one would be copied
         if snapshot.directory is not None and service.rank == 0:
             await asyncio.to_thread(store.discard, task.step)
         return

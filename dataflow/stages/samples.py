@@ -43,13 +43,13 @@ async def write_samples(
 ) -> None:
     """Writes the samples that a step trains on, all its parts in one file.
 
-    A disk that fails costs this file alone: a warning says so, and training continues.
+    If the disk fails, only this file is lost: a warning is logged, and training continues.
 
     Args:
         responses: columns of a rollout.
-        rewards: their scores, and what else the reward returned; the same groups in the same order.
+        rewards: their scores, and further columns that the reward returned; the same groups in the same order.
         advantages: their advantages; None leaves the column out.
-        directory: of the run's samples; None writes nothing, as long as the run has no name.
+        directory: of the run's samples; None writes nothing, for a run without a name.
         most: samples to keep, see :func:`kept`; None for all.
         task: gives the step; notes the samples that were written and left out.
     """

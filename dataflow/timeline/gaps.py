@@ -56,14 +56,14 @@ class Gap:
 def gaps(meta: Mapping[str, Any]) -> tuple[Gap, ...]:
     """Returns the gaps that a trace's meta lists, in order of time.
 
-    Entries that are no interval are left out. Of entries that overlap or touch, one gap is made, with the words of the
+    Entries that are no interval are left out. Entries that overlap or touch become one gap, with the words of the
     later: a run that was killed again before its next checkpoint resumed twice from the same one.
     """
     listed = meta.get("gaps")
     if not isinstance(listed, list | tuple):
         return ()
     given = meta.get("resumed")
-    # The two lists correspond, unless somebody edited one of them.
+    # The two lists correspond, unless one of them was edited.
     steps = list(given) if isinstance(given, list | tuple) and len(given) == len(listed) else [None] * len(listed)
     found = [gap for one, step in zip(listed, steps, strict=True) if (gap := _gap(one, step)) is not None]
     merged: list[Gap] = []
@@ -113,9 +113,9 @@ class Axis:
         wide: length of the mark at each cut, in seconds of the axis.
 
     Attributes:
-        gaps: those that lie between tasks that are shown.
+        gaps: those between shown tasks.
         running: seconds in which the run was running, from begin to end.
-        length: of the axis, in seconds: those, and the marks.
+        length: of the axis, in seconds: the running time and the marks.
     """
 
     def __init__(self, all_gaps: Iterable[Gap], begin: float, end: float, wide: float = 0.0) -> None:
@@ -125,7 +125,7 @@ class Axis:
         self.length = self.running + wide * len(self.gaps)
 
     def at(self, time: float) -> float:
-        """Returns where a time is drawn, in seconds of the axis; times within a gap lie within its mark."""
+        """Returns the position of a time, in seconds of the axis; times within a gap are placed within its mark."""
         place = time - self.begin
         for gap in self.gaps:
             begin, end = max(gap.begin, self.begin), min(gap.end, self.end)
@@ -136,6 +136,6 @@ class Axis:
         return place
 
     def after(self, running: float) -> float:
-        """Returns where the time is drawn at which the run had been running for this number of seconds since begin."""
+        """Returns the position of the time at which the run has been running for ``running`` seconds since begin."""
         before = sum(self.at(gap.begin) - i * self.wide < running for i, gap in enumerate(self.gaps))
         return running + before * self.wide

@@ -190,7 +190,8 @@ def idle_lines(trace: Trace) -> list[str]:
     """Returns a sentence for each GPU pool: how long it idled, by cause, and the longest wait of each cause.
 
     The causes are in descending order of their times, which sum to the idle time except for rounding. If tasks ran on
-    after training (a late validation), a sentence says for how long; if the run was resumed, one for each gap.
+    after training (a late validation), a sentence states for how long; each gap of a resumed run has a
+    sentence, too.
     """
     lines = [_idle_line(trace, pool) for pool in trace.pools]
     if (after := trace.running_s(trace.window[1], trace.end)) >= 0.005:

@@ -1,1 +1,1 @@
-"""Several rollout engines behind one: requests are balanced over the replicas."""
+"""Several rollout engines as one: requests are balanced over the replicas."""

@@ -91,7 +91,7 @@ class Balance:
         await asyncio.gather(*(task for task in self._cancelling if task.get_loop() is here))
 
     def close(self) -> None:
-        """Sends no more groups and reads no more answers."""
+        """Stops sending groups and reading answers."""
         self._waiting.clear()
         for dispatch in dict.fromkeys(dispatch for dispatch, _job in self._sent.values()):
             if dispatch.reading is not None and not dispatch.reading.get_loop().is_closed():

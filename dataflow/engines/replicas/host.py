@@ -35,7 +35,7 @@ class Replica:
         os.environ.update(environment)
         see(gpus)
         self.engine: RolloutEngine = Hosted("replica", factory, options).build()
-        # The first Batch would import it, and its task would take seconds longer.
+        # Otherwise the first Batch would import it, and its task would take seconds longer.
         import torch  # noqa: F401
 
         self._drawing: dict[int, asyncio.Task[None]] = {}

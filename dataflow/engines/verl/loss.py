@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 PREFIX = "dataflow/"
-"""Begins the names of the losses registered here."""
+"""Prefix of the names of the losses registered here."""
 
 
 def loss_of(options: Any, algorithm: Any, response_length: int) -> Any:
@@ -139,7 +139,7 @@ _OWN = {"geo_mean": _geo_mean, BYPASS: _bypass_mode}
 
 
 def register() -> None:
-    """Adds the losses of this module to verl's registry; again has no effect."""
+    """Adds the losses of this module to verl's registry. Idempotent."""
     from verl.trainer.ppo.core_algos import register_policy_loss
 
     for name, loss in _OWN.items():

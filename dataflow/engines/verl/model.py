@@ -58,7 +58,7 @@ class TrainedModel:
     """
 
     name: ClassVar[str]
-    """What it is, before the names of its metrics."""
+    """Prefix of the names of its metrics."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class TrainedModel:
         return batch if trains.all() else batch.rows(np.flatnonzero(trains))
 
     def _skip(self, last: bool) -> dict[str, float]:
-        """Skips an optimizer step. All ranks do, or none."""
+        """Skips an optimizer step; called on all ranks or on none."""
         metrics = {f"{self.name}/lr": self._lr(), f"{self.name}/skipped_updates": 1.0}
         if last:
             self.worker.engine.lr_scheduler_step()

@@ -57,13 +57,15 @@ class TrainerState:
         self._extra: dict[str, Any] = {}
         self._random: dict[str, Any] = {}
         self._idle = asyncio.Event()
-        """Set while no copy is still to be written, or being written."""
+        """Set while no copy waits to be written or is being written."""
         self._idle.set()
         self._sha256 = ""
 
     async def snapshot(self, wait: bool) -> bool:
         """See :meth:`dataflow.engines.base.Trainer.snapshot`."""
-        while self._any(not self._idle.is_set()):  # a rank may finish before the others: all of them ask again together
+        while self._any(
+            not self._idle.is_set()
+        ):  # a rank may finish before the others, so all of them check again together
             if not wait:
                 return False
             await self._idle.wait()
@@ -71,7 +73,7 @@ class TrainerState:
         if optimizer.state:
             weights, optimizer_state = get_state_dict(module, optimizer)
             state = {"model": weights, "optimizer": optimizer_state}
-        else:  # no step was taken yet; asking for its state would take one
+        else:  # no step was taken yet, and reading the optimizer's state would take one
             state = {"model": get_model_state_dict(module)}
         self._staged = _copied(state)
         self._extra = {"stepped": "optimizer" in state, "lr_scheduler": self._engine.lr_scheduler.state_dict()}
@@ -91,7 +93,7 @@ class TrainerState:
     async def settle(self) -> None:
         """See :meth:`dataflow.engines.base.Trainer.settle`.
 
-        Without a collective: on another rank, the call may run before or after one that trains.
+        Uses no collective, since on another rank this call may run before or after one that trains.
         """
         if self._staged is not None:
             self._staged = None
@@ -123,7 +125,7 @@ class TrainerState:
         scheduler = self._engine.lr_scheduler
         scheduler.load_state_dict(extra["lr_scheduler"])
         for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = lr  # the scheduler itself sets it with its next step only
+            group["lr"] = lr  # the scheduler sets it only at its next step
         own = path / f"rank_{self._rank}.pt"
         if own.is_file():  # with more ranks than before, the others keep their seeds
             _set_random_state(torch.load(own, weights_only=False))
@@ -208,7 +210,9 @@ def full_weights(directory: str | Path) -> dict[str, torch.Tensor]:
     if not state:
         raise DataError(f"checkpoint {directory} holds no weights; take another one.")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is wanted
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled"
+        )  # intended: no process group is needed
         dcp.load(state, checkpoint_id=directory, no_dist=True)
     return {name.removeprefix(_WEIGHTS): tensor for name, tensor in state.items()}
 
@@ -272,7 +276,7 @@ def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
             work()
         except BaseException as error:
             failed = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and no caller is left
             loop.call_soon_threadsafe(end, failed)
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()
@@ -280,12 +284,12 @@ def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
 
 
 def _with_file(error: OSError, path: Path) -> OSError:
-    """Returns the error with a path; that of a write has none."""
+    """Returns the error with a path, which an error of a write lacks."""
     return OSError(error.errno, error.strerror or str(error), error.filename or str(path))
 
 
 def _cause(error: CheckpointException, path: Path) -> Exception:
-    """Returns the error that made a rank's write fail; an OSError where the disk did."""
+    """Returns the error that made a rank's write fail; an OSError if the disk failed."""
     failures = [one for one, _trace in error.failures.values()]
     for one in failures:
         if isinstance(one, OSError):

@@ -1,7 +1,7 @@
 """The engine of a value model for verl's worker: a causal LM's body with a new head of one number per token.
 
-verl's own one loads the model with flash attention, whatever its options say, and asks for trl where that is missing.
-This one takes the way on which verl loads a language model, with the attention that the options name, on any device.
+verl's own engine loads the model with flash attention, whatever its options, and needs trl if that is missing. This one
+loads it as verl loads a language model, with the attention that the options name, on any device.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from dataflow.system.loopback import ADDRESS, stay_on_loopback
 _DTYPES = ("float32", "bfloat16", "float16")
 _RULES = ("wait", "abort")
 _ENVIRONMENT = {
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # on GPUs, too, use the runner whose sampler `worker.py` changes
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner whose sampler `worker.py` changes, on GPUs as well
     "VLLM_NO_USAGE_STATS": "1",
 }
 _set_num_threads = torch.set_num_threads  # vLLM replaces it by a function that does nothing
@@ -45,7 +45,7 @@ class VllmRollout:
 
     Log-probs are ``log_softmax(logits / temperature)`` of the sampled tokens, with the repetition penalty and before
     the cuts of ``top_p``, ``top_k`` and ``min_p``, at temperature 1 when greedy. None of vLLM's own modes gives that
-    (``raw_logprobs`` is at temperature 1, ``processed_logprobs`` after the cuts), so the sampler is made to report
+    (``raw_logprobs`` is at temperature 1, ``processed_logprobs`` after the cuts), so the sampler is changed to report
     it: :class:`~dataflow.engines.vllm.worker.RolloutWorker`.
 
     A process can hold one such engine at a time, and no trainer besides, since vLLM changes global state (process
@@ -219,8 +219,8 @@ class VllmRollout:
     async def sync(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Loads new weights in place, by Hugging Face name; a tied ``lm_head.weight`` may be left out.
 
-        The constructor's ``in_flight`` says what happens to samples in flight. Names and shapes are checked first: on
-        an error the old weights stay.
+        The constructor's ``in_flight`` applies to samples in flight. Names and shapes are checked first: on an error
+        the old weights stay.
 
         Raises:
             DataflowError: a name is unknown or missing, a shape differs, or two tied weights differ.

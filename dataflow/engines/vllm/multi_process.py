@@ -78,7 +78,7 @@ class AsyncVllmRollout(VllmRollout):
 class Stderr:
     """The output of this process and its children to stderr, if stderr is a file, as in Ray's workers.
 
-    vLLM's processes write the reason for their exit there; the caller's error says only that they exited.
+    vLLM's processes write the reason for their exit there; the error of the call states only that they exited.
     """
 
     def __init__(self) -> None:

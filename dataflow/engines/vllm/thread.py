@@ -40,7 +40,7 @@ class EngineThread:
         self._failure: Exception | None = None
         self._closed = False
         ready: Future[None] = Future()
-        # A daemon, so that a process can end without close().
+        # A daemon thread, so that a process can end without close().
         self._thread = threading.Thread(target=self._run, args=(build, ready), name="vllm", daemon=True)
         self._thread.start()
         ready.result()

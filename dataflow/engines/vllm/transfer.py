@@ -1,8 +1,8 @@
 """The sending side of a weight sync with an ``AsyncLLM``, over vLLM's own weight transfer.
 
 On GPUs it uses vLLM's ``ipc``: weights are packed into a buffer on each GPU, which the worker there maps, so that a GPU
-needs no more memory than the buffer. On a CPU it uses a backend of ours: one file in shared memory, which every worker
-maps and loads its share from (:class:`~dataflow.engines.vllm.worker.FileTransfer`).
+needs no more memory than the buffer. On a CPU it uses a backend of this package: one file in shared memory, which each
+worker maps and loads its share from (:class:`~dataflow.engines.vllm.worker.FileTransfer`).
 
 Importing this imports vLLM.
 """

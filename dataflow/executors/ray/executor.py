@@ -36,7 +36,7 @@ class RayExecutor:
         address: None starts a local Ray that ends with this run; ``auto`` or ``host:port`` joins a cluster.
         num_cpus: CPUs of the local Ray; None for this machine's.
         threads: OMP threads in each worker.
-        imports: modules that each worker imports before it builds its service, so that the first task need not wait
+        imports: modules that each worker imports before it builds its service, so that the first task does not wait
             for them.
     """
 

@@ -53,7 +53,7 @@ class Running:
 
     @property
     def to_send(self) -> bool:
-        """Whether it has to be sent: it never was, or its call died with the service."""
+        """Whether it has to be sent: it was not yet, or its call died with the service."""
         if self.attempt is None:
             return True
         ended = self.attempt.done() and not self.attempt.cancelled()

@@ -1,1 +1,1 @@
-"""Reports how a run goes: metrics, progress on the terminal, counts of rewards, pages at the end."""
+"""Reports on a run: metrics, progress on the terminal, counts of rewards, pages at the end."""

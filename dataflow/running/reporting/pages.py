@@ -1,4 +1,4 @@
-"""What a finished run draws into its directory: picture and page of its timeline, and the page of its samples."""
+"""Draws a finished run into its directory: picture and page of its timeline, and the page of its samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, verl's Tracking behind it (TensorBoard, wandb, ...), and summary.json.
+"""Metrics of a run: metrics.jsonl, the backends of verl's Tracking (TensorBoard, wandb, ...), and summary.json.
 
 metrics.jsonl is written first and flushed after each step, so that it has all finished steps of a killed run.
 """
@@ -71,14 +71,14 @@ _KEYS: dict[str, tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...]]] 
 
 
 class Tracker:
-    """Writes a run's metrics, step by step.
+    """Writes the metrics of a run, a step at a time.
 
     Args:
         directory: of the run; made if missing. Gets ``metrics.jsonl``, and ``tensorboard/`` if that is a backend.
         backends: any of verl's Tracking ("tensorboard", "console", "wandb", ...); metrics.jsonl is always written.
         project, name: of the run in the backends.
         config: of the run, for backends that show it.
-        upto: the last step that stays of what the run wrote before; None for a run that begins.
+        upto: the last step to keep of what the run wrote before; None for a new run.
 
     Raises:
         ConfigError: verl does not have a backend, or its package is not installed.

@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk: written aside, taken for whole by their hashes alone, kept and removed by rules.
+"""The checkpoints of a run on disk: written beside their place, checked by hashes, kept and removed by rules.
 
     runs/NAME/checkpoints/
       step_000012/            whole: it was renamed to this name after all its files were on the disk
@@ -9,8 +9,8 @@
       .step_000024.PID/       being written, or being removed; its writer holds a lock on it
       drawn/                  samples for checkpoints to come
 
-A process that is killed leaves a directory aside, which the next one to write a checkpoint removes. Which checkpoints
-are kept is decided from the disk alone, so a resumed run keeps the same ones as one that never stopped.
+A killed process leaves an unfinished directory, which the next process that writes a checkpoint removes. The disk alone
+decides which checkpoints are kept, so a resumed run keeps the same ones as one that never stopped.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Checkpoint:
 class CheckpointStore:
     """Writes, finds and removes a run's checkpoints. One process writes at a time; copies in other processes may read.
 
-    A checkpoint is written by :meth:`begin`, which returns a directory to write to, and :meth:`commit`; or given up by
-    :meth:`discard`. These belong in one process, and in a thread where an event loop must not be blocked.
+    A checkpoint is written by :meth:`begin`, which returns a directory to write to, and :meth:`commit`, or dropped by
+    :meth:`discard`. Call these in one process, and in a thread if an event loop must not be blocked.
 
     Args:
         directory: of the checkpoints, in the run's; made with the first one.
@@ -121,7 +121,7 @@ class CheckpointStore:
         _HELD[aside] = os.open(aside, os.O_RDONLY)
         try:
             fcntl.flock(_HELD[aside], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process takes it for one of a dead process at this very moment
+        except BlockingIOError:  # at this moment another process has removed it as one of a dead process
             self.discard(step)
             raise
         except OSError as error:
@@ -168,7 +168,7 @@ class CheckpointStore:
             shutil.copyfile(source, target)
 
     def commit(self, step: int, facts: Mapping[str, Any]) -> int:
-        """Makes a checkpoint of what was written; then removes what is not to be kept.
+        """Makes a checkpoint of the written files; then removes checkpoints that no rule keeps.
 
         It is whole, and on the disk, when this returns: no later failure of the process or the machine loses it.
         Checkpoints of later steps are removed: the run has resumed from an earlier one since.
@@ -338,14 +338,14 @@ class CheckpointStore:
 
 
 def checkpoint_store(config: BaseConfig) -> CheckpointStore:
-    """Returns the store of a run's checkpoints, as its configuration says."""
+    """Returns the store of a run's checkpoints, from its configuration."""
     options = config.checkpoint
     path = config.run_file("checkpoints") or "checkpoints"
     return CheckpointStore(path, options.keep_last, options.keep_best, options.keep_every)
 
 
 def _remove_dead(aside: Path) -> None:
-    """Removes a directory aside, unless the process that writes to it lives."""
+    """Removes an unfinished directory, unless the process that writes to it lives."""
     if aside in _HELD:
         return
     try:

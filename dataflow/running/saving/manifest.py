@@ -104,7 +104,7 @@ def write_manifest(directory: Path, step: int, facts: Mapping[str, Any]) -> int:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Returns the manifest of a checkpoint; its files are not looked at.
+    """Returns the manifest of a checkpoint; does not look at its files.
 
     Raises:
         Torn: it is missing, unreadable or changed.
@@ -154,7 +154,7 @@ def _digest(path: Path) -> str:
 
 
 def _files(directory: Path, within: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Yields path and status of all that is no directory; links are not followed."""
+    """Yields path and status of everything but directories; does not follow links."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
