@@ -464,7 +464,7 @@ def test_whoever_gives_up_waiting_leaves_the_groups() -> None:
 
 
 @pytest.mark.parametrize("closing", [False, True])
-def test_cancel_and_close_wake_those_who_wait(closing: bool) -> None:
+def test_cancel_and_close_wake_the_waiters(closing: bool) -> None:
     async def body() -> None:
         gates = Gates()
         agent = RewardAgent(gates, limits=Limits(2))

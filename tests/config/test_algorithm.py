@@ -61,7 +61,7 @@ def test_a_preset_replaces_the_one_that_is_a_pipeline_s_default() -> None:
     assert (other.policy_loss, other.clip_ratio_low, other.kl_loss_coef) == ("vanilla", 0.2, 0.3)
 
 
-def test_the_saved_configuration_says_what_a_preset_set_and_takes_another(tmp_path: Path) -> None:
+def test_the_saved_configuration_names_the_values_of_a_preset_and_takes_another(tmp_path: Path) -> None:
     config = parse_overrides(RunConfig, ["algorithm=gspo", "algorithm.clip_ratio_low=0.1", "name=x"])
     text = dump_yaml(config)
     assert text.startswith("# algorithm.preset=gspo set adv_estimator=grpo, policy_loss=gspo, clip_ratio_high=0.0004, ")

@@ -321,7 +321,7 @@ def test_a_deadline_must_allow_one_try(args: list[str], allowed: bool) -> None:
         parse_overrides(RunConfig, args)
 
 
-def test_dynamic_sampling_samples_twice_what_a_step_trains_on_unless_told() -> None:
+def test_dynamic_sampling_samples_twice_what_a_step_trains_on_by_default() -> None:
     def extra(*overrides: str) -> int:
         return parse_overrides(RunConfig, list(overrides)).extra_groups
 

@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "config.yaml"
 
 
-def test_it_says_what_the_run_was_made_by(path: Path) -> None:
+def test_it_names_what_the_run_was_made_by(path: Path) -> None:
     origin = yaml.safe_load(path.read_text())[ORIGIN]
     assert origin["pipeline"] == str(path.parent / "own.py")
     assert len(origin["sha256"]) == 64

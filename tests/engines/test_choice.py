@@ -63,7 +63,7 @@ def test_an_unknown_engine() -> None:
         ({}, "cuda"),
     ],
 )
-def test_what_a_vllm_is_for_its_package_says(
+def test_the_package_of_vllm_determines_its_device(
     monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], device: str
 ) -> None:
     def version(name: str) -> str:

@@ -203,7 +203,7 @@ def test_samples_come_as_they_end(engine: HfRollout) -> None:
     assert engine.stats()["running"] == 0
 
 
-def test_who_stops_early_frees_the_engine(engine: HfRollout) -> None:
+def test_a_generator_closed_early_frees_the_engine(engine: HfRollout) -> None:
     async def body() -> None:
         endless = engine.generate(prompts([3, 12]), Sampling(n=4, temperature=0.5, max_tokens=100_000), seed=0)
         reader = asyncio.ensure_future(anext(endless))

@@ -95,7 +95,7 @@ def mortal() -> Iterator[FaultServer]:
 
 
 @pytest.mark.parametrize("how", ["ray.kill", "SIGKILL"])
-def test_a_new_actor_asks_only_for_what_was_not_answered(mortal: FaultServer, tmp_path: Path, how: str) -> None:
+def test_a_new_actor_requests_only_unanswered_rewards(mortal: FaultServer, tmp_path: Path, how: str) -> None:
     from ray.exceptions import RayActorError
 
     async def body() -> None:

@@ -53,7 +53,7 @@ def page(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [metrics, trace, summary, page], ids=lambda write: write.__name__)
-def test_each_file_says_it_in_one_sentence(
+def test_each_failed_write_is_one_sentence(
     tmp_path: Path, write: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = (monkeypatch,) if write is summary else ()

@@ -225,7 +225,7 @@ PLACES = [
 
 @raising
 @pytest.mark.parametrize(("where", "raises"), PLACES)
-def test_whatever_the_other_methods_raise_is_told(
+def test_errors_of_the_other_methods_are_reported(
     raises: Callable[..., Any], where: str, make: Callable[[], BaseException], said: str
 ) -> None:
     async def body() -> None:

@@ -39,7 +39,7 @@ def ended_well(agent: RewardAgent) -> None:
     assert (stats["failed"], stats["cancelled"], stats["waiting"], stats["running"]) == (0, 0, 0, 0)
 
 
-def test_a_busy_server_is_left_alone_as_long_as_it_asks(server: FaultServer) -> None:
+def test_a_busy_server_gets_no_request_during_its_retry_after(server: FaultServer) -> None:
     async def body() -> None:
         before = server.seen()["requests"]
         server.behave("status:429:0.5", count=4)

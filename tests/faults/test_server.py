@@ -57,7 +57,7 @@ def test_it_misbehaves_to_each_so_manieth_request(server: FaultServer) -> None:
     assert [post(server) for _ in range(4)] == ["Score: 1", "429", "Score: 1", "Score: 1"]
 
 
-def test_it_says_what_came(server: FaultServer) -> None:
+def test_the_error_names_what_was_returned(server: FaultServer) -> None:
     server.behave("nan", count=1)
     said = [post(server), post(server), post(server, [{"role": "user", "content": "hi"}])]
     assert said == ["Score: nan", "Score: 1", "Score: 1"]

@@ -136,7 +136,7 @@ def test_a_png_is_1400_pixels_wide_and_grows_with_the_sweeps(tmp_path: Path) -> 
     assert [p.name for p in tmp_path.iterdir()] == ["plan.png"]
 
 
-def test_an_svg_says_what_is_where(tmp_path: Path) -> None:
+def test_an_svg_names_what_it_shows(tmp_path: Path) -> None:
     path = tmp_path / "plan.svg"
     draw_plan(PLAN, SWEEPS, path, "predicted: $a_run$ <1>")
     text = path.read_text()
@@ -154,7 +154,7 @@ def test_an_svg_says_what_is_where(tmp_path: Path) -> None:
     assert path.read_text() == text
 
 
-def test_the_page_loads_nothing_and_says_what_is_where(drawn: Page) -> None:
+def test_the_page_loads_nothing_and_names_what_it_shows(drawn: Page) -> None:
     assert drawn.loads == []
     assert drawn.title == "<a> & b"
     assert drawn.heading == "<a> & b"

@@ -10,7 +10,7 @@ import pytest
 from dataflow.cli import main
 
 
-def test_the_json_is_what_the_documentation_says(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_matches_the_documentation(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", costs, "--json", "sweep=mini_batches:1:4"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"source", "steps", "assumptions", "policies", "advice", "sweeps"}

@@ -90,7 +90,7 @@ def test_off_policy_is_bound_by_the_gpus_where_rewards_are_quick() -> None:
     assert total(slow, "off-policy") == pytest.approx(STEPS * WORK)
 
 
-def test_streaming_asks_for_the_first_group_while_the_rest_is_generated() -> None:
+def test_streaming_requests_the_first_group_while_the_rest_is_generated() -> None:
     # A group is done every 2.5 s and its four requests take all slots for 20 s.
     assert total(load(), "baseline+stream") == pytest.approx(STEPS * (ROLLOUT / 4 + 80 + UPDATE + SYNC))
     assert total(load(), "mini-batch+stream") == pytest.approx(STEPS * (ROLLOUT / 4 + 80 + UPDATE / 4 + SYNC))

@@ -333,7 +333,7 @@ def test_a_lower_order_that_comes_as_a_server_becomes_free_has_it(looks: tuple[f
     assert Collector(service).advance() == [(11.0, "trainer", (0,)), (31.0, "validator", (0,))]
 
 
-def test_who_submits_on_a_delivery_goes_before_what_would_begin_at_that_time() -> None:
+def test_a_submission_on_a_delivery_precedes_work_that_begins_at_that_time() -> None:
     service = RewardService(1)
     service.submit("validation", 0.0, [(0, 4.0), (1, 4.0), (2, 4.0)], order=(9, 0))
     service.wait("validation", "first", 1)
@@ -449,7 +449,7 @@ def test_no_minute_sees_more_starts_than_a_bucket_and_what_flows_into_it(
         assert sum(s < start + 60 - 1e-6 for s in starts[n:]) <= max(1.0, rpm / 60) + rpm + 1 + 1e-6
 
 
-def test_the_order_counts_for_who_gets_the_next_token() -> None:
+def test_the_order_decides_which_request_gets_the_next_token() -> None:
     service = RewardService(4, rpm=1)
     service.submit("validation", 0.0, [(0, 0.0), (1, 0.0), (2, 0.0)], order=(1, 0))
     service.submit("train", 30.0, [(0, 0.0)], order=(0, 0))
@@ -534,7 +534,7 @@ def test_what_is_there_before_somebody_waits_comes_with_the_next_look_and_the_ti
     assert service.advance(50.0) == (2.5, "later", (2,))
 
 
-def test_who_waits_behind_another_has_nothing_before_that_one() -> None:
+def test_a_waiter_gets_nothing_before_an_earlier_waiter() -> None:
     service = RewardService(4)
     service.submit("s", 0.0, [(0, 9.0), (1, 1.0), (2, 2.0)])
     service.wait("s", "a", 1, by_index=True)
@@ -576,7 +576,7 @@ def test_deliveries_come_in_the_order_of_time_over_all_keys() -> None:
 
 
 @pytest.mark.parametrize("servers", [0, -3])
-def test_without_a_server_it_says_so(servers: int) -> None:
+def test_without_a_server_there_is_an_error(servers: int) -> None:
     with pytest.raises(ConfigError, match=rf"reward\.concurrency={servers}; give 1 request in flight or more"):
         RewardService(servers)
 
@@ -591,7 +591,7 @@ def test_an_infinite_rate_is_no_limit() -> None:
     assert starts_of_instant_requests(RewardService(1, rpm=math.inf), "s", 0.0, 500) == [0.0] * 500
 
 
-def test_who_waits_for_what_was_never_submitted_is_told() -> None:
+def test_waiting_for_a_group_that_was_never_submitted_is_an_error() -> None:
     service = RewardService(1)
     service.submit("step 1", 0.0, [(0, 1.0)])
     with pytest.raises(DataflowError, match="'step 2' was never submitted"):

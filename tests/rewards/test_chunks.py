@@ -112,7 +112,7 @@ def test_a_step_that_has_failed_takes_no_further_set(agent_of: Make) -> None:
     run_virtual(body)
 
 
-def test_an_empty_set_is_refused_and_the_step_goes_on(agent_of: Make) -> None:
+def test_an_empty_chunk_is_refused_and_the_step_continues(agent_of: Make) -> None:
     async def body() -> None:
         agent = agent_of(Reward())
         agent.submit(1, samples(2), more=True)

@@ -37,7 +37,7 @@ def test_only_a_score_has_a_number() -> None:
 
 
 @pytest.mark.parametrize("text", RULES)
-def test_validation_has_no_spare_groups(text: str) -> None:
+def test_validation_has_no_extra_groups(text: str) -> None:
     expected = "drop_group" if text == "replace_group" else text
     assert str(parse_rule(text).for_validation()) == expected
 
@@ -78,7 +78,7 @@ def test_every_finite_score_is_taken(score: float) -> None:
 
 
 @given(st.text(max_size=20))
-def test_any_text_is_a_rule_or_an_error_that_says_so(text: str) -> None:
+def test_any_text_is_a_rule_or_an_error(text: str) -> None:
     with suppress(ConfigError):
         assert parse_rule(text).kind in KINDS
 
@@ -130,7 +130,7 @@ def test_what_failed_long_ago_counts_no_more() -> None:
     assert steps(share, 1, 10, failing=True).startswith("11 of the last 100")
 
 
-def test_of_a_few_that_came_first_of_a_larger_step_the_share_says_nothing() -> None:
+def test_the_share_ignores_the_first_few_requests_of_a_larger_step() -> None:
     share = FailedShare(0.1)
     share.submitted(8, 8)
     for _ in range(8):

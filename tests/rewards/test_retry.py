@@ -239,7 +239,7 @@ def test_subclasses_of_a_users_own_count_like_their_base() -> None:
 
 
 @pytest.mark.parametrize("code", [True, 99, 200, 399, 600, 1006, -1, "429", 429.0, None, lambda: 429])
-def test_a_code_that_is_no_http_error_says_nothing(code: Any) -> None:
+def test_a_code_that_is_no_http_error_is_ignored(code: Any) -> None:
     error = ValueError()
     error.code = code  # type: ignore[attr-defined]
     assert status_of(error) is None

@@ -115,7 +115,7 @@ def test_it_ends_with_the_weights_of_a_run_that_never_stopped(
     )
 
 
-def test_a_longer_run_goes_on_behind_the_end(keys: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_longer_run_continues_after_the_end(keys: tuple[str, ...], tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "a"
     begin(keys, "a", steps=2)
     assert main(["resume", str(directory), "steps=4", "--quiet"]) == 0
@@ -152,7 +152,7 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished(
     assert {file: file.stat().st_mtime_ns for file in directory.rglob("*")} == before
 
 
-def test_auto_begins_then_goes_on_then_begins_again_with_its_ledger(keys: tuple[str, ...], tmp_path: Path) -> None:
+def test_auto_begins_then_resumes_then_begins_again_with_its_ledger(keys: tuple[str, ...], tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "a"
     (tmp_path / "left.txt").write_text("30")
     (tmp_path / "at_once.txt").touch()

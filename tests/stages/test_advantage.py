@@ -120,7 +120,7 @@ def test_every_estimator_of_verl_is_accounted_for() -> None:
     assert {e.value for e in AdvantageEstimator} == {*GROUPWISE, *WHOLE_BATCH, *UNFED}
 
 
-def test_the_stage_says_why_it_needs_the_whole_batch() -> None:
+def test_the_error_gives_the_reason_why_a_stage_needs_the_whole_batch() -> None:
     assert advantage.grain == "part"
     assert advantage.whole_batch is not None
     for name in GROUPWISE:

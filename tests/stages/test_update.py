@@ -37,7 +37,7 @@ def test_a_group_that_comes_twice_is_refused():
         trained.then(info(1, 1), samples(1, 3), 4)
 
 
-def test_a_group_that_is_missing_at_the_end_is_told():
+def test_a_group_that_is_missing_at_the_end_is_an_error():
     trained = Trained().then(info(1, 0), samples(0, 3), 4)
     with pytest.raises(RunError, match=r"actor_update\[1\]: 3 of 4 groups were trained; none may be lost"):
         trained.then(info(1, 1), samples(1), 4)

@@ -40,7 +40,7 @@ def test_a_png_is_1400_pixels_wide(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["runs.png"]
 
 
-def test_an_svg_says_what_is_where(tmp_path: Path) -> None:
+def test_an_svg_names_what_it_shows(tmp_path: Path) -> None:
     path = tmp_path / "runs.svg"
     draw({"baseline": run(), "both": run(rest=0.1)}, path, title="Two runs")
     text = path.read_text()

@@ -407,7 +407,7 @@ def test_a_sync_that_one_refuses_loses_all_and_names_it(engine: Replicas) -> Non
     engine._queue._lost = None  # they are alive: the next test needs them
 
 
-def test_a_replica_that_dies_is_told_of_to_whoever_waits_and_whoever_comes(three: Replicas, home: Path) -> None:
+def test_a_dead_replica_fails_current_and_later_calls(three: Replicas, home: Path) -> None:
     async def body() -> None:
         await three.sync({"w": torch.zeros(())}, 0)
         found: list[Sample] = []

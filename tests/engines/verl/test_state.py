@@ -258,7 +258,7 @@ def results(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[i
 
 @pytest.mark.timeout(700)  # the first one waits for the processes of all
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_loaded_trainer_goes_on_as_the_one_that_was_saved(results: dict[int, Ranks], world: int) -> None:
+def test_a_loaded_trainer_continues_as_the_saved_one(results: dict[int, Ranks], world: int) -> None:
     for rank in results[world]:
         for mine, again in zip(rank["saved"], rank["loaded"], strict=True):
             assert {**mine, "weights": None} == {**again, "weights": None}
@@ -271,7 +271,7 @@ def test_a_loaded_trainer_goes_on_as_the_one_that_was_saved(results: dict[int, R
 
 
 @pytest.mark.parametrize(("world", "other"), [(1, 2), (2, 1)])
-def test_another_number_of_ranks_goes_on(results: dict[int, Ranks], world: int, other: int) -> None:
+def test_another_number_of_ranks_continues(results: dict[int, Ranks], world: int, other: int) -> None:
     saved_there, loaded_here = results[other][0]["saved"], results[world][0]["other"]
     for there, here in zip(saved_there, loaded_here, strict=True):
         assert here["before"] == there["before"], "the weights are the same bit for bit"

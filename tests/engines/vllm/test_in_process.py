@@ -347,7 +347,7 @@ def test_abort_frees_what_is_in_flight(engine: VllmRollout) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
-def test_who_stops_early_frees_what_is_in_flight(engine: VllmRollout, how: str) -> None:
+def test_a_generator_closed_early_frees_its_samples_in_flight(engine: VllmRollout, how: str) -> None:
     async def body() -> None:
         stream = engine.generate(prompts([3] * 20), Sampling(n=2, max_tokens=R), seed=0)
         async with held(engine) as go:

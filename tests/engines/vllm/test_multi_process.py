@@ -176,7 +176,7 @@ def test_heads_that_cannot_be_shared(tmp_path: Path) -> None:
         AsyncVllmRollout(path, P, R, tensor_parallel=3)
 
 
-def test_what_ends_a_process_is_told_and_not_where_else_to_look(tmp_path: Path) -> None:
+def test_the_error_of_a_dead_process_is_its_root_cause(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"vLLM does not start with .*: ValueError: .*cache blocks") as failure:
         AsyncVllmRollout(save_model(tmp_path / "model", 0), P, R, kv_cache_bytes=1 << 10)
     assert "root cause" not in str(failure.value)

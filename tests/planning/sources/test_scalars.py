@@ -101,7 +101,7 @@ def test_published_trace_as_event_files_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["directory", "file"])
-def test_event_files_say_what_the_csv_says(tmp_path: Path, whole: bool) -> None:
+def test_event_files_hold_the_values_of_the_csv(tmp_path: Path, whole: bool) -> None:
     path = event_file(tmp_path, COLUMNS)
     assert read_scalars(tmp_path if whole else path).columns == COLUMNS
 

@@ -85,7 +85,7 @@ def test_rewards_that_never_made_the_log_wait_come_at_once(tmp_path: Path) -> No
     assert workload.logged is None
 
 
-def test_a_loop_that_waits_in_its_reward_function_is_told_apart(tmp_path: Path) -> None:
+def test_a_loop_that_waits_in_its_reward_function_is_distinguished(tmp_path: Path) -> None:
     columns = {"gen": [9], "reward": [40], "old_log_prob": [5], "ref": [3], "adv": [0.2], "update_actor": [4]}
     workload, _ = read_workload(write(tmp_path / "a.csv", columns), [*NEEDED, "reward.latency=10"])
     assert workload.rewards.latency.mean == pytest.approx(10.0)

@@ -162,7 +162,7 @@ def test_the_warning_counts_what_came_after_the_first_call(path: Path) -> None:
     assert [line.split("edited: ")[1].split(";")[0] for line in said] == ["1", str(len(ROWS))]
 
 
-def test_an_older_ledger_is_read_and_goes_on(path: Path) -> None:
+def test_an_older_ledger_is_read_and_extended(path: Path) -> None:
     fill(path)
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("DROP INDEX answered")
@@ -315,7 +315,7 @@ def test_no_file_at_all(tmp_path: Path) -> None:
         Ledger(tmp_path / "pipe", "run")
 
 
-def test_who_keeps_it_locked_is_not_waited_for_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_a_locked_ledger_is_limited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger_file, "_BUSY_S", 0.1)
     fill(path)
     with closing(sqlite3.connect(path, isolation_level=None)) as db:

@@ -85,7 +85,7 @@ def test_the_same_content(one: Any, other: Any) -> None:
     assert key(one) == key(other)
 
 
-def test_who_shares_a_text_with_whom_does_not_count() -> None:
+def test_the_sharing_of_texts_does_not_matter() -> None:
     text = "".join(["user", " said"])
     assert key([text, text]) == key([text, "".join(["user ", "said"])])
 

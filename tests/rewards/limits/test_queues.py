@@ -243,7 +243,7 @@ def test_only_a_success_of_a_full_line_lets_the_limit_grow() -> None:
     run_virtual(body)
 
 
-def test_changes_are_told_once_in_order() -> None:
+def test_changes_are_returned_once_in_order() -> None:
     async def body() -> None:
         rig = Rig(Limits(10, adaptive=True, endpoints={"a": Limits(4, adaptive=True)}))
         rig.push(50, seconds=math.inf)
@@ -272,7 +272,7 @@ def test_a_fixed_limit_stays() -> None:
 # --- what goes wrong -----------------------------------------------------------------------------------------
 
 
-def test_an_error_in_who_starts_is_told_and_does_not_stop_the_rest() -> None:
+def test_an_error_of_one_start_is_reported_and_does_not_stop_the_rest() -> None:
     async def body() -> None:
         bugs: list[Exception] = []
         started: list[int] = []

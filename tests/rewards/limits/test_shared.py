@@ -147,7 +147,7 @@ def test_two_agents_have_no_more_in_flight_than_the_job_may() -> None:
     run(body)
 
 
-def test_the_oldest_step_goes_first_whoever_asks() -> None:
+def test_the_oldest_step_goes_first_in_any_order_of_requests() -> None:
     async def body() -> None:
         async with serving(Limits(1)) as (server, a, b):
             a.push(1, step=5)
@@ -259,7 +259,7 @@ def test_an_adaptive_limit_falls_for_all_when_one_is_turned_away() -> None:
     run(body)
 
 
-def test_a_pause_that_one_was_told_holds_for_all() -> None:
+def test_a_pause_for_one_agent_holds_for_all() -> None:
     async def body() -> None:
         async with serving(Limits(2)) as (server, a, b):
             a.push(1)
@@ -387,7 +387,7 @@ def test_agents_hear_at_once_that_the_server_is_gone() -> None:
     run(body)
 
 
-def test_no_server_there_is_told_too() -> None:
+def test_a_missing_server_is_reported() -> None:
     async def body() -> None:
         server = LimitServer(Limits(1))
         address = await server.open()

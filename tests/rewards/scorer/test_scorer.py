@@ -72,7 +72,7 @@ def test_an_ask_that_is_tried_again_goes_before_all_that_came_later() -> None:
     assert [name for _at, name in rig.begun] == ["a", "b", "a", "c", "d"]
 
 
-def test_a_value_that_is_no_score_is_final_unless_the_predicate_says_otherwise() -> None:
+def test_a_value_that_is_no_score_is_final_unless_the_predicate_retries_it() -> None:
     rig, told = life(Does(result=math.nan), retry=Retry(**AT_ONCE))
     assert isinstance(told.error, BadScore)
     assert told.story == (
@@ -96,7 +96,7 @@ def test_an_error_that_will_not_change_is_not_tried_again(fails: BaseException) 
     assert "on each of" not in told.story
 
 
-def test_a_fatal_error_is_not_tried_again_whatever_else_it_says() -> None:
+def test_a_fatal_error_is_never_tried_again() -> None:
     fatal = error(status=503, fatal=True, retry=True, fix="give it more money")
     rig, told = life(Does(error=fatal), Does(), retry=Retry(predicate=lambda _error: True))
     assert told.error is fatal

@@ -104,7 +104,7 @@ def test_a_signal_ends_a_run_that_is_frozen(programs: dict[str, Program], sign: 
     assert not program.record.exists()
 
 
-def test_a_frozen_run_is_failed_and_says_so_in_one_sentence(programs: dict[str, Program]) -> None:
+def test_a_frozen_run_fails_with_one_sentence(programs: dict[str, Program]) -> None:
     program = programs["supervised1.5"]
     assert program.line() == "frozen"
     code, said = program.end()
@@ -130,7 +130,7 @@ def test_a_signal_to_a_frozen_run_is_reported_in_one_sentence(programs: dict[str
     assert not program.record.exists()
 
 
-def test_an_agent_whose_watcher_cannot_be_started_says_so_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_whose_watcher_cannot_be_started_raises_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     def full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

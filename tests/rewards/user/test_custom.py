@@ -158,7 +158,7 @@ def test_names_stay_the_users(tmp_path: Path) -> None:
     assert ordered.close() == "closed"
 
 
-def test_what_the_context_holds_goes_to_those_who_take_it(tmp_path: Path) -> None:
+def test_the_context_is_passed_to_functions_that_accept_it(tmp_path: Path) -> None:
     path = write(tmp_path / "context.py", CONTEXT_FORMS)
 
     def call(name: str, context: dict[str, Any], **kwargs: Any) -> Any:

@@ -146,7 +146,7 @@ def test_dapos_penalty(length: int, penalty: float) -> None:
     assert result == {"score": 1 + penalty, "acc": 1, "why": "text", **facts}
 
 
-def test_dapo_keeps_what_it_is_told() -> None:
+def test_dapo_keeps_the_columns_of_the_function() -> None:
     result = score(build_manager("dapo", told, **DAPO), **ask(response_length=8))
     assert result == {"score": 0.75, "acc": 1, "query": "query", "explanation": "explanation"}
 
@@ -250,7 +250,7 @@ def test_remote_scores_in_other_processes(path: str) -> None:
     assert manager.usage() == {"workers_died": 0, "workers_killed": 0}
 
 
-def test_remote_hands_on_what_the_reward_has_here(path: str) -> None:
+def test_remote_passes_on_the_reward_object_of_this_process(path: str) -> None:
     reward = build_reward(load_reward(path, "Reward"))
     manager = build_manager("dapo", build_manager("remote", reward, workers=1), **DAPO)
 

@@ -463,7 +463,7 @@ def test_no_process_survives_the_interpreters_exit(path: str, waiting: Any, tmp_
 
 
 @pytest.mark.heavy
-def test_a_script_without_a_guard_is_told(path: str, tmp_path: Path) -> None:
+def test_a_script_without_a_guard_is_an_error(path: str, tmp_path: Path) -> None:
     text = MAIN.replace('if __name__ == "__main__":', "if True:")
     (tmp_path / "main.py").write_text(text)
     arguments = [str(tmp_path / "main.py"), path, "", "spawn", ""]

@@ -73,7 +73,7 @@ def test_on_a_terminal_a_picture_moves() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_quiet_says_nothing(terminal: bool) -> None:
+def test_quiet_prints_nothing(terminal: bool) -> None:
     file = io.StringIO()
     progress = Progress(console=Console(file=file, force_terminal=terminal, quiet=True))
     progress.start(2)

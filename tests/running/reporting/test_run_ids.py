@@ -76,7 +76,7 @@ class Mlflow(ModuleType):
 
 @pytest.mark.heavy
 @pytest.mark.timeout(120)
-def test_mlflow_goes_on_in_the_same_run_with_more_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_continues_the_same_run_with_more_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = Mlflow()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)

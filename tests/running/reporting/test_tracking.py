@@ -34,7 +34,7 @@ def test_each_step_is_on_disk_before_the_next(tmp_path: Path) -> None:
         tracker.log(3, {})
 
 
-def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_where_it_was(tmp_path: Path) -> None:
     for step in (1, 2):
         with Tracker(tmp_path) as tracker:
             tracker.log(step, {"a": step})

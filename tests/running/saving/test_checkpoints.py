@@ -77,7 +77,7 @@ def test_classes_of_no_module_are_kept(tmp_path: Path) -> None:
         checkpoint.states()
 
 
-def test_the_configuration_says_what_is_kept(tmp_path: Path) -> None:
+def test_the_configuration_determines_which_checkpoints_are_kept(tmp_path: Path) -> None:
     arguments = ["checkpoint.keep_last=5", "checkpoint.keep_best=0", "checkpoint.keep_every=7"]
     store = checkpoint_store(parse_overrides(RunConfig, [f"runs={tmp_path}", "name=x", *arguments]))
     assert (store.directory, store.keep_last, store.keep_best, store.keep_every) == (

@@ -111,7 +111,7 @@ def test_no_byte_of_a_checkpoint_can_be_flipped_or_cut_off_unnoticed(tmp_path: P
         (lambda d: (shutil.rmtree(d), shutil.copytree(d.with_name("step_000001"), d)), "that of step 1"),
     ],
 )
-def test_the_warning_says_what_is_wrong(tmp_path: Path, damage: Any, message: str) -> None:
+def test_the_warning_names_the_defect(tmp_path: Path, damage: Any, message: str) -> None:
     directory = tmp_path / "checkpoints"
     store = CheckpointStore(directory)
     save(store, 1)

@@ -74,7 +74,7 @@ def test_nothing_is_removed_for_a_checkpoint_that_is_found_torn(
     assert found.step == 1
 
 
-def test_a_run_that_goes_on_from_an_earlier_checkpoint_drops_the_later_ones(tmp_path: Path) -> None:
+def test_a_run_that_resumes_from_an_earlier_checkpoint_drops_the_later_ones(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2)
     save(store, 2)
     save(store, 5)

@@ -179,7 +179,7 @@ def breaks(how: str = "") -> str:
         ),
     ],
 )
-def test_what_goes_wrong_is_told_to_the_model_and_counted(
+def test_errors_of_tools_are_returned_to_the_model_and_counted(
     tiny_qwen: Path, tokenizer: Any, called: str, told: str
 ) -> None:
     text, batch = answer_to(toolbox(tiny_qwen, breaks, hangs), tokenizer, called)

@@ -117,7 +117,7 @@ def test_a_slow_tool_holds_up_no_other_conversation(tiny_qwen: Path, tokenizer: 
     assert ("called", True) in events[:-1]
 
 
-def test_who_stops_gives_up_turns_and_tools(tiny_qwen: Path, tokenizer: Any) -> None:
+def test_a_closed_generator_cancels_turns_and_tools(tiny_qwen: Path, tokenizer: Any) -> None:
     async def body() -> None:
         cancelled: list[int] = []
         begun: asyncio.Queue[int] = asyncio.Queue()
