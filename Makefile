@@ -81,8 +81,8 @@ browser: setup  ## a Chromium for the tests of the timeline's page, where there 
 		fi; \
 	fi
 
-test: setup browser  ## all tests
-	$(BIN)/python -m pytest -q $(TWO) $(ARGS)
+test: setup browser  ## all tests, and which took longest
+	$(BIN)/python -m pytest -q $(TWO) --durations=20 --durations-min=5 $(ARGS)
 
 gpu-check: setup  ## the tests that need a GPU (EXTRA=gpu), with what they measure
 	$(BIN)/python -m pytest -q -rs tests/project/test_cuda.py tests/engines/test_gpu.py $(ARGS)

@@ -34,7 +34,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 # on what else the machine does, so only pytest's time-out bounds it.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("full", UNHURRIED, max_examples=60, derandomize=True)
-settings.register_profile("fast", UNHURRIED, max_examples=12)
+settings.register_profile("fast", UNHURRIED, max_examples=12, stateful_step_count=20)
 settings.register_profile("search", UNHURRIED, max_examples=1000)
 settings.load_profile("full")
 
@@ -76,6 +76,12 @@ FIRST = (
     "system/test_clock.py",
     "vllm/test_in_process.py",
     "vllm/test_multi_process.py",
+    # The longest of `make test-fast`.
+    "page/test_html.py",
+    "system/test_supervisor.py",
+    "tests/test_cli.py",
+    "faults/test_exceptions.py",
+    "planning/test_picture.py",
 )
 
 

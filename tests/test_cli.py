@@ -156,6 +156,7 @@ def test_output_to_a_full_disk_is_an_error_in_one_sentence() -> None:
     assert ended.stderr == "RunError: the output cannot be written: No space left on device; make room there.\n"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("closed", [0, 1, 2])
 def test_a_standard_stream_that_is_closed_changes_nothing(closed: int) -> None:
     command = [sys.executable, "-m", "dataflow.cli", "run", "--keys"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dataflow.planning.plan import make_plan
 
 
+@pytest.mark.heavy
 def test_advice_names_the_bound_the_knob_and_the_gain(costs: str) -> None:
     advice = make_plan(costs, []).advice
     assert advice[0].startswith("both is the fastest: ")

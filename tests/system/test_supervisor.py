@@ -196,6 +196,7 @@ def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path, commands:
     assert command.ends()[0] == 143
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_standard_stream_that_is_closed_changes_nothing(tmp_path: Path, commands: list[Command], closed: str) -> None:
     (tmp_path / "sh").write_text(f'#!/bin/sh\nexec "$@" {closed}\n')

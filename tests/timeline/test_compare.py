@@ -67,6 +67,7 @@ def test_a_run_beside_its_prediction_as_a_page(tmp_path: Path, capsys: pytest.Ca
     assert '"runs":["baseline","predicted"]' in page.read_text()
 
 
+@pytest.mark.heavy
 def test_one_run_as_each_kind_of_file(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("run.html", "run.png", "run.svg", "run.txt"):
         assert main(["timeline", runs[1], "-o", str(tmp_path / name)]) == 0

@@ -197,6 +197,7 @@ def test_many_gaps_leave_the_tasks_their_room() -> None:
     assert "R" in row
 
 
+@pytest.mark.heavy
 def test_the_page_cuts_its_axis(tmp_path: Path) -> None:
     drawn = sheet({"plain": resumed(killed=False), "resumed": resumed()})
     assert drawn.longest == pytest.approx(39)

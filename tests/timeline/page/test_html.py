@@ -77,6 +77,7 @@ def test_a_page_holds_all_it_needs_and_says_how_the_run_went(tmp_path: Path) -> 
     assert found.facts["stages"] == trace.stages
 
 
+@pytest.mark.heavy
 def test_slow_groups_link_to_their_text(tmp_path: Path) -> None:
     trace = made_up(6)
     address = 'samples.html?a="b'
@@ -139,6 +140,7 @@ def test_what_cannot_be_shown_is_said_in_a_sentence(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.heavy
 def test_several_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     runs = {"baseline": made_up(4), "both": made_up(4, seed=3)}
     facts = {"baseline": {"accuracy_before": 0.125, "accuracy_after": 0.75}}
@@ -152,6 +154,7 @@ def test_several_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     assert max(b for b, r in zip(drawn.spans["bottom"], drawn.spans["run"], strict=True) if r == 0) < drawn.heads[1]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("status", "said"), [("interrupted", "was interrupted"), ("failed", "failed"), ("running", "not ended")]
 )
@@ -161,6 +164,7 @@ def test_a_run_that_did_not_finish_says_so(tmp_path: Path, status: str, said: st
     assert said in written(tmp_path, trace).words
 
 
+@pytest.mark.heavy
 def test_a_trace_that_was_cut_off_says_what_is_missing(tmp_path: Path) -> None:
     trace = made_up(2)
     trace.meta |= {"status": "cut off", "cut": "cut off after 3 s <of 9>"}
@@ -275,6 +279,7 @@ def test_a_band_of_many_points_keeps_its_heights() -> None:
     assert thin(levels[:3], 50) == levels[:3]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "trace",
     [
