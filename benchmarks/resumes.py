@@ -3,14 +3,14 @@
     python benchmarks/resumes.py [times=N] [seed=N] [victims=driver,judge+raylet] [policies=both] [kind=hf]
 
 Kills with SIGKILL, in a short run under each policy: each of ``victims`` in a run of its own, those joined by + in one
-run, in random order, each some time after a step that is drawn (0: while the run starts). A run that ends of it is
+run, in random order, each some time after a step that is drawn (0: while the run starts). A run that this ends is
 resumed with `dataflow resume`, or begun again with ``resume=auto`` if it was killed before its first checkpoint or
-after its end; the death of a service should be recovered in the run itself. Prints a table, then JSON; exits with 1 if
+after its end; the run itself should recover from the death of a service. Prints a table, then JSON; exits with 1 if
 a check fails:
 
 - weights, steps, evaluations and status are those of the run of the same policy that was not killed;
 - each step is once in metrics.jsonl, and nothing of the run is left in processes or shared memory;
-- the reward function is asked nothing twice but what had no answer LATE_S before a kill.
+- no reward is requested twice, except those without an answer LATE_S before a kill.
 
 The runs whose victim is the judge use the judge that the run starts, whose requests are not counted here. ``keep=DIR``
 keeps the untouched runs, which later calls of the same version then take over; ``out=FILE`` gets the JSON after each
@@ -151,7 +151,7 @@ class Trial:
         wrong += [f"left {end['left'] or end['shared_memory']}" for end in ends if end["left"] or end["shared_memory"]]
         if ends[-1]["code"] != 0 or any(end["code"] is None for end in ends):
             wrong.append(f"exit codes {[end['code'] for end in ends]}")
-        # Whatever was asked and then cut off has no answer; the answers of the last moment may not have been stored.
+        # Requests that were cut off have no answer; the answers of the last moment may not have been stored.
         lost = self.log("asked") - self.log("answered")
         for at in kills:
             lost += self.log("answered", at + LATE_S) - self.log("answered", at - LATE_S)
@@ -183,7 +183,7 @@ def untouched(directory: Path, policy: str, judged: bool, kind: str = "hf") -> d
 def measure(
     directory: Path, victims: str, policy: str, draw: random.Random, whole: dict[str, Any], kind: str = "hf"
 ) -> dict[str, Any]:
-    """Kills processes of a new run, resumes the run each time it ends of that, until it finishes, and checks it."""
+    """Kills processes of a new run, resumes the run each time that ends it, until it finishes, and checks it."""
     trial = Trial(directory, policy, "judge" in victims, kind)
     names = victims.split("+")
     draw.shuffle(names)

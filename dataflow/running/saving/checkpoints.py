@@ -101,9 +101,7 @@ class CheckpointStore:
         if keep_last < 1:
             raise ConfigError(f"checkpoint.keep_last={keep_last}: give 1 or more.")
         self.directory = Path(directory).absolute()
-        self.keep_last = keep_last
-        self.keep_best = keep_best
-        self.keep_every = keep_every
+        self.keep_last, self.keep_best, self.keep_every = keep_last, keep_best, keep_every
 
     def begin(self, step: int) -> Path:
         """Makes a directory to write a checkpoint to, and removes those that dead processes left.
