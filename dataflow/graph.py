@@ -85,12 +85,11 @@ class Pipeline:
                     f"stage '{s.name}' streams, but '{held[0]}' is a state that a later step reads; "
                     "a state changes at the end of a task, so let another stage write it."
                 )
-        collectors = self.with_role("collects")
-        if len(collectors) > 1:
-            names = " and ".join(repr(s.name) for s in collectors)
-            raise PipelineError(f"stages {names} both have the role 'collects', which forms the parts of a step.")
-        self.collector: Stage | None = collectors[0] if collectors else None
         self.order = self._topological()
+        self.collectors = self.with_role("collects")
+        """The stages that collect scored groups."""
+        self.collector = self._first_collector()
+        """The one whose groups form the parts of a step; the others collect the same groups."""
 
     def _check(self, s: Stage) -> None:
         if s.on not in self.resources:
@@ -137,7 +136,29 @@ class Pipeline:
             raise PipelineError(
                 f"stage '{s.name}' collects the rewards of every step, so it cannot run only every {s.every}."
             )
+        self._check_mini_batches(s)
         _ = s.host
+
+    def _check_mini_batches(self, s: Stage) -> None:
+        if s.grain != "mini-batch" and (s.mini_batches is not None or s.epochs != 1):
+            raise PipelineError(
+                f"stage '{s.name}' runs once a {s.grain}, so it takes neither mini_batches= nor epochs=; declare it "
+                "with per_mini_batch=True."
+            )
+        for name, value in (("mini_batches", s.mini_batches), ("epochs", s.epochs)):
+            if value is not None and value < 1:
+                raise PipelineError(f"stage '{s.name}': {name}={value}; give 1 or more.")
+        if s.epochs_over not in ("mini-batch", "step"):
+            raise PipelineError(f"stage '{s.name}': epochs_over={s.epochs_over!r}; use 'mini-batch' or 'step'.")
+
+    def _first_collector(self) -> Stage | None:
+        """Returns the first collector listed that is not downstream of another one."""
+        behind: set[str] = set()
+        for s in self.order:
+            sources = [source for source, target, _field, lag in self.edges if target is s and lag == "none"]
+            if any(source.collects or source.name in behind for source in sources):
+                behind.add(s.name)
+        return next((s for s in self.collectors if s.name not in behind), None)
 
     def _check_ahead(self, s: Stage, name: str) -> None:
         other = self.by_name.get(name)
@@ -192,6 +213,9 @@ class Pipeline:
                 "after": list(s.after),
                 "every": s.every,
                 "ahead_of": s.ahead_of,
+                "mini_batches": s.mini_batches,
+                "epochs": s.epochs,
+                "epochs_over": s.epochs_over,
             }
             for s in self.stages
         ]
@@ -263,6 +287,13 @@ class Pipeline:
                 facts.append("once a chunk where the policy streams")
             elif s.grain != "step":
                 facts.append(f"once a {s.grain}")
+            if s.mini_batches is not None:
+                facts.append(f"{s.mini_batches} mini-batches")
+            if s.epochs > 1:
+                facts.append(f"{s.epochs} epochs over each {s.epochs_over}")
+            if s.collects and len(self.collectors) > 1:
+                others = [f"the same groups as {c.name}" for c in self.collectors if c is self.collector is not s]
+                facts += others or ["forms the parts"]
             if s.streams:
                 facts.append("can stream")
             if s.every is not None:
@@ -320,6 +351,7 @@ class Task:
         inputs: its fields, in the order of the function's parameters.
         chosen_by: the tasks that determine which groups this one works on; none if it works on all groups.
         share: (i, n): it works on the i-th of n equal shares of those groups.
+        epoch: how often its stage worked on these groups before, in this step.
         take: how many groups a collecting task returns; None for all.
         emits: chunks that it emits while it runs; 1: all groups when it ends.
         aligned: the fields it writes that other stages read together with its inputs, row by row within each group.
@@ -333,6 +365,7 @@ class Task:
     inputs: tuple[Input, ...]
     chosen_by: tuple[TaskId, ...] = ()
     share: tuple[int, int] = (0, 1)
+    epoch: int = 0
     take: int | None = None
     emits: int = 1
     aligned: tuple[str, ...] = ()

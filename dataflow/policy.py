@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dataflow.errors import PipelineError, PolicyError, nearest
-from dataflow.graph import Grain, Lag, Pipeline, TaskGraph, TaskId
+from dataflow.graph import Grain, Lag, Pipeline, Stage, TaskGraph, TaskId
 from dataflow.tasks.unroll import Unroller
 
 MAX_STALENESS = 4
@@ -128,7 +128,8 @@ def expand(
         pipeline: the stages of one step.
         policy: how steps overlap.
         steps: the last step.
-        mini_batches: optimizer steps in a step; ``policy.split`` must divide them.
+        mini_batches: optimizer steps in a step, of the stages without a number of their own; ``policy.split`` must
+            divide them.
         groups: prompt groups that a step trains on; required if the policy splits the step. The rollout may sample
             more: the collector takes this many of them, and the stages behind it work on those alone.
         first: the first step; it reads the initial states.
@@ -145,6 +146,8 @@ def expand(
         check_batch(groups, mini_batches)
     elif policy.split > 1:
         raise PolicyError(f"split={policy.split} needs the number of prompt groups in a step; give groups=.")
+    for s in pipeline.stages:
+        _check_mini_batches(s, policy, groups)
     _check_stages(pipeline, policy)
     reach = _reach(pipeline, policy, mini_batches, groups)
     unroller = _unroller(pipeline, policy, range(first, steps + 1), mini_batches, groups)
@@ -162,13 +165,36 @@ def expand(
     )
 
 
+def _check_mini_batches(s: Stage, policy: SchedulingPolicy, groups: int | None) -> None:
+    """Checks that the policy's parts are made of whole mini-batches of a stage with its own number of them.
+
+    Raises:
+        PolicyError: the message lists the valid numbers.
+    """
+    if s.mini_batches is not None:
+        try:
+            check_split(policy, s.mini_batches)
+            check_batch(groups or s.mini_batches, s.mini_batches)
+        except PolicyError as error:
+            raise PolicyError(f"stage '{s.name}': {error}") from None
+    if s.epochs > 1 and s.epochs_over == "step" and policy.split > 1:
+        raise PolicyError(
+            f"stage '{s.name}' passes over the whole step {s.epochs} times (epochs_over='step'), but split="
+            f"{policy.split} trains on a part before the others are there; use baseline, off-policy or "
+            "epochs_over='mini-batch'."
+        )
+
+
 def _check_stages(pipeline: Pipeline, policy: SchedulingPolicy) -> None:
     split_stages: set[str] = set()
     gathered: dict[str, str] = {}
     for s in pipeline.order:
         sources = [pipeline.writer[r.field].name for r in s.reads if r.lag == "none" and r.field in pipeline.writer]
         if s.grain == "chunk":
-            continue  # it runs before the parts are formed; a stage that reads all chunks waits for all
+            # It runs before the parts are formed; a stage that reads all chunks waits for all.
+            if any(name in split_stages or name in gathered for name in sources):
+                gathered[s.name] = s.name
+            continue
         if s.grain != "step" and pipeline.collector is None and policy.split > 1:
             raise PipelineError(
                 f"stage '{s.name}' runs once a {s.grain}, but no stage forms the parts; "
@@ -235,7 +261,9 @@ def _unroller(
     return Unroller(
         pipeline,
         steps,
-        tasks={s.name: chunks if pipeline.follows_stream(s) else of[s.grain] for s in pipeline.stages},
+        shares={
+            s.name: s.mini_batches or (chunks if pipeline.follows_stream(s) else of[s.grain]) for s in pipeline.stages
+        },
         chunks=chunks,
         split=policy.split,
         take=groups // policy.split if groups is not None else None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -185,14 +185,24 @@ class RewardAgent:
         self._admit_soon(state)
         return ticket
 
-    async def collect(self, step: Step, k: int | None = None, order: Order = "arrival", *, last: bool = False) -> Batch:
+    async def collect(
+        self,
+        step: Step,
+        k: int | None = None,
+        order: Order = "arrival",
+        *,
+        last: bool = False,
+        groups: Iterable[int] | None = None,
+    ) -> Batch:
         """Waits for the next k groups of a step and returns their rewards, groups in order of their ids.
 
         Args:
             step: as submitted.
             k: number of groups; None for all that no other call collects.
             order: ``arrival`` takes the groups that finish first, ``index`` the next ones by id.
-            last: this is the last call for a step that was submitted with ``more``; the rest is cancelled.
+            last: this is the last call for a step that was submitted with ``more``, or that is collected by ``groups``;
+                the rest is cancelled.
+            groups: the ids to wait for, in place of the next k.
 
         Returns:
             ``score`` float32 ``[rows]`` and an object column for each extra one, None where a sample lacks it; under
@@ -203,12 +213,12 @@ class RewardAgent:
             groups of the step ``step``, its counts and latencies.
 
         Raises:
-            RewardFailed: a request of the step failed, or the step was cancelled.
+            RewardFailed: a request of the step failed, the step was cancelled, or one of ``groups`` is lost.
             DataflowError: a step never submitted or collected in full, k or order out of range.
         """
         if self.steps.loop is not None:
             self.steps.bind(self._open)
-        batch = await self.steps.collect(step, k, order, last)
+        batch = await self.steps.collect(step, k, order, last, groups)
         batch.meta["limits"] = self._limiter.changes()
         self._groups.log(step, batch)
         if self.ledger is not None:

@@ -310,6 +310,8 @@ class Runner:
             stage=i.stage,
             part=i.part,
             parts=i.parts,
+            epoch=task.epoch,
+            epochs=task.stage.epochs,
             groups=instruction.groups,
             take=task.take,
             order=self.graph.order,

@@ -53,6 +53,9 @@ class TaskInfo:
     stage: str = ""
     part: int = 0
     parts: int = 1
+    epoch: int = 0
+    """How often the stage worked on these groups before, in this step."""
+    epochs: int = 1
     groups: tuple[int, ...] | None = None
     """The groups it works on; None for all groups of the step."""
     take: int | None = None
@@ -162,6 +165,11 @@ class Stage:
     after: tuple[str, ...] = ()
     every: int | None = None
     ahead_of: str | None = None
+    mini_batches: int | None = None
+    """Optimizer steps in a pass over the step's groups, if not the run's number."""
+    epochs: int = 1
+    """How often each mini-batch is used."""
+    epochs_over: Literal["mini-batch", "step"] = "mini-batch"
     services: Mapping[str, Any] = field(default_factory=dict)
     """Services and options bound to its keyword parameters, by parameter."""
     accepts: tuple[str, ...] = ()
@@ -171,7 +179,7 @@ class Stage:
 
     @property
     def collects(self) -> bool:
-        """Whether its output determines the groups of each part of the step."""
+        """Whether it returns the scored groups of each part of the step."""
         return self.role == "collects"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,6 +194,9 @@ class Stage:
         every: int | None = None,
         after: Sequence[str] | None = None,
         ahead_of: str | None = None,
+        mini_batches: int | None = None,
+        epochs: int | None = None,
+        epochs_over: Literal["mini-batch", "step"] | None = None,
         renamed: Mapping[str, str] | None = None,
         **services: Any,
     ) -> Stage:
@@ -197,6 +208,12 @@ class Stage:
             every: run only on every k-th step, and on the last.
             after: stages that must finish first although no data passes.
             ahead_of: see :func:`stage`.
+            mini_batches: optimizer steps in one pass over the step's groups, if not the run's number; for a stage that
+                runs per mini-batch. The policy's ``split`` must divide it.
+            epochs: how often it uses each mini-batch.
+            epochs_over: ``mini-batch`` uses each mini-batch ``epochs`` times before the next one, so that the order is
+                the same however the policy splits the step; ``step`` passes over the whole step ``epochs`` times, as
+                verl does, which only policies with split=1 can.
             renamed: new names of fields it reads or writes, by old name.
             **services: engines, agents and options, by parameter.
 
@@ -217,6 +234,9 @@ class Stage:
             every=self.every if every is None else every,
             after=self.after if after is None else tuple(after),
             ahead_of=ahead_of or self.ahead_of,
+            mini_batches=self.mini_batches if mini_batches is None else mini_batches,
+            epochs=self.epochs if epochs is None else epochs,
+            epochs_over=epochs_over or self.epochs_over,
             reads=tuple(r._replace(field=other.get(r.field, r.field)) for r in self.reads),
             writes=tuple(other.get(w, w) for w in self.writes),
             services={**self.services, **services},
@@ -282,7 +302,9 @@ def stage(
             ``requests`` submits them for scoring, ``collects`` returns scored groups, ``trains`` takes optimizer steps,
             ``syncs`` copies new weights to the engine, ``validates`` evaluates, ``saves`` writes checkpoints. The
             groups that a stage with the role ``collects`` returns form a part of the step: ``task.take`` whole groups
-            of its input that are in no earlier part of the step; anything else fails the run.
+            of its input that are in no earlier part of the step; anything else fails the run. Of several such stages
+            the first one listed forms the parts, so list the slowest source first; each other one gets the groups of
+            a part as ``task.groups`` and returns exactly these.
         splittable: runs once for each part that the policy splits a step into, on the groups of that part.
         per_mini_batch: runs once for each optimizer step.
         streams: can emit whole groups as they finish, if the policy streams (rollout).

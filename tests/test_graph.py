@@ -243,10 +243,6 @@ WRONG = {
         build(*GRPO, plain("mine", writes="m", on="io", every=0)),
         "stage 'mine': every=0; give 1 or more.",
     ),
-    "two collectors": (
-        build(*GRPO, *(plain(n, writes=n, on="reward", role="collects") for n in ("collect", "take"))),
-        "stages 'collect' and 'take' both have the role 'collects', which forms the parts of a step.",
-    ),
     "nameless fields": (star, "stage 'starred': parameter '*fields' has no name to be a field."),
 }
 

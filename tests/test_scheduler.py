@@ -105,13 +105,14 @@ def test_the_same_events_give_the_same_instructions(dice, seed):
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(DICE)
-def test_each_group_is_in_one_part_and_one_mini_batch_of_a_step(dice):
+def test_each_group_is_in_one_part_and_one_mini_batch_of_each_epoch_of_a_step(dice):
     graph = some_graph(dice)
-    seen: dict[tuple[int, str], list[int]] = {}
+    seen: dict[tuple[int, str, int], list[int]] = {}
     for _ended, instructions in drive(Scheduler(graph), graph.groups, dice):
         for start in instructions:
             if isinstance(start, Start) and start.task.chosen_by:
-                seen.setdefault((start.task.id.step, start.task.stage.name), []).extend(start.groups)
+                key = start.task.id.step, start.task.stage.name, start.task.epoch
+                seen.setdefault(key, []).extend(start.groups)
     for key, groups in seen.items():
         assert sorted(groups) == list(range(graph.groups)), key
 

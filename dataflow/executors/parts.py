@@ -7,6 +7,7 @@ works on it can start. Pure: groups in, a DataflowError out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from dataflow.errors import DataflowError
@@ -39,8 +40,9 @@ class Parts:
         self._pipeline: Pipeline = graph.pipeline
         self._in_order = graph.order == "index"
         collector = self._pipeline.collector
-        optimizer_steps = [graph.parts[s.name] for s in self._pipeline.stages if s.grain == "mini-batch"]
-        self._shares = max(1, max(optimizer_steps, default=1) // graph.parts[collector.name]) if collector else 1
+        training = [s for s in self._pipeline.stages if s.grain == "mini-batch"]
+        mini_batches = math.lcm(*(graph.parts[s.name] // s.epochs for s in training))
+        self._shares = max(1, mini_batches // graph.parts[collector.name]) if collector else 1
         self._written: dict[int, dict[str, set[int]]] = {}
         self._formed: dict[int, dict[int, Sequence[int]]] = {}
         self._chunks: dict[int, dict[str, dict[int, Sequence[int]]]] = {}
@@ -99,8 +101,10 @@ class Parts:
         written = written or {}
         if task.emits > 1:
             self._check_chunks(task, written)
-        if task.stage.collects:
+        if task.stage is self._pipeline.collector:
             self._form(task, groups)
+        elif task.stage.collects:
+            self._check_same(task, groups)
         for field, ids in written.items():
             self.written(task.id.step, field, ids)
 
@@ -160,6 +164,16 @@ class Parts:
             )
         formed[task.id.part] = tuple(groups)
 
+    def _check_same(self, task: Task, groups: Sequence[int] | None) -> None:
+        """Checks that another collector returned the groups of the part that the first one formed."""
+        name, (chosen_by,) = task.stage.name, task.chosen_by
+        part = self._formed[task.id.step][chosen_by.part]
+        if odd := set(part).symmetric_difference(groups or ()):
+            raise DataflowError(
+                f"stage '{name}' was to collect {listed(part)}, which form the part of '{chosen_by.stage}', but "
+                f"differs in {listed(odd)}; return the groups of task.groups."
+            )
+
     def _check_distinct(self, name: str, where: str, groups: Sequence[int]) -> None:
         if len(set(groups)) != len(groups):
             twice = {group for group in groups if list(groups).count(group) > 1}
@@ -185,7 +199,8 @@ class Parts:
                 continue
             groups = self._written.get(step, {}).get(read.field)
             writer = self._pipeline.writer.get(read.field)
-            if groups is None and writer is not None:
+            # A stage that writes an optional field need not run on this step.
+            if groups is None and writer is not None and not read.optional:
                 groups = self._inputs_of(writer, step)
             if groups is not None:
                 found = groups if found is None else found | groups

@@ -225,6 +225,8 @@ class Waiter:
     take: int
     order: Order
     future: asyncio.Future[list[int]]
+    groups: frozenset[int] | None = None
+    """The groups to return, if they are not the next ones."""
 
 
 @dataclass(eq=False)
@@ -321,12 +323,14 @@ class StepRequests:
         self.unfinished.pop(group, None)
         self.arrived.append(group)
 
-    def pick(self, take: int, order: Order) -> list[int] | None:
-        """Removes the next groups and returns them in order of their ids; None while they are not all there.
+    def pick(self, take: int, order: Order, named: frozenset[int] | None = None) -> list[int] | None:
+        """Removes the next groups, or the named ones; returns them in order of their ids, None while one is missing.
 
         Raises:
-            ValueError: the filter cannot judge a group.
+            ValueError: the filter cannot judge a group, or a named group will never be there.
         """
+        if named is not None:
+            return self._pick_named(named)
         chosen: list[int] = []
         for group in sorted([*self.unfinished, *self.arrived]) if order == "index" else list(self.arrived):
             if len(chosen) == take or group in self.unfinished:
@@ -341,6 +345,24 @@ class StepRequests:
         if self.group_filter is not None:
             self.equal += sum(self.group_filter.equal(self.groups[group]) for group in chosen)
         return sorted(chosen)
+
+    def _pick_named(self, named: frozenset[int]) -> list[int] | None:
+        gone = sorted(named.intersection(self.seen).difference(self.unfinished, self.arrived))
+        if never := sorted(named - self.seen) if not self.more else []:
+            raise ValueError(
+                f"step {self.key}: group {never[0]} is to be collected, but was not submitted; submit the same groups "
+                "to all agents whose rewards are used together."
+            )
+        if gone:
+            raise ValueError(
+                f"step {self.key}: group {gone[0]} is to be collected, but was collected before, replaced after a "
+                "failure or left out by a filter; where another agent chooses the groups, use a failure rule that "
+                "keeps them (drop_group, drop_sample or a score) and no filter."
+            )
+        if not named.issubset(self.arrived):
+            return None
+        self.arrived = [group for group in self.arrived if group not in named]
+        return sorted(named)
 
     def _leave_out(self, group: int) -> bool:
         """Leaves an arrived group out if the filter says so and another can take its place; returns whether it did.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import numbers
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from loguru import logger
@@ -200,7 +200,7 @@ class Steps:
             waiter = state.waiters[0]
             if not waiter.future.done():
                 try:
-                    chosen = state.pick(waiter.take, waiter.order)
+                    chosen = state.pick(waiter.take, waiter.order, waiter.groups)
                 except ValueError as error:
                     self.fail(state, str(error), None)
                     return
@@ -211,8 +211,10 @@ class Steps:
 
     # --- collect ------------------------------------------------------------------------------------------------
 
-    async def collect(self, step: Step, k: int | None, order: Order, last: bool) -> Batch:
-        """Waits for the next k groups of a step and returns their rewards.
+    async def collect(
+        self, step: Step, k: int | None, order: Order, last: bool, groups: Iterable[int] | None = None
+    ) -> Batch:
+        """Waits for the next k groups of a step, or the named ones, and returns their rewards.
 
         See :meth:`RewardAgent.collect <dataflow.reward_agent.RewardAgent.collect>`.
         """
@@ -221,13 +223,14 @@ class Steps:
         state = self.live.get(step)
         if state is None:
             raise self._gone(step)
-        take = state.left if k is None else k
-        if k is None and not take:
+        named = None if groups is None else frozenset(groups)
+        take = len(named) if named is not None else state.left if k is None else k
+        if k is None and named is None and not take:
             raise DataflowError(f"reward agent: all groups of step {step} are being collected already.")
-        if take < 1 or (take > state.left and not (state.more and k is not None)):
+        if take < 1 or (named is None and take > state.left and not (state.more and k is not None)):
             raise DataflowError(f"reward agent: step {step} has {state.left} groups left to collect, not {take}.")
-        chosen = await self._wait(state, take, order)
-        final = last if state.more else len(state.groups) <= state.extra_groups + len(chosen)
+        chosen = await self._wait(state, take, order, named)
+        final = last if state.more or named is not None else len(state.groups) <= state.extra_groups + len(chosen)
         if final and state.more and not state.over and (passed := self.failures.passed()):
             self.halt(passed, None)  # the share is known only now that the step is complete
             raise self._gone(step)
@@ -238,9 +241,9 @@ class Steps:
             self._end(state, DataflowError, f"reward agent: step {step} has been collected in full.", None)
         return batch
 
-    async def _wait(self, state: StepRequests, take: int, order: Order) -> list[int]:
+    async def _wait(self, state: StepRequests, take: int, order: Order, named: frozenset[int] | None) -> list[int]:
         """Waits until groups have arrived and returns their ids."""
-        waiter = Waiter(take, order, asyncio.get_running_loop().create_future())
+        waiter = Waiter(take, order, asyncio.get_running_loop().create_future(), named)
         state.waiters.append(waiter)
         self.serve(state)
         try:

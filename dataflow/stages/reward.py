@@ -34,7 +34,7 @@ async def reward_request(
 
 @stage(writes="rewards", on="reward", role="collects")
 async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: TaskInfo) -> Batch:
-    """Waits for the next scored groups of the step, which form the part.
+    """Waits for the next scored groups of the step, which form the part, or for those of a part formed by another.
 
     Columns beside those of the agent: ``request_begin`` and ``request_end``, float64 ``[rows]``, unix time in seconds;
     ``request_tries``, int64 ``[rows]``; ``request_how`` it ended, if not with a score from a call of its own, or None.
@@ -45,7 +45,7 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
     for want of others, which train nothing; the agent's usage since the last step, such as ``reward/tokens``; and the
     current values of ``reward/running``, ``waiting``, ``abandoned`` and ``limit``.
     """
-    rewards = await agent.collect(reward_ticket.step, task.take, order=task.order, last=task.last)
+    rewards = await agent.collect(reward_ticket.step, task.take, order=task.order, last=task.last, groups=task.groups)
     _mark(rewards, task)
     if "step" in rewards.meta:
         task.log({f"reward/{name}": value for name, value in rewards.meta["step"].items()})

@@ -20,20 +20,30 @@ class Trained:
 
     step: int = 0
     groups: frozenset[int] = frozenset()
+    again: tuple[frozenset[int], ...] = ()
+    """The groups that were trained on in the second epoch, the third and so on."""
 
     def then(self, task: TaskInfo, batch: Batch, groups: int) -> Trained:
         """Returns the record after one more mini-batch of a step with ``groups`` groups.
 
         Raises:
-            RunError: a group comes twice in a step, or is missing at its end.
+            RunError: a group comes twice in an epoch, out of turn, or is missing at the end of the step.
         """
-        before = self.groups if self.step == task.step else frozenset()
-        if twice := [group for group in batch.ids if group in before]:
-            raise RunError(f"{task.stage}[{task.step}]: group {twice[0]} would be trained twice in this step.")
-        now = before.union(batch.ids)
-        if task.last and len(now) != groups:
-            raise RunError(f"{task.stage}[{task.step}]: {len(now)} of {groups} groups were trained; none may be lost.")
-        return Trained(task.step, now)
+        passes = [self.groups, *self.again] if self.step == task.step else [frozenset[int]()]
+        passes += [frozenset()] * (task.epochs - len(passes))
+        if twice := [group for group in batch.ids if group in passes[task.epoch]]:
+            often = "twice in this step" if task.epochs == 1 else f"twice in epoch {task.epoch + 1} of this step"
+            raise RunError(f"{task.stage}[{task.step}]: group {twice[0]} would be trained {often}.")
+        if task.epoch and (new := [group for group in batch.ids if group not in passes[task.epoch - 1]]):
+            raise RunError(
+                f"{task.stage}[{task.step}]: group {new[0]} is in epoch {task.epoch + 1}, but not in the one before."
+            )
+        passes[task.epoch] = passes[task.epoch].union(batch.ids)
+        if task.last and (short := [done for done in passes if len(done) != groups]):
+            raise RunError(
+                f"{task.stage}[{task.step}]: {len(short[0])} of {groups} groups were trained; none may be lost."
+            )
+        return Trained(task.step, passes[0], tuple(passes[1:]))
 
 
 def staleness(task: TaskInfo, batch: Batch) -> int:

@@ -16,7 +16,8 @@ class Unroller:
     Args:
         pipeline: the stages of one step.
         steps: the steps to run.
-        tasks: number of tasks of each stage in a step.
+        shares: how many shares of a step's groups each stage works on, one after the other; it takes each of them
+            ``Stage.epochs`` times.
         chunks: that a streaming stage emits in a step; 1 for none.
         split: parts of a step.
         take: groups in a part; None for all of the step.
@@ -28,7 +29,7 @@ class Unroller:
         pipeline: Pipeline,
         steps: range,
         *,
-        tasks: Mapping[str, int],
+        shares: Mapping[str, int],
         chunks: int,
         split: int,
         take: int | None,
@@ -36,7 +37,9 @@ class Unroller:
     ) -> None:
         self.pipeline = pipeline
         self.steps = steps
-        self.tasks = tasks
+        self.shares = shares
+        self.tasks = {s.name: shares[s.name] * s.epochs for s in pipeline.stages}
+        """Number of tasks of each stage in a step."""
         self.chunks = chunks
         self.split = split
         self.take = take
@@ -84,18 +87,25 @@ class Unroller:
             self._known[s.name, step] = found
         return found
 
+    def _place(self, s: Stage, part: int) -> tuple[int, int]:
+        """Returns which share of the step's groups a task works on, and which epoch of this share it is."""
+        if s.epochs_over == "step":
+            epoch, share = divmod(part, self.shares[s.name])
+        else:
+            share, epoch = divmod(part, s.epochs)
+        return share, epoch
+
     def _beside(self, source: Stage, reader: Stage, step: int, part: int) -> list[TaskId]:
-        """Returns the source's tasks whose groups the reader's part needs: one that has them all, or several."""
-        ids = self._ids(source, step)
-        mine = self.tasks[reader.name]
+        """Returns the source's tasks whose groups the reader's part needs: one that has them all, or several.
+
+        Of the epochs of a source these are the tasks of the last one.
+        """
+        mine, theirs = self.shares[reader.name], self.shares[source.name]
+        share, _epoch = self._place(reader, part)
         if source.streams and reader.grain == "chunk":
-            return [TaskId(step, source.name, part, mine)]
-        if not ids:
-            return ids
-        if len(ids) <= mine:
-            return [ids[part * len(ids) // mine]]
-        each = len(ids) // mine
-        return ids[part * each : (part + 1) * each]
+            return [TaskId(step, source.name, share, mine)]
+        ids = [i for i in self._ids(source, step) if self._place(source, i.part)[1] == source.epochs - 1]
+        return ids[share * theirs // mine : -(-(share + 1) * theirs // mine)]
 
     def _gathers(self, s: Stage) -> bool:
         """Whether the stage runs once on the groups of all parts."""
@@ -118,22 +128,24 @@ class Unroller:
         deps = [source for item in inputs for source in item.sources]
         collector = self.pipeline.collector
         chosen_by: tuple[TaskId, ...] = ()
+        at, epoch = self._place(s, part)
         share = (0, 1)
         if s.grain == "chunk" and self.tasks[s.name] > 1:
             chosen_by = (next(d for d in deps if d.parts > 1 and self.pipeline.by_name[d.stage].streams),)
-        elif collector is not None and s.grain in ("part", "mini-batch") and not s.collects:
+        elif collector is not None and s.grain in ("part", "mini-batch") and s is not collector:
             chosen_by = (self._beside(collector, s, step, part)[0],)
-            each = self.tasks[s.name] // self.split
-            share = (part % each, each)
+            each = self.shares[s.name] // self.split
+            share = (at % each, each)
             deps += chosen_by
         elif collector is not None and self._gathers(s):
             chosen_by = tuple(self._ids(collector, step))
+            deps += chosen_by  # the stage may be downstream through an optional field alone, absent on this step
         for name in s.after:
             deps += self._beside(self.pipeline.by_name[name], s, step, part)
         for early in self._early.get(s.name, ()):
             deps += [i for lead in self._leads for i in self._ids(early, step + lead)]
         writes_state = any(w in self.pipeline.states for w in s.writes)
-        if part and (s.collects or writes_state):
+        if part and (s.collects or writes_state or s.epochs > 1):
             deps.append(me[part - 1])
         elif writes_state:
             deps += self._overwrites(s, step)
@@ -144,6 +156,7 @@ class Unroller:
             inputs=inputs,
             chosen_by=chosen_by,
             share=share,
+            epoch=epoch,
             take=self.take if s.collects else None,
             emits=self.chunks if s.streams else 1,
             aligned=tuple(w for w in s.writes if w in self.grouped and w in self.read),
@@ -165,18 +178,22 @@ class Unroller:
         return deps + self._ids(s, step - 1)[-1:]
 
 
+def _collected(pipeline: Pipeline) -> set[str]:
+    """Returns the fields that collectors write."""
+    return {name for s in pipeline.collectors for name in s.writes}
+
+
 def _behind(pipeline: Pipeline) -> frozenset[str]:
-    """Returns the stages downstream of the collector within the step."""
-    collector = pipeline.collector
-    return frozenset(s.name for s in _downstream(pipeline, collector.writes)) if collector else frozenset()
+    """Returns the stages downstream of a collector within the step."""
+    return frozenset(s.name for s in _downstream(pipeline, _collected(pipeline)))
 
 
 def _grouped(pipeline: Pipeline) -> frozenset[str]:
-    """Returns the fields with rows of the groups that parts are formed of, upstream and downstream of the collector.
+    """Returns the fields with rows of the groups that parts are formed of, upstream and downstream of the collectors.
 
     Other fields hold other groups that only share the ids, such as the prompts of a validation.
     """
-    found = set(pipeline.collector.writes) if pipeline.collector else set()
+    found = _collected(pipeline)
     for s in reversed(pipeline.order):
         if found.intersection(s.writes):
             found.update(_values(pipeline, s))
@@ -184,7 +201,7 @@ def _grouped(pipeline: Pipeline) -> frozenset[str]:
 
 
 def _leading(pipeline: Pipeline) -> frozenset[str]:
-    """Returns the collector and the stages upstream of it, which may choose groups."""
+    """Returns the collector that forms the parts and the stages upstream of it, which may choose groups."""
     if pipeline.collector is None:
         return frozenset()
     found, stages = set(_values(pipeline, pipeline.collector)), {pipeline.collector.name}

@@ -7,6 +7,7 @@ check_trace(trace, graph)
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -131,6 +132,8 @@ def grpo_pipeline(val_every: int | None = None, resources: Mapping[str, int | No
 def random_pipeline(dice: random.Random) -> Pipeline:
     """Returns a valid pipeline of 2 to 7 stages with random edges, grains and resources.
 
+    It may have optional fields, several collectors, and stages with epochs and their own number of mini-batches.
+
     Args:
         dice: ``random.Random(seed)``, or a value of hypothesis' ``randoms()``, which it can shrink.
     """
@@ -148,18 +151,24 @@ def random_pipeline(dice: random.Random) -> Pipeline:
         every = dice.choice([None, None, None, 2, 3]) if n and n != collector else None
         known = [m for m in range(n) if stages[m].every in (None, every)]
         sources = [m for m in known if dice.random() < 0.5]
-        gathers = any(m in needs_all for m in sources)
+        rarely = [m for m in range(n) if stages[m].every not in (None, every) and dice.random() < 0.2]
+        gathers = any(m in needs_all for m in (*sources, *rarely))
         grain: Grain = "step"
         if n == collector:
             grain = "part"
             sources = [m for m in sources if m not in needs_all]
+            rarely = [m for m in rarely if m not in needs_all]
         elif collector is not None and n > collector and not gathers:
             grain = dice.choice(["step", "part", "mini-batch"])
         if grain != "step":
             split.add(n)
-        elif gathers or any(m in split for m in sources):
+        elif gathers or any(m in split for m in (*sources, *rarely)):
             needs_all.add(n)
         reads = [Read("prompts")] if dice.random() < 0.5 else []
+        reads += [Read("absent", "none", True)] if dice.random() < 0.2 else []
+        reads += [Read(f"f{m}", "none", True) for m in rarely]
+        collects = n == collector or (grain == "part" and every is None and dice.random() < 0.3)
+        trains = grain == "mini-batch"
         stages.append(
             Stage(
                 name=f"s{n}",
@@ -168,7 +177,10 @@ def random_pipeline(dice: random.Random) -> Pipeline:
                 writes=(f"f{n}",),
                 on=dice.choice(list(resources)),
                 grain=grain,
-                role="collects" if n == collector else None,
+                role="collects" if collects else None,
+                mini_batches=dice.choice([None, 2, 6]) if trains else None,
+                epochs=dice.choice([1, 1, 2, 3]) if trains else 1,
+                epochs_over=dice.choice(["mini-batch", "step"]),
                 after=tuple(f"s{m}" for m in known[:1] if not split and dice.random() < 0.3),
                 every=every,
             )
@@ -207,38 +219,37 @@ def random_graph(dice: random.Random) -> TaskGraph:
     """
     pipeline = random_pipeline(dice)
     mini_batches = dice.choice([1, 2, 3, 4, 6])
-    split = dice.choice(divisors(mini_batches)) if pipeline.collector else 1
+    numbers = [mini_batches, *(s.mini_batches for s in pipeline.stages if s.mini_batches is not None)]
+    splits = pipeline.collector and not any(s.epochs > 1 and s.epochs_over == "step" for s in pipeline.stages)
+    split = dice.choice(divisors(math.gcd(*numbers))) if splits else 1
     streams = dice.random() < 0.5
     policy = SchedulingPolicy(split, dice.randint(0, 4), dice.choice(["arrival", "index"]), streams)
-    groups = mini_batches * dice.randint(1, 3)
+    groups = math.lcm(*numbers) * dice.randint(1, 3)
     return expand(pipeline, policy, dice.randint(1, 8), mini_batches, groups=groups)
 
 
 class SteadyCosts(Costs):
     """The same seconds for every task of a stage; a step's rewards arrive evenly spread over ``latency``.
 
+    Stages are known by their roles: a stage that ``collects`` waits for what the stage that ``requests`` has requested
+    when it ended.
+
     Args:
-        latency: seconds from the end of the request to the last reward.
+        latency: seconds from the end of the request to the last reward; of several collectors for each by its name.
         groups: prompt groups in a step.
-        seconds: per stage; :data:`SECONDS` for the others. Every stage of the graph needs a value.
-        collector: stage that collects the rewards.
-        request: stage that requests them.
+        seconds: per stage; :data:`SECONDS` for the others. Every stage of the graph needs a value, except collectors.
     """
 
     def __init__(
         self,
-        latency: float = 8.0,
+        latency: float | Mapping[str, float] = 8.0,
         groups: int = 16,
         seconds: Mapping[str, float] | None = None,
-        collector: str = "reward_collect",
-        request: str = "reward_request",
     ) -> None:
         self.latency = latency
         self.groups = groups
         self.seconds = {**SECONDS, **(seconds or {})}
-        self.collector = collector
-        self.request = request
-        self._sent: dict[int, float] = {}
+        self._sent: dict[tuple[int, str], float] = {}
 
     def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End:
         """Returns the end of the task; rewards arrive in order of the groups' ids.
@@ -247,24 +258,44 @@ class SteadyCosts(Costs):
             DataflowError: no seconds are known for the stage, or nothing requests what it collects.
         """
         i = task.id
-        if i.stage == self.collector:
-            if i.step not in self._sent:
-                raise DataflowError(
-                    f"SteadyCosts: '{i.stage}' collects rewards, but no stage '{self.request}' has requested any; name "
-                    "the stage that requests them (request=...)."
-                )
-            done = self._sent[i.step] + self.latency * (i.part + 1) / i.parts
-            each = task.take or self.groups
-            return End(max(now, done), groups=tuple(range(i.part * each, (i.part + 1) * each)))
+        if task.stage.collects:
+            if groups is None:
+                each = task.take or self.groups
+                groups = tuple(range(i.part * each, (i.part + 1) * each))
+            last = (max(groups) + 1) / self.groups
+            return End(max(now, self._requested(task) + self._latency(task) * last), groups=groups)
         if i.stage not in self.seconds:
             raise DataflowError(
                 f"SteadyCosts has no seconds for stage '{i.stage}'{nearest(i.stage, self.seconds)}; give "
-                f"SteadyCosts(seconds={{'{i.stage}': 1.0}}), or collector='{i.stage}' if it collects the rewards."
+                f"SteadyCosts(seconds={{'{i.stage}': 1.0}}), or the stage the role 'collects' if it collects rewards."
             )
         end = now + self.seconds[i.stage]
-        if i.stage == self.request:
-            self._sent.setdefault(i.step, end)
+        if task.stage.role == "requests":
+            for field in task.stage.writes:
+                self._sent.setdefault((i.step, field), end)
         return End(end, chunks=chunks_of(task, self.groups, now, end))
+
+    def _requested(self, task: Task) -> float:
+        """Returns when the requests were sent whose rewards the task collects."""
+        sent = [self._sent.get((task.id.step, read.field)) for read in task.stage.reads]
+        known = [at for at in sent if at is not None]
+        if not known:
+            raise DataflowError(
+                f"SteadyCosts: '{task.stage.name}' collects rewards, but reads nothing from a stage with the role "
+                "'requests'; give the stage that requests them this role."
+            )
+        return max(known)
+
+    def _latency(self, task: Task) -> float:
+        if not isinstance(self.latency, Mapping):
+            return self.latency
+        name = task.stage.name
+        if name not in self.latency:
+            raise DataflowError(
+                f"SteadyCosts has no latency for stage '{name}'{nearest(name, self.latency)}; give "
+                f"SteadyCosts(latency={{'{name}': 8.0}})."
+            )
+        return self.latency[name]
 
 
 class RandomCosts(Costs):
@@ -294,7 +325,7 @@ class RandomCosts(Costs):
         if self.order == "arrival":
             random.Random(f"{self.seed}/{i.step}").shuffle(ids)
         each = task.take or self.groups
-        return End(now + seconds, groups=tuple(ids[i.part * each : (i.part + 1) * each]))
+        return End(now + seconds, groups=groups or tuple(ids[i.part * each : (i.part + 1) * each]))
 
 
 @dataclass

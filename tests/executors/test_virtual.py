@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dataflow.errors import DataflowError
@@ -44,7 +46,8 @@ def test_costs_of_a_stage_without_seconds_say_how_to_give_them() -> None:
         simulate(graph, SteadyCosts())
 
 
-def test_costs_of_rewards_that_nothing_requests_say_how_to_name_the_request() -> None:
-    graph = expand(grpo_pipeline(), SchedulingPolicy(), 1)
-    with pytest.raises(DataflowError, match="collects rewards, but no stage 'ask' has requested any; name"):
-        simulate(graph, SteadyCosts(request="ask"))
+def test_costs_of_rewards_that_nothing_requests_say_what_is_missing() -> None:
+    stages = [replace(s, role=None) if s.role == "requests" else s for s in grpo_pipeline().stages]
+    graph = expand(Pipeline(stages, inputs=["prompts"]), SchedulingPolicy(), 1)
+    with pytest.raises(DataflowError, match="'reward_collect' collects rewards, but reads nothing from a stage with"):
+        simulate(graph, SteadyCosts())

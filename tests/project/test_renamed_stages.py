@@ -47,7 +47,7 @@ def run(pipeline: Pipeline, policy: str, names: dict[str, str]) -> Trace:
     job = {"pipeline": pipeline.facts(), "prompts": 16, "responses": 2, "mini_batches": 4, "concurrency": 8}
     trace = Trace(meta={"resources": dict(pipeline.resources), "steps": 3, "status": "finished", "job": job})
     seconds = {names[stage]: took for stage, took in SECONDS.items()}
-    costs = SteadyCosts(8.0, 16, seconds, names["reward_collect"], names["reward_request"])
+    costs = SteadyCosts(8.0, 16, seconds)
     inputs = {field: lambda step: step for field in pipeline.inputs}
     run_virtual(Runner(graph, VirtualExecutor(costs), inputs=inputs, trace=trace).run)
     return trace

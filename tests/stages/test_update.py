@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -29,6 +31,27 @@ def test_each_group_trains_once_per_step():
         assert trained == Trained(step, frozenset({0, 3}))
         trained = trained.then(info(step, 1), samples(1, 2), 4)
         assert trained == Trained(step, frozenset(range(4)))
+
+
+def test_each_epoch_trains_each_group_once():
+    trained = Trained()
+    for part, (epoch, groups) in enumerate([(0, (0, 3)), (1, (0, 3)), (0, (1, 2)), (1, (1, 2))]):
+        task = replace(info(1, part, parts=4), epoch=epoch, epochs=2)
+        trained = trained.then(task, samples(*groups), 4)
+        with pytest.raises(RunError, match=f"would be trained twice in epoch {epoch + 1} of this step"):
+            trained.then(task, samples(*groups), 4)
+    assert trained == Trained(1, frozenset(range(4)), (frozenset(range(4)),))
+    assert trained.then(replace(info(2, 0, parts=4), epochs=2), samples(0), 4) == Trained(
+        2, frozenset({0}), (frozenset(),)
+    )
+
+
+def test_epochs_that_differ_in_groups_are_refused():
+    trained = Trained(1, frozenset({0, 1}), (frozenset({0}),))
+    with pytest.raises(RunError, match=r"group 2 is in epoch 2, but not in the one before"):
+        trained.then(replace(info(1, 3, parts=4), epoch=1, epochs=2), samples(2), 2)
+    with pytest.raises(RunError, match=r"1 of 3 groups were trained"):
+        trained.then(replace(info(1, 3, parts=4), epoch=0, epochs=2), samples(2), 3)
 
 
 def test_a_group_that_comes_twice_is_refused():

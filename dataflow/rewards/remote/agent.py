@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,11 +152,19 @@ class RemoteAgent:
                 self._send(shard, state, owed)
         return ticket
 
-    async def collect(self, step: Step, k: int | None = None, order: Order = "arrival", *, last: bool = False) -> Batch:
+    async def collect(
+        self,
+        step: Step,
+        k: int | None = None,
+        order: Order = "arrival",
+        *,
+        last: bool = False,
+        groups: Iterable[int] | None = None,
+    ) -> Batch:
         """Waits for the next k groups of a step and returns their rewards; see ``RewardAgent.collect``."""
         if self.steps.loop is not None:
             self.steps.bind(self._receive_all)
-        batch = await self.steps.collect(step, k, order, last)
+        batch = await self.steps.collect(step, k, order, last, groups)
         batch.meta["limits"], self._limit_changes = sorted(self._limit_changes), []
         return batch
 

@@ -1,0 +1,118 @@
+"""Several collectors: the first forms the parts, the others return the same groups, and the rest waits for all."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dataflow import testing
+from dataflow.errors import DataflowError, PipelineError
+from dataflow.graph import Pipeline, TaskGraph, TaskId, stage
+from dataflow.policy import PRESETS, STREAM, SchedulingPolicy, expand, preset
+from dataflow.testing import RandomCosts, SteadyCosts, check_trace, simulate
+from dataflow.timeline.culprits import culprits
+
+QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck))
+RULE = {"ticket": "rule_ticket", "rewards": "rule_scores"}
+SECONDS = {"rule_request": 0.01, "combine": 0.01}
+
+
+@stage(writes="scores", on="controller", splittable=True)
+def combine(rewards, rule_scores): ...
+
+
+def two_agents() -> Pipeline:
+    """A judge that forms the parts, and a rule whose scores are added."""
+    usual = testing.grpo_pipeline().stages
+    rule_request = testing.reward_request.bind(name="rule_request", renamed=RULE)
+    rule_collect = testing.reward_collect.bind(name="rule_collect", renamed=RULE)
+    advantage = testing.advantage.bind(renamed={"rewards": "scores"})
+    stages = [advantage if s.name == "advantage" else s for s in usual]
+    return Pipeline([*stages, rule_request, rule_collect, combine], inputs=["prompts"])
+
+
+def graph_of(policy: SchedulingPolicy, steps: int = 4) -> TaskGraph:
+    return expand(two_agents(), policy, steps, 4, groups=16)
+
+
+def test_the_first_collector_listed_forms_the_parts():
+    pipeline = two_agents()
+    assert [s.name for s in pipeline.collectors] == ["reward_collect", "rule_collect"]
+    assert pipeline.collector is pipeline.by_name["reward_collect"]
+    assert "rule_collect    on reward, once a part, the same groups as reward_collect" in pipeline.explain()
+    others = Pipeline(list(reversed(pipeline.stages)), inputs=["prompts"])
+    assert others.collector is others.by_name["rule_collect"]
+
+
+def test_a_collector_behind_another_does_not_form_the_parts():
+    second = testing.reward_request.bind(name="second", renamed={"responses": "rewards", "ticket": "again"})
+    collect = testing.reward_collect.bind(name="second_collect", renamed={"ticket": "again", "rewards": "more"})
+    pipeline = Pipeline([collect, second, *testing.grpo_pipeline().stages], inputs=["prompts"])
+    assert pipeline.collector is pipeline.by_name["reward_collect"]
+    with pytest.raises(PipelineError, match="'second_collect' runs once a part, but reads from 'second', which needs"):
+        expand(pipeline, preset("mini-batch", 4), 2, 4, groups=16)
+
+
+@pytest.mark.parametrize("stream", ["", STREAM])
+@pytest.mark.parametrize("order", ["arrival", "index"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_all_scores_of_a_part_are_of_the_same_groups(name, order, stream):
+    usual = preset(name + stream, 4)
+    graph = graph_of(SchedulingPolicy(usual.split, usual.max_staleness, order, usual.stream_rollout))
+    for seed in range(5):
+        trace, seen = simulate(graph, RandomCosts(seed, 16, order))
+        check_trace(trace, graph)
+        for step in range(1, 5):
+            parts = [seen[TaskId(step, "combine", p, usual.split)] for p in range(usual.split)]
+            for p, part in enumerate(parts):
+                for field, of in (("rewards", "reward_collect"), ("rule_scores", "rule_collect")):
+                    assert part.fields[field] == (TaskId(step, of, p, usual.split),)
+                assert seen[TaskId(step, "rule_collect", p, usual.split)].groups == part.groups or usual.split == 1
+            if usual.split > 1:
+                assert sorted(g for part in parts for g in part.groups) == list(range(16))
+
+
+@QUICK
+@given(st.sampled_from(PRESETS), st.integers(0, 999))
+def test_the_parts_are_those_of_the_first_collector_in_its_order_of_arrival(name, seed):
+    graph = graph_of(preset(name, 4))
+    _trace, seen = simulate(graph, RandomCosts(seed, 16))
+    for step in range(1, 5):
+        ids = list(range(16))
+        random.Random(f"{seed}/{step}").shuffle(ids)
+        updates = [seen[TaskId(step, "actor_update", part, 4)].groups for part in range(4)]
+        assert [g for groups in updates for g in groups] == ids
+
+
+@pytest.mark.parametrize(("rule", "judge", "blamed"), [(1.0, 20.0, "reward_collect"), (20.0, 1.0, "rule_collect")])
+def test_a_wait_is_charged_to_the_collector_that_was_waited_for(rule, judge, blamed):
+    latency = {"reward_collect": judge, "rule_collect": rule}
+    trace, _ = simulate(graph_of(preset("baseline", 4), 2), SteadyCosts(latency, 16, SECONDS))
+    worst = culprits(trace)[0]
+    assert worst.wait.cause == "rewards"
+    assert worst.wait.by == f"{blamed}[1]"
+    assert worst.wait.seconds > 17.0
+
+
+def test_other_groups_than_those_of_the_part_fail_the_run():
+    class Strays(RandomCosts):
+        def start(self, task, groups, now):
+            end = super().start(task, groups, now)
+            if task.stage.name == "rule_collect" and task.id.part == 1:
+                return type(end)(end.at, groups=(groups[0], groups[1], groups[2], 99))
+            return end
+
+    with pytest.raises(
+        DataflowError,
+        match=r"stage 'rule_collect' was to collect groups 4, 5, 6, 7, which form the part of 'reward_collect', but "
+        r"differs in groups 7, 99; return the groups of task.groups",
+    ):
+        simulate(graph_of(SchedulingPolicy(4, 0, "index")), Strays(0, 16, "index"))
+
+
+def test_costs_of_several_collectors_are_asked_for_by_name():
+    with pytest.raises(DataflowError, match="no latency for stage 'rule_collect'; did you mean"):
+        simulate(graph_of(preset("both", 4)), SteadyCosts({"reward_collect": 8.0}, 16, SECONDS))
