@@ -141,7 +141,7 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the group's standard deviation."""
     gdpo_reward_keys: Words = Field(default=[])
-    """Numbers that the reward function returns beside the score, each normalised on its own (gdpo)."""
+    """Numbers that the reward function returns beside the score, each normalised on its own (gdpo); none: the score."""
     gdpo_reward_weights: list[float] = Field(default=[])
     """A weight for each of them; none weighs all alike."""
     policy_loss: Loss = "vanilla"
@@ -253,8 +253,6 @@ class AlgorithmConfig(Section):
     def _misfit(self) -> str | None:
         """Returns a sentence about the first keys that do not fit together; None if all do."""
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
-        if self.adv_estimator == "gdpo" and not keys:
-            return "gdpo_reward_keys: 'gdpo' needs the names of the numbers to normalise; give [format,accuracy]."
         if weights and len(weights) != len(keys):
             return f"gdpo_reward_weights: {len(weights)} weights for {len(keys)} gdpo_reward_keys; give one for each."
         if self.policy_loss == "dro" and self.dro_beta is None:

@@ -11,65 +11,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dataflow.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from dataflow.batch import Batch
-from dataflow.errors import ConfigError, PipelineError, nearest
-from dataflow.graph import TaskInfo, stage
+from dataflow.errors import DataError
+from dataflow.graph import Read, Stage, TaskInfo, stage
 
 if TYPE_CHECKING:
     import torch
 
-# Which scores each of verl's estimators uses, from verl's core_algos (0.9.1).
-GROUPWISE = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo")
-WHOLE_BATCH = {
-    "gdpo": "whitens the advantages over the whole batch",
-    "gpg": "scales by the share of non-zero scores in the whole batch",
-    "reinforce_plus_plus": "whitens the returns over the whole batch",
-    "reinforce_plus_plus_baseline": "whitens the advantages over the whole batch",
-}
-# These take each score relative to its group's: subtracting a constant from all scores of a group has no effect.
-RELATIVE = (*GROUPWISE, "gdpo", "reinforce_plus_plus_baseline")
-# These compare a sample with all others of the batch, so that a group may have a single sample.
-WITHOUT_BASELINE = ("reinforce_plus_plus",)
-UNFED = {
-    "gae": "the values of a critic",
-    "remax": "the reward of a greedy response as a baseline",
-    "optimal_token_baseline": "the sum of squared probabilities at every token",
-    "tir_optimal_token_baseline": "the sum of squared probabilities at every token",
-}
-
-
-def check_estimator(name: str) -> None:
-    """Checks that an advantage estimator exists and that its inputs do. Imports nothing heavy.
-
-    Raises:
-        ConfigError: verl has no estimator of this name.
-        PipelineError: it needs a column that no stage writes.
-
-    >>> check_estimator("grpo")
-    >>> check_estimator("grop")
-    Traceback (most recent call last):
-    dataflow.errors.ConfigError: algorithm.adv_estimator: no estimator 'grop'; did you mean 'grpo'?
-    """
-    if name in UNFED:
-        raise PipelineError(
-            f"algorithm.adv_estimator: '{name}' needs {UNFED[name]}, which no stage writes; "
-            f"use one of {', '.join([*GROUPWISE, *WHOLE_BATCH])}."
-        )
-    known = [*GROUPWISE, *WHOLE_BATCH]
-    if name not in known:
-        guess = nearest(name, known) or f"; use one of {', '.join(known)}."
-        raise ConfigError(f"algorithm.adv_estimator: no estimator '{name}'{guess}")
-
 
 def needs_whole_batch(services: Mapping[str, Any]) -> str | None:
     """Returns why the bound estimator needs all groups of a step at once, or None if it does not."""
-    algorithm = services.get("algorithm")
-    name = getattr(algorithm, "adv_estimator", None)
-    return f"adv_estimator '{name}' {WHOLE_BATCH[name]}" if name in WHOLE_BATCH else None
+    name = getattr(services.get("algorithm"), "adv_estimator", None)
+    found = ESTIMATORS.get(str(name))
+    return f"adv_estimator '{name}' {found.whole_batch}" if found and found.whole_batch else None
 
 
 @stage(
@@ -82,12 +42,14 @@ def needs_whole_batch(services: Mapping[str, Any]) -> str | None:
 def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInfo) -> Batch:
     """Turns scores into ``advantages`` and ``returns``, float32 ``[rows, R]``, 0 after the end of each response.
 
+    For estimators that need more fields see :func:`advantage_stage`.
+
     Args:
         responses: columns of a rollout.
         rewards: ``score`` of each response, the same groups in the same order. ``kept`` (bool ``[rows]``, optional)
             marks the samples that count: the others get zero advantage and mask, and so does the rest of a group
             with fewer than two samples left for a baseline.
-        algorithm: the options of section ``algorithm``: adv_estimator, norm_adv_by_std_in_grpo.
+        algorithm: the options of section ``algorithm``: adv_estimator and those that it reads.
         task: takes verl's metrics of scores, advantages and lengths over the samples that count; with ``kept`` also
             ``reward/dropped_samples`` and ``reward/dropped_groups``, the step's samples and groups that train nothing.
 
@@ -98,16 +60,43 @@ def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInf
 
     Raises:
         ConfigError: the estimator is unknown.
-        PipelineError: the estimator needs more than scores.
+        DataError: the rewards lack a column that the estimator reads.
         DataflowError: responses and rewards have different groups.
     """
-    check_estimator(algorithm.adv_estimator)
-    data = responses.merge(rewards)
-    if "kept" not in rewards:
+    return _advantage(responses, rewards, algorithm=algorithm, task=task)
+
+
+def advantage_stage(algorithm: Any) -> Stage:
+    """Returns the stage ``advantage``, which reads the fields that the algorithm needs besides responses and rewards.
+
+    ``values`` are a critic's, float32 ``[rows, R]`` (gae). ``reward_baselines`` are the scores of greedy responses, one
+    a group (remax). ``old_log_probs`` hold ``sum_pi_squared`` (the optimal token baselines), or the ``response_mask``
+    of a rollout correction that rejects. ``kl_penalty`` is subtracted from the reward of each token.
+
+    Args:
+        algorithm: the options of section ``algorithm``.
+
+    Raises:
+        ConfigError: the estimator is unknown.
+    """
+    fields = list(estimator_of(algorithm.adv_estimator).needs)
+    if algorithm.rollout_rs is not None and not algorithm.bypass_mode and "old_log_probs" not in fields:
+        fields.append("old_log_probs")
+    if algorithm.use_kl_in_reward:
+        fields.append("kl_penalty")
+    reads = (*advantage.reads, *(Read(field) for field in fields))
+    return replace(advantage.bind(algorithm=algorithm), fn=_advantage, reads=reads)
+
+
+def _advantage(responses: Batch, rewards: Batch, *more: Batch, algorithm: Any, task: TaskInfo) -> Batch:
+    estimator = estimator_of(algorithm.adv_estimator)
+    sampled = responses.like(sampled_mask=responses["response_mask"])  # before a correction rejects tokens
+    data = responses.merge(sampled, rewards, *(_for_rows(field, responses) for field in more))
+    if "kept" not in data:
         return responses.like(**_estimate(data, algorithm, task))
-    counts = _counting(rewards, algorithm.adv_estimator)
+    counts = _counting(data, estimator)
     _log_dropped(rewards.groups, counts, task)
-    mask = responses["response_mask"] * counts[:, None]
+    mask = data["response_mask"] * counts[:, None]
     if counts.all():
         columns = _estimate(data, algorithm, task)
     elif counts.any():
@@ -118,14 +107,24 @@ def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInf
     return responses.like(**columns, response_mask=mask)
 
 
-def _counting(rewards: Batch, estimator: str) -> torch.Tensor:
+def _for_rows(field: Batch, responses: Batch) -> Batch:
+    """Returns a field of one row a group with that row for each response of the group; others as they are."""
+    if len(field) == len(responses):
+        return field
+    row_of = dict(zip(field.groups.tolist(), range(len(field)), strict=True))
+    return field.rows([row_of[g] for g in responses.groups.tolist()])
+
+
+def _counting(data: Batch, estimator: Estimator) -> torch.Tensor:
     """Returns which samples count, bool ``[rows]``: those that were kept, if their group has a baseline left."""
     import torch
 
-    kept: torch.Tensor = rewards["kept"]
-    if estimator in WITHOUT_BASELINE:
+    kept: torch.Tensor = data["kept"]
+    if "baseline_kept" in data:
+        kept = kept & data["baseline_kept"]
+    if estimator.against != "group":
         return kept
-    _, group, size = np.unique(rewards.groups, return_inverse=True, return_counts=True)
+    _, group, size = np.unique(data.groups, return_inverse=True, return_counts=True)
     left = np.bincount(group, weights=kept.numpy())
     # verl uses the raw score of a single sample as its advantage. That is right only for groups of one from the start.
     whole = (left >= 2) | (left == size)
@@ -146,16 +145,18 @@ def _spread(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _of_equal_scores(scores: torch.Tensor, groups: np.ndarray, estimator: str) -> torch.Tensor:
+def _of_equal_scores(data: Batch, estimator: Estimator) -> torch.Tensor:
     """Returns which samples have the same score as all samples they are compared with, bool ``[rows]``.
 
-    False for the single sample of a group of one, which is compared with none.
+    False for the single sample of a group of one, which is compared with none, and if tokens have rewards of their own.
     """
     import torch
 
-    where = np.zeros_like(groups) if estimator in WITHOUT_BASELINE else groups
+    if estimator.against == "nothing" or "old_log_probs" in estimator.needs or "kl_penalty" in data:
+        return torch.zeros(len(data), dtype=torch.bool)
+    where = np.zeros_like(data.groups) if estimator.against == "batch" else data.groups
     _, group, size = np.unique(where, return_inverse=True, return_counts=True)
-    values = scores.float().numpy()
+    values = data["score"].float().numpy()
     lowest, highest = np.full(len(size), np.inf, np.float32), np.full(len(size), -np.inf, np.float32)
     np.minimum.at(lowest, group, values)
     np.maximum.at(highest, group, values)
@@ -169,31 +170,59 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
     from verl.trainer.ppo.metric_utils import compute_data_metrics
 
+    name, estimator = algorithm.adv_estimator, estimator_of(algorithm.adv_estimator)
+    _check_gdpo(samples, algorithm)
     data = samples.to_dataproto()
     mask = data.batch["response_mask"]
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     # The score goes to the last token that the model sampled; tokens of tools' answers may lie between its turns.
-    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(dim=-1)
+    last = (data.batch["sampled_mask"] * torch.arange(1, mask.shape[1] + 1)).argmax(dim=-1)
     scores[torch.arange(len(mask)), last] = data.batch["score"].float()
-    name = algorithm.adv_estimator
-    estimate = get_adv_estimator_fn(name)
-    by_std = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}
-    # Some of verl's estimators take this option as an argument, some from the configuration.
-    takes = inspect.signature(estimate).parameters
-    equal = _of_equal_scores(data.batch["score"], samples.groups, name)
-    advantages, returns = estimate(
-        # Zeros minus their mean are exactly 0; other equal numbers minus their mean may differ in the last digit.
-        token_level_rewards=scores.masked_fill(equal[:, None], 0.0) if name in RELATIVE else scores,
-        response_mask=mask,
-        index=data.non_tensor_batch["uid"],
-        config=AlgoConfig(adv_estimator=name, **by_std),
-        **(by_std if "norm_adv_by_std_in_grpo" in takes else {}),
+    rewards = scores - data.batch["kl_penalty"] if "kl_penalty" in data.batch else scores
+    equal = _of_equal_scores(samples, estimator)
+    config = AlgoConfig(
+        adv_estimator=name,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        gdpo_reward_keys=algorithm.gdpo_reward_keys or None,
+        gdpo_reward_weights=algorithm.gdpo_reward_weights or None,
     )
-    if name not in RELATIVE:
+    columns = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+    given = {
+        # Zeros minus their mean are exactly 0; other equal numbers minus their mean may differ in the last digit.
+        "token_level_rewards": rewards.masked_fill(equal[:, None], 0.0) if estimator.relative else rewards,
+        "response_mask": mask,
+        "index": data.non_tensor_batch["uid"],
+        "config": config,
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+        # Only for GDPO, which takes the score for want of other rewards.
+        **({"non_tensor_batch": data.non_tensor_batch, "batch": data.batch} if config.gdpo_reward_keys else {}),
+        **{column: data.batch[column] for column in columns if column in data.batch},
+    }
+    estimate = get_adv_estimator_fn(name)
+    # Some of verl's estimators take an option as an argument, some from the configuration.
+    takes = inspect.signature(estimate).parameters
+    advantages, returns = estimate(**{key: value for key, value in given.items() if key in takes})
+    if not estimator.relative:
         advantages = advantages.masked_fill(equal[:, None], 0.0)
         returns = advantages if name == "gpg" else returns
-    found = {"advantages": advantages, "returns": returns}
-    for column, values in {"token_level_scores": scores, "token_level_rewards": scores, **found}.items():
+    # GAE leaves numbers behind the end of a response.
+    found = {"advantages": (advantages * mask).float(), "returns": (returns * mask).float()}
+    for column, values in {"token_level_scores": scores, "token_level_rewards": rewards, **found}.items():
         data.batch[column] = values
-    task.log(compute_data_metrics(data, use_critic=False))
+    task.log(compute_data_metrics(data, use_critic="values" in estimator.needs))
     return found
+
+
+def _check_gdpo(samples: Batch, algorithm: Any) -> None:
+    if algorithm.adv_estimator != "gdpo":
+        return
+    for key in algorithm.gdpo_reward_keys:
+        if key not in samples.arrays or any(isinstance(v, str) or v is None for v in samples.arrays[key]):
+            raise DataError(
+                f"algorithm.gdpo_reward_keys: the rewards have no numbers '{key}'; let the reward function return "
+                f"{{'score': ..., '{key}': ...}}."
+            )

@@ -96,7 +96,6 @@ def test_thresholds_are_taken_as_they_are_written() -> None:
         ("algorithm=drgrp", "algorithm.preset=drgrp: give grpo, .*did you mean 'drgrpo'"),
         ("algorithm.policy_loss=gsp", "did you mean 'gspo'"),
         ("algorithm.policy_loss=dro", "dro_beta: policy_loss=dro needs it"),
-        ("algorithm.adv_estimator=gdpo", "gdpo_reward_keys: 'gdpo' needs the names"),
         ("algorithm.gdpo_reward_keys=a algorithm.gdpo_reward_weights=[1,2]", "2 weights for 1 gdpo_reward_keys"),
         ("algorithm.clip_ratio_c=1", "clip_ratio_c=1: "),
         ("algorithm.rollout_is_threshold=5_2", "lower_upper such as 0.5_2.0"),

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from dataflow.algorithms.estimators import ESTIMATORS, estimator_of
 from dataflow.batch import Batch
-from dataflow.errors import ConfigError, DataflowError, PipelineError
+from dataflow.config.algorithm import AlgorithmConfig
+from dataflow.errors import ConfigError, DataError, DataflowError
 from dataflow.graph import TaskInfo
 from dataflow.runner import _reduce
-from dataflow.stages.advantage import GROUPWISE, UNFED, WHOLE_BATCH, advantage, check_estimator
+from dataflow.stages.advantage import advantage, advantage_stage
 
 heavy = pytest.mark.heavy
+WHOLE_BATCH = [name for name, found in ESTIMATORS.items() if found.whole_batch and not found.needs]
+GROUPWISE = [name for name, found in ESTIMATORS.items() if not found.whole_batch and not found.needs]
+FED = {"gae": "values", "remax": "reward_baselines"} | dict.fromkeys(
+    ("optimal_token_baseline", "tir_optimal_token_baseline"), "old_log_probs"
+)
 P, R = 3, 5
 
 
@@ -39,8 +46,8 @@ def step(scores: list[list[float]], lengths: list[list[int]]) -> tuple[Batch, Ba
     return responses, Batch(groups, {"score": torch.tensor(scores).reshape(-1)}, {"judge": "told"})
 
 
-def options(name: str = "grpo", by_std: bool = True) -> SimpleNamespace:
-    return SimpleNamespace(adv_estimator=name, norm_adv_by_std_in_grpo=by_std)
+def options(name: str = "grpo", by_std: bool = True, **keys: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(adv_estimator=name, norm_adv_by_std_in_grpo=by_std, **keys)
 
 
 def random_step(groups: int = 6, n: int = 4) -> tuple[Batch, Batch]:
@@ -115,34 +122,111 @@ def test_estimators_said_to_need_the_whole_batch_do(name: str) -> None:
 
 @heavy
 def test_every_estimator_of_verl_is_accounted_for() -> None:
-    from verl.trainer.ppo.core_algos import AdvantageEstimator
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
-    assert {e.value for e in AdvantageEstimator} == {*GROUPWISE, *WHOLE_BATCH, *UNFED}
+    assert set(ADV_ESTIMATOR_REGISTRY) == set(ESTIMATORS)
 
 
 def test_the_error_gives_the_reason_why_a_stage_needs_the_whole_batch() -> None:
     assert advantage.grain == "part"
     assert advantage.whole_batch is not None
-    for name in GROUPWISE:
-        assert advantage.whole_batch({"algorithm": options(name)}) is None
-    for name in WHOLE_BATCH:
+    for name, estimator in ESTIMATORS.items():
         why = advantage.whole_batch({"algorithm": options(name)})
-        assert why is not None
-        assert name in why
-        assert "whole batch" in why
+        assert why == (f"adv_estimator '{name}' {estimator.whole_batch}" if estimator.whole_batch else None)
+        assert why is None or "whole batch" in why
 
 
-def test_estimators_that_cannot_be_fed_or_do_not_exist() -> None:
-    for name in (*GROUPWISE, *WHOLE_BATCH):
-        check_estimator(name)
-    with pytest.raises(PipelineError, match="'gae' needs the values of a critic"):
-        check_estimator("gae")
-    with pytest.raises(PipelineError, match="'remax' needs the reward of a greedy response"):
-        check_estimator("remax")
+def test_estimators_that_do_not_exist() -> None:
     with pytest.raises(ConfigError, match="no estimator 'rlo'; did you mean 'rloo'"):
-        check_estimator("rlo")
-    with pytest.raises(ConfigError, match="use one of grpo, "):
-        check_estimator("xyz")
+        estimator_of("rlo")
+    with pytest.raises(ConfigError, match="use one of gae, grpo, "):
+        estimator_of("xyz")
+
+
+def test_the_stage_reads_what_its_algorithm_needs() -> None:
+    def fields(**keys: Any) -> tuple[str, ...]:
+        return tuple(read.field for read in advantage_stage(AlgorithmConfig(**keys)).reads)[2:]
+
+    for name in ESTIMATORS:
+        assert fields(adv_estimator=name) == ((FED[name],) if name in FED else ())
+    rejects = {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1"}
+    assert fields(**rejects) == ("old_log_probs",)
+    assert fields(**rejects, bypass_mode=True) == ()
+    assert fields(adv_estimator="gae", use_kl_in_reward=True) == ("values", "kl_penalty")
+    assert fields(adv_estimator="optimal_token_baseline", **rejects) == ("old_log_probs",)
+
+
+def feed(name: str, responses: Batch) -> Batch:
+    """Returns the field that an estimator needs, at random."""
+    draw = torch.Generator().manual_seed(1)
+    mask = responses["response_mask"]
+    if name == "remax":
+        ids = responses.ids
+        return Batch(ids, {"reward_baselines": torch.rand(len(ids), generator=draw)})
+    columns = {column: torch.rand(mask.shape, generator=draw) * mask for column in ("values", "sum_pi_squared")}
+    return responses.like(**columns, old_log_probs=-torch.rand(mask.shape, generator=draw) * mask)
+
+
+@heavy
+@pytest.mark.parametrize("name", FED)
+def test_estimators_that_need_more_are_the_same_for_parts_or_need_the_whole(name: str) -> None:
+    responses, rewards = random_step()
+    more, stage = feed(name, responses), advantage_stage(options(name, lam=0.95))
+    algorithm = stage.services["algorithm"]
+    whole = stage(responses, rewards, more, algorithm=algorithm, task=TaskInfo(step=1))
+    assert whole["advantages"].any()
+    assert not whole["advantages"][responses["response_mask"] == 0].any()
+    same = []
+    for part in responses.split(2):
+        alone = stage(part, rewards.select(part.ids), more.select(part.ids), algorithm=algorithm, task=TaskInfo(step=1))
+        same.append(torch.equal(alone["advantages"], whole.select(part.ids)["advantages"]))
+    assert all(same) == (ESTIMATORS[name].whole_batch is None)
+
+
+@heavy
+def test_a_group_whose_greedy_response_failed_trains_nothing() -> None:
+    responses, rewards = random_step(groups=2)
+    baselines = Batch(
+        [0, 1], {"reward_baselines": torch.tensor([0.5, 0.0]), "baseline_kept": torch.tensor([True, False])}
+    )
+    stage = advantage_stage(options("remax"))
+    kept = with_kept(rewards, [[1, 1, 0, 1], [1, 1, 1, 1]])
+    result = stage(responses, kept, baselines, algorithm=stage.services["algorithm"], task=TaskInfo(step=1))
+    assert result["response_mask"].any(dim=1).tolist() == [True, True, False, True, False, False, False, False]
+    # Without a score of the group's others, a single response still has its greedy one.
+    lone = stage(
+        responses, with_kept(rewards, [[1, 0, 0, 0], [0] * 4]), baselines, algorithm=options("remax"), task=TaskInfo(1)
+    )
+    assert lone["advantages"][0, 0].item() == pytest.approx(rewards["score"][0].item() - 0.5)
+
+
+@heavy
+def test_gdpo_normalises_each_reward_on_its_own() -> None:
+    responses, rewards = random_step()
+    right, short = [1.0, 0.0] * 12, [float(row % 3) for row in range(24)]
+    rewards = rewards.merge(rewards.like(right=right, short=short))
+    keys = {"gdpo_reward_keys": ["right", "short"]}
+    both = advantage(responses, rewards, algorithm=options("gdpo", **keys), task=TaskInfo(1))["advantages"]
+    one = options("gdpo", **keys, gdpo_reward_weights=[1.0, 0.0])
+    first = advantage(responses, rewards, algorithm=one, task=TaskInfo(1))["advantages"]
+    assert not torch.equal(both, first)
+    assert (first[0::2, 0] > 0).all()
+    assert (first[1::2, 0] < 0).all()
+    with pytest.raises(DataError, match="the rewards have no numbers 'form'; let the reward function return"):
+        advantage(responses, rewards, algorithm=options("gdpo", gdpo_reward_keys=["form"]), task=TaskInfo(1))
+
+
+@heavy
+def test_rejected_tokens_get_no_advantage_but_their_score_counts_in_the_group() -> None:
+    responses, rewards = step([[1.0, 0.0, 0.0, 0.0]], [[2, 5, 1, 3]])
+    stage = advantage_stage(options(rollout_rs="token_k2", rollout_rs_threshold="0.1"))
+    mask = responses["response_mask"].clone()
+    mask[0] = 0  # a rejected response
+    mask[1, 4] = 0  # a rejected last token
+    corrected = responses.like(old_log_probs=torch.zeros(4, R), response_mask=mask)
+    result = stage(responses, rewards, corrected, algorithm=stage.services["algorithm"], task=TaskInfo(step=1))
+    expected = torch.tensor([1.5, -0.5, -0.5, -0.5])[:, None] * mask
+    torch.testing.assert_close(result["advantages"], expected, atol=1e-5, rtol=0)
 
 
 @heavy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from dataflow.batch import Batch
+from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
 from dataflow.engines.base import Sampling
 from dataflow.graph import TaskInfo
@@ -68,7 +68,7 @@ def holes(batch: Batch) -> torch.Tensor:
 
 def estimated(batch: Batch, estimator: str) -> Batch:
     scores = torch.tensor([1.0, 0.0] * (len(batch) // 2))
-    algorithm = SimpleNamespace(adv_estimator=estimator, norm_adv_by_std_in_grpo=True)
+    algorithm = AlgorithmConfig(adv_estimator=estimator)
     return advantage(batch, Batch(batch.groups, {"score": scores}), algorithm=algorithm, task=TaskInfo(step=1))
 
 
