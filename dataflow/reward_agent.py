@@ -31,6 +31,7 @@ from dataflow.rewards.limits.queues import EndpointQueue, Limiter, QueueFactory
 from dataflow.rewards.records import latency_summary
 from dataflow.rewards.remote.metrics import in_ray_worker
 from dataflow.rewards.requests import (
+    BESIDE,
     GroupJob,
     JobState,
     Order,
@@ -55,7 +56,7 @@ from dataflow.usercode.calls import Calls
 from dataflow.usercode.failures import is_ours
 from dataflow.usercode.load import describe, name_of
 
-__all__ = ["GroupFilter", "Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
+__all__ = ["BESIDE", "GroupFilter", "Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
 
 
 class Metrics(Protocol):
@@ -162,7 +163,8 @@ class RewardAgent:
         """Queues a request for each row and returns at once; call it on the agent's event loop.
 
         Args:
-            step: number of a training step, or a name like ``"val:3"`` for requests served after all those.
+            step: number of a training step, or a name: ``"beside:3"`` for requests served with those of step 3, another
+                one like ``"val:3"`` for requests served after those of all steps.
             samples: columns ``data_source``, ``ground_truth`` and ``response_text`` (or ``responses``, token ids
                 ``[rows, R]``, where the agent has ``decode``); optionally ``extra_info`` and ``raw_prompt``.
             extra_groups: groups beyond those that will be collected; the rest of them is cancelled at the end.

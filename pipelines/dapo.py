@@ -20,13 +20,13 @@ from dataflow.graph import Pipeline
 from dataflow.running.hosting import pools_of, reward_host, rollout_host, trainer_host
 from dataflow.running.sampling import rollout_stages
 from dataflow.running.saving.checkpoints import checkpoint_store
-from dataflow.stages.advantage import advantage
+from dataflow.stages.advantage import advantage_stage
 from dataflow.stages.checkpoint import checkpoint_stages
-from dataflow.stages.log_prob import old_log_prob
+from dataflow.stages.log_prob import log_prob_stages
 from dataflow.stages.reward import reward_collect, reward_request, val_score
 from dataflow.stages.samples import sample_stages
 from dataflow.stages.sync import gather_weights, sync_weights
-from dataflow.stages.update import actor_update
+from dataflow.stages.update import update_stage
 
 OVERLONG = {"overlong_buffer_len": 6, "max_response_length": 24}  # the last 6 of engine.max_tokens=24
 
@@ -58,10 +58,10 @@ def pipeline(config: Config) -> Pipeline:
     stages = [
         respond.bind(on=sample_on, engine=engine),
         reward_request.bind(agent=agent, extra_groups=config.extra_groups, group_filter=config.group_filter),
-        old_log_prob.bind(on=train_on, trainer=trainer, algorithm=config.algorithm),
+        *log_prob_stages(config.algorithm, trainer=trainer, on=train_on),
         reward_collect.bind(agent=agent),
-        advantage.bind(algorithm=config.algorithm),
-        actor_update.bind(on=train_on, trainer=trainer, groups=config.data.prompts),
+        advantage_stage(config.algorithm),
+        update_stage(config.algorithm).bind(on=train_on, trainer=trainer, groups=config.data.prompts),
         gather_weights.bind(on=train_on, trainer=trainer),
         sync_weights.bind(on=sample_on, engine=engine),
     ]

@@ -18,15 +18,15 @@ from dataflow.config.reward import RewardConfig
 from dataflow.config.run import RunConfig
 from dataflow.graph import Pipeline
 from dataflow.running.hosting import pools_of, reward_host, rollout_host, trainer_host
-from dataflow.running.sampling import rollout_stages
+from dataflow.running.sampling import greedy_stages, rollout_stages
 from dataflow.running.saving.checkpoints import checkpoint_store
-from dataflow.stages.advantage import advantage
+from dataflow.stages.advantage import advantage_stage
 from dataflow.stages.checkpoint import checkpoint_stages
-from dataflow.stages.log_prob import old_log_prob, ref_log_prob
+from dataflow.stages.log_prob import log_prob_stages
 from dataflow.stages.reward import reward_collect, reward_request, val_score
 from dataflow.stages.samples import sample_stages
 from dataflow.stages.sync import gather_weights, sync_weights
-from dataflow.stages.update import actor_update
+from dataflow.stages.update import update_stage
 
 
 class Config(RunConfig):
@@ -48,15 +48,14 @@ def pipeline(config: Config) -> Pipeline:
     stages = [
         respond.bind(on=sample_on, engine=engine),
         reward_request.bind(agent=agent, extra_groups=config.extra_groups, group_filter=config.group_filter),
-        old_log_prob.bind(on=train_on, trainer=trainer, algorithm=config.algorithm),
+        *greedy_stages(config, val_respond, engine=engine, agent=agent, on=sample_on),  # for remax
+        *log_prob_stages(config.algorithm, trainer=trainer, on=train_on),
         reward_collect.bind(agent=agent),
-        advantage.bind(algorithm=config.algorithm),
-        actor_update.bind(on=train_on, trainer=trainer, groups=config.data.prompts),
+        advantage_stage(config.algorithm),
+        update_stage(config.algorithm).bind(on=train_on, trainer=trainer, groups=config.data.prompts),
         gather_weights.bind(on=train_on, trainer=trainer),
         sync_weights.bind(on=sample_on, engine=engine),
     ]
-    if config.algorithm.use_kl_loss:
-        stages.insert(3, ref_log_prob.bind(on=train_on, trainer=trainer))
     if config.val.every:
         stages += [
             val_respond.bind(on=sample_on, engine=engine, every=config.val.every),

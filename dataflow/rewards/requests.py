@@ -21,6 +21,8 @@ from dataflow.rewards.filter import GroupFilter
 from dataflow.usercode.calls import Call
 
 Step = int | str
+BESIDE = "beside:"
+"""Begins the name of a step whose requests have the priority of a training step: ``beside:3`` goes with step 3."""
 Order = Literal["arrival", "index"]
 
 NOTES = ("queued_s", "held_by", "throttled")

@@ -18,7 +18,7 @@ from dataflow.errors import DataflowError, RewardFailed
 from dataflow.rewards.failure import FailedShare, FailureRule
 from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.records import rewards_of, step_summary
-from dataflow.rewards.requests import Order, Request, RequestState, Scored, Step, StepRequests, Ticket, Waiter
+from dataflow.rewards.requests import BESIDE, Order, Request, RequestState, Scored, Step, StepRequests, Ticket, Waiter
 from dataflow.system import clock
 from dataflow.usercode.failures import attribute_of
 from dataflow.usercode.load import describe
@@ -110,7 +110,8 @@ class Steps:
         state = self.live.get(step)
         if state is None:
             training = isinstance(step, numbers.Integral)
-            priority = (0, int(step)) if training else (1, 0)
+            number = str(step).removeprefix(BESIDE)
+            priority = (0, int(number)) if training or number != step else (1, 0)
             rule = self.rule if training else self.rule.for_validation()
             state = self.live[step] = StepRequests(step, rule, priority, extra_groups, more, group_filter=group_filter)
         requests = state.add(samples.groups.tolist())

@@ -84,7 +84,7 @@ def trainer_host(config: Any, pools: Pools) -> Hosted:
             "temperature": config.engine.temperature,
             "seed": config.seed,
             "device": "cuda" if pools.trainer_gpus else "cpu",
-            "reference": config.algorithm.use_kl_loss,
+            "reference": config.algorithm.reference,
             "shares_gpu": pools.trainer_gpus > 0 and pools.shared,
         },
         ranks=config.trainer.world_size,

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.engines.base import Sampling
 from dataflow.errors import ConfigError, nearest
-from dataflow.stage import Stage
+from dataflow.stage import Read, Stage
+from dataflow.stages.greedy import greedy_score
 from dataflow.stages.rollout import rollout, val_rollout
 
 
@@ -42,6 +44,28 @@ def rollout_stages(config: Any) -> tuple[Stage, Stage]:
         conversation.bind(name="rollout", sampling=sampling, **talk),
         val_conversation.bind(name="val_rollout", sampling=held_out, **talk),
     )
+
+
+def greedy_stages(config: Any, val_respond: Stage, *, engine: Any, agent: Any, on: str) -> list[Stage]:
+    """Returns the stages that sample a greedy response to each prompt and score it, if the estimator needs that.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+        val_respond: the stage that samples a validation, as of :func:`rollout_stages`.
+        engine: the hosted engine.
+        agent: the hosted reward agent.
+        on: resource of the engine.
+    """
+    if "reward_baselines" not in ESTIMATORS[config.algorithm.adv_estimator].needs:
+        return []
+    sampling, _ = sampling_of(config)
+    greedy = val_respond.bind(
+        name="greedy_rollout", on=on, engine=engine, sampling=replace(sampling, n=1, temperature=0.0)
+    )
+    # The weights are those of the responses that it is compared with, not this step's.
+    reads = (Read("prompts"), Read("weights_version", "carried"))
+    respond = replace(greedy, role=None, reads=reads, writes=("greedy_responses",))
+    return [respond, greedy_score.bind(agent=agent)]
 
 
 def sampling_of(config: Any) -> tuple[Sampling, Sampling]:

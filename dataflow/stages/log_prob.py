@@ -6,8 +6,9 @@ from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Trainer
-from dataflow.graph import Latest, TaskInfo, stage
+from dataflow.graph import Latest, Stage, TaskInfo, stage
 from dataflow.stages.correction import correct
+from dataflow.stages.kl_penalty import kl_penalty
 
 
 @stage(writes="old_log_probs", on="gpu")
@@ -30,3 +31,27 @@ def old_log_prob(responses: Batch, actor: Latest, *, trainer: Trainer, algorithm
 def ref_log_prob(responses: Batch, *, trainer: Trainer) -> Batch:
     """Returns ``ref_log_prob`` float32 ``[rows, R]`` of the initial weights, for the KL term."""
     return trainer.ref_log_probs(responses)
+
+
+def log_prob_stages(algorithm: Any, *, trainer: Any, on: str = "gpu") -> list[Stage]:
+    """Returns the stages of log-probs that an algorithm needs: of the actor, of the reference, and the KL of the two.
+
+    With ``bypass_mode`` the rollout's own log-probs are the actor's, and no stage computes them again.
+
+    Args:
+        algorithm: the options of section ``algorithm``.
+        trainer: the hosted trainer.
+        on: resource of the trainer.
+    """
+    stages = [] if algorithm.bypass_mode else [old_log_prob.bind(on=on, trainer=trainer, algorithm=algorithm)]
+    if algorithm.reference:
+        stages.append(ref_log_prob.bind(on=on, trainer=trainer))
+    if algorithm.use_kl_in_reward:
+        penalty = kl_penalty.bind(algorithm=algorithm)
+        stages.append(bypassing(penalty) if algorithm.bypass_mode else penalty)
+    return stages
+
+
+def bypassing(reader: Stage) -> Stage:
+    """Returns a stage that takes the responses, with the rollout's own log-probs, where it took the old log-probs."""
+    return reader.bind(renamed={"old_log_probs": "responses"})

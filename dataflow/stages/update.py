@@ -11,7 +11,8 @@ from typing import Any
 from dataflow.batch import Batch
 from dataflow.engines.base import Trainer
 from dataflow.errors import RunError
-from dataflow.graph import Latest, TaskInfo, stage
+from dataflow.graph import Latest, Stage, TaskInfo, stage
+from dataflow.stages.log_prob import bypassing
 
 
 @dataclass(frozen=True)
@@ -106,3 +107,12 @@ def actor_update(
     """
     reference = [] if ref_log_probs is None else [ref_log_probs]
     return _update(trainer, groups, task, actor, responses, old_log_probs, *reference, advantages)
+
+
+def update_stage(algorithm: Any) -> Stage:
+    """Returns the stage ``actor_update``; with ``bypass_mode`` it takes the rollout's log-probs for the old ones.
+
+    Args:
+        algorithm: the options of section ``algorithm``.
+    """
+    return bypassing(actor_update) if algorithm.bypass_mode else actor_update

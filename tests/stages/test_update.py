@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dataflow.batch import Batch
+from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import RunError
 from dataflow.graph import TaskInfo
 from dataflow.runner import _reduce
@@ -153,3 +154,9 @@ def test_the_reference_is_read_where_the_pipeline_has_one():
     run(batch, batch, batch, None, batch.like(ref_log_prob=[0.0] * 4), task=info(parts=1), **run.services)
     run(batch, batch, batch, None, None, task=info(parts=1), **run.services)
     assert ["ref_log_prob" in names for _, names, _ in trainer.calls] == [True, False]
+
+
+def test_with_bypass_mode_the_update_reads_the_responses_in_place_of_the_old_log_probs():
+    assert update_stage(AlgorithmConfig()) is actor_update
+    update = update_stage(AlgorithmConfig(bypass_mode=True))
+    assert [read.field for read in update.reads][:3] == ["responses", "responses", "advantages"]
