@@ -306,7 +306,7 @@ class Pipeline:
                 "latest": " (of the step before)",
                 "carried": " (of 1 + max_staleness steps before)",
             }
-            for read in s.reads:
+            for read in dict.fromkeys(s.reads):  # one field may take the place of two
                 source = "input" if read.field in self.inputs else "absent, optional"
                 if read.field in self.writer:
                     source = f"from {self.writer[read.field].name}"

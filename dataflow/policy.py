@@ -135,9 +135,9 @@ def expand(
         first: the first step; it reads the initial states.
 
     Raises:
-        PolicyError: ``split`` does not divide ``mini_batches``, or a number is out of range.
-        PipelineError: a stage needs all groups at once and the policy splits them, or the unrolled graph has
-            a cycle.
+        PolicyError: ``split`` does not divide ``mini_batches``, a number is out of range, or a stage needs all groups
+            at once and the policy splits them.
+        PipelineError: the unrolled graph has a cycle.
     """
     if steps < first:
         raise PolicyError(f"steps={steps}; give {first} or more.")
@@ -212,7 +212,7 @@ def _check_stages(pipeline: Pipeline, policy: SchedulingPolicy) -> None:
         elif any(name in split_stages or name in gathered for name in sources):
             gathered[s.name] = s.name
         if policy.split > 1 and s.grain == "part" and s.whole_batch and (why := s.whole_batch(s.services)):
-            raise PipelineError(
+            raise PolicyError(
                 f"stage '{s.name}' needs the whole batch ({why}), but the policy splits it in {policy.split} parts; "
                 "use baseline, off-policy or another estimator."
             )

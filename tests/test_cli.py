@@ -48,7 +48,7 @@ def test_numbers_that_do_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 def test_an_estimator_over_the_whole_batch_cannot_be_split(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     said = refused(capsys, tmp_path, "algorithm.adv_estimator=reinforce_plus_plus", "policy=mini-batch")
-    assert said.startswith("PipelineError: stage 'advantage' needs the whole batch")
+    assert said.startswith("PolicyError: stage 'advantage' needs the whole batch (adv_estimator 'reinforce_plus_plus' ")
 
 
 def test_reward_function_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

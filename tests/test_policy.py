@@ -81,7 +81,7 @@ def test_a_whole_batch_estimator_refuses_a_split():
     stages = [s if s.name != "advantage" else advantage.bind(over="batch") for s in pipeline.stages]
     pipeline = Pipeline(stages, inputs=["prompts"])
     expand(pipeline, preset("off-policy", 4), 2, 4, groups=16)
-    with pytest.raises(PipelineError) as error:
+    with pytest.raises(PolicyError) as error:
         expand(pipeline, preset("both", 4), 2, 4, groups=16)
     assert str(error.value) == (
         "stage 'advantage' needs the whole batch (it normalises over all groups), but the policy splits it "

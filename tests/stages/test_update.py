@@ -12,7 +12,7 @@ from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import RunError
 from dataflow.graph import TaskInfo
 from dataflow.runner import _reduce
-from dataflow.stages.update import Trained, actor_update, staleness
+from dataflow.stages.update import Trained, actor_update, staleness, update_stage
 
 
 def samples(*groups: int, version: int | None = 0, **columns) -> Batch:
