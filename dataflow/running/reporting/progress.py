@@ -164,11 +164,11 @@ def end_table(summary: dict[str, Any]) -> str:
 
     wall = summary["wall_s"]
     rows = [("policy", summary["policy"]), ("steps", str(summary["steps"]))]
-    if summary["accuracy_before"] is not None:
+    if summary.get("accuracy_before") is not None:
         rows.append(("accuracy before", f"{summary['accuracy_before']:.3f}"))
-    if summary["accuracy_after"] is not None:
+    if summary.get("accuracy_after") is not None:
         rows.append(("accuracy after", f"{summary['accuracy_after']:.3f} (evaluation of step {_last_of(summary)})"))
-    if summary["accuracy_mean_last_3"] is not None:
+    if summary.get("accuracy_mean_last_3") is not None:
         rows.append(("", f"{summary['accuracy_mean_last_3']:.3f} (mean of the last 3 evaluations)"))
     rows += [
         ("time in all", f"{summary['total_s']:.1f} s (with start, evaluations and end)"),
@@ -179,7 +179,7 @@ def end_table(summary: dict[str, Any]) -> str:
     if summary["after_training_s"] >= 0.05:
         idle = f"GPU pool idle {summary['after_training_idle_s']:.1f} s of it"
         rows.append(("after training", f"{summary['after_training_s']:.1f} s until the last task ended, {idle}"))
-    if summary["rewards"]:
+    if summary.get("rewards"):
         rows.append(("rewards", _rewards(summary["rewards"])))
     return str(table(rows))
 

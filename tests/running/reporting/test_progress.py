@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from dataflow.running.reporting.progress import Progress
+from dataflow.running.reporting.progress import Progress, end_table
 from dataflow.timeline.spans import Trace
 from tests.running.reporting.test_live import steps
 
@@ -81,3 +81,10 @@ def test_quiet_prints_nothing(terminal: bool) -> None:
     progress.show(steps(1), [], {}, 10)
     progress.stop()
     assert file.getvalue() == ""
+
+
+def test_the_table_of_a_run_without_evaluations_has_no_accuracy() -> None:
+    known = {"policy": "both", "steps": 2, "total_s": 3.0, "wall_s": 2.0, "step_s": 1.0}
+    figures = dict.fromkeys(("gpu_busy_s", "exposed_wait_s", "after_training_s", "after_training_idle_s"), 0.0)
+    shown = end_table({**known, **figures, "exposed_wait_by_cause": {}})
+    assert "accuracy" not in shown
