@@ -1,4 +1,4 @@
-"""Runs the default pipeline in a process of its own, for the benchmarks: one summary for one list of overrides."""
+"""Runs a pipeline in a process of its own, for the benchmarks: one summary for one list of overrides."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PIPELINE = ROOT / "pipelines" / "gsm8k_grpo.py"
 
 
-def start(runs: Path, name: str, **overrides: Any) -> subprocess.Popen[str]:
-    """Starts a run; ``trainer__lr=1e-4`` stands for ``trainer.lr=1e-4``."""
+def start(runs: Path, name: str, pipeline: Path = PIPELINE, **overrides: Any) -> subprocess.Popen[str]:
+    """Starts a run of a pipeline; ``trainer__lr=1e-4`` stands for ``trainer.lr=1e-4``."""
     keys = [f"{key.replace('__', '.')}={_text(value)}" for key, value in overrides.items()]
     command = [
         sys.executable,
         "-m",
         "dataflow.cli",
         "run",
-        str(PIPELINE),
+        str(pipeline.resolve()),
         f"runs={runs}",
         f"name={name}",
         *keys,

@@ -30,7 +30,10 @@ class Estimator:
 
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(
-        "1506.02438", "nothing", whole_batch="whitens the advantages over the whole batch", needs=("values",)
+        "1506.02438",
+        "nothing",
+        whole_batch="whitens the advantages over the whole batch unless algorithm.whiten=mini-batch",
+        needs=("values",),
     ),
     "grpo": Estimator("2402.03300", relative=True),
     "grpo_vectorized": Estimator("grpo, in one operation for all groups", relative=True),

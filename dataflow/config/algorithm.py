@@ -138,6 +138,8 @@ class AlgorithmConfig(Section):
     """Discount per token (gae, reinforce_plus_plus and its baseline variant)."""
     lam: Factor = 1.0
     """Lambda of GAE: 0 trusts the critic alone, 1 the rewards alone."""
+    whiten: Literal["step", "mini-batch"] = "step"
+    """What GAE whitens the advantages over: a step, as in verl, or a mini-batch, so that a policy may split steps."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide GRPO's advantages by the group's standard deviation."""
     gdpo_reward_keys: Words = Field(default=[])

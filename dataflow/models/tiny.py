@@ -121,12 +121,13 @@ def tiny_model(
     return place
 
 
-def check_model(path: str | Path) -> Path:
+def check_model(path: str | Path, key: str = "model.path") -> Path:
     """Checks that a model exists before anything starts.
 
     Args:
         path: a local directory, or the name of a model on the Hugging Face hub (``org/name`` or ``name``),
             which is then downloaded, or found in the hub's cache.
+        key: of the configuration that gave it, for messages.
 
     Returns:
         The local directory.
@@ -140,9 +141,9 @@ def check_model(path: str | Path) -> Path:
         check_files(local)
         return local
     if text and os.path.exists(local):
-        raise ModelError(f"model.path={text} is a file; give the model's directory.")
+        raise ModelError(f"{key}={text} is a file; give the model's directory.")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text):
-        raise ModelError(f"model.path={text} does not exist; give the directory of a Hugging Face model, or a hub id.")
+        raise ModelError(f"{key}={text} does not exist; give the directory of a Hugging Face model, or a hub id.")
     from huggingface_hub import snapshot_download
 
     try:
@@ -151,7 +152,7 @@ def check_model(path: str | Path) -> Path:
     except Exception as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise ModelError(
-            f"model.path={text} is not a local directory, and was not found on the Hugging Face hub ({reason})."
+            f"{key}={text} is not a local directory, and was not found on the Hugging Face hub ({reason})."
         ) from e
     check_files(Path(found))
     return Path(found)

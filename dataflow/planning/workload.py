@@ -184,7 +184,8 @@ class Workload:
         saving = self.pipeline.with_role("saves")
         saved = saving[0].every if saving else None
         validation = replace(self.validation, overlap=True)
-        pipeline = grpo("ref_log_probs" in self.pipeline.writer, validation, saved)
+        written = self.pipeline.writer
+        pipeline = grpo("ref_log_probs" in written, validation, saved, critic="critic" in written)
         if TRAINER in self.pipeline.resources:
             pipeline = placed(pipeline, "disaggregated")
         return replace(self, pipeline=pipeline, validation=validation)
@@ -258,7 +259,7 @@ class Workload:
         return list(enumerate(drawn))
 
 
-# --- the stages of GRPO as the planner models them: pipelines/gsm8k_grpo.py without engines ---------------------------
+# --- the stages of GRPO and PPO as the planner models them: those of pipelines/ without engines -----------------------
 
 
 @stage(writes="responses", on="gpu", role="samples", streams=True)
@@ -277,6 +278,10 @@ def old_log_prob(responses: object, actor: Latest) -> None: ...
 def ref_log_prob(responses: object) -> None: ...
 
 
+@stage(writes="values", on="gpu")
+def values(responses: object, critic: Latest) -> None: ...
+
+
 @stage(writes="rewards", on="reward", role="collects")
 def reward_collect(reward_ticket: object) -> None: ...
 
@@ -287,6 +292,10 @@ def advantage(responses: object, rewards: object) -> None: ...
 
 @stage(writes="actor", on="gpu", role="trains", per_mini_batch=True)
 def actor_update(responses: object, old_log_probs: object, advantages: object, actor: Latest) -> None: ...
+
+
+@stage(writes="critic", on="gpu", role="trains", per_mini_batch=True)
+def critic_update(responses: object, values: object, advantages: object, critic: Latest) -> None: ...
 
 
 @stage(writes="weights_version", on="gpu", role="syncs")
@@ -311,24 +320,35 @@ def end_step(actor: object) -> None:
 
 
 STAGES = (
-    rollout, reward_request, old_log_prob, ref_log_prob, reward_collect, advantage, actor_update, sync_weights,
-    val_rollout, val_score, checkpoint,
+    rollout, reward_request, old_log_prob, ref_log_prob, values, reward_collect, advantage, actor_update, critic_update,
+    sync_weights, val_rollout, val_score, checkpoint,
 )  # fmt: skip
+CRITIC = (values.name, critic_update.name)
+"""The stages of a critic, which only some pipelines have."""
 
 
-def grpo(reference: bool = True, validation: Validation | None = None, checkpoint_every: int | None = None) -> Pipeline:
-    """Returns the stages of a GRPO step.
+def grpo(
+    reference: bool = True,
+    validation: Validation | None = None,
+    checkpoint_every: int | None = None,
+    *,
+    critic: bool = False,
+) -> Pipeline:
+    """Returns the stages of a GRPO step, or of one of PPO with a critic.
 
     Args:
         reference: include the log-probs of a reference model.
         validation: without its ``overlap``, validation and checkpoint stop training, as in verl's loop.
         checkpoint_every: steps from one checkpoint to the next; None for no checkpoints.
+        critic: include a critic's values and its update.
     """
     stages: list[Stage] = [rollout, reward_request, old_log_prob]
     if reference:
         stages.append(ref_log_prob)
-    stages += [reward_collect, advantage]
+    stages += [values, reward_collect, advantage.also_reads("values")] if critic else [reward_collect, advantage]
     stages.append(actor_update.also_reads("ref_log_probs") if reference else actor_update)
+    if critic:
+        stages.append(critic_update)
     stages.append(sync_weights)
     if validation is not None:
         stages += [val_rollout.bind(every=validation.every), val_score.bind(every=validation.every)]

@@ -95,6 +95,10 @@ class Attempt:
         record.trace.meta["status"] = "finished"
         self._progress.stop()
         digest = await self._finish_model() if "trainer" in self._hosts else None
+        trained = {s.host.name for s in graph.pipeline.with_role("trains") if s.host is not None}
+        for name in sorted(trained - {"trainer"}):
+            if (found := await self._offered(name, "digest")) is not None:
+                record.digests[name] = str(found)
         return digest, await self._offered("reward", "stats")
 
     async def _make_steps(self, restored: Restored, origin: float) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dataflow.engines.choice import refused_temperature, rollout_engine
 from dataflow.errors import ConfigError
 from dataflow.models.directory import room_of
+from dataflow.models.tiny import check_model
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
@@ -15,12 +17,18 @@ VLLM = "dataflow.engines.vllm.in_process:VllmRollout"
 VLLM_ON_GPU = "dataflow.engines.vllm.multi_process:AsyncVllmRollout"
 REPLICAS = "dataflow.engines.replicas.engine:Replicas"
 TRAINER = "dataflow.engines.verl.trainer:VerlTrainer"
+CRITIC = "dataflow.engines.verl.critic:VerlCritic"
 REWARD = "dataflow.running.agent:host_agent"
 JUDGE = "dataflow.rewards.judge.judge:Judge"
 _CLOSE_S = 8.0  # time for vLLM's processes to end and free their shared memory
-# Shares of a GPU for trainer and engine. On a shared GPU the trainer's share is over a half, so that Ray never puts two
-# ranks on one GPU.
-_SHARES = {"colocated": (0.6, 0.3), "disaggregated": (1.0, 1.0)}
+# Shares of a GPU for trainer, critic and engine. On a shared GPU the trainer's share is over half of it, the critic's
+# over half of the rest, and so on, so that Ray, which places the largest shares first, puts no two ranks on one GPU.
+_SHARES = {
+    ("colocated", False): (0.6, 0.0, 0.3),
+    ("colocated", True): (0.6, 0.24, 0.15),
+    ("disaggregated", False): (1.0, 0.0, 1.0),
+    ("disaggregated", True): (0.6, 0.4, 1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -32,12 +40,14 @@ class Pools:
         sampling: resource that the engine's stages occupy; the same one if both share their GPUs.
         trainer_gpus: GPUs of each trainer rank, or the share of one; 0 computes on the CPU.
         engine_gpus: GPUs of each worker of the engine, likewise.
+        critic_gpus: GPUs of each rank of the critic, likewise; it shares those of the trainer.
     """
 
     training: str
     sampling: str
     trainer_gpus: float
     engine_gpus: float
+    critic_gpus: float = 0.0
 
     @property
     def shared(self) -> bool:
@@ -50,11 +60,12 @@ class Pools:
         return {self.training: 1, self.sampling: 1, "reward": None, "controller": 1, "io": 1}
 
 
-def pools_of(config: Any) -> Pools:
+def pools_of(config: Any, *, critic: bool = False) -> Pools:
     """Returns the GPU pools of a run: one that all share, or one each for trainer and engine.
 
     Args:
         config: a :class:`~dataflow.config.run.RunConfig`.
+        critic: whether the trainer shares its GPUs with a critic.
 
     Raises:
         ConfigError: GPUs cannot be shared this way.
@@ -65,9 +76,14 @@ def pools_of(config: Any) -> Pools:
             f"ray.gpus_per_worker={gpus:g}: colocated, engine and trainer share whole GPUs; give 1, a rank for each "
             "GPU (trainer.world_size), or placement=disaggregated."
         )
-    trainer_share, engine_share = _SHARES[config.placement]
+    if critic and gpus not in (0, 1):
+        raise ConfigError(
+            f"ray.gpus_per_worker={gpus:g}: trainer and critic share whole GPUs; give 1, a rank for each GPU "
+            "(trainer.world_size)."
+        )
+    trainer_share, critic_share, engine_share = _SHARES[config.placement, critic]
     training, sampling = ("train", "rollout") if apart else ("gpu", "gpu")
-    return Pools(training, sampling, gpus * trainer_share, gpus * engine_share)
+    return Pools(training, sampling, gpus * trainer_share, gpus * engine_share, gpus * critic_share)
 
 
 def trainer_host(config: Any, pools: Pools) -> Hosted:
@@ -85,12 +101,55 @@ def trainer_host(config: Any, pools: Pools) -> Hosted:
             "seed": config.seed,
             "device": "cuda" if pools.trainer_gpus else "cpu",
             "reference": config.algorithm.reference,
-            "shares_gpu": pools.trainer_gpus > 0 and pools.shared,
+            "shares_gpu": pools.trainer_gpus > 0 and (pools.shared or pools.critic_gpus > 0),
         },
         ranks=config.trainer.world_size,
         gpus=pools.trainer_gpus,
         concurrent=True,  # a checkpoint is written while it trains
     )
+
+
+def critic_host(config: Any, pools: Pools) -> Hosted:
+    """Returns the host of the critic, named ``critic``.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig` with a section ``critic``.
+        pools: made with ``critic=True``.
+
+    Raises:
+        ConfigError: the model that it begins with does not exist.
+    """
+    return Hosted(
+        "critic",
+        CRITIC,
+        {
+            "model": _critic_model(config),
+            "critic": config.critic,
+            "total_steps": config.steps,
+            "seed": config.seed,
+            "device": "cuda" if pools.critic_gpus else "cpu",
+            "threads": config.trainer.threads,
+            "shares_gpu": pools.critic_gpus > 0,
+        },
+        ranks=config.trainer.world_size,
+        gpus=pools.critic_gpus,
+        concurrent=True,  # a checkpoint is written while it trains
+    )
+
+
+def _critic_model(config: Any) -> str | None:
+    """Returns the directory of the model that the critic begins with; None while the actor's is still to be made."""
+    actor, own = config.model.path, config.critic.path
+    if own is None:
+        return str(actor) if actor else None
+    found = check_model(own, "critic.path")
+    if actor and Path(actor).is_dir():
+        here, there = room_of(str(found)).vocabulary, room_of(actor).vocabulary
+        if here is not None and there is not None and here < there:
+            raise ConfigError(
+                f"critic.path={own}: it knows {here} tokens, the actor {there}; give a model with the same tokens."
+            )
+    return str(found)
 
 
 def reward_host(config: Any) -> Hosted:

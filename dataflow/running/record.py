@@ -48,6 +48,7 @@ class Record:
         evaluations: accuracy by step; 0 is before training.
         steps: the last step whose training has ended.
         summary: what summary.json holds, once it is known.
+        digests: of the weights of further models than the actor, by service.
     """
 
     def __init__(self, directory: Path, backends: Backends) -> None:
@@ -58,6 +59,7 @@ class Record:
         self.totals = RewardTotals()
         self.steps = 0
         self.summary: dict[str, Any] = {}
+        self.digests: dict[str, str] = {}
         self._backends = backends
         self._tracker: Tracker | None = None
         self._writer: TraceWriter | None = None
@@ -205,6 +207,7 @@ class Record:
         """
         rewards = self.totals.counts((self.before, self.trace), stats)
         self.summary = summarise(self.trace, self.steps, self.evaluations, rewards, total_s, digest)
+        self.summary |= {f"{name}_weights_sha256": found for name, found in self.digests.items()}
 
     def write_summary(self, **facts: Any) -> None:
         """Writes summary.json with further facts.

@@ -27,9 +27,17 @@ if TYPE_CHECKING:
 
 def needs_whole_batch(services: Mapping[str, Any]) -> str | None:
     """Returns why the bound estimator needs all groups of a step at once, or None if it does not."""
-    name = getattr(services.get("algorithm"), "adv_estimator", None)
+    algorithm = services.get("algorithm")
+    name = getattr(algorithm, "adv_estimator", None)
     found = ESTIMATORS.get(str(name))
-    return f"adv_estimator '{name}' {found.whole_batch}" if found and found.whole_batch else None
+    if found is None or not found.whole_batch or _whitens_later(algorithm):
+        return None
+    return f"adv_estimator '{name}' {found.whole_batch}"
+
+
+def _whitens_later(algorithm: Any) -> bool:
+    """Whether the update whitens the advantages, over its mini-batch."""
+    return algorithm.adv_estimator == "gae" and getattr(algorithm, "whiten", "step") == "mini-batch"
 
 
 @stage(
@@ -206,6 +214,8 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     # Some of verl's estimators take an option as an argument, some from the configuration.
     takes = inspect.signature(estimate).parameters
     advantages, returns = estimate(**{key: value for key, value in given.items() if key in takes})
+    if _whitens_later(algorithm):
+        advantages = returns - data.batch["values"]  # verl's GAE returns them whitened
     if not estimator.relative:
         advantages = advantages.masked_fill(equal[:, None], 0.0)
         returns = advantages if name == "gpg" else returns

@@ -1,6 +1,6 @@
-"""Actor update: one optimizer step on one mini-batch. Checks that each sample is trained exactly once per step.
+"""Updates of actor and critic: one optimizer step on one mini-batch. Each sample is trained exactly once per step.
 
-The value of the field ``actor`` is the record of the groups that the step has trained on so far.
+The value of the fields ``actor`` and ``critic`` is the record of the groups that the step has trained on so far.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataflow.batch import Batch
-from dataflow.engines.base import Trainer
+from dataflow.engines.base import Critic, Trainer
 from dataflow.errors import RunError
 from dataflow.graph import Latest, Stage, TaskInfo, stage
 from dataflow.stages.log_prob import bypassing
@@ -17,7 +17,7 @@ from dataflow.stages.log_prob import bypassing
 
 @dataclass(frozen=True)
 class Trained:
-    """The step whose updates made the actor's weights, and the groups of this step trained on so far."""
+    """The step whose updates made a model's weights, and the groups of this step trained on so far."""
 
     step: int = 0
     groups: frozenset[int] = frozenset()
@@ -65,16 +65,26 @@ def staleness(task: TaskInfo, batch: Batch) -> int:
     return lag
 
 
-def _update(trainer: Trainer, groups: int, task: TaskInfo, actor: Any, responses: Batch, *columns: Batch) -> Trained:
-    batch = responses.merge(*columns)
-    lag = staleness(task, batch)
-    trained = (actor or Trained()).then(task, batch, groups)
-    found = trainer.update(batch, last=task.last)
-    task.log({**found, "staleness/mean": float(lag), "staleness/max": float(lag)})
-    if any("response_mask" in more for more in columns):
-        # Samples may be dropped. A step's metric is the mean over its updates; multiplied by their number, the sum.
-        task.log({"actor/skipped_updates": task.parts * found.get("actor/skipped_updates", 0.0)})
-    return trained
+def whitened(batch: Batch) -> Batch:
+    """Returns ``advantages`` with mean 0 and variance 1 over the batch's tokens, by verl; 0 where the mask is.
+
+    Fewer than two tokens stay as they are.
+    """
+    from verl.utils.torch_functional import masked_whiten
+
+    mask = batch["response_mask"].float()
+    advantages = batch["advantages"]
+    if mask.sum() > 1:
+        advantages = masked_whiten(advantages, mask) * mask
+    return batch.like(advantages=advantages)
+
+
+def _counted(found: dict[str, float], name: str, task: TaskInfo, *columns: Batch) -> dict[str, float]:
+    """Returns the metrics of an update, with the number of the step's skipped ones if samples may be dropped."""
+    if not any("response_mask" in more for more in columns):
+        return found
+    # A step's metric is the mean over its updates; multiplied by their number, the sum.
+    return {**found, f"{name}/skipped_updates": task.parts * found.get(f"{name}/skipped_updates", 0.0)}
 
 
 @stage(writes="actor", on="gpu", role="trains", per_mini_batch=True)
@@ -87,6 +97,8 @@ def actor_update(
     *,
     trainer: Trainer,
     groups: int,
+    warmup: int = 0,
+    whiten: bool = False,
     task: TaskInfo,
 ) -> Trained:
     """Takes one optimizer step on the mini-batch's whole groups; returns the step's record of trained groups.
@@ -99,6 +111,8 @@ def actor_update(
         ref_log_probs: log-probs under the initial weights, for the KL term; None without one.
         trainer: holds the weights.
         groups: prompt groups in a step.
+        warmup: steps at the beginning in which the weights stay, so that a critic learns first.
+        whiten: whether to whiten the advantages over the mini-batch before.
         task: takes the trainer's metrics, ``staleness/*`` and, if samples may be dropped, ``actor/skipped_updates``
             of the step.
 
@@ -106,7 +120,17 @@ def actor_update(
         RunError: a group is trained twice in a step or not at all, or its samples are too stale.
     """
     reference = [] if ref_log_probs is None else [ref_log_probs]
-    return _update(trainer, groups, task, actor, responses, old_log_probs, *reference, advantages)
+    columns = (old_log_probs, *reference, advantages)
+    batch = responses.merge(*columns)
+    if whiten:
+        batch = batch.merge(whitened(batch))
+    lag = staleness(task, batch)
+    record: Any = actor
+    trained = (record or Trained()).then(task, batch, groups)
+    task.log({"staleness/mean": float(lag), "staleness/max": float(lag)})
+    if task.step > warmup:
+        task.log(_counted(trainer.update(batch, last=task.last), "actor", task, *columns))
+    return trained
 
 
 def update_stage(algorithm: Any) -> Stage:
@@ -116,3 +140,35 @@ def update_stage(algorithm: Any) -> Stage:
         algorithm: the options of section ``algorithm``.
     """
     return bypassing(actor_update) if algorithm.bypass_mode else actor_update
+
+
+@stage(writes="critic", on="gpu", role="trains", per_mini_batch=True)
+def critic_update(
+    responses: Batch,
+    values: Batch,
+    advantages: Batch,
+    critic: Latest,
+    *,
+    value_model: Critic,
+    groups: int,
+    task: TaskInfo,
+) -> Trained:
+    """Takes one optimizer step of the critic on the mini-batch's whole groups; returns the step's record of groups.
+
+    Args:
+        responses: columns of a rollout.
+        values: what the critic expected before the step's updates.
+        advantages: with ``returns``; a ``response_mask`` in them replaces that of the responses.
+        critic: the record so far; None for the initial weights.
+        value_model: holds the weights.
+        groups: prompt groups in a step.
+        task: takes the critic's metrics, and ``critic/skipped_updates`` of the step if samples may be dropped.
+
+    Raises:
+        RunError: a group is trained twice in a step or not at all.
+    """
+    batch = responses.merge(values, advantages)
+    record: Any = critic
+    trained = (record or Trained()).then(task, batch, groups)
+    task.log(_counted(value_model.update(batch, last=task.last), "critic", task, advantages))
+    return trained

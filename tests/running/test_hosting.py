@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dataflow.config.run import RunConfig
 from dataflow.engines import choice
-from dataflow.errors import ConfigError
-from dataflow.running.hosting import HF, REPLICAS, VLLM, VLLM_ON_GPU, pools_of, rollout_host, trainer_host
+from dataflow.errors import ConfigError, UserError
+from dataflow.running.hosting import HF, REPLICAS, VLLM, VLLM_ON_GPU, critic_host, pools_of, rollout_host, trainer_host
 from dataflow.stage import Hosted
-from pipelines import gsm8k_grpo
+from pipelines import gsm8k_grpo, ppo_critic
 
 
 def host(gpus: float = 0.0, **sections: Any) -> Hosted:
     return rollout_host(RunConfig.model_validate({"model": {"path": "x"}, **sections}), gpus)
+
+
+def ppo(**sections: Any) -> ppo_critic.Config:
+    return ppo_critic.Config.model_validate(sections)
 
 
 @pytest.fixture
@@ -105,3 +110,34 @@ def test_disaggregated_trainer_and_engine_have_a_pool_each() -> None:
 def test_a_shared_gpu_is_shared_as_a_whole() -> None:
     with pytest.raises(ConfigError, match=r"ray.gpus_per_worker=0.5: colocated, .*; give 1"):
         pools_of(RunConfig.model_validate({"ray": {"gpus_per_worker": 0.5}}))
+
+
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
+def test_a_critic_shares_the_trainers_gpus_so_that_no_gpu_gets_two_ranks(placement: str) -> None:
+    pools = pools_of(ppo(placement=placement, ray={"gpus_per_worker": 1}), critic=True)
+    shares = [pools.trainer_gpus, pools.critic_gpus] + [pools.engine_gpus] * pools.shared
+    assert shares == sorted(shares, reverse=True), "Ray places the largest first"
+    left = 1.0
+    for share in shares:
+        assert left / 2 < share <= left, "a second one of its kind does not fit"
+        left -= share
+    plain = pools_of(ppo(placement=placement), critic=True)
+    assert (plain.trainer_gpus, plain.critic_gpus, plain.engine_gpus) == (0, 0, 0)
+
+
+def test_the_critic_begins_with_the_actors_model_or_another_with_its_tokens(tmp_path: Path) -> None:
+    config = ppo(model={"path": "actor"}, trainer={"world_size": 2})
+    host = critic_host(config, pools_of(config, critic=True))
+    assert (host.name, host.ranks, host.options["model"], host.options["device"]) == ("critic", 2, "actor", "cpu")
+    missing = ppo(model={"path": "actor"}, critic={"path": str(tmp_path / "none")})
+    with pytest.raises(UserError, match=r"critic\.path=.*none does not exist"):
+        critic_host(missing, pools_of(missing, critic=True))
+
+
+def test_torchs_cached_memory_is_freed_for_the_critic() -> None:
+    config = ppo(placement="disaggregated", ray={"gpus_per_worker": 1}, model={"path": "x"})
+    pools = pools_of(config, critic=True)
+    assert trainer_host(config, pools).options["shares_gpu"]
+    assert critic_host(config, pools).options["shares_gpu"]
+    with pytest.raises(ConfigError, match="trainer and critic share whole GPUs; give 1"):
+        pools_of(ppo(placement="disaggregated", ray={"gpus_per_worker": 0.5}), critic=True)

@@ -147,6 +147,34 @@ def test_dropped_samples_train_with_an_empty_mask_and_skipped_updates_add_up():
     assert _reduce("actor/skipped_updates", told) == 2
 
 
+def test_while_the_critic_learns_first_the_actor_stays_and_its_groups_still_count():
+    trainer = Trainer()
+    stage = actor_update.bind(trainer=trainer, groups=2, warmup=2)
+    actor = None
+    for step in (1, 2, 3):
+        task, batch = info(step, parts=1, max_staleness=2), samples(0, 1, version=0)
+        actor = stage(batch, batch, batch, actor, task=task, **stage.services)
+        assert actor == Trained(step, frozenset({0, 1}))
+        assert ("actor/pg_loss" in task.metrics) == (step == 3)
+        assert task.metrics["staleness/max"] == step - 1
+    assert len(trainer.calls) == 1
+
+
+def test_advantages_are_whitened_before_the_update():
+    class Seen(Trainer):
+        def update(self, batch: Batch, *, last: bool) -> dict[str, float]:
+            assert batch["advantages"].mean().item() == pytest.approx(0, abs=1e-6)
+            assert batch["advantages"].std().item() == pytest.approx(1, abs=1e-4)
+            return super().update(batch, last=last)
+
+    batch = samples(0, 1)
+    batch = batch.merge(batch.like(response_mask=torch.ones(4, 2, dtype=torch.long)))
+    advantages = batch.like(advantages=torch.arange(8.0).reshape(4, 2))
+    stage = actor_update.bind(trainer=Seen(), groups=2, whiten=True)
+    stage(batch, batch, advantages, None, task=info(parts=1), **stage.services)
+    assert torch.equal(advantages["advantages"], torch.arange(8.0).reshape(4, 2)), "the critic's update sees them, too"
+
+
 def test_the_reference_is_read_where_the_pipeline_has_one():
     trainer = Trainer()
     batch = samples(0, 1, version=0)

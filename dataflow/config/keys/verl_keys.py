@@ -6,6 +6,7 @@ take verl's value unchanged; for the others the note gives the conversion.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dataflow.errors import alike
@@ -33,7 +34,7 @@ _ACTOR = "actor_rollout_ref.actor."
 _REF = "actor_rollout_ref.ref."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _MODEL = "actor_rollout_ref.model."
-_NO_CRITIC = "the advantage estimators here need no critic"
+_NO_CRITIC = "this pipeline has no critic; pipelines/ppo_critic.py trains one"
 _WHOLE = "a checkpoint holds all that a resume needs; 'dataflow export' writes the model alone"
 _NO_DYNAMIC = "micro-batches have a fixed number of rows, trainer.micro_batch_size"
 _ONE_MICRO = "log-probs are computed in micro-batches of trainer.micro_batch_size"
@@ -229,12 +230,19 @@ SECTIONS = {
 """Messages for keys in sections that only verl has."""
 
 
-def hint(key: str, exactly: bool = False) -> str | None:
+def hint(
+    key: str,
+    exactly: bool = False,
+    keys: Mapping[str, Meaning] = KEYS,
+    sections: Mapping[str, str] = SECTIONS,
+) -> str | None:
     """Returns the name of a verl key here, as part of a message; None for a key that verl does not have.
 
     Args:
         key: as the user wrote it.
         exactly: ignore misspelt keys, and unknown keys of verl's sections.
+        keys: those of verl, for a pipeline with sections of its own.
+        sections: messages for keys in sections that only verl has.
 
     >>> hint("data.train_batch_size")
     "verl's 'data.train_batch_size' is 'data.prompts' here."
@@ -246,17 +254,17 @@ def hint(key: str, exactly: bool = False) -> str | None:
     key = key.lstrip("+~")  # Hydra's marks of keys to add or remove
     section, _, leaf = key.rpartition(".")
     name = key
-    if key not in KEYS and exactly:
+    if key not in keys and exactly:
         return None
-    if key not in KEYS:
-        siblings = {k.rpartition(".")[2]: k for k in KEYS if k.rpartition(".")[0] == section}
+    if key not in keys:
+        siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
         name = siblings.get(alike(leaf, siblings) or "", key) if section else key
-    if (found := KEYS.get(name)) is not None:
+    if (found := keys.get(name)) is not None:
         if found.ours is None:
             return f"verl's '{name}' has no counterpart here: {found.note}."
         return f"verl's '{name}' is '{found.ours}' here{f': {found.note}' if found.note else ''}."
     while section:
-        if section in SECTIONS:
-            return f"verl's section '{section}' is not one here: {SECTIONS[section]}."
+        if section in sections:
+            return f"verl's section '{section}' is not one here: {sections[section]}."
         section = section.rpartition(".")[0]
-    return f"verl's section '{key}' is not one here: {SECTIONS[key]}." if key in SECTIONS else None
+    return f"verl's section '{key}' is not one here: {sections[key]}." if key in sections else None

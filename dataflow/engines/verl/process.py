@@ -93,8 +93,9 @@ def quiet() -> Iterator[None]:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    bars = transformers_logging.is_progress_bar_enabled()
+    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # it reports that a critic's head is new
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -102,5 +103,6 @@ def quiet() -> Iterator[None]:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+        transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()

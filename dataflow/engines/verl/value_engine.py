@@ -6,14 +6,13 @@ loads it as verl loads a language model, with the attention that the options nam
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
+
+from dataflow.errors import ConfigError
 
 
 def register() -> None:
     """Registers the engine for this process's device; call it once verl's engines can be imported."""
-    # Its output is a view, which neither verl nor this package writes into.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     from verl.utils.device import get_device_name, get_vendor
     from verl.workers.engine import EngineRegistry
 
@@ -34,8 +33,17 @@ def _engine() -> type:
             config.num_labels, config.classifier_dropout = 1, 0.0  # transformers would take 0.1
             self.model_config.model_type = "language_model"  # verl's branch that keeps attn_implementation
             try:
-                return super()._build_module()
+                module = super()._build_module()
+            except ValueError as error:
+                raise ConfigError(
+                    f"critic: transformers makes no value model of {self.model_config.local_path} "
+                    f"({type(config).__name__}); give critic.path a model such as Qwen, Llama or Mistral."
+                ) from error
             finally:
                 self.model_config.model_type = kind
+            if (head := getattr(module, "score", None)) is not None:
+                # It returns a view, at which FSDP2 warns that nobody must write into it.
+                head.register_forward_hook(lambda _head, _inputs, output: output.clone())
+            return module
 
     return ValueEngine

@@ -11,11 +11,11 @@ from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.files import decoded
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.workload import STAGES, Modelled, Rewards, Validation, Workload, grpo
+from dataflow.planning.workload import CRITIC, STAGES, Modelled, Rewards, Validation, Workload, grpo
 from dataflow.policy import check_batch
 
 TIMED = [s.name for s in STAGES if s.on != "reward"]
-NEEDED = [s.name for s in STAGES if s.role in ("samples", "trains")]
+NEEDED = [s.name for s in STAGES if s.role in ("samples", "trains") and s.name not in CRITIC]
 RENAMED = {"save_checkpoint": "checkpoint"}
 
 
@@ -55,7 +55,9 @@ def workload(path: Path, config: PlanConfig) -> Workload:
             raise ConfigError(
                 f"stages.{name}: no stage has that name{nearest(name, TIMED) or '; stages: ' + ', '.join(TIMED) + '.'}"
             )
-    if missing := [name for name in NEEDED if name not in config.stages]:
+    critic = any(name in config.stages for name in CRITIC)
+    needed = [*NEEDED, *CRITIC] if critic else NEEDED
+    if missing := [name for name in needed if name not in config.stages]:
         raise ConfigError(f"{path}: the time of {' and '.join(missing)} is missing; give stages.{missing[0]}=SECONDS.")
     if config.reward.latency is None:
         raise ConfigError(f"{path} does not say 'reward.latency'; give reward.latency=SECONDS or a distribution.")
@@ -66,7 +68,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         validation = Validation(every, config.validation.samples or 0, config.validation.pool, overlap)
     checkpoints = config.checkpoint.every or None
     reference = "ref_log_prob" in config.stages
-    pipeline = grpo(reference, validation, checkpoints)
+    pipeline = grpo(reference, validation, checkpoints, critic=critic)
     times = {
         name: Modelled(distribution_of(text, f"stages.{name}", path))
         for name, text in config.stages.items()

@@ -15,7 +15,7 @@ from dataflow.errors import ConfigError
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.costs import fit_latency, makespan
 from dataflow.planning.sources.scalars import Scalars, read_scalars
-from dataflow.planning.workload import Measured, Rewards, Validation, Workload, grpo
+from dataflow.planning.workload import CRITIC, Measured, Rewards, Validation, Workload, grpo
 from dataflow.policy import check_batch
 
 # After a shorter wait the latency cannot be fitted: the rewards arrived during the log-probs.
@@ -47,7 +47,9 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         "reward_request": request,
         "old_log_prob": _measured(log, "old_log_prob"),
         "ref_log_prob": _measured(log, "ref"),
+        "values": _measured(log, "values"),
         "actor_update": _measured(log, "update_actor"),
+        "critic_update": _measured(log, "update_critic"),
     }
     validation = _validation(log, config, rewards, times, said)
     checkpoints = config.checkpoint.every
@@ -62,7 +64,13 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     if config.reward.agent == "per-step":
         said.append("off-policy rows leave out the first rollout, as timing_s/step does.")
     logged = log.series("timing_s/step")
-    pipeline = grpo("ref_log_prob" in known, validation, checkpoints or None)
+    critic = any(name in known for name in CRITIC)
+    if critic:
+        said.append(
+            "a policy that splits a step whitens the advantages over mini-batches (algorithm.whiten=mini-batch), verl "
+            "over the step."
+        )
+    pipeline = grpo("ref_log_prob" in known, validation, checkpoints or None, critic=critic)
     return Workload(
         source=str(path),
         pipeline=pipeline,

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 # verl's names for stages with a role; any other stage keeps its own name.
 TIMINGS = {"samples": "gen", "trains": "update_actor"}
-FIELDS = {"old_log_probs": "old_log_prob", "ref_log_probs": "ref", "advantages": "adv", "values": "values"}
+FIELDS = {"old_log_probs": "old_log_prob", "ref_log_probs": "ref", "advantages": "adv"}
+FIELDS |= {"values": "values", "critic": "update_critic"}
 """verl's names for stages, by a field that they write."""
 
 METRICS = "metrics.jsonl"

@@ -350,20 +350,21 @@ def step_ends(trace: Trace) -> dict[int, float]:
 def _updates(trace: Trace, asked: Collection[str]) -> Callable[[int, int], Span | None]:
     """Returns a function that finds the first update that trains on the rewards of a (step, part)."""
     trains = trace.with_role("trains")
-    updates: dict[int, dict[int, Span]] = {}
+    updates: dict[int, dict[str, dict[int, Span]]] = {}
     shares: dict[int, int] = {}
     for span in trace.spans:
         if span.stage in trains:
-            updates.setdefault(span.step, {})[span.part] = span
+            updates.setdefault(span.step, {}).setdefault(span.stage, {})[span.part] = span
         elif span.resource in asked:
             shares[span.step] = max(shares.get(span.step, 1), span.parts)
 
     def find(step: int, part: int) -> Span | None:
-        of = updates.get(step)
-        if not of:
-            return None
-        parts = next(iter(of.values())).parts
-        return of.get(max(part, 0) * parts // shares.get(step, 1))
+        found: list[Span] = []
+        for of in updates.get(step, {}).values():  # an actor's, a critic's
+            parts = next(iter(of.values())).parts
+            at = max(part, 0) * parts // shares.get(step, 1)
+            found += [of[at]] if at in of else []
+        return min(found, key=lambda span: (span.begin, span.stage), default=None)
 
     return find
 

@@ -1,0 +1,62 @@
+"""Section critic: its keys, and the names that verl has for them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dataflow.config.critic import KEYS, hint
+from dataflow.config.keys.overrides import fields, parse_overrides
+from dataflow.errors import ConfigError
+from pipelines.gsm8k_grpo import Config as Grpo
+from pipelines.ppo_critic import Config
+
+OURS = {".".join(path) for path, _ in fields(Config)}
+
+
+def said(key: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(Config, [f"{key}=1"])
+    return str(caught.value)
+
+
+def test_every_key_of_verls_critic_has_a_name_or_a_reason() -> None:
+    for key, meaning in KEYS.items():
+        assert key not in OURS, f"{key} is ours already"
+        assert meaning.ours in OURS if meaning.ours else meaning.note
+        assert said(key).startswith(f"unknown key '{key}'; verl's '{key}' "), said(key)
+
+
+def test_they_are_verls() -> None:
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
+        pytest.skip("verl is not installed")
+    config = yaml.safe_load((Path(spec.origin).parent / "trainer/config/_generated_ppo_trainer.yaml").read_text())
+    for key in KEYS:
+        at = config
+        for name in key.split("."):
+            assert name in at, key
+            at = at[name]
+
+
+def test_other_keys_are_those_of_any_pipeline() -> None:
+    assert hint("data.train_batch_size") == "verl's 'data.train_batch_size' is 'data.prompts' here."
+    assert "did you mean 'critic.grad_clip'" in said("critic.grad_clp")
+    assert "keys of 'critic'" in said("critic.tomatoes")
+
+
+@pytest.mark.parametrize("key", ["critic.lr", "critic.optim.lr", "trainer.critic_warmup"])
+def test_a_pipeline_without_a_critic_names_the_one_that_has_it(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"has no critic; pipelines/ppo_critic\.py trains one"):
+        parse_overrides(Grpo, [f"{key}=1"])
+
+
+@pytest.mark.parametrize(
+    "bad", ["critic.lr=0", "critic.warmup=-1", "critic.cliprange_value=0", "critic.loss_agg_mode=x"]
+)
+def test_values_out_of_range_are_refused(bad: str) -> None:
+    with pytest.raises(ConfigError, match=bad.partition("=")[0]):
+        parse_overrides(Config, [bad])
