@@ -66,6 +66,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     logged = log.series("timing_s/step")
     critic = any(name in known for name in CRITIC)
     if critic:
+        said.append("the critic's update may run beside the next step's wait for rewards; verl's loop waits for it.")
         said.append(
             "a policy that splits a step whitens the advantages over mini-batches (algorithm.whiten=mini-batch), verl "
             "over the step."
@@ -120,7 +121,7 @@ def _rewards(
     spec = config.reward
     concurrency = config.need("reward.concurrency", path, 256)
     sent, rest = _mean(log.series("timing_s/reward")), _mean(log.series("timing_s/adv"))
-    apart = _mean(log.series("timing_s/old_log_prob")) + _mean(log.series("timing_s/ref"))
+    apart = math.fsum(_mean(log.series(f"timing_s/{name}")) for name in ("old_log_prob", "ref", "values"))
     # A reward function that is not launched asynchronously is timed in `reward` itself.
     blocking = sent > rest
     wait, visible = (sent, sent > HIDDEN_S) if blocking else (apart + rest, rest > HIDDEN_S)
