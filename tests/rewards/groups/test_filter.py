@@ -79,8 +79,8 @@ def test_extra_groups_for_failures_are_not_used_up_by_the_filter(agent_of: Make)
     async def body() -> None:
         agent = agent_of(Reward(**equal(0, 1), _3_0=("after", 5, BROKEN)), "replace_group")
         agent.submit(1, samples(4), extra_groups=2, group_filter=GroupFilter(1))
-        first = await agent.collect(1, 1)
-        second = await agent.collect(1, 1)
+        first = await agent.collect(1, 1, order="index")
+        second = await agent.collect(1, 1, order="index")
         assert [first.ids, second.ids] == [(1,), (2,)], "0 was left out, 1 is kept although its scores are equal"
         await agent.close()
 
