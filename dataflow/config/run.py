@@ -68,7 +68,10 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    """The actor."""
+    """A model; the actor, unless a pipeline has others."""
+
+    tiny: ClassVar[str] = "default"
+    """Which tiny model stands in for null, by the name of its recipe."""
 
     path: Text | None = None
     """Directory or hub id of a Hugging Face causal LM; null makes a tiny Qwen2 and caches it."""

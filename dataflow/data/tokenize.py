@@ -24,6 +24,24 @@ def load_chat_tokenizer(path: str) -> Any:
     return tokenizer
 
 
+def check_same_tokens(student: str, teacher: str) -> None:
+    """Checks that two models count the same tokens, so that one can score what the other samples.
+
+    Args:
+        student, teacher: directories of the models.
+
+    Raises:
+        ModelError: a tokenizer cannot be loaded, or the two differ; with a token that does.
+    """
+    mine = load_tokenizer(student, "model.path", ModelError).get_vocab()
+    other = load_tokenizer(teacher, "teacher.path", ModelError).get_vocab()
+    if odd := sorted(token for token in {*mine, *other} if mine.get(token) != other.get(token)):
+        raise ModelError(
+            f"teacher.path={teacher}: its tokenizer is not that of model.path={student} (they differ in {len(odd)} "
+            f"tokens, such as {odd[0]!r}); take a teacher of the same family."
+        )
+
+
 def prompt_ids(
     tokenizer: Any, chat: list[dict[str, str]], schemas: Sequence[Mapping[str, Any]] | None = None
 ) -> list[int]:

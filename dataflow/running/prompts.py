@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.config.base import BaseConfig
-from dataflow.config.run import RunConfig
+from dataflow.config.run import ModelConfig, RunConfig
 from dataflow.graph import Pipeline
 from dataflow.running.hosting import check_room
 from dataflow.running.reporting.progress import Progress
@@ -54,17 +54,21 @@ class Prompts:
 
 
 def settle(config: BaseConfig, progress: Progress) -> None:
-    """Replaces the model's name by its directory, and the engine ``auto`` by one: a repeated run uses the same.
+    """Replaces names of models by their directories, and the engine ``auto`` by one: a repeated run uses the same.
 
     Raises:
-        ConfigError: there is no such model.
+        ModelError: there is no such model.
     """
     if not isinstance(config, RunConfig):
         return
     from dataflow.engines.choice import rollout_engine
-    from dataflow.models.tiny import check_model, tiny_model
+    from dataflow.models.tiny import RECIPES, check_model, tiny_model
 
-    config.model.path = str(check_model(config.model.path or tiny_model(progress=progress.warm_up)))
+    for name in type(config).model_fields:
+        model = getattr(config, name)
+        if isinstance(model, ModelConfig):
+            path = model.path or tiny_model(progress=progress.warm_up, recipe=RECIPES[model.tiny])
+            model.path = str(check_model(path, f"{name}.path"))
     if config.engine.rollout == "auto":
         device = "cuda" if config.ray.gpus_per_worker else "cpu"
         config.engine.rollout = rollout_engine("auto", config.executor != "inline", device)  # type: ignore[assignment]

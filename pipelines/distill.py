@@ -1,0 +1,98 @@
+"""On-policy distillation: a teacher on GPUs of its own scores each token that the student samples; no reward at all.
+
+prompts -> rollout -> responses -> teacher_log_prob (the teacher's GPUs) -> distill_advantage -> actor_update
+              ^          |                                                        ^                   |
+           weights       +-> old_log_prob (the student's GPUs) -------------------+                   |
+              +-------------------- sync_weights <- gather_weights <----------------------------------+
+
+The teacher's scores take the place of the judge's: `mini-batch` trains on a part while the teacher scores the next, and
+`off-policy` samples the next step meanwhile.
+
+dataflow run pipelines/distill.py policy=both
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field, PositiveInt
+
+from dataflow.config.run import ModelConfig, RunConfig, TrainerConfig
+from dataflow.data.tokenize import check_same_tokens
+from dataflow.graph import Hosted, Pipeline
+from dataflow.rewards.user.gsm8k import compute_score
+from dataflow.running.hosting import pools_of, rollout_host, trainer_host
+from dataflow.running.sampling import rollout_stages
+from dataflow.running.saving.checkpoints import checkpoint_store
+from dataflow.stages.checkpoint import checkpoint_stages
+from dataflow.stages.distill import distill_advantage, teacher_log_prob
+from dataflow.stages.log_prob import old_log_prob
+from dataflow.stages.sync import gather_weights, sync_weights
+from dataflow.stages.update import actor_update
+from dataflow.stages.validate import val_check
+
+
+class TeacherConfig(ModelConfig):
+    """The teacher; it must have the student's tokens."""
+
+    tiny: ClassVar[str] = "teacher"
+
+    world_size: PositiveInt = 1
+    """Processes that share a part's rows."""
+    micro_batch_size: PositiveInt = 64
+    """Rows per process in one forward pass."""
+
+
+class Config(RunConfig):
+    """The defaults distil a tiny Qwen2 into another on a laptop; see dataflow/config/run.py for every key."""
+
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
+
+
+def pipeline(config: Config) -> Pipeline:
+    """Returns the stages of one step of distillation, their engines and the resources they share."""
+    pools = pools_of(config)
+    train_on, sample_on = pools.training, pools.sampling
+    trainer = trainer_host(config, pools)
+    engine = rollout_host(config, pools.engine_gpus)
+    gpus = config.ray.gpus_per_worker
+    teacher = Hosted(
+        "teacher",
+        "dataflow.engines.verl.teacher:VerlTeacher",
+        {
+            "model": config.teacher.path,
+            "options": TrainerConfig(micro_batch_size=config.teacher.micro_batch_size),
+            "temperature": config.engine.temperature,
+            "device": "cuda" if gpus else "cpu",
+            "threads": config.trainer.threads,
+        },
+        ranks=config.teacher.world_size,
+        gpus=gpus,
+    )
+    respond, val_respond = rollout_stages(config)
+
+    stages = [
+        respond.bind(on=sample_on, engine=engine),
+        teacher_log_prob.bind(teacher=teacher),
+        old_log_prob.bind(on=train_on, trainer=trainer),
+        distill_advantage,
+        actor_update.bind(on=train_on, trainer=trainer, groups=config.data.prompts),
+        gather_weights.bind(on=train_on, trainer=trainer),
+        sync_weights.bind(on=sample_on, engine=engine),
+    ]
+    if config.val.every:
+        stages += [
+            val_respond.bind(on=sample_on, engine=engine, every=config.val.every),
+            val_check.bind(compute_score=compute_score, every=config.val.every),
+        ]
+    if config.checkpoint.every:
+        store = checkpoint_store(config)
+        stages += checkpoint_stages(stages, every=config.checkpoint.every, store=store, steps=config.steps)
+    inputs = ["prompts", "val_prompts"] if config.val.every else ["prompts"]
+    return Pipeline(stages, inputs=inputs, resources={**pools.resources, "teacher": 1})
+
+
+def inputs(config: Config) -> dict[str, Any]:
+    """Checks that student and teacher count the same tokens; adds no input."""
+    check_same_tokens(str(config.model.path), str(config.teacher.path))
+    return {}
