@@ -125,6 +125,10 @@ class TrainerConfig(Section):
     """Optimizer steps per step; must divide data.prompts."""
     micro_batch_size: PositiveInt = 64
     """Rows per rank in one forward and backward pass."""
+    max_tokens_per_gpu: PositiveInt | None = None
+    """Most tokens per rank in one pass, which then takes as many rows as fit; null: trainer.micro_batch_size rows."""
+    balance_batch: bool = False
+    """Give the ranks rows of about the same number of tokens together; false: consecutive rows."""
     lr: PositiveFloat = 2e-4
     """Learning rate after the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.99)

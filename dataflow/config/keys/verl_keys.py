@@ -36,7 +36,6 @@ _ROLLOUT = "actor_rollout_ref.rollout."
 _MODEL = "actor_rollout_ref.model."
 _NO_CRITIC = "this pipeline has no critic; pipelines/ppo_critic.py trains one"
 _WHOLE = "a checkpoint holds all that a resume needs; 'dataflow export' writes the model alone"
-_NO_DYNAMIC = "micro-batches have a fixed number of rows, trainer.micro_batch_size"
 _ONE_MICRO = "log-probs are computed in micro-batches of trainer.micro_batch_size"
 _SERVER = "'judge.url' names a server that runs elsewhere"
 _FSDP = "FSDP2 is set up without options"
@@ -82,8 +81,8 @@ KEYS: dict[str, Meaning] = {
     f"{_ACTOR}ppo_micro_batch_size_per_gpu": Meaning("trainer.micro_batch_size"),
     f"{_ACTOR}ppo_micro_batch_size": Meaning("trainer.micro_batch_size", "rows per rank, not of all ranks"),
     f"{_ACTOR}ppo_epochs": Meaning(None, "each sample is used once"),
-    f"{_ACTOR}use_dynamic_bsz": Meaning(None, _NO_DYNAMIC),
-    f"{_ACTOR}ppo_max_token_len_per_gpu": Meaning(None, _NO_DYNAMIC),
+    f"{_ACTOR}use_dynamic_bsz": Meaning("trainer.max_tokens_per_gpu", "a number of tokens turns it on"),
+    f"{_ACTOR}ppo_max_token_len_per_gpu": Meaning("trainer.max_tokens_per_gpu"),
     f"{_ACTOR}ulysses_sequence_parallel_size": Meaning(None, "sequences are not split over GPUs"),
     f"{_ACTOR}strategy": Meaning(None, "training is FSDP2"),
     f"{_ACTOR}fsdp_config.param_offload": Meaning(None, _FSDP),
@@ -188,7 +187,6 @@ KEYS: dict[str, Meaning] = {
     ),
     "trainer.validation_data_dir": Meaning("samples.every", "samples of evaluations are written with those of steps"),
     "trainer.log_val_generations": Meaning("samples.most", "samples are written to files; dataflow samples shows them"),
-    "trainer.balance_batch": Meaning(None, "ranks share each mini-batch's rows evenly"),
     "trainer.critic_warmup": Meaning(None, _NO_CRITIC),
     "ray_kwargs.ray_init.num_cpus": Meaning("ray.num_cpus"),
     # rewards

@@ -160,6 +160,7 @@ def _engine() -> type:
     """Returns verl's engine for the CPU, which computes the log-probs of all response tokens at once."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
+    from verl.utils.torch_functional import calculate_sum_pi_squared_from_logits
     from verl.workers.engine import FSDPEngineWithLMHead
 
     class CpuEngine(FSDPEngineWithLMHead):
@@ -170,10 +171,10 @@ def _engine() -> type:
             micro_batch: TensorDict,
             logits_processor_func: Any,
         ) -> dict[str, torch.Tensor]:
-            """Returns ``log_probs`` (and ``entropy`` if asked for), jagged as ``input_ids``, 0 on prompts.
+            """Returns ``log_probs`` (``entropy`` and ``sum_pi_squared`` if asked for), jagged as ``input_ids``.
 
-            Without its GPU kernel, verl calls logsumexp once per token, including those of prompts, whose log-probs
-            are not used. That takes a third of the time of a small model's update.
+            They are 0 on prompts. Without its GPU kernel, verl calls logsumexp once per token, including those of
+            prompts, whose log-probs are not used. That takes a third of the time of a small model's update.
             """
             ids, logits = micro_batch["input_ids"], output.logits
             offsets = ids.offsets()
@@ -196,6 +197,8 @@ def _engine() -> type:
             outputs = {"log_probs": jagged(log_probs.gather(1, labels[:, None]).squeeze(1))}
             if tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False):
                 outputs["entropy"] = jagged(-(log_probs.exp() * log_probs).sum(dim=-1))
+            if tu.get_non_tensor_data(micro_batch, "calculate_sum_pi_squared", default=False):
+                outputs["sum_pi_squared"] = jagged(calculate_sum_pi_squared_from_logits(log_probs))
             return outputs
 
     return CpuEngine

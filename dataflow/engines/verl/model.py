@@ -52,6 +52,9 @@ class TrainedModel:
         device: "cpu" (gloo, fp32) or "cuda" (nccl, bf16 with fp32 weights).
         threads: CPU threads.
         shares_gpu: whether another service uses the GPU while this one is idle; torch's cached memory is freed then.
+        max_tokens: most tokens of a micro-batch, which then has as many rows as fit, by verl's dynamic batches; None
+            for micro-batches of a fixed number of rows.
+        balance: whether ranks get rows of about the same number of tokens together, by verl's partitions.
 
     Raises:
         ConfigError: training is not possible with an option.
@@ -72,11 +75,14 @@ class TrainedModel:
         device: str,
         threads: int,
         shares_gpu: bool,
+        max_tokens: int | None = None,
+        balance: bool = False,
     ) -> None:
         if device not in ("cpu", "cuda"):
             raise ConfigError(f"trainer: device '{device}' is neither 'cpu' nor 'cuda'.")
         self.temperature = temperature
         self.micro_batch_size = options.micro_batch_size
+        self.max_tokens, self.balance = max_tokens, balance
         self._shares_gpu = shares_gpu
         torch.set_num_threads(threads)
         with quiet():
@@ -178,7 +184,9 @@ class TrainedModel:
         from verl.utils import tensordict_utils as tu
 
         metrics = {f"{self.name}/lr": self._lr()}
-        share = self._share(columns, self._slots(len(columns["input_ids"])))
+        slots = self._slots(columns["attention_mask"])
+        metrics |= self._imbalance(columns["attention_mask"], slots)
+        share = self._share(columns, slots)
         tu.assign_non_tensor(share, update_lr_scheduler=last, **options)
         with self._left_free():
             found = tu.get(self.worker.train_batch(share), "metrics")
@@ -192,7 +200,7 @@ class TrainedModel:
         from verl.utils import tensordict_utils as tu
         from verl.workers.utils.padding import no_padding_2_padding
 
-        slots = self._slots(len(batch))
+        slots = self._slots(batch["attention_mask"])
         share = self._share({name: batch[name] for name in INPUTS}, slots)
         tu.assign_non_tensor(share, compute_loss=False, **options)
         with self._left_free():
@@ -204,15 +212,45 @@ class TrainedModel:
             columns[name] = self._gather(mine, slots).masked_fill(mask == 0, 0.0)
         return columns
 
-    def _slots(self, rows: int) -> np.ndarray:
-        """Returns the row in each place of each micro-batch, -1 for padding, ``[world x micro-batches, size]``."""
+    def _slots(self, attention_mask: torch.Tensor) -> np.ndarray:
+        """Returns the row in each place of each micro-batch, -1 for padding, ``[world x micro-batches, size]``.
+
+        With ``max_tokens`` there is one piece a rank, of which verl makes micro-batches.
+
+        Raises:
+            ConfigError: a row is longer than ``max_tokens``.
+            DataflowError: there are no rows.
+        """
+        from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+        rows, lengths = len(attention_mask), attention_mask.sum(dim=1).tolist()
         if rows < 1:
             raise DataflowError("trainer: a batch without rows can be neither scored nor trained on.")
-        pieces = self.world * math.ceil(rows / (self.world * self.micro_batch_size))
+        if self.max_tokens is not None and max(lengths) > self.max_tokens:
+            raise ConfigError(
+                f"trainer.max_tokens_per_gpu={self.max_tokens}: a sample has {max(lengths)} tokens, prompt included; "
+                "give at least as many."
+            )
+        micro_batches = 1 if self.max_tokens is not None else math.ceil(rows / (self.world * self.micro_batch_size))
+        pieces = self.world * micro_batches
+        split = np.array_split(np.arange(rows), pieces)
+        if self.balance and self.world > 1 and rows % self.world == 0:
+            ranks = get_seqlen_balanced_partitions(lengths, k_partitions=self.world, equal_size=True)
+            split = [piece for mine in ranks for piece in np.array_split(np.array(sorted(mine)), micro_batches)]
         slots = np.full((pieces, math.ceil(rows / pieces)), -1)
-        for slot, piece in zip(slots, np.array_split(np.arange(rows), pieces), strict=True):
+        for slot, piece in zip(slots, split, strict=True):
             slot[: len(piece)] = piece
         return slots
+
+    def _imbalance(self, attention_mask: torch.Tensor, slots: np.ndarray) -> dict[str, float]:
+        """Returns verl's ``global_seqlen/*``: tokens of the ranks with consecutive rows, and with theirs (balanced)."""
+        if self.world == 1 or len(attention_mask) < self.world:
+            return {}
+        from verl.utils.seqlen_balancing import log_seqlen_unbalance
+
+        ranks = [[int(row) for row in mine if row >= 0] for mine in slots.reshape(self.world, -1)]
+        found = log_seqlen_unbalance(attention_mask.sum(dim=1).tolist(), ranks, "global_seqlen")
+        return {name: float(value) for name, value in found.items()}
 
     def _share(self, columns: Mapping[str, torch.Tensor], slots: np.ndarray) -> TensorDict:
         """Returns this rank's rows in the form of verl's engine: jagged, without padding."""
@@ -232,6 +270,8 @@ class TrainedModel:
             micro_batch_size_per_gpu=slots.shape[1],
             global_batch_size=int((slots >= 0).sum()),
         )
+        if self.max_tokens is not None:
+            tu.assign_non_tensor(share, use_dynamic_bsz=True, max_token_len_per_gpu=self.max_tokens)
         return share
 
     def _gather(self, mine: torch.Tensor, slots: np.ndarray) -> torch.Tensor:

@@ -19,8 +19,8 @@ class VerlTrainer(TrainedModel):
 
     Args:
         model: directory or Hugging Face id of a causal LM.
-        trainer: the options of section ``trainer``: micro_batch_size (rows per rank), lr, betas,
-            weight_decay, warmup_steps, grad_clip, threads.
+        trainer: the options of section ``trainer``: micro_batch_size (rows per rank), max_tokens_per_gpu,
+            balance_batch, lr, betas, weight_decay, warmup_steps, grad_clip, threads.
         algorithm: the options of section ``algorithm`` that the loss reads
             (:func:`dataflow.engines.verl.loss.loss_of`), and adv_estimator.
         total_steps: training steps of the run.
@@ -65,6 +65,8 @@ class VerlTrainer(TrainedModel):
             device=device,
             threads=trainer.threads,
             shares_gpu=shares_gpu,
+            max_tokens=trainer.max_tokens_per_gpu,
+            balance=trainer.balance_batch,
         )
         self.reference = None
         if reference:

@@ -32,6 +32,8 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 P, R, VOCABULARY = 9, 7, 259
 TRAINER = {
     "micro_batch_size": 64,
+    "max_tokens_per_gpu": None,
+    "balance_batch": True,
     "lr": 1e-3,
     "betas": (0.9, 0.99),
     "weight_decay": 0.1,
@@ -302,6 +304,52 @@ def test_with_bypass_mode_the_rollout_s_log_probs_are_the_old_ones(make: Make, t
         log_prob=torch.zeros(2, R), response_mask=torch.zeros(2, R, dtype=torch.bool)
     )
     assert (loss.item(), metrics) == (0.0, {})
+
+
+def test_micro_batches_by_tokens_give_the_same_update(make: Make, tiny_qwen: Path) -> None:
+    batch = responses(9, group=3)
+    fixed = make(tiny_qwen)
+    known = fixed.old_log_probs(batch)
+    data = training_batch(known["old_log_probs"], batch)
+    expected = fixed.update(data, last=True)
+    longest = int(batch["attention_mask"].sum(dim=1).max())
+    trainer = make(tiny_qwen, max_tokens_per_gpu=longest)  # one or two rows in each
+    torch.testing.assert_close(trainer.old_log_probs(batch)["old_log_probs"], known["old_log_probs"], atol=1e-6, rtol=0)
+    metrics = trainer.update(data, last=True)
+    assert metrics["actor/pg_loss"] == pytest.approx(expected["actor/pg_loss"], abs=1e-6)
+    assert metrics["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
+    trainer.max_tokens = longest - 1
+    with pytest.raises(ConfigError, match=f"max_tokens_per_gpu={longest - 1}: a sample has {longest} tokens, prompt"):
+        trainer.update(data, last=True)
+
+
+def test_ranks_get_rows_of_about_the_same_number_of_tokens() -> None:
+    lengths = torch.tensor([9, 9, 8, 8, 1, 1, 2, 2])
+    mask = (torch.arange(9) < lengths[:, None]).long()
+    model: Any = SimpleNamespace(world=2, micro_batch_size=2, max_tokens=None, balance=True)
+    slots = VerlTrainer._slots(model, mask)
+    assert slots.shape == (4, 2)
+    assert sorted(slots.flatten().tolist()) == list(range(8))
+    tokens = [int(lengths[mine].sum()) for mine in slots.reshape(2, -1)]
+    assert tokens == [20, 20]
+    found = VerlTrainer._imbalance(model, mask, slots)
+    assert (found["global_seqlen/minmax_diff"], found["global_seqlen/balanced_max"]) == (28.0, 20.0)
+    model.balance = False
+    assert VerlTrainer._slots(model, mask).flatten().tolist() == list(range(8))
+    model.balance, model.world = True, 3  # rows that do not divide evenly are padded where they are
+    assert [row for row in VerlTrainer._slots(model, mask).flatten().tolist() if row >= 0] == list(range(8))
+    model.max_tokens, model.world = 9, 2
+    assert VerlTrainer._slots(model, mask).shape == (2, 4)
+
+
+def test_the_optimal_token_baselines_get_the_sum_of_squared_probabilities(make: Make, tiny_qwen: Path) -> None:
+    batch = responses(4)
+    found = make(tiny_qwen, adv_estimator="optimal_token_baseline").old_log_probs(batch)["sum_pi_squared"]
+    model = load(tiny_qwen)
+    with torch.no_grad():
+        logits = model(**{name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}).logits
+    expected = logits[:, P - 1 : -1].softmax(dim=-1).square().sum(dim=-1) * batch["response_mask"]
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", [*LOSSES])

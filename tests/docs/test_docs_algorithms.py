@@ -1,0 +1,90 @@
+"""docs/algorithms.md is correct. ``python tests/docs/test_docs_algorithms.py`` updates its tables."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.algorithms.correction import CORRECTIONS
+from dataflow.algorithms.estimators import ESTIMATORS
+from dataflow.algorithms.losses import BYPASS, LOSSES
+from dataflow.algorithms.presets import PRESETS
+from dataflow.config.keys.overrides import fields
+from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.run import RunConfig, parse_overrides
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(__file__).parents[2]
+DOC = ROOT / "docs" / "algorithms.md"
+TEXT = DOC.read_text(encoding="utf-8")
+TABLE = re.compile(r"(<!-- (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+COMMANDS = [shlex.split(line) for line in re.findall(r"^    (dataflow run .*)$", TEXT, re.MULTILINE)]
+
+
+def table(name: str) -> str:
+    """Returns a table of the page, from the tables in ``dataflow.algorithms``."""
+    if name == "estimators":
+        rows = [["name", "source (arXiv)", "compares with", "also reads", "split into parts"]]
+        for key, found in ESTIMATORS.items():
+            other = {"group": "its group", "batch": "the batch", "nothing": "no other sample"}[found.against]
+            reads = ", ".join(f"`{field}`" for field in found.needs)
+            rows.append(
+                [f"`{key}`", found.source, other, reads, f"no: {found.whole_batch}" if found.whole_batch else "yes"]
+            )
+    elif name == "losses":
+        rows = [["name", "source (arXiv)", "keys", "per micro-batch"]]
+        for key, loss in LOSSES.items():
+            keys = ", ".join(f"`{one}`" for one in loss.keys if not one.startswith("clip_ratio_") or one[-1] == "c")
+            rows.append([f"`{key}`", loss.source, keys, loss.per_micro_batch or ""])
+    else:
+        of = PRESETS if name == "presets" else CORRECTIONS
+        rows = [["name", "sets"], *([f"`{key}`", _keys(sets, of is CORRECTIONS)] for key, sets in of.items())]
+    lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:], ""])
+
+
+def _keys(keys: Mapping[str, Any], correction: bool) -> str:
+    off = (None, False) if correction else ()
+    plain = {"rollout_is_threshold": "2.0", "bypass_loss": "ppo_clip"} if correction else {}
+    shown = [(key, value) for key, value in keys.items() if value not in off and plain.get(key) != value]
+    return ", ".join(f"`{key}={str(value).lower()}`" for key, value in shown) or "nothing: metrics alone"
+
+
+def test_the_tables_are_those_of_the_code() -> None:
+    found = {name: shown for _, name, shown, _ in TABLE.findall(TEXT)}
+    assert found == {name: table(name) for name in ("presets", "estimators", "losses", "corrections")}
+
+
+@pytest.mark.heavy
+def test_verl_has_nothing_that_the_tables_do_not_know() -> None:
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+
+    from dataflow.engines.verl.loss import PREFIX
+
+    assert set(ADV_ESTIMATOR_REGISTRY) == set(ESTIMATORS)
+    assert {name for name in POLICY_LOSS_REGISTRY if not name.startswith(PREFIX)} == {*LOSSES, BYPASS}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_commands_are_valid(command: list[str]) -> None:
+    module = load_pipeline_file(ROOT / command[2])
+    config = parse_overrides(module.Config, command[3:])
+    assert module.pipeline(config).order
+
+
+def test_keys_in_the_text_are_keys() -> None:
+    keys = {path[-1] for path, _ in fields(RunConfig)} | {"kl_ctrl.kl_coef", "kl_ctrl.type"}
+    known = keys | {f"algorithm.{key}" for key in keys}
+    named = set(re.findall(r"`((?:algorithm\.)?(?:rollout|bypass|kl|use|loss|gdpo)_[a-z_.]+)`", TABLE.sub("", TEXT)))
+    assert len(named) > 15
+    assert named <= known
+
+
+if __name__ == "__main__":
+    DOC.write_text(TABLE.sub(lambda m: m[1] + table(m[2]) + m[4], TEXT), encoding="utf-8")
