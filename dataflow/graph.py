@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from dataflow.errors import PipelineError, nearest
+from dataflow.errors import PipelineError, alike, nearest
 from dataflow.stage import Carried, Grain, Hosted, Lag, Latest, Read, Role, Stage, TaskInfo, stage
 
 if TYPE_CHECKING:
@@ -98,7 +98,10 @@ class Pipeline:
                 f" (declared: {', '.join(self.resources)})."
             )
         for name, lag, optional in s.reads:
-            if name in self.inputs or (optional and name not in self.writer):
+            if name in self.inputs:
+                continue
+            if optional and name not in self.writer:
+                self._check_absent(s, name)
                 continue
             if name not in self.writer:
                 known = [*self.writer, *self.inputs]
@@ -126,30 +129,31 @@ class Pipeline:
                 )
         if s.ahead_of is not None:
             self._check_ahead(s, s.ahead_of)
-        if missing := s.unbound():
-            raise PipelineError(
-                f"stage '{s.name}' needs service or option '{missing[0]}'; bind it: {s.name}.bind({missing[0]}=...)."
-            )
-        if s.every is not None and s.every < 1:
-            raise PipelineError(f"stage '{s.name}': every={s.every}; give 1 or more.")
-        if s.collects and s.every is not None:
-            raise PipelineError(
-                f"stage '{s.name}' collects the rewards of every step, so it cannot run only every {s.every}."
-            )
-        self._check_mini_batches(s)
-        _ = s.host
+        s.check()
 
-    def _check_mini_batches(self, s: Stage) -> None:
-        if s.grain != "mini-batch" and (s.mini_batches is not None or s.epochs != 1):
+    def unread(self) -> list[str]:
+        """Returns a sentence for each stage whose fields no stage reads, which may be a mistake.
+
+        Stages with a role, and those that do not run on every step, are left out: they do more than write.
+        """
+        return [
+            f"stage '{s.name}' writes {', '.join(map(repr, s.writes))}, which no stage reads; let a stage read it, or "
+            "leave out writes= if the stage only logs."
+            for s in self.stages
+            if s.writes and self._unread.issuperset(s.writes) and s.role is None and s.every is None
+        ]
+
+    @functools.cached_property
+    def _unread(self) -> frozenset[str]:
+        return frozenset(self.writer).difference(r.field for s in self.stages for r in s.reads)
+
+    def _check_absent(self, s: Stage, name: str) -> None:
+        """Checks that an optional field is absent because nobody writes it, not for its spelling."""
+        if (other := alike(name, sorted(self._unread))) is not None:
             raise PipelineError(
-                f"stage '{s.name}' runs once a {s.grain}, so it takes neither mini_batches= nor epochs=; declare it "
-                "with per_mini_batch=True."
+                f"stage '{s.name}' reads the optional field '{name}', which no stage writes, and "
+                f"'{self.writer[other].name}' writes '{other}', which no stage reads; give both one name."
             )
-        for name, value in (("mini_batches", s.mini_batches), ("epochs", s.epochs)):
-            if value is not None and value < 1:
-                raise PipelineError(f"stage '{s.name}': {name}={value}; give 1 or more.")
-        if s.epochs_over not in ("mini-batch", "step"):
-            raise PipelineError(f"stage '{s.name}': epochs_over={s.epochs_over!r}; use 'mini-batch' or 'step'.")
 
     def _first_collector(self) -> Stage | None:
         """Returns the first collector listed that is not downstream of another one."""
@@ -201,25 +205,7 @@ class Pipeline:
 
     def facts(self) -> dict[str, Any]:
         """Returns the graph without its functions and services, JSON-able: all that a plan needs."""
-        stages = [
-            {
-                "name": s.name,
-                "reads": [list(r) for r in s.reads],
-                "writes": list(s.writes),
-                "on": s.on,
-                "grain": s.grain,
-                "role": s.role,
-                "streams": s.streams,
-                "after": list(s.after),
-                "every": s.every,
-                "ahead_of": s.ahead_of,
-                "mini_batches": s.mini_batches,
-                "epochs": s.epochs,
-                "epochs_over": s.epochs_over,
-            }
-            for s in self.stages
-        ]
-        return {"stages": stages, "inputs": list(self.inputs), "resources": self.resources}
+        return {"stages": [s.facts() for s in self.stages], "inputs": list(self.inputs), "resources": self.resources}
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Pipeline:
@@ -229,18 +215,10 @@ class Pipeline:
             PipelineError: the facts are incomplete.
         """
         try:
-            stages = [
-                Stage(
-                    **{
-                        **s,
-                        "fn": _uncallable,
-                        "reads": tuple(Read(*r) for r in s["reads"]),
-                        "writes": tuple(s["writes"]),
-                        "after": tuple(s["after"]),
-                    }
-                )
-                for s in facts["stages"]
-            ]
+            stages = []
+            for s in facts["stages"]:
+                lists = {name: tuple(s[name]) for name in ("writes", "after")}
+                stages.append(Stage(**{**s, **lists, "fn": _uncallable, "reads": tuple(Read(*r) for r in s["reads"])}))
             return cls(stages, facts["inputs"], facts["resources"])
         except (KeyError, TypeError) as error:
             raise PipelineError(f"the pipeline's description is not whole: {error}; make the run again.") from error
@@ -282,30 +260,12 @@ class Pipeline:
         wide = max((len(s.name) for s in self.stages), default=0)
         lines = []
         for s in self.order:
-            facts = [f"on {s.on}"]
-            if s.grain == "chunk":
-                facts.append("once a chunk where the policy streams")
-            elif s.grain != "step":
-                facts.append(f"once a {s.grain}")
-            if s.mini_batches is not None:
-                facts.append(f"{s.mini_batches} mini-batches")
-            if s.epochs > 1:
-                facts.append(f"{s.epochs} epochs over each {s.epochs_over}")
-            if s.collects and len(self.collectors) > 1:
-                others = [f"the same groups as {c.name}" for c in self.collectors if c is self.collector is not s]
-                facts += others or ["forms the parts"]
-            if s.streams:
-                facts.append("can stream")
-            if s.every is not None:
-                facts.append(f"every {s.every} steps")
-            if s.host is not None:
-                facts.append(f"in {s.host.name}" + (f" x{s.host.ranks}" if s.host.ranks > 1 else ""))
+            facts = s.words()
+            if s.collects and (first := self.collector) is not None and len(self.collectors) > 1:
+                facts.append("forms the parts" if s is first else f"the same groups as {first.name}")
             lines.append(f"{s.name:<{wide}}  {', '.join(facts)}")
-            words = {
-                "none": "",
-                "latest": " (of the step before)",
-                "carried": " (of 1 + max_staleness steps before)",
-            }
+            words = {"none": "", "latest": " (of the step before)"}
+            words["carried"] = " (of 1 + max_staleness steps before)"
             for read in dict.fromkeys(s.reads):  # one field may take the place of two
                 source = "input" if read.field in self.inputs else "absent, optional"
                 if read.field in self.writer:
@@ -313,7 +273,7 @@ class Pipeline:
                 lines.append(f"{'':<{wide}}    reads  {read.field} {source}{words[read.lag]}")
             if s.writes:
                 lines.append(f"{'':<{wide}}    writes {', '.join(s.writes)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.unread()])
 
 
 class TaskId(NamedTuple):

@@ -202,8 +202,7 @@ class RewardAgent:
             step: as submitted.
             k: number of groups; None for all that no other call collects.
             order: ``arrival`` takes the groups that finish first, ``index`` the next ones by id.
-            last: this is the last call for a step that was submitted with ``more``, or that is collected by ``groups``;
-                the rest is cancelled.
+            last: the last call for a step submitted with ``more`` or collected by ``groups``; cancels the rest.
             groups: the ids to wait for, in place of the next k.
 
         Returns:

@@ -262,6 +262,8 @@ class Runner:
             facts = {k: v for k, v in mark.items() if k not in ("name", "begin", "end")}
             if i.parts > 1:
                 facts = {"part": i.part, **facts}
+            if task.stage.collects and len(self.graph.pipeline.collectors) > 1:
+                facts = {"collector": i.stage, **facts}
             begin, end = mark["begin"] - self._origin, mark["end"] - self._origin
             inside.append(Mark(mark["name"], task.stage.on, begin, end, {"step": i.step, **facts}))
         self.trace.add(span, *inside)

@@ -8,106 +8,35 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from dataflow.errors import DataflowError, PipelineError, nearest
-from dataflow.usercode.numeric import real_number
+from dataflow.errors import PipelineError, nearest
+from dataflow.fields import Carried, Lag, Latest, Read, read_of
+from dataflow.task_info import TaskInfo
 
 Grain: TypeAlias = Literal["step", "chunk", "part", "mini-batch"]
-Lag: TypeAlias = Literal["none", "latest", "carried"]
+__all__ = [
+    "ROLES",
+    "SAMPLED",
+    "Carried",
+    "Grain",
+    "Hosted",
+    "Lag",
+    "Latest",
+    "Read",
+    "Role",
+    "Stage",
+    "TaskInfo",
+    "stage",
+]
+
 Role: TypeAlias = Literal["samples", "requests", "collects", "trains", "syncs", "validates", "saves"]
 ROLES: tuple[Role, ...] = typing.get_args(Role)
 SAMPLED = "groups sampled"
 """Name of the trace level that counts the finished groups of a rollout."""
-
-
-class Carried:
-    """Marks a field of an earlier step, 1 + max_staleness steps back (the weights that a rollout samples with).
-
-    Samples are then at most max_staleness steps old: step 5 of a run with max_staleness=1 samples with the weights of
-    step 3, where an on-policy step samples with those of step 4.
-    """
-
-
-class Latest:
-    """Marks a field of the previous step, whatever the staleness (the weights that a trainer continues from)."""
-
-
-class Read(NamedTuple):
-    """One field that a stage reads, the step it is read from, and whether it may be absent (then it is None)."""
-
-    field: str
-    lag: Lag = "none"
-    optional: bool = False
-
-
-@dataclass
-class TaskInfo:
-    """The task that a stage function runs as, passed to it as the keyword parameter ``task``."""
-
-    step: int
-    stage: str = ""
-    part: int = 0
-    parts: int = 1
-    epoch: int = 0
-    """How often the stage worked on these groups before, in this step."""
-    epochs: int = 1
-    groups: tuple[int, ...] | None = None
-    """The groups it works on; None for all groups of the step."""
-    take: int | None = None
-    """How many groups a collecting stage must return; None for all groups of the step."""
-    order: Literal["arrival", "index"] = "arrival"
-    max_staleness: int = 0
-    emits: int = 1
-    """Chunks that a streaming stage must emit while it runs; 1 for none before its end."""
-    emitted: Mapping[int, Any] = field(default_factory=dict)
-    """Chunks that it emitted before its process died and it was restarted, by number."""
-    on_emit: Callable[[int, tuple[Any, ...]], None] | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    marks: list[dict[str, Any]] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def first(self) -> bool:
-        return self.part == 0
-
-    @property
-    def last(self) -> bool:
-        """Whether this is the stage's last task of the step."""
-        return self.part == self.parts - 1
-
-    def emit(self, number: int, *values: Any) -> None:
-        """Emits one of ``emits`` chunks, each once in any order: a Batch of whole groups for each field it writes."""
-        if self.on_emit is not None:
-            self.on_emit(number, values)
-
-    def log(self, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the step; values of several parts are averaged, or reduced by max or min if so named.
-
-        Raises:
-            DataflowError: a value is not a number; arrays and tensors of one element are numbers.
-        """
-        for name, value in metrics.items():
-            try:
-                self.metrics[name] = value if type(value) in (float, int) else real_number(value)
-            except ValueError as error:
-                raise DataflowError(f"stage '{self.stage}' logs {error} as metric '{name}'; log a number.") from error
-
-    def note(self, **facts: Any) -> None:
-        """Adds facts to the task's own span in the trace, JSON-able (``requests``, how many it sent)."""
-        self.facts.update(facts)
-
-    def mark(self, name: str, begin: float, end: float, **facts: Any) -> None:
-        """Adds a span inside this task (a reward request) to the trace, by :func:`dataflow.system.clock.now`."""
-        self.marks.append({"name": name, "begin": begin, "end": end, **facts})
-
-    def level(self, name: str, at: float, value: float) -> None:
-        """Adds to the trace the value that a level (a limit) has from ``at`` on, in seconds as for :meth:`mark`."""
-        self.marks.append({"name": name, "at": at, "value": value})
 
 
 @dataclass(frozen=True)
@@ -257,6 +186,59 @@ class Stage:
             )
         return hosts[0] if hosts else None
 
+    def check(self) -> None:
+        """Checks what can be known without the other stages.
+
+        Raises:
+            PipelineError: a parameter is not bound, or an option is out of range or does not fit the others.
+        """
+        if missing := self.unbound():
+            raise PipelineError(
+                f"stage '{self.name}' needs service or option '{missing[0]}'; bind it: "
+                f"{self.name}.bind({missing[0]}=...)."
+            )
+        if self.collects and self.every is not None:
+            raise PipelineError(
+                f"stage '{self.name}' collects the rewards of every step, so it cannot run only every {self.every}."
+            )
+        if self.grain != "mini-batch" and (self.mini_batches is not None or self.epochs != 1):
+            raise PipelineError(
+                f"stage '{self.name}' runs once a {self.grain}, so it takes neither mini_batches= nor epochs=; declare "
+                "it with per_mini_batch=True."
+            )
+        for name in ("every", "mini_batches", "epochs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PipelineError(f"stage '{self.name}': {name}={value}; give 1 or more.")
+        if self.epochs_over not in ("mini-batch", "step"):
+            raise PipelineError(f"stage '{self.name}': epochs_over={self.epochs_over!r}; use 'mini-batch' or 'step'.")
+        _ = self.host
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the stage without its function and services, JSON-able."""
+        alike = ("name", "on", "grain", "role", "streams", "every", "ahead_of", "mini_batches", "epochs", "epochs_over")
+        lists = {"reads": [list(r) for r in self.reads], "writes": list(self.writes), "after": list(self.after)}
+        return {name: getattr(self, name) for name in alike} | lists
+
+    def words(self) -> list[str]:
+        """Returns how often it runs and where, each fact in a few words."""
+        found = [f"on {self.on}"]
+        if self.grain == "chunk":
+            found.append("once a chunk where the policy streams")
+        elif self.grain != "step":
+            found.append(f"once a {self.grain}")
+        if self.mini_batches is not None:
+            found.append(f"{self.mini_batches} mini-batches")
+        if self.epochs > 1:
+            found.append(f"{self.epochs} epochs over each {self.epochs_over}")
+        if self.streams:
+            found.append("can stream")
+        if self.every is not None:
+            found.append(f"every {self.every} steps")
+        if self.host is not None:
+            found.append(f"in {self.host.name}" + (f" x{self.host.ranks}" if self.host.ranks > 1 else ""))
+        return found
+
     def load(self) -> None:
         """Imports the function's modules in the process that runs it."""
         for module in self.imports:
@@ -273,9 +255,11 @@ class Stage:
 
 
 def stage(
+    fn: None = None,
+    /,
     *,
     writes: str | Sequence[str] = (),
-    on: str,
+    on: str = "",
     role: Role | None = None,
     splittable: bool = False,
     per_mini_batch: bool = False,
@@ -322,8 +306,9 @@ def stage(
         per_emission: replaced by per_chunk=True.
 
     Raises:
-        PipelineError: an unknown role, a parameter without a name, a field with a default other than None, or an
-            annotation that cannot be resolved (it may mean that the field comes from an earlier step).
+        PipelineError: no resource, no parentheses, an unknown role, a parameter without a name, a field with a default
+            other than None, or an annotation that cannot be resolved (it may mean that the field comes from an earlier
+            step).
 
     >>> @stage(writes="length", on="controller")
     ... def measure(text, *, scale=1):
@@ -332,6 +317,10 @@ def stage(
     ((Read(field='text', lag='none', optional=False),), ('length',), 6)
     """
 
+    if fn is not None or not on:
+        name = getattr(fn, "__name__", "a function")
+        wrong = "without parentheses" if fn is not None else "without a resource"
+        raise PipelineError(f'@stage above {name} is {wrong}; write @stage(writes="FIELD", on="RESOURCE").')
     grain: Grain = "chunk" if per_chunk else "mini-batch" if per_mini_batch else "step"
     if splittable or role == "collects":
         grain = "part"
@@ -356,7 +345,7 @@ def stage(
                 if name != "task":
                     services.append(name)
             elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-                reads.append(Read(name, _lag(fn, parameter, around), _is_optional(fn, parameter)))
+                reads.append(read_of(fn, parameter, around))
             else:
                 raise PipelineError(f"stage '{fn.__name__}': parameter '*{name}' has no name to be a field.")
         return Stage(
@@ -378,69 +367,3 @@ def stage(
         )
 
     return wrap
-
-
-def _is_optional(fn: Callable[..., Any], parameter: inspect.Parameter) -> bool:
-    """Returns whether the field may be absent: its parameter has a default, which must be None."""
-    if parameter.default is inspect.Parameter.empty:
-        return False
-    if parameter.default is not None:
-        name, value = parameter.name, parameter.default
-        raise PipelineError(
-            f"stage '{fn.__name__}': field '{name}' has the default {value!r}; give None, which makes the field "
-            f"optional, or move '{name}' behind the *, which makes it an option."
-        )
-    return True
-
-
-def _lag(fn: Callable[..., Any], parameter: inspect.Parameter, around: Mapping[str, Any]) -> Lag:
-    """Returns the lag of a field, from the type that its parameter is annotated with."""
-    if parameter.annotation is inspect.Parameter.empty:
-        return "none"
-    where = f"stage '{fn.__name__}': the annotation '{_text(parameter.annotation)}' of field '{parameter.name}'"
-    alone = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
-    plain = inspect.unwrap(fn)
-    try:
-        kind = typing.get_type_hints(alone, getattr(plain, "__globals__", {}), dict(around), include_extras=True)
-    except Exception as error:
-        raise PipelineError(
-            f"{where} cannot be resolved ({error}), and might say that the field comes from an earlier step; import "
-            "its names where the stage is made, not under TYPE_CHECKING."
-        ) from error
-    found = list(dict.fromkeys(_lags(kind[parameter.name])))
-    if len(found) > 1:
-        raise PipelineError(f"{where} says both Carried and Latest; give one of them.")
-    if not found and any(_mentions(kind[parameter.name])):
-        raise PipelineError(
-            f"{where} has Carried or Latest inside another type; write Annotated[TYPE, Carried], or Carried alone."
-        )
-    return found[0] if found else "none"
-
-
-def _lags(kind: Any) -> Iterator[Lag]:
-    """Yields the lags that a type declares: itself, as metadata of Annotated, in a union, or behind an alias."""
-    lags: dict[Any, Lag] = {Carried: "carried", Latest: "latest"}
-    if isinstance(kind, type) and issubclass(kind, (Carried, Latest)):
-        yield "carried" if issubclass(kind, Carried) else "latest"
-    elif metadata := getattr(kind, "__metadata__", ()):
-        yield from _lags(kind.__origin__)
-        for item in metadata:
-            if (lag := lags.get(item if isinstance(item, type) else type(item))) is not None:
-                yield lag
-    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
-        for item in typing.get_args(kind):
-            yield from _lags(item)
-    else:
-        for alias in ("__value__", "__supertype__"):  # of a type statement, of a NewType
-            if (behind := getattr(kind, alias, None)) is not None:
-                yield from _lags(behind)
-
-
-def _mentions(kind: Any) -> Iterator[bool]:
-    for item in typing.get_args(kind):
-        yield from (True for _ in _lags(item))
-        yield from _mentions(item)
-
-
-def _text(annotation: Any) -> str:
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -10,10 +11,18 @@ from hypothesis import strategies as st
 
 from dataflow import testing
 from dataflow.errors import DataflowError, PipelineError
+from dataflow.executors.base import Done
+from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Pipeline, TaskGraph, TaskId, stage
+from dataflow.planning.config import PlanConfig, RewardPlan
+from dataflow.planning.planner import simulate as predict
+from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import PRESETS, STREAM, SchedulingPolicy, expand, preset
+from dataflow.runner import Runner
 from dataflow.testing import RandomCosts, SteadyCosts, check_trace, simulate
 from dataflow.timeline.culprits import culprits
+from dataflow.timeline.spans import Trace
+from tests.rigs.golden import check_golden
 
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck))
 RULE = {"ticket": "rule_ticket", "rewards": "rule_scores"}
@@ -94,7 +103,45 @@ def test_a_wait_is_charged_to_the_collector_that_was_waited_for(rule, judge, bla
     worst = culprits(trace)[0]
     assert worst.wait.cause == "rewards"
     assert worst.wait.by == f"{blamed}[1]"
-    assert worst.wait.seconds > 17.0
+    assert worst.wait.seconds == pytest.approx(20.0 - 2.0, abs=0.05) if rule < judge else worst.wait.seconds > 17.0
+
+
+@pytest.mark.parametrize(("rule", "judge", "blamed"), [(4.0, 20.0, "reward_collect"), (20.0, 4.0, "rule_collect")])
+def test_requests_are_told_apart_by_collector(rule, judge, blamed):
+    class Marked(VirtualExecutor):
+        async def events(self):
+            async for done in super().events():
+                if isinstance(done, Done) and "collect" in done.id.stage:
+                    end = done.report.end - (0.5 if done.id.stage == "rule_collect" else 0.0)
+                    done.report.marks.append({"name": "reward", "begin": end - 1.0, "end": end, "group": done.id.part})
+                yield done
+
+    graph, trace = graph_of(preset("mini-batch", 4), 2), Trace(meta={"steps": 2})
+    costs = SteadyCosts({"reward_collect": judge, "rule_collect": rule}, 16, SECONDS)
+    asyncio.run(Runner(graph, Marked(costs), inputs={"prompts": lambda step: None}, trace=trace).run())
+    found = [c for c in culprits(trace) if c.request is not None]
+    assert found[0].wait.by.partition("[")[0] == blamed
+    for c in found:
+        assert c.request.args["collector"] == c.wait.by.partition("[")[0]
+        assert f"{c.request.args['collector']}, group" in c.words
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_trace_of_two_agents_is_planned(name):
+    graph = graph_of(preset(name, 4), 3)
+    trace, _ = simulate(graph, SteadyCosts({"reward_collect": 12.0, "rule_collect": 1.0}, 16, SECONDS))
+    job = {"pipeline": graph.pipeline.facts(), "prompts": 16, "responses": 1, "mini_batches": 4, "concurrency": 16}
+    trace.meta |= {"policy": name, "job": job}
+    load = of_trace(trace, "trace.json", PlanConfig(reward=RewardPlan(latency="uniform:0:12")))
+    assert (load.roles.request, load.roles.collect) == ("reward_request", "reward_collect")
+    account, _costs = predict(load, preset(name, 4))
+    assert account.end == pytest.approx(trace.wall, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["baseline", "both"])
+def test_golden_timelines_of_two_collectors(name):
+    costs = SteadyCosts({"reward_collect": 12.0, "rule_collect": 4.0}, 16, SECONDS)
+    check_golden(graph_of(preset(name, 4), 3), costs, f"two_collectors_{name}", name)
 
 
 def test_other_groups_than_those_of_the_part_fail_the_run():

@@ -10,7 +10,8 @@ from dataflow import testing
 from dataflow.errors import PipelineError, PolicyError
 from dataflow.graph import Latest, Pipeline, TaskGraph, TaskId, stage
 from dataflow.policy import SchedulingPolicy, expand, preset
-from dataflow.testing import RandomCosts, check_trace, grpo_pipeline, simulate
+from dataflow.testing import RandomCosts, SteadyCosts, check_trace, grpo_pipeline, simulate
+from tests.rigs.golden import check_golden
 
 
 @stage(writes="values", on="gpu")
@@ -23,6 +24,7 @@ def critic_update(responses, values, advantages, critic: Latest): ...
 
 def with_critic(actor: dict | None = None, critic: dict | None = None) -> Pipeline:
     stages = [s.bind(**(actor or {})) if s.name == "actor_update" else s for s in grpo_pipeline().stages]
+    stages = [s.also_reads("values") if s.name == "advantage" else s for s in stages]
     return Pipeline([*stages, values, critic_update.bind(**(critic or {}))], inputs=["prompts"])
 
 
@@ -110,6 +112,13 @@ def test_the_order_of_updates_is_the_same_under_every_policy_by_index():
     for name in ("actor_update", "critic_update"):
         orders = {tuple(trained(graph_of(split, **options), name, seed)) for split in (1, 2, 4) for seed in range(3)}
         assert len(orders) == 1
+
+
+@pytest.mark.parametrize("name", ["baseline", "both"])
+def test_golden_timelines_of_a_critic(name):
+    graph = expand(with_critic({"epochs": 2}, {"mini_batches": 8}), preset(name, 4), 3, 4, groups=16)
+    costs = SteadyCosts(12.0, 16, {"values": 1.0, "critic_update": 0.5})
+    check_golden(graph, costs, f"critic_{name}", name)
 
 
 WRONG = {

@@ -81,6 +81,36 @@ def test_an_optional_field_is_read_on_the_steps_that_have_it():
     assert read == {1: (), 2: (), 3: (TaskId(3, "validate"),), 4: (TaskId(4, "validate"),)}
 
 
+def test_an_optional_field_that_is_misspelt_is_an_error():
+    other = penalise.bind(renamed={"accuracy": "acuracy"})
+    score = validate.bind(name="score")
+    with pytest.raises(PipelineError) as error:
+        Pipeline([*GRPO, other, score], inputs=["prompts"])
+    assert str(error.value) == (
+        "stage 'penalise' reads the optional field 'acuracy', which no stage writes, and 'score' writes 'accuracy', "
+        "which no stage reads; give both one name."
+    )
+
+
+def test_fields_that_nobody_reads_are_said():
+    pipeline = Pipeline([*GRPO, scale.bind(factor=2), validate], inputs=["prompts"])
+    assert pipeline.unread() == [
+        "stage 'scale' writes 'scaled', which no stage reads; let a stage read it, or leave out writes= if the stage "
+        "only logs."
+    ]
+    assert pipeline.explain().endswith(pipeline.unread()[0])
+    assert grpo_pipeline(val_every=2).unread() == []
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_a_stage_without_parentheses_or_resource_is_one_sentence(bare):
+    def measure(text): ...
+
+    how = "without parentheses" if bare else "without a resource"
+    with pytest.raises(PipelineError, match=rf'^@stage above .* is {how}; write @stage\(writes="FIELD", on="RESOURCE"'):
+        stage(measure) if bare else stage(writes="length")
+
+
 def test_a_field_has_no_other_default_than_none():
     with pytest.raises(PipelineError) as error:
 

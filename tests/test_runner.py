@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
@@ -28,9 +26,8 @@ from dataflow.testing import (
     simulate,
 )
 from dataflow.timeline.spans import Span, Trace
-from dataflow.timeline.text import gantt
+from tests.rigs.golden import check_golden
 
-GOLDEN = Path(__file__).parent / "golden"
 DICE = st.randoms(use_true_random=False)
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -331,13 +328,7 @@ def test_the_next_rollout_starts_before_the_log_probs_when_rewards_are_slow(name
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_golden_timelines(name):
-    trace, _ = simulate(grpo(preset(name, 4), 4, val_every=2), SteadyCosts(latency=12.0))
-    trace.meta["policy"] = name
-    drawn = gantt(trace, 120) + "\ngpu: " + " ".join(s.task for s in trace.on("gpu")) + "\n"
-    path = GOLDEN / f"{name}.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text(drawn)
-    assert drawn == path.read_text(), f"look at the difference, then UPDATE_GOLDEN=1 pytest {__file__}"
+    check_golden(grpo(preset(name, 4), 4, val_every=2), SteadyCosts(latency=12.0), name, name)
 
 
 # --- the runner itself -----------------------------------------------------------------------------------

@@ -79,6 +79,8 @@ class WorkloadCosts(Costs):
             self.requests += len(samples)
             self.requests_s += sum(seconds for _group, seconds in samples)
             self.service.submit(i.step, end, samples, (0, i.step))
+        if task.stage.collects:
+            return End(end, begin, groups=groups)
         return End(end, begin, chunks=chunks_of(task, load.prompts, begin, end, load.ends))
 
     def advance(self, until: float) -> tuple[TaskId, End] | None:

@@ -128,8 +128,13 @@ class Roles:
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Roles:
-        """Returns the roles of a pipeline's stages; a validation is scored on the resource that collects rewards."""
-        requests, collector = pipeline.with_role("requests"), pipeline.collector
+        """Returns the roles of a pipeline's stages; a validation is scored on the resource that collects rewards.
+
+        Of several agents it is the one whose groups form the parts; those of the others take their measured time.
+        """
+        collector = pipeline.collector
+        fed = {read.field for read in collector.reads} if collector is not None else set()
+        requests = sorted(pipeline.with_role("requests"), key=lambda s: fed.isdisjoint(s.writes))
         scoring = [s.name for s in pipeline.with_role("validates") if collector is not None and s.on == collector.on]
         return cls(requests[0].name if requests else None, collector.name if collector else None,
                    scoring[0] if scoring else None)  # fmt: skip

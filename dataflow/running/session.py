@@ -118,6 +118,8 @@ class Session:
         """Returns the run's task graph from a step on (and keeps it)."""
         config = self.config
         pipeline = pipeline_of(self.module, config)
+        for sentence in pipeline.unread() if first == 1 else ():
+            logger.warning(sentence)
         self.graph = expand(
             pipeline, self.policy, config.steps, config.optimizer_steps, groups=config.step_groups, first=first
         )

@@ -152,12 +152,17 @@ def _walk(
         at, task, cause, by = done, before, cause_of(before.stage, before.resource), before.task
     merged: list[Wait] = []
     for piece in reversed(pieces):
-        # Consecutive pieces of one cause are one wait, charged to the task that ended it.
-        if merged and merged[-1].cause == piece.cause:
+        # Consecutive pieces of one cause are one wait, charged to the task that ended it. But waits for the rewards of
+        # two agents are apart, so that each is charged to its own.
+        if merged and merged[-1].cause == piece.cause and _may_join(merged[-1], piece):
             merged[-1] = replace(piece, begin=merged[-1].begin)
         else:
             merged.append(piece)
     return merged
+
+
+def _may_join(one: Wait, other: Wait) -> bool:
+    return one.cause not in CAUSES.values() or one.by.partition("[")[0] == other.by.partition("[")[0]
 
 
 def pool_waits(

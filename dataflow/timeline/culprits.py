@@ -42,6 +42,8 @@ class Culprit:
         facts = self.request.args
         if facts.get("validation"):
             words.append("evaluation")
+        if collector := facts.get("collector"):
+            words.append(str(collector))
         words.append(f"group {facts.get('group')}")
         if facts.get("tries", 1) > 1:
             words.append(f"{facts['tries']} tries")
@@ -71,6 +73,10 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = 
         after: whether to include waits after training, see :func:`~dataflow.timeline.attribution.waits_after`.
     """
     last = last_requests(trace.marks)
+    collectors = dict.fromkeys(m.args["collector"] for m in trace.marks if "collector" in m.args)
+    of_collector = {
+        name: last_requests(m for m in trace.marks if m.args.get("collector") == name) for name in collectors
+    }
     evaluated, validates = last_requests(trace.marks, validation=True), trace.with_role("validates")
     of_step: dict[int, Mark] = {}
     for (step, _), mark in last.items():
@@ -86,7 +92,8 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = 
             if task["stage"] in validates:
                 request = evaluated.get((step, -1))
             else:
-                request = last.get((step, part)) or of_step.get(step)
+                of_part = of_collector.get(task["stage"], last)
+                request = of_part.get((step, part)) or of_part.get((step, -1)) or of_step.get(step)
             found.append(Culprit(wait, pool, step, request if wait.cause == "rewards" else None))
     return sorted(found, key=lambda c: (-c.wait.seconds, c.wait.begin, c.pool))
 

@@ -58,7 +58,8 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     times = {name: Measured(whole) for name, of in spans.items() if (whole := _whole(of))}
     if missing := [s.name for s in pipeline.stages if s.every is None and s.name not in times and s.name not in waits]:
         raise DataError(f"trace {source} holds no whole step of '{missing[0]}'; give a run that trained a step.")
-    latencies = tuple(m.end - m.begin for m in trace.marks if m.name == "reward")
+    mine = (None, roles.collect)
+    latencies = tuple(m.end - m.begin for m in trace.marks if m.name == "reward" and m.args.get("collector") in mine)
     said = [f"stage times and {len(latencies)} reward latencies are those of the run."]
     if cut := trace.meta.get("cut"):
         said.append(f"the run is {cut}.")

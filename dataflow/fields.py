@@ -1,0 +1,116 @@
+"""Fields: what the parameters of a stage's function say about them, by annotation and default.
+
+Pure: no torch, no ray, no clock.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from dataflow.errors import PipelineError
+
+Lag: TypeAlias = Literal["none", "latest", "carried"]
+
+
+class Carried:
+    """Marks a field of an earlier step, 1 + max_staleness steps back (the weights that a rollout samples with).
+
+    Samples are then at most max_staleness steps old: step 5 of a run with max_staleness=1 samples with the weights of
+    step 3, where an on-policy step samples with those of step 4.
+    """
+
+
+class Latest:
+    """Marks a field of the previous step, whatever the staleness (the weights that a trainer continues from)."""
+
+
+class Read(NamedTuple):
+    """One field that a stage reads, the step it is read from, and whether it may be absent (then it is None)."""
+
+    field: str
+    lag: Lag = "none"
+    optional: bool = False
+
+
+def read_of(fn: Callable[..., Any], parameter: inspect.Parameter, around: Mapping[str, Any]) -> Read:
+    """Returns the field that a parameter stands for.
+
+    Args:
+        fn: the stage's function.
+        parameter: one of those before ``*``.
+        around: local names of the function in which ``fn`` was defined.
+
+    Raises:
+        PipelineError: a default other than None, or an annotation that cannot be resolved.
+    """
+    return Read(parameter.name, _lag(fn, parameter, around), _is_optional(fn, parameter))
+
+
+def _is_optional(fn: Callable[..., Any], parameter: inspect.Parameter) -> bool:
+    """Returns whether the field may be absent: its parameter has a default, which must be None."""
+    if parameter.default is inspect.Parameter.empty:
+        return False
+    if parameter.default is not None:
+        name, value = parameter.name, parameter.default
+        raise PipelineError(
+            f"stage '{fn.__name__}': field '{name}' has the default {value!r}; give None, which makes the field "
+            f"optional, or move '{name}' behind the *, which makes it an option."
+        )
+    return True
+
+
+def _lag(fn: Callable[..., Any], parameter: inspect.Parameter, around: Mapping[str, Any]) -> Lag:
+    """Returns the lag of a field, from the type that its parameter is annotated with."""
+    if parameter.annotation is inspect.Parameter.empty:
+        return "none"
+    where = f"stage '{fn.__name__}': the annotation '{_text(parameter.annotation)}' of field '{parameter.name}'"
+    alone = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
+    plain = inspect.unwrap(fn)
+    try:
+        kind = typing.get_type_hints(alone, getattr(plain, "__globals__", {}), dict(around), include_extras=True)
+    except Exception as error:
+        raise PipelineError(
+            f"{where} cannot be resolved ({error}), and might say that the field comes from an earlier step; import "
+            "its names where the stage is made, not under TYPE_CHECKING."
+        ) from error
+    found = list(dict.fromkeys(_lags(kind[parameter.name])))
+    if len(found) > 1:
+        raise PipelineError(f"{where} says both Carried and Latest; give one of them.")
+    if not found and any(_mentions(kind[parameter.name])):
+        raise PipelineError(
+            f"{where} has Carried or Latest inside another type; write Annotated[TYPE, Carried], or Carried alone."
+        )
+    return found[0] if found else "none"
+
+
+def _lags(kind: Any) -> Iterator[Lag]:
+    """Yields the lags that a type declares: itself, as metadata of Annotated, in a union, or behind an alias."""
+    lags: dict[Any, Lag] = {Carried: "carried", Latest: "latest"}
+    if isinstance(kind, type) and issubclass(kind, (Carried, Latest)):
+        yield "carried" if issubclass(kind, Carried) else "latest"
+    elif metadata := getattr(kind, "__metadata__", ()):
+        yield from _lags(kind.__origin__)
+        for item in metadata:
+            if (lag := lags.get(item if isinstance(item, type) else type(item))) is not None:
+                yield lag
+    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
+        for item in typing.get_args(kind):
+            yield from _lags(item)
+    else:
+        for alias in ("__value__", "__supertype__"):  # of a type statement, of a NewType
+            if (behind := getattr(kind, alias, None)) is not None:
+                yield from _lags(behind)
+
+
+def _mentions(kind: Any) -> Iterator[bool]:
+    for item in typing.get_args(kind):
+        yield from (True for _ in _lags(item))
+        yield from _mentions(item)
+
+
+def _text(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
