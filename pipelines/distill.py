@@ -76,7 +76,13 @@ def pipeline(config: Config) -> Pipeline:
         teacher_log_prob.bind(teacher=teacher),
         old_log_prob.bind(on=train_on, trainer=trainer),
         distill_advantage,
-        actor_update.bind(on=train_on, trainer=trainer, groups=config.data.prompts),
+        actor_update.bind(
+            on=train_on,
+            trainer=trainer,
+            groups=config.data.prompts,
+            epochs=config.trainer.epochs,
+            epochs_over=config.trainer.epochs_over,
+        ),
         gather_weights.bind(on=train_on, trainer=trainer),
         sync_weights.bind(on=sample_on, engine=engine),
     ]

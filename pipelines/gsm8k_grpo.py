@@ -52,7 +52,13 @@ def pipeline(config: Config) -> Pipeline:
         *log_prob_stages(config.algorithm, trainer=trainer, on=train_on),
         reward_collect.bind(agent=agent),
         advantage_stage(config.algorithm),
-        update_stage(config.algorithm).bind(on=train_on, trainer=trainer, groups=config.data.prompts),
+        update_stage(config.algorithm).bind(
+            on=train_on,
+            trainer=trainer,
+            groups=config.data.prompts,
+            epochs=config.trainer.epochs,
+            epochs_over=config.trainer.epochs_over,
+        ),
         gather_weights.bind(on=train_on, trainer=trainer),
         sync_weights.bind(on=sample_on, engine=engine),
     ]

@@ -66,7 +66,13 @@ def pipeline(config: Config) -> Pipeline:
         reward_collect.bind(agent=agent),
         advantage_stage(config.algorithm),
         update_stage(config.algorithm).bind(
-            on=train_on, trainer=trainer, groups=groups, warmup=config.critic.warmup, whiten=whitens
+            on=train_on,
+            trainer=trainer,
+            groups=groups,
+            warmup=config.critic.warmup,
+            whiten=whitens,
+            epochs=config.trainer.epochs,
+            epochs_over=config.trainer.epochs_over,
         ),
         critic_update.bind(
             on=train_on,

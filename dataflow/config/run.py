@@ -123,6 +123,11 @@ class TrainerConfig(Section):
     """Trainer processes; they share each mini-batch's rows."""
     mini_batches: PositiveInt = 4
     """Optimizer steps per step; must divide data.prompts."""
+    epochs: PositiveInt = 1
+    """How often each mini-batch of a step is used."""
+    epochs_over: Literal["mini-batch", "step"] = "mini-batch"
+    """mini-batch: all epochs of a mini-batch before the next one, the same order under every policy. step: each epoch
+    passes over the whole step, as in verl; only for policies that do not split the step."""
     micro_batch_size: PositiveInt = 64
     """Rows per rank in one forward and backward pass."""
     max_tokens_per_gpu: PositiveInt | None = None

@@ -80,7 +80,9 @@ KEYS: dict[str, Meaning] = {
     ),
     f"{_ACTOR}ppo_micro_batch_size_per_gpu": Meaning("trainer.micro_batch_size"),
     f"{_ACTOR}ppo_micro_batch_size": Meaning("trainer.micro_batch_size", "rows per rank, not of all ranks"),
-    f"{_ACTOR}ppo_epochs": Meaning(None, "each sample is used once"),
+    f"{_ACTOR}ppo_epochs": Meaning(
+        "trainer.epochs", "each mini-batch is used that often before the next one; verl's order is epochs_over=step"
+    ),
     f"{_ACTOR}use_dynamic_bsz": Meaning("trainer.max_tokens_per_gpu", "a number of tokens turns it on"),
     f"{_ACTOR}ppo_max_token_len_per_gpu": Meaning("trainer.max_tokens_per_gpu"),
     f"{_ACTOR}ulysses_sequence_parallel_size": Meaning(None, "sequences are not split over GPUs"),
