@@ -88,7 +88,10 @@ def test_the_recipe_is_planned_from_its_own_trace(policy: str, tmp_path: Path) -
     pipeline: Pipeline = pipeline_of(module, config)
     graph = expand(pipeline, config.policy.resolve(4), 6, 4, groups=32)
     seconds = {s.name: 0.01 for s in pipeline.stages} | {"values": 2.0, "critic_update": 3.0, "rollout": 4.0}
-    trace, _seen = run(graph, SteadyCosts(8.0, 32, seconds))
+    trace, _seen = run(graph, SteadyCosts(40.0, 32, seconds))
+    if not graph.max_staleness:  # otherwise the next rollout comes first
+        collected = {s.step: s.end for s in reversed(trace.spans) if s.stage == "reward_collect"}  # the first parts
+        assert all(s.begin < collected[s.step] for s in trace.spans if s.stage == "values"), "while they are awaited"
     trace.meta |= {"status": "finished", "policy": policy, "split": graph.parts["reward_collect"], "steps": 6}
     trace.meta |= {"max_staleness": graph.max_staleness, "order": "arrival", "stream_rollout": False}
     job = {"prompts": 32, "responses": 8, "mini_batches": 4, "concurrency": 256}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dataflow.cli import main
-from dataflow.timeline import perfetto
 from tests.running.test_resume import REWARD, SMALL
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
@@ -60,15 +59,6 @@ def test_a_split_step_gives_the_same_weights(keys: tuple[str, ...], tmp_path: Pa
         for row in rows:
             assert {"actor/pg_loss", "critic/vf_loss", "critic/values/mean", "critic/vf_explained_var"} <= set(row)
             assert {"timing_s/values", "timing_s/update_critic", "timing_s/update_actor"} <= set(row)
-
-
-def test_values_are_computed_while_rewards_are_awaited(keys: tuple[str, ...], tmp_path: Path) -> None:
-    begin(keys, "a", "policy=baseline", steps=2)
-    spans = perfetto.load(str(tmp_path / "runs" / "a")).spans
-    of = {(s.stage, s.step): s for s in spans}
-    for step in (1, 2):
-        assert of["values", step].begin < of["reward_collect", step].end <= of["advantage", step].begin
-        assert of["values", step].resource == of["actor_update", step].resource
 
 
 def test_a_resumed_run_ends_with_the_weights_of_actor_and_critic(keys: tuple[str, ...], tmp_path: Path) -> None:
