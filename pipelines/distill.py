@@ -26,9 +26,9 @@ from dataflow.running.sampling import rollout_stages
 from dataflow.running.saving.checkpoints import checkpoint_store
 from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.stages.distill import distill_advantage, teacher_log_prob
-from dataflow.stages.log_prob import old_log_prob
+from dataflow.stages.log_prob import bypassing, log_prob_stages
 from dataflow.stages.sync import gather_weights, sync_weights
-from dataflow.stages.update import actor_update
+from dataflow.stages.update import update_stage
 from dataflow.stages.validate import val_check
 
 
@@ -74,9 +74,9 @@ def pipeline(config: Config) -> Pipeline:
     stages = [
         respond.bind(on=sample_on, engine=engine),
         teacher_log_prob.bind(teacher=teacher),
-        old_log_prob.bind(on=train_on, trainer=trainer),
-        distill_advantage,
-        actor_update.bind(
+        *log_prob_stages(config.algorithm, trainer=trainer, on=train_on),
+        bypassing(distill_advantage) if config.algorithm.bypass_mode else distill_advantage,
+        update_stage(config.algorithm).bind(
             on=train_on,
             trainer=trainer,
             groups=config.data.prompts,

@@ -39,7 +39,8 @@ def distill_advantage(responses: Batch, old_log_probs: Batch, teacher_log_probs:
 
     Args:
         responses: columns of a rollout.
-        old_log_probs: log-probs under the weights that the update starts from.
+        old_log_probs: log-probs under the weights that the update starts from; or, with ``bypass_mode``, the responses
+            with the rollout's own.
         teacher_log_probs: log-probs under the teacher; the same groups in the same order.
         task: takes ``distill/reverse_kl``, the estimated KL per token in nats, and ``distill/agreement``, the share of
             tokens that the teacher likes at least as much as the student.
@@ -49,7 +50,8 @@ def distill_advantage(responses: Batch, old_log_probs: Batch, teacher_log_probs:
     """
     data = responses.merge(old_log_probs, teacher_log_probs)
     mask = data["response_mask"]
-    gain = (data["teacher_log_probs"] - data["old_log_probs"]) * mask
+    own = data["old_log_probs" if "old_log_probs" in data else "rollout_log_probs"]
+    gain = (data["teacher_log_probs"] - own) * mask
     tokens = mask.sum().clamp(min=1)
     task.log(
         {

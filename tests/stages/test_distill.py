@@ -45,6 +45,14 @@ def test_an_advantage_is_how_much_likelier_the_teacher_finds_a_token() -> None:
     assert task.metrics == pytest.approx({"distill/reverse_kl": -1 / 4, "distill/agreement": 3 / 4})
 
 
+def test_with_bypass_mode_the_student_is_scored_by_its_rollout() -> None:
+    batch = responses(1)
+    batch = batch.merge(batch.like(rollout_log_probs=torch.full((2, 3), -1.0)))
+    taught = batch.like(teacher_log_probs=torch.full((2, 3), -0.5))
+    result = distill_advantage(batch, batch, taught, task=TaskInfo(step=1))
+    assert result["advantages"].tolist() == [[0.5, 0.0, 0.0], [0.5, 0.5, 0.5]]
+
+
 def test_a_teacher_that_agrees_teaches_nothing() -> None:
     batch = responses(2)
     same = torch.randn(4, 3)
