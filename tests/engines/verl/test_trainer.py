@@ -436,7 +436,7 @@ def kept_and_dropped(batch: Batch, keep: list[int]) -> tuple[Batch, Batch]:
     kept = torch.tensor(keep, dtype=torch.bool)
     scores = torch.rand(len(batch), generator=draw)
     rewards = batch.like(score=scores.masked_fill(~kept, torch.nan), kept=kept)
-    grpo = SimpleNamespace(adv_estimator="grpo", norm_adv_by_std_in_grpo=True)
+    grpo = AlgorithmConfig(adv_estimator="grpo")
     whole = batch.merge(advantage(batch, rewards, algorithm=grpo, task=TaskInfo(step=1)))
     trains = whole["response_mask"].any(dim=1).nonzero().flatten()
     few, alone = batch.rows(trains), rewards.rows(trains).like(score=scores[trains])
