@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dataflow.batch import Batch
+from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import DataflowError, RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from tests.faults.rig.samples import check, run, samples, score_of
@@ -262,7 +262,7 @@ def test_a_reward_stands_on_the_last_token_of_its_own_response() -> None:
     rewards = run(body())
     mine = responses.select(rewards.ids)
     assert rewards["length"].tolist() == mine["response_mask"].sum(dim=-1).tolist()
-    options = SimpleNamespace(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
+    options = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
     found = advantage(mine, rewards, algorithm=options, task=TaskInfo(step=1))
     for row, (group, score) in enumerate(zip(rewards.groups.tolist(), rewards["score"].tolist(), strict=True)):
         baseline = sum(score_of(1, group, i) for i in range(n)) / n
