@@ -13,7 +13,7 @@ import asyncio
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from loguru import logger
 
@@ -29,7 +29,7 @@ from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.limits import Limits, check_endpoints
 from dataflow.rewards.limits.queues import EndpointQueue, Limiter, QueueFactory
 from dataflow.rewards.records import latency_summary
-from dataflow.rewards.remote.metrics import in_ray_worker
+from dataflow.rewards.remote.metrics import Metrics, in_ray_worker
 from dataflow.rewards.requests import (
     BESIDE,
     GroupJob,
@@ -57,14 +57,6 @@ from dataflow.usercode.failures import is_ours
 from dataflow.usercode.load import describe, name_of
 
 __all__ = ["BESIDE", "GroupFilter", "Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
-
-
-class Metrics(Protocol):
-    """Receives the stats ``every_s`` seconds after the first change since the last report."""
-
-    every_s: float
-
-    def report(self, stats: Mapping[str, Any]) -> None: ...
 
 
 class RewardAgent:

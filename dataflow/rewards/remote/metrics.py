@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 COUNTED = (
     "requested",
@@ -20,6 +20,14 @@ COUNTED = (
     "rate_limit_wait_s",
 )
 GAUGED = {"running": "calls in flight", "waiting": "requests for which no call runs", "abandoned": "abandoned calls"}
+
+
+class Metrics(Protocol):
+    """Receives the stats ``every_s`` seconds after the first change since the last report."""
+
+    every_s: float
+
+    def report(self, stats: Mapping[str, Any]) -> None: ...
 
 
 class RayMetrics:
