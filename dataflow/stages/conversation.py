@@ -60,7 +60,8 @@ async def conversation(
     Returns:
         What :meth:`RolloutEngine.batch` returns, padded to ``max_response_tokens``, with columns ``turns``,
         ``tool_calls``, ``tool_errors`` (ints) and ``ended`` (``answer``, ``max_turns``, ``length`` or ``budget``).
-        ``extra_info`` repeats the first three for the rewards, ``turns`` under verl's name ``num_turns``.
+        ``extra_info`` repeats the first three for the rewards, ``turns`` under verl's name ``num_turns``, and has the
+        chat messages that follow the prompt as ``conversation``: what the model said, and whole answers of tools.
 
     Raises:
         RunError: the engine holds another version.
@@ -166,6 +167,7 @@ class Conversation:
         caller: calls tools.
         tools: parses the calls and frames the answers.
         tokens: of all turns so far, with mask and log-prob of each.
+        messages: chat messages of all turns so far, of roles ``assistant`` and ``tool``.
     """
 
     prompt: Sequence[int]
@@ -178,6 +180,7 @@ class Conversation:
     turns: int = 0
     calls: int = 0
     errors: int = 0
+    messages: list[dict[str, str]] = field(default_factory=list)
 
     async def run(
         self, engine: RolloutEngine, sampling: Sampling, limits: Limits, seed: tuple[int, int, int]
@@ -193,14 +196,16 @@ class Conversation:
                 version = turn.version if version is None else min(version, turn.version)
                 self._add(turn.tokens, turn.log_probs)
                 self.turns += 1
+                self.messages.append({"role": "assistant", "content": self.tools.said(turn.tokens)})
                 ended = await self._answer(turn, limits, state)
                 if ended is not None:
                     break
         finally:
             await state.close(self.caller.run)
         counts = {"turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
-        facts_of_tools = {"num_turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
-        facts = {**counts, "ended": ended, "extra_info": {**own_copy(self.extra_info or {}), **facts_of_tools}}
+        told = {"num_turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
+        extra_info = {**own_copy(self.extra_info or {}), **told, "conversation": self.messages}
+        facts = {**counts, "ended": ended, "extra_info": extra_info}
         cut: Literal["stop", "length"] = "length" if ended in ("length", "budget") else "stop"
         return Sample(seed[1], seed[2], self.tokens, self.log_probs, version, cut, self.mask, facts)
 
@@ -219,6 +224,7 @@ class Conversation:
         self.calls += len(answers)
         self.errors += sum(answer.failed for answer in answers)
         said = [(call.name, answer.text) for call, answer in zip(calls, answers, strict=True)]
+        self.messages += [{"role": "tool", "name": name, "content": text} for name, text in said]
         room = limits.tokens - len(self.tokens)
         frame = self.tools.framed(turn.tokens, said)
         self._add(frame[:room])

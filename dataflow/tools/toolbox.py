@@ -138,6 +138,10 @@ class Toolbox:
         """Returns the calls in a turn of the model."""
         return self.reader.parse(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
+    def said(self, tokens: Sequence[int]) -> str:
+        """Returns the text of a turn without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
     def framed(self, turn: Sequence[int], answers: Sequence[tuple[str, str]]) -> list[int]:
         """Returns the tokens between a turn and the model's next one: the tools' answers in their frame.
 

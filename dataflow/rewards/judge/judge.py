@@ -19,7 +19,7 @@ from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.judge.budget import Budget, BudgetSpent, estimate
 from dataflow.rewards.judge.chat import COMPLETIONS, make_chat
 from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout, short
-from dataflow.rewards.judge.prompt import RULES, prompt_of, question_of
+from dataflow.rewards.judge.prompt import RULES, prompt_of, question_of, response_of
 from dataflow.system.redaction import keep_secret, redact, redact_reply
 
 __all__ = ["BudgetSpent", "Judge", "JudgeError", "JudgeTimeout"]
@@ -136,7 +136,7 @@ class Judge:
         """
         self._budget.check()
         url = self._urls[self._server(solution_str)]
-        values = {"question": question_of(extra_info), "reference": str(ground_truth), "response": str(solution_str)}
+        values = _values(solution_str, ground_truth, extra_info)
         chat = [{"role": "user", "content": self._user.fill(values)}]
         if self._system is not None:
             chat.insert(0, {"role": "system", "content": self._system.fill(values)})
@@ -177,7 +177,7 @@ class Judge:
         self, solution_str: str, ground_truth: Any = "", extra_info: Mapping[str, Any] | None = None, **_arguments: Any
     ) -> int:
         """Returns the estimated number of tokens for grading this response, prompt and reply together."""
-        texts = {"question": question_of(extra_info), "reference": str(ground_truth), "response": str(solution_str)}
+        texts = _values(solution_str, ground_truth, extra_info)
         templates = [self._user] if self._system is None else [self._user, self._system]
         prompt = sum(template.length + sum(len(texts[name]) for name in template.names) for template in templates)
         return estimate(prompt) + (self._reply_tokens or self._budget.reply_tokens())
@@ -189,6 +189,12 @@ class Judge:
     async def close(self) -> None:
         """Closes the connections."""
         await self._chat.close()
+
+
+def _values(solution: str, truth: Any, extra_info: Mapping[str, Any] | None) -> dict[str, str]:
+    """Returns what the placeholders of the templates stand for."""
+    response = response_of(solution, extra_info)
+    return {"question": question_of(extra_info), "reference": str(truth), "response": response}
 
 
 def _without_login(url: str) -> tuple[str, str]:

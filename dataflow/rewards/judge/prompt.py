@@ -99,13 +99,40 @@ def prompt_of(template: str | None, system: str | None, method: str) -> tuple[Te
 
 
 def question_of(extra_info: Mapping[str, Any] | None) -> str:
-    """Returns the question: ``extra_info["question"]``, else the last user message of its ``raw_prompt``."""
+    """Returns the question: ``extra_info["question"]``, else the last user message of its ``raw_prompt``.
+
+    If the response is a conversation and the prompt has several messages, all of the prompt is the question.
+    """
     facts = extra_info or {}
     if facts.get("question"):
         return str(facts["question"])
     chat = facts.get("raw_prompt")
     turns: Sequence[Mapping[str, Any]] = () if chat is None else chat
+    if facts.get("conversation") and len(turns) > 1:
+        return transcript(turns)
     return next((str(turn["content"]) for turn in reversed(turns) if turn.get("role") == "user"), "")
+
+
+def response_of(solution: str, extra_info: Mapping[str, Any] | None) -> str:
+    """Returns what the judge grades: the response, or all turns of a conversation, each with its role.
+
+    Args:
+        solution: the response as text.
+        extra_info: of the sample; ``conversation`` holds the chat messages that follow the prompt, if it has several
+            turns.
+    """
+    turns = (extra_info or {}).get("conversation")
+    return transcript(turns) if turns is not None and len(turns) > 1 else str(solution)
+
+
+def transcript(chat: Sequence[Mapping[str, Any]]) -> str:
+    """Returns chat messages as text, each with its role, and a tool's with the tool's name.
+
+    >>> transcript([{"role": "assistant", "content": "1 + 1 ="}, {"role": "tool", "name": "add", "content": "2"}])
+    'assistant: 1 + 1 =\\ntool add: 2'
+    """
+    heads = [" ".join(filter(None, (turn.get("role"), turn.get("name")))) for turn in chat]
+    return "\n".join(f"{head}: {turn['content']}" for head, turn in zip(heads, chat, strict=True))
 
 
 def messages(question: str, reference: str, response: str, method: str = "strict") -> list[dict[str, str]]:

@@ -18,7 +18,7 @@ from dataflow.errors import ConfigError, RewardFailed
 from dataflow.rewards.judge.chat import AiohttpChat
 from dataflow.rewards.judge.errors import JudgeError
 from dataflow.rewards.judge.judge import Judge, parse_score
-from dataflow.rewards.judge.prompt import Template, messages, question_of, read_messages
+from dataflow.rewards.judge.prompt import Template, messages, question_of, read_messages, response_of
 from dataflow.rewards.judge.server import JudgeProcess, start_judge
 
 pytestmark = pytest.mark.timeout(90)
@@ -184,6 +184,34 @@ def test_the_question() -> None:
     assert read_messages(messages("{q}", "7", tricky)) == ("{q}", "7", tricky, "strict")
     with pytest.raises(ValueError, match="no problem to grade"):
         read_messages([{"role": "user", "content": "hello"}])
+
+
+def test_a_conversation_is_graded_with_the_role_of_each_turn() -> None:
+    said = [
+        {"role": "assistant", "content": "It is 3 + 4 ="},
+        {"role": "tool", "name": "calculator", "content": "7"},
+        {"role": "assistant", "content": "#### 7"},
+    ]
+    shown = "assistant: It is 3 + 4 =\ntool calculator: 7\nassistant: #### 7"
+    assert response_of("raw", {"conversation": said}) == shown
+    assert response_of("raw", {"conversation": said[:1]}) == response_of("raw", {}) == response_of("raw", None) == "raw"
+    chat = [{"role": "user", "content": "q1"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "q2"}]
+    assert question_of({"raw_prompt": chat, "conversation": said}) == "user: q1\nassistant: a\nuser: q2"
+    assert question_of({"raw_prompt": chat[:1], "conversation": said}) == "q1"
+
+
+def test_a_judge_reads_the_turns_of_a_conversation(server: JudgeProcess) -> None:
+    turns = [{"role": "assistant", "content": "3 + 4 ="}, {"role": "assistant", "content": "#### 7"}]
+
+    async def scored() -> list[float]:
+        judge = Judge(server.url)
+        try:
+            given = [{"conversation": turns}, {"conversation": turns[:1]}]
+            return [(await judge.compute_score("test", "nothing", "7", extra))["score"] for extra in given]
+        finally:
+            await judge.close()
+
+    assert asyncio.run(scored()) == [1, 0]
 
 
 # --- What is answered ------------------------------------------------------------------------------------------

@@ -60,7 +60,10 @@ def test_a_whole_conversation_to_the_token(tiny_qwen: Path, tokenizer: Any) -> N
     assert batch["input_ids"][0, :length].tolist()[: len(engine.asked[0, 0, 1])] == engine.asked[0, 0, 1]
     assert batch["responses"].shape[1] == 400
     assert [batch[name][0] for name in ("turns", "tool_calls", "tool_errors", "ended")] == [2, 1, 0, "answer"]
-    assert batch["extra_info"][0] == {"index": 0, "num_turns": 2, "tool_calls": 1, "tool_errors": 0}
+    extra = dict(batch["extra_info"][0])
+    said = [("assistant", CALLED), ("tool", "42"), ("assistant", ANSWERED)]
+    assert [(turn["role"], turn["content"]) for turn in extra.pop("conversation")] == said
+    assert extra == {"index": 0, "num_turns": 2, "tool_calls": 1, "tool_errors": 0}
     wanted = {"staleness/rollout": 0, "tools/turns": 2, "tools/calls": 1, "tools/errors": 0}
     assert task.metrics | wanted == task.metrics
 
