@@ -1,0 +1,91 @@
+"""A rule, a judge and a penalty for length, combined by declared weights: the step waits for the slow one alone.
+
+prompts -> rollout -> responses -> rule_score (at once) ------------------------> rule_scores -+
+                          |                                                                    v
+                          +-> reward_request -> (judge, seconds) -> reward_collect -> rewards -> combine -> scores
+                                                                                                              |
+                                                                actor_update <- advantages <- advantage <-----+
+
+dataflow run pipelines/two_judges.py policy=both
+dataflow run pipelines/two_judges.py weights.judge=0.5 weights.rule=1 weights.length=0
+"""
+
+from __future__ import annotations
+
+from pydantic import Field, NonNegativeFloat
+
+from dataflow.config.reward import RewardConfig
+from dataflow.config.run import RunConfig
+from dataflow.config.section import Section
+from dataflow.graph import Pipeline
+from dataflow.rewards.user.gsm8k import compute_score
+from dataflow.running.hosting import pools_of, reward_host, rollout_host, trainer_host
+from dataflow.running.sampling import rollout_stages
+from dataflow.running.saving.checkpoints import checkpoint_store
+from dataflow.stages.advantage import advantage_stage
+from dataflow.stages.checkpoint import checkpoint_stages
+from dataflow.stages.combine import check_weights, combine, rule_score
+from dataflow.stages.log_prob import log_prob_stages
+from dataflow.stages.reward import reward_collect, reward_request, val_score
+from dataflow.stages.samples import sample_stages
+from dataflow.stages.sync import gather_weights, sync_weights
+from dataflow.stages.update import update_stage
+
+
+class WeightsConfig(Section):
+    """What each reward counts in the score."""
+
+    judge: NonNegativeFloat = 0.5
+    """Weight of the judge's score."""
+    rule: NonNegativeFloat = 0.5
+    """Weight of the rule's: 1 for the right number, else 0."""
+    length: NonNegativeFloat = 0.05
+    """Penalty of the longest possible response; a shorter one has a share of it."""
+
+
+class Config(RunConfig):
+    """The defaults train a tiny Qwen2 on a laptop; see dataflow/config/run.py for every key."""
+
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    reward: RewardConfig = Field(default_factory=lambda: RewardConfig(share_equal=False))
+
+
+def pipeline(config: Config) -> Pipeline:
+    """Returns the stages of one step with several rewards, their engines and the resources they share."""
+    check_weights(config.weights.model_dump())
+    pools = pools_of(config)
+    train_on, sample_on = pools.training, pools.sampling
+    trainer = trainer_host(config, pools)
+    engine = rollout_host(config, pools.engine_gpus)
+    agent = reward_host(config)
+    respond, val_respond = rollout_stages(config)
+
+    stages = [
+        respond.bind(on=sample_on, engine=engine),
+        reward_request.bind(agent=agent, extra_groups=config.extra_groups, group_filter=config.group_filter),
+        rule_score.bind(compute_score=compute_score),
+        *log_prob_stages(config.algorithm, trainer=trainer, on=train_on),
+        reward_collect.bind(agent=agent),
+        combine.bind(weights=config.weights.model_dump(), length=config.response_length),
+        advantage_stage(config.algorithm).bind(renamed={"rewards": "scores"}),
+        update_stage(config.algorithm).bind(
+            on=train_on,
+            trainer=trainer,
+            groups=config.data.prompts,
+            epochs=config.trainer.epochs,
+            epochs_over=config.trainer.epochs_over,
+        ),
+        gather_weights.bind(on=train_on, trainer=trainer),
+        sync_weights.bind(on=sample_on, engine=engine),
+    ]
+    if config.val.every:
+        stages += [
+            val_respond.bind(on=sample_on, engine=engine, every=config.val.every),
+            val_score.bind(agent=agent, every=config.val.every),
+        ]
+    stages += [s.bind(renamed={"rewards": "scores"}) for s in sample_stages(config)]  # with the parts of each score
+    if config.checkpoint.every:
+        store = checkpoint_store(config)
+        stages += checkpoint_stages(stages, every=config.checkpoint.every, store=store, steps=config.steps)
+    inputs = ["prompts", "val_prompts"] if config.val.every else ["prompts"]
+    return Pipeline(stages, inputs=inputs, resources=pools.resources)
