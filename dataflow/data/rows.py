@@ -25,6 +25,10 @@ COLUMNS = ("data_source", "prompt", "reward_model")
 """Columns that a parquet file must have; ``extra_info`` is optional."""
 
 
+_SEEN = ("images", "videos")
+"""verl's columns of what a prompt shows beside its text."""
+
+
 def load_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Reads a data file.
 
@@ -171,13 +175,15 @@ def _read_parquet(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
                 f"{path}: there is no column {missing[0]!r}; verl's schema has data_source, prompt (chat "
                 "messages), reward_model (with ground_truth) and extra_info."
             )
-        columns = [*COLUMNS, *(["extra_info"] if "extra_info" in names else [])]
+        columns = [*COLUMNS, *(name for name in ("extra_info", *_SEEN) if name in names)]
         rows = file.read(columns=columns).to_pylist()
     except (pa.ArrowException, OSError, ValueError) as e:
         raise DataError(f"{path}: this is not a readable parquet file ({first_line(e)}).") from e
     labels = [f"{path}, row {i + 1}" for i in range(len(rows))]
     for row, label in zip(rows, labels, strict=True):
         _check_row(row, label)
+        for name in _SEEN:
+            row.pop(name, None)  # it is empty
     return rows, labels
 
 
@@ -221,6 +227,12 @@ def _verl_row(problem: Mapping[str, Any], index: int, source: str, label: str) -
 
 
 def _check_row(row: Mapping[str, Any], label: str) -> None:
+    for name in _SEEN:
+        if row.get(name):
+            raise DataError(
+                f"{label}: the prompt has {name}, which the engines cannot pass to a model yet; leave out rows with "
+                f"{name}."
+            )
     prompt, model = row["prompt"], row.get("reward_model")
     messages = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)
     if not messages or any(not m.get("role") or m.get("content") is None for m in prompt):
