@@ -315,8 +315,8 @@ def test_written_rows_are_named_by_content(tmp_path):
 def test_load_prompts_generates_or_reads(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     data = options(train=None, val=None, prompts=8, train_size=40, val_size=10)
-    model, reward = SimpleNamespace(path=str(tmp_path / "model")), SimpleNamespace(extra_groups=0)
-    config = SimpleNamespace(data=data, seed=3, model=model, reward=reward, tools=ToolsConfig(), response_length=8)
+    model = SimpleNamespace(path=str(tmp_path / "model"))
+    config = SimpleNamespace(data=data, seed=3, model=model, extra_groups=0, tools=ToolsConfig(), response_length=8)
     train, val = load_prompts(config, *read_problems(config.data))
     assert (len(train), len(val), len(train.batch(1))) == (40, 10, 8)
     assert not set(questions(train.all())) & set(questions(val.all()))

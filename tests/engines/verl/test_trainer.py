@@ -418,7 +418,7 @@ def test_what_cannot_be_trained_with_is_said_in_one_sentence(make: Make, tiny_qw
     trainer, batch = make(tiny_qwen), responses(4)
     with pytest.raises(ConfigError, match="reference=True"):
         trainer.ref_log_probs(batch)
-    with pytest.raises(DataflowError, match="no column 'old_log_probs'"):
+    with pytest.raises(DataflowError, match="no column 'advantages'"):
         trainer.update(batch, last=True)
     with pytest.raises(DataflowError, match="without rows"):
         trainer.old_log_probs(batch.rows([]))

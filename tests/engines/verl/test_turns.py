@@ -97,10 +97,10 @@ def test_a_directory_that_cannot_be_made_costs_one_checkpoint(trained: SimpleNam
 
     async def save(step: int) -> dict[str, float]:
         task = TaskInfo(step, "write_checkpoint")
-        common = {"trainer": state, "store": Full(), "steps": 9}
+        common = {"service": state, "store": Full(), "steps": 9}
         snapshot = await _stage_checkpoint(fields=(), task=task, **common)
         assert snapshot is not None
-        await write_checkpoint(snapshot, task=task, **common)
+        await write_checkpoint(snapshot, folder="trainer", task=task, **common)
         return task.metrics
 
     async def work() -> None:
