@@ -149,8 +149,9 @@ def columns(step: int, responses: Batch, rewards: Batch, advantages: Batch | Non
         found |= {"tries": rewards["request_tries"].tolist(), "how": rewards["request_how"]}
     if "kept" in rewards:
         found["kept"] = rewards["kept"].tolist()
-    for name, values in rewards.arrays.items():
-        if name not in _REQUEST:
+    numbers = {name: rewards[name] for name in rewards.tensors if rewards[name].ndim == 1}
+    for name, values in {**numbers, **rewards.arrays}.items():
+        if name not in (*_REQUEST, "score", "kept"):
             found[name if name not in found else f"reward_{name}"] = values.tolist()
     for name, values in responses.arrays.items():
         if name not in _KNOWN and name not in found:

@@ -99,6 +99,13 @@ def test_an_evaluation_has_no_advantages(tmp_path: Path) -> None:
     assert "advantage" not in rows[0]
 
 
+def test_the_parts_of_a_score_are_columns_of_their_own(tmp_path: Path) -> None:
+    responses, rewards, _ = batches([1, 2], n=1)
+    rewards = rewards.merge(rewards.like(judge_score=torch.tensor([0.25, 0.75])))
+    asyncio.run(write_val_samples.fn(responses, rewards, directory=str(tmp_path), task=TaskInfo(step=0)))
+    assert [row["judge_score"] for row in read(file_of(tmp_path, "val", 0))] == [0.25, 0.75]
+
+
 @pytest.mark.parametrize(
     ("most", "found"), [(None, [1, 2, 5]), (6, [1, 2, 5]), (5, [1, 2]), (4, [1, 2]), (3, [1]), (1, [1])]
 )
