@@ -17,6 +17,7 @@ from pydantic import Field, NonNegativeFloat
 from dataflow.config.reward import RewardConfig
 from dataflow.config.run import RunConfig
 from dataflow.config.section import Section
+from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
 from dataflow.rewards.user.gsm8k import compute_score
 from dataflow.running.hosting import pools_of, reward_host, rollout_host, trainer_host
@@ -53,6 +54,16 @@ class Config(RunConfig):
 def pipeline(config: Config) -> Pipeline:
     """Returns the stages of one step with several rewards, their engines and the resources they share."""
     check_weights(config.weights.model_dump())
+    if not config.weights.judge:
+        raise ConfigError(
+            "weights.judge=0: the judge would be asked and paid for nothing; give it a weight, or give the rule as "
+            "custom_reward_function to pipelines/gsm8k_grpo.py."
+        )
+    if config.group_filter is not None:
+        raise ConfigError(
+            "algorithm.filter_groups: groups are chosen by the judge's score, before the rewards are combined; "
+            "leave it out."
+        )
     pools = pools_of(config)
     train_on, sample_on = pools.training, pools.sampling
     trainer = trainer_host(config, pools)

@@ -9,6 +9,7 @@ import pytest
 
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.pipeline_file import load_pipeline_file, pipeline_of
+from dataflow.errors import ConfigError
 from dataflow.policy import PRESETS, expand
 from dataflow.testing import RandomCosts, simulate
 from dataflow.testing.checks import check_trace
@@ -26,6 +27,22 @@ def test_a_recipe_is_short(module: ModuleType) -> None:
     text = Path(str(module.__file__)).read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
     assert f"dataflow run pipelines/{Path(str(module.__file__)).name}" in text, "says how to run it"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("weights.judge=0", "the judge would be asked and paid for nothing"),
+        ("algorithm.filter_groups.enable=true", "groups are chosen by the judge's score"),
+        ("weights.speed=1", "unknown key 'weights.speed'"),
+        ("weights.rule=-1", "weights.rule=-1"),
+    ],
+)
+def test_rewards_that_cannot_be_combined_are_refused(override: str, words: str) -> None:
+    module = load_pipeline_file(FILES[0].with_name("two_judges.py"))
+    with pytest.raises(ConfigError) as caught:
+        pipeline_of(module, parse_overrides(module.Config, [override]))
+    assert words in str(caught.value)
 
 
 def test_a_recipe_needs_no_second_look_at_log_probs_with_bypass_mode(module: ModuleType) -> None:
