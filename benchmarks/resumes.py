@@ -227,7 +227,7 @@ def trials(
 
 
 def main(arguments: list[str]) -> int:
-    given = dict(text.split("=", 1) for text in arguments)
+    given = dict(text.partition("=")[::2] for text in arguments)
     times, seed = int(given.pop("times", 1)), int(given.pop("seed", 0))
     victims = given.pop("victims", ",".join(VICTIMS)).split(",")
     policies = given.pop("policies", ",".join(POLICIES)).split(",")
