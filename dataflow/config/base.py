@@ -8,6 +8,7 @@ key or value is a ConfigError: one sentence that names both.
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -109,14 +110,14 @@ class BaseConfig(Section):
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
 
     @property
+    @abstractmethod
     def optimizer_steps(self) -> int:
         """Optimizer steps of a training step."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def step_groups(self) -> int | None:
         """Prompt groups that a step trains on; None if the pipeline has none."""
-        raise NotImplementedError
 
     @property
     def worker_threads(self) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dataflow.config.keys import verl_keys
 from dataflow.config.keys.verl_keys import Meaning
-from dataflow.config.section import Section, Text
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
+from dataflow.config.section import Beta, Section, Text
 
 
 class CriticConfig(Section):

@@ -27,7 +27,7 @@ from dataflow.config.keys.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
 from dataflow.config.reward import CustomRewardConfig, JudgeConfig, RewardConfig
 from dataflow.config.samples import SamplesConfig
-from dataflow.config.section import Section, Text
+from dataflow.config.section import Beta, Section, Text
 from dataflow.config.tools import ToolsConfig
 from dataflow.errors import ConfigError
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyConfig", "RunConfig", "Section", "describe", "dump_yaml", "parse_overrides", "values_of"]
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
 Stops = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 LARGEST_STEP = 2**24
 """Maximum samples of a step, prompts times responses."""

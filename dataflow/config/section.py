@@ -17,6 +17,8 @@ LARGEST_FLOAT = 1e9
 """The same for other numbers: in seconds 31 years, close to the longest time-out of Python's locks."""
 
 Text = Annotated[str, Field(min_length=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""One of AdamW's two betas."""
 
 
 class Section(BaseModel):

@@ -220,3 +220,13 @@ class Critic(Trained, Protocol):
     def values(self, batch: Batch) -> Batch:
         """Returns ``values`` float32 ``[rows, R]``: the return expected before each token."""
         ...
+
+
+class Teacher(Protocol):
+    """A frozen model that scores what another one samples: one object per rank, which all make the same calls."""
+
+    def log_probs(self, batch: Batch) -> Batch:
+        """Returns ``teacher_log_probs``, float32 ``[rows, R]``, of the responses' tokens; 0 where the mask is."""
+        ...
+
+    def close(self) -> Any: ...

@@ -333,6 +333,8 @@ class StepRequests:
         """
         if named is not None:
             return self._pick_named(named)
+        if len(self.arrived) < take:
+            return None  # this is asked at each arrival, so groups are looked at only where they may be enough
         chosen: list[int] = []
         for group in sorted([*self.unfinished, *self.arrived]) if order == "index" else list(self.arrived):
             if len(chosen) == take or group in self.unfinished:

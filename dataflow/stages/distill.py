@@ -7,18 +7,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from dataflow.batch import Batch
+from dataflow.engines.base import Teacher
 from dataflow.graph import TaskInfo, stage
-
-
-class Teacher(Protocol):
-    """A frozen model; see :class:`dataflow.engines.verl.teacher.VerlTeacher`."""
-
-    def log_probs(self, batch: Batch) -> Batch:
-        """Returns ``teacher_log_probs``, float32 ``[rows, R]``, of the responses' tokens."""
-        ...
 
 
 @stage(writes="teacher_log_probs", on="teacher", role="collects")
