@@ -1,11 +1,14 @@
-"""The README is correct: its pipeline builds; its files and commands exist."""
+"""The README and the tour are correct: the pipeline builds; files, make targets and commands exist."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 import dataflow
+from dataflow.cli import main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -31,10 +34,23 @@ def test_the_pipeline_in_20_lines_expands_and_runs_on_the_virtual_clock() -> Non
     assert len(code[1].strip().splitlines()) <= 20
 
 
-def test_files_and_make_targets_it_names_exist() -> None:
-    for path in re.findall(r"\]\(([\w./-]+)\)", README):
-        assert (ROOT / path).exists(), path
+@pytest.mark.parametrize("page", ["README.md", "docs/tour.md"])
+def test_files_make_targets_and_commands_it_names_exist(page: str) -> None:
+    path = ROOT / page
+    text = path.read_text()
+    for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
+        assert (path.parent / link).exists(), link
     makefile = (ROOT / "Makefile").read_text()
-    named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", README, re.MULTILINE))
+    named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", text, re.MULTILINE))
     for target in {first or second for first, second in named}:
         assert f"\n{target}:" in makefile, target
+    for command in re.findall(r"bin/dataflow ([a-z-]+)", text):
+        with pytest.raises(SystemExit) as end:
+            main([command, "--help"])
+        assert end.value.code == 0, command
+
+
+def test_the_readme_fits_on_one_screen() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 90
+    assert lines.index("## Policies") < 55
