@@ -18,15 +18,13 @@ from dataflow.config.reward import RewardConfig
 from dataflow.config.run import RunConfig
 from dataflow.graph import Pipeline
 from dataflow.running.hosting import pools_of, reward_host, rollout_host, trainer_host
+from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
-from dataflow.running.saving.checkpoints import checkpoint_store
 from dataflow.stages.advantage import advantage_stage
-from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.stages.log_prob import log_prob_stages
 from dataflow.stages.reward import reward_collect, reward_request, val_score
 from dataflow.stages.samples import sample_stages
 from dataflow.stages.sync import gather_weights, sync_weights
-from dataflow.stages.update import update_stage
 
 OVERLONG = {"overlong_buffer_len": 6, "max_response_length": 24}  # the last 6 of engine.max_tokens=24
 
@@ -49,36 +47,25 @@ class Config(RunConfig):
 def pipeline(config: Config) -> Pipeline:
     """Returns the stages of one DAPO step, their engines and the resources they share."""
     pools = pools_of(config)
-    train_on, sample_on = pools.training, pools.sampling
     trainer = trainer_host(config, pools)
     engine = rollout_host(config, pools.engine_gpus)
     agent = reward_host(config)
     respond, val_respond = rollout_stages(config)
 
     stages = [
-        respond.bind(on=sample_on, engine=engine),
+        respond.bind(on=pools.sampling, engine=engine),
         reward_request.bind(agent=agent, extra_groups=config.extra_groups, group_filter=config.group_filter),
-        *log_prob_stages(config.algorithm, trainer=trainer, on=train_on),
+        *log_prob_stages(config.algorithm, trainer=trainer, on=pools.training),
         reward_collect.bind(agent=agent),
         advantage_stage(config.algorithm),
-        update_stage(config.algorithm).bind(
-            on=train_on,
-            trainer=trainer,
-            groups=config.data.prompts,
-            epochs=config.trainer.epochs,
-            epochs_over=config.trainer.epochs_over,
-        ),
-        gather_weights.bind(on=train_on, trainer=trainer),
-        sync_weights.bind(on=sample_on, engine=engine),
+        actor_stage(config, trainer=trainer, on=pools.training),
+        gather_weights.bind(on=pools.training, trainer=trainer),
+        sync_weights.bind(on=pools.sampling, engine=engine),
     ]
-    if config.val.every:
-        stages += [
-            val_respond.bind(on=sample_on, engine=engine, every=config.val.every),
-            val_score.bind(agent=agent, every=config.val.every),
-        ]
-    stages += sample_stages(config)
-    if config.checkpoint.every:
-        store = checkpoint_store(config)
-        stages += checkpoint_stages(stages, every=config.checkpoint.every, store=store, steps=config.steps)
-    inputs = ["prompts", "val_prompts"] if config.val.every else ["prompts"]
-    return Pipeline(stages, inputs=inputs, resources=pools.resources)
+    return recipe_pipeline(
+        config,
+        stages,
+        validation=[val_respond.bind(on=pools.sampling, engine=engine), val_score.bind(agent=agent)],
+        samples=sample_stages(config),
+        resources=pools.resources,
+    )

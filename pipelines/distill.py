@@ -22,13 +22,11 @@ from dataflow.data.tokenize import check_same_tokens
 from dataflow.graph import Hosted, Pipeline
 from dataflow.rewards.user.gsm8k import compute_score
 from dataflow.running.hosting import pools_of, rollout_host, trainer_host
+from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
-from dataflow.running.saving.checkpoints import checkpoint_store
-from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.stages.distill import distill_advantage, teacher_log_prob
 from dataflow.stages.log_prob import bypassing, log_prob_stages
 from dataflow.stages.sync import gather_weights, sync_weights
-from dataflow.stages.update import update_stage
 from dataflow.stages.validate import val_check
 
 
@@ -52,7 +50,6 @@ class Config(RunConfig):
 def pipeline(config: Config) -> Pipeline:
     """Returns the stages of one step of distillation, their engines and the resources they share."""
     pools = pools_of(config)
-    train_on, sample_on = pools.training, pools.sampling
     trainer = trainer_host(config, pools)
     engine = rollout_host(config, pools.engine_gpus)
     gpus = config.ray.gpus_per_worker
@@ -72,30 +69,20 @@ def pipeline(config: Config) -> Pipeline:
     respond, val_respond = rollout_stages(config)
 
     stages = [
-        respond.bind(on=sample_on, engine=engine),
+        respond.bind(on=pools.sampling, engine=engine),
         teacher_log_prob.bind(teacher=teacher),
-        *log_prob_stages(config.algorithm, trainer=trainer, on=train_on),
+        *log_prob_stages(config.algorithm, trainer=trainer, on=pools.training),
         bypassing(distill_advantage) if config.algorithm.bypass_mode else distill_advantage,
-        update_stage(config.algorithm).bind(
-            on=train_on,
-            trainer=trainer,
-            groups=config.data.prompts,
-            epochs=config.trainer.epochs,
-            epochs_over=config.trainer.epochs_over,
-        ),
-        gather_weights.bind(on=train_on, trainer=trainer),
-        sync_weights.bind(on=sample_on, engine=engine),
+        actor_stage(config, trainer=trainer, on=pools.training),
+        gather_weights.bind(on=pools.training, trainer=trainer),
+        sync_weights.bind(on=pools.sampling, engine=engine),
     ]
-    if config.val.every:
-        stages += [
-            val_respond.bind(on=sample_on, engine=engine, every=config.val.every),
-            val_check.bind(compute_score=compute_score, every=config.val.every),
-        ]
-    if config.checkpoint.every:
-        store = checkpoint_store(config)
-        stages += checkpoint_stages(stages, every=config.checkpoint.every, store=store, steps=config.steps)
-    inputs = ["prompts", "val_prompts"] if config.val.every else ["prompts"]
-    return Pipeline(stages, inputs=inputs, resources={**pools.resources, "teacher": 1})
+    return recipe_pipeline(
+        config,
+        stages,
+        validation=[val_respond.bind(on=pools.sampling, engine=engine), val_check.bind(compute_score=compute_score)],
+        resources={**pools.resources, "teacher": 1},
+    )
 
 
 def inputs(config: Config) -> dict[str, Any]:

@@ -24,15 +24,14 @@ from dataflow.config.reward import RewardConfig
 from dataflow.config.run import RunConfig
 from dataflow.graph import Pipeline
 from dataflow.running.hosting import critic_host, pools_of, reward_host, rollout_host, trainer_host
+from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
-from dataflow.running.saving.checkpoints import checkpoint_store
 from dataflow.stages.advantage import advantage_stage
-from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.stages.log_prob import log_prob_stages
 from dataflow.stages.reward import reward_collect, reward_request, val_score
 from dataflow.stages.samples import sample_stages
 from dataflow.stages.sync import gather_weights, sync_weights
-from dataflow.stages.update import critic_update, update_stage
+from dataflow.stages.update import critic_update
 from dataflow.stages.values import values
 
 
@@ -52,46 +51,33 @@ class Config(RunConfig):
 def pipeline(config: Config) -> Pipeline:
     """Returns the stages of one PPO step, their engines and the resources they share."""
     pools = pools_of(config, critic=True)
-    train_on, sample_on = pools.training, pools.sampling
     trainer, critic = trainer_host(config, pools), critic_host(config, pools)
     engine, agent = rollout_host(config, pools.engine_gpus), reward_host(config)
     respond, val_respond = rollout_stages(config)
     groups, whitens = config.data.prompts, config.algorithm.whiten == "mini-batch"
 
     stages = [
-        respond.bind(on=sample_on, engine=engine),
+        respond.bind(on=pools.sampling, engine=engine),
         reward_request.bind(agent=agent, extra_groups=config.extra_groups, group_filter=config.group_filter),
-        *log_prob_stages(config.algorithm, trainer=trainer, on=train_on),
-        values.bind(on=train_on, value_model=critic),
+        *log_prob_stages(config.algorithm, trainer=trainer, on=pools.training),
+        values.bind(on=pools.training, value_model=critic),
         reward_collect.bind(agent=agent),
         advantage_stage(config.algorithm),
-        update_stage(config.algorithm).bind(
-            on=train_on,
-            trainer=trainer,
-            groups=groups,
-            warmup=config.critic.warmup,
-            whiten=whitens,
-            epochs=config.trainer.epochs,
-            epochs_over=config.trainer.epochs_over,
-        ),
+        actor_stage(config, trainer=trainer, on=pools.training, warmup=config.critic.warmup, whiten=whitens),
         critic_update.bind(
-            on=train_on,
+            on=pools.training,
             value_model=critic,
             groups=groups,
             mini_batches=config.critic.mini_batches,
             epochs=config.critic.epochs,
         ),
-        gather_weights.bind(on=train_on, trainer=trainer),
-        sync_weights.bind(on=sample_on, engine=engine),
+        gather_weights.bind(on=pools.training, trainer=trainer),
+        sync_weights.bind(on=pools.sampling, engine=engine),
     ]
-    if config.val.every:
-        stages += [
-            val_respond.bind(on=sample_on, engine=engine, every=config.val.every),
-            val_score.bind(agent=agent, every=config.val.every),
-        ]
-    stages += sample_stages(config)
-    if config.checkpoint.every:
-        store = checkpoint_store(config)
-        stages += checkpoint_stages(stages, every=config.checkpoint.every, store=store, steps=config.steps)
-    inputs = ["prompts", "val_prompts"] if config.val.every else ["prompts"]
-    return Pipeline(stages, inputs=inputs, resources=pools.resources)
+    return recipe_pipeline(
+        config,
+        stages,
+        validation=[val_respond.bind(on=pools.sampling, engine=engine), val_score.bind(agent=agent)],
+        samples=sample_stages(config),
+        resources=pools.resources,
+    )

@@ -1,0 +1,62 @@
+"""What recipes share besides their graphs: the actor's update, evaluations, files of samples, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dataflow.graph import Pipeline
+from dataflow.running.saving.checkpoints import checkpoint_store
+from dataflow.stage import Hosted, Stage
+from dataflow.stages.checkpoint import checkpoint_stages
+from dataflow.stages.update import update_stage
+
+
+def actor_stage(config: Any, *, trainer: Hosted, on: str, **options: Any) -> Stage:
+    """Returns ``actor_update``, bound to the trainer and to the run's groups and epochs.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+        trainer: the hosted trainer.
+        on: its resource.
+        options: further options of :func:`~dataflow.stages.update.actor_update`, such as ``warmup``.
+    """
+    return update_stage(config.algorithm).bind(
+        on=on,
+        trainer=trainer,
+        groups=config.data.prompts,
+        epochs=config.trainer.epochs,
+        epochs_over=config.trainer.epochs_over,
+        **options,
+    )
+
+
+def recipe_pipeline(
+    config: Any,
+    stages: Sequence[Stage],
+    *,
+    validation: Sequence[Stage] = (),
+    samples: Sequence[Stage] = (),
+    resources: Mapping[str, int | None],
+) -> Pipeline:
+    """Returns the pipeline of these stages, with what a run has besides: evaluations, files of samples, checkpoints.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+        stages: of a training step; those with the role ``trains`` name the services that checkpoints hold.
+        validation: the stages that sample and score ``val_prompts``; left out with ``val.every=0``, and otherwise run
+            every ``val.every`` steps.
+        samples: the stages that write samples (:func:`~dataflow.stages.samples.sample_stages`).
+        resources: slots of each resource; None for no limit.
+
+    Raises:
+        PipelineError: the stages form no valid graph, or checkpoints are on and no stage trains a hosted service.
+    """
+    whole, inputs = list(stages), ["prompts"]
+    if config.val.every and validation:
+        whole += [each.bind(every=config.val.every) for each in validation]
+        inputs.append("val_prompts")
+    whole += samples
+    if every := config.checkpoint.every:
+        whole += checkpoint_stages(whole, every=every, store=checkpoint_store(config), steps=config.steps)
+    return Pipeline(whole, inputs, resources)
