@@ -18,7 +18,7 @@ def start(runs: Path, name: str, pipeline: Path = PIPELINE, **overrides: Any) ->
     command = [
         sys.executable,
         "-m",
-        "dataflow.cli",
+        "dataflow",
         "run",
         str(pipeline.resolve()),
         f"runs={runs}",

@@ -55,7 +55,7 @@ class Run:
 
     def __init__(self, runs: Path, name: str, keys: list[str], *, resumes: bool = False) -> None:
         words = ["resume", str(runs / name)] if resumes else ["run", str(PIPELINE), f"runs={runs}", f"name={name}"]
-        command = [sys.executable, "-m", "dataflow.cli", *words, *keys]
+        command = [sys.executable, "-m", "dataflow", *words, *keys]
         self.begin = time.monotonic()
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115
         # A process group of its own, so that Ctrl-C ends only the benchmark, which then ends the run.
@@ -102,7 +102,7 @@ class Run:
         if process.pid == self.process.pid:
             return "command"
         name, words = process.name(), " ".join(process.cmdline())
-        if process.ppid() == self.process.pid and "dataflow.cli" in words:
+        if process.ppid() == self.process.pid and "-m dataflow " in words:
             return "driver"
         if title := re.match(r"ray::(\w+)", words):
             return title[1].lower()

@@ -370,7 +370,3 @@ def _compare(options: argparse.Namespace) -> int:
         runs = run_all(runs[0], runs[1:])
     print(compare(runs, _trace, options.out, options.json))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,3 +230,14 @@ def costs(tmp_path: Path) -> str:
     """A costs.yaml of a job that its rewards bound."""
     (tmp_path / "costs.yaml").write_text(COSTS)
     return str(tmp_path / "costs.yaml")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _engine_for_the_cpu() -> Iterator[None]:
+    """Names the module that imports verl's engine for another device: later tests could not train in this process."""
+    yield
+    engine = sys.modules.get("verl.workers.engine.fsdp.transformer_impl")
+    if engine is not None and not sys.modules["torch"].cuda.is_available():
+        from dataflow.engines.verl.cpu import NAME
+
+        assert engine.device_name == NAME, "call dataflow.engines.verl.cpu.install() before verl's trainer is imported"

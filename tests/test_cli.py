@@ -121,7 +121,7 @@ def test_options_may_stand_between_keys(capsys: pytest.CaptureFixture[str]) -> N
 def test_help_shows_an_example() -> None:
     for command in ("run", "show", "timeline", "samples", "compare"):
         shown = subprocess.run(
-            [sys.executable, "-m", "dataflow.cli", command, "-h"], capture_output=True, text=True, timeout=30
+            [sys.executable, "-m", "dataflow", command, "-h"], capture_output=True, text=True, timeout=30
         )
         assert f"example: dataflow {command}" in shown.stdout
 
@@ -150,7 +150,7 @@ def test_an_error_that_takes_the_place_of_an_interrupt_is_one(
 def test_output_to_a_full_disk_is_an_error_in_one_sentence() -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "dataflow.cli", "run", "--keys"], stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "dataflow", "run", "--keys"], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert ended.returncode == 1
     assert ended.stderr == "RunError: the output cannot be written: No space left on device; make room there.\n"
@@ -159,7 +159,7 @@ def test_output_to_a_full_disk_is_an_error_in_one_sentence() -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize("closed", [0, 1, 2])
 def test_a_standard_stream_that_is_closed_changes_nothing(closed: int) -> None:
-    command = [sys.executable, "-m", "dataflow.cli", "run", "--keys"]
+    command = [sys.executable, "-m", "dataflow", "run", "--keys"]
     ended = subprocess.run(["sh", "-c", f'exec "$@" {closed}>&-', "sh", *command], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ("trainer.lr" in ended.stdout) == (closed != 1)

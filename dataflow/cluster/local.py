@@ -23,6 +23,18 @@ from dataflow.system.loopback import ADDRESS
 from dataflow.system.supervisor import report
 
 
+class Daemons(dict[str, list[Any]]):
+    """The processes of a node by Ray's names, such as ``gcs_server``.
+
+    The supervisor learns of each one when it is started: Ray itself waits up to 30 s for one that dies at once.
+    """
+
+    def __setitem__(self, name: str, processes: list[Any]) -> None:
+        super().__setitem__(name, processes)
+        for started in processes:
+            report(ray="started", daemon=[name, started.process.pid])
+
+
 class LocalRay:
     """A Ray cluster that this process starts and ends.
 
@@ -66,7 +78,7 @@ class LocalRay:
         except Exception as error:
             self.close()
             raise RunError(
-                f"Ray does not start on this machine: {str(error).rstrip('.')}; see Ray's logs in "
+                f"Ray does not start on this machine: {' '.join(str(error).split()).rstrip('.')}; see Ray's logs in "
                 "/tmp/ray/session_latest/logs."
             ) from error
         except BaseException:
@@ -150,7 +162,20 @@ def _start_node(num_cpus: int, on_end: Callable[[], None]) -> Any:
                 self.kill_all_processes(check_alive=False)
                 raise
 
+        @property
+        def all_processes(self) -> Daemons:
+            return self._daemons
+
+        @all_processes.setter
+        def all_processes(self, processes: dict[str, list[Any]]) -> None:
+            self._daemons = Daemons(processes)
+
+        def start_head_processes(self) -> None:
+            report(logs=self.get_logs_dir_path())
+            super().start_head_processes()
+
         def kill_all_processes(self, *args: Any, **options: Any) -> None:
+            report(ray="closing")
             try:
                 super().kill_all_processes(*args, **options)
             finally:

@@ -35,7 +35,7 @@ def run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
     for name in PRESETS:
         directory = Path(config.runs) / f"compare-{number}-{name}"
         print(f"{name}:", file=sys.stderr)
-        run = command("dataflow.cli", "run", pipeline, *overrides, f"policy={name}", f"name={directory.name}")
+        run = command("dataflow", "run", pipeline, *overrides, f"policy={name}", f"name={directory.name}")
         # The child prints its own error; stdout is for the table.
         code = _ended(subprocess.Popen(run, stdout=sys.stderr))
         if code:

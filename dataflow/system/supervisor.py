@@ -38,7 +38,7 @@ LOST_S = 0.5
 ENDING_S = 0.5
 """Seconds that the processes of a successful run have to end by themselves."""
 VITAL = {"raylet": "raylet", "gcs_server": "GCS"}
-"""Ray's processes that a run cannot continue without: by process name, the name in Ray's documentation."""
+"""Ray's processes that a run cannot continue without: by Ray's key, the name in its documentation."""
 
 Summarise: TypeAlias = Callable[[Path, str, int | None], str]
 """Given a run's directory, status and steps, writes its summary if there is none; returns how far it came."""
@@ -53,7 +53,8 @@ def report(**facts: Any) -> None:
 
     Args:
         facts: ``directory`` and ``steps`` of the run; ``training``: it has begun; ``grace``: seconds that a stopped
-            run takes to save a checkpoint; ``ray``: "started" or "closing";
+            run takes to save a checkpoint; ``ray``: "started" or "closing"; ``daemon``: name and id of a process of
+            Ray that has been started; ``logs``: directory of Ray's logs;
             ``temporary``: a file or directory to remove if this process dies (may be sent repeatedly); ``done``: the
             exit code, sent last; ``killed``: why another process (the sentinel) is about to kill this one.
     """
@@ -165,7 +166,6 @@ class Supervisor:
         self._stopped_at = 0.0
         self._deadline: float | None = None
         self._lost = ""
-        self._logs = ""
         self._cut = False
         self._selector = selectors.DefaultSelector()
 
@@ -271,27 +271,28 @@ class Supervisor:
         self._facts |= facts
         if "grace" in facts:
             self._deadline = time.monotonic() + facts["grace"] + CLOSING_S
-        if facts.get("ray") == "started":
-            self._watch_daemons()
+        if "daemon" in facts:
+            self._watch_daemon(*facts["daemon"])
         if "done" in facts:
             self._within(CLOSING_S)
 
-    def _watch_daemons(self) -> None:
-        import psutil
+    def _watch_daemon(self, name: str, pid: int) -> None:
+        if name not in VITAL:
+            return
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:  # it has died already
+            self._daemon_died(VITAL[name])
+        else:
+            self._selector.register(fd, selectors.EVENT_READ, partial(self._daemon_ended, VITAL[name], fd))
 
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if name := VITAL.get(process.name()):
-                    fd = os.pidfd_open(process.pid)
-                    self._selector.register(fd, selectors.EVENT_READ, partial(self._daemon_died, name, fd))
-                    for text in process.cmdline():
-                        if text.startswith("--log_dir="):
-                            self._logs = text.partition("=")[2]
-
-    def _daemon_died(self, name: str, fd: int) -> None:
+    def _daemon_ended(self, name: str, fd: int) -> None:
         self._selector.unregister(fd)
         os.close(fd)
         self._read()  # a closing run reports so before it ends Ray
+        self._daemon_died(name)
+
+    def _daemon_died(self, name: str) -> None:
         if self._facts.get("ray") == "started" and not self._lost:
             self._lost = name
             self._within(LOST_S)
@@ -362,7 +363,7 @@ class Supervisor:
         return code
 
     def _what_died(self) -> str:
-        logs = f" (Ray's logs are in {self._logs})" if self._logs else ""
+        logs = f" (Ray's logs are in {self._facts['logs']})" if "logs" in self._facts else ""
         assert self._status is not None
         killed = os.WIFSIGNALED(self._status) and os.WTERMSIG(self._status) == signal.SIGKILL and not self._cut
         if killed and "killed" in self._facts:

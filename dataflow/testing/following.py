@@ -29,7 +29,7 @@ class Followed:
     """
 
     def __init__(self, run: Path, *more: str) -> None:
-        follow = command("dataflow.cli", "timeline", str(run), "--follow", *more)
+        follow = command("dataflow", "timeline", str(run), "--follow", *more)
         self.process = subprocess.Popen(follow, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         # A server that does not start is killed, so that reading its output cannot block forever.
         alarm = threading.Timer(TIMEOUT_S, self.process.kill)

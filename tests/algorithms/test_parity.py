@@ -53,6 +53,14 @@ Found = Mapping[str, Any]
 Case = tuple[Callable[[], Found], Callable[[], Found]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu() -> None:
+    """Modules of verl's trainer import its engine, which reads the device once."""
+    from dataflow.engines.verl.cpu import install
+
+    install()
+
+
 def samples() -> dict[str, torch.Tensor]:
     """Log-probs of three models, advantages, scores and values of random responses, by name."""
     draw = torch.Generator().manual_seed(5)

@@ -22,13 +22,21 @@ def kills() -> Iterator[Any]:
         yield module
 
 
-def test_a_killed_raylet_is_named(kills: Any, tmp_path: Path, tiny_qwen: Path) -> None:
+@pytest.mark.parametrize(
+    ("victim", "appeared", "name"),
+    [
+        pytest.param("raylet", "trainer", "raylet", id="raylet, while the workers start"),
+        pytest.param("gcs", "gcs", "GCS", id="GCS, at once"),  # Ray itself waits 30 s for its answer
+    ],
+)
+def test_a_killed_daemon_of_ray_is_named(
+    kills: Any, tmp_path: Path, tiny_qwen: Path, victim: str, appeared: str, name: str
+) -> None:
     run = kills.Run(tmp_path, "run", [*kills.SMALL, "engine.rollout=hf", f"model.path={tiny_qwen}"])
-    # Then all of Ray is up, and the workers start.
-    assert run.victim("trainer") is not None
-    process = run.alive("raylet")
+    assert run.victim(appeared) is not None
+    process = run.alive(victim)
     assert process is not None
     process.kill()
     found = run.end()
-    assert kills.verdict(found, "raylet") == "one sentence", found
-    assert found["said"][0].startswith("RunError: Ray's raylet died (killed, or out of memory)")
+    assert kills.verdict(found, victim) == "one sentence", found
+    assert found["said"][0].startswith(f"RunError: Ray's {name} died (killed, or out of memory)")

@@ -72,7 +72,7 @@ def test_a_disk_without_room_keeps_the_checkpoints_it_has(place: Path) -> None:
 @pytest.mark.parametrize("left", [".lock", "config.yaml"])
 def test_a_run_that_cannot_be_written_is_not_resumed(left: str, place: Path) -> None:
     files = f"touch {place}/config.yaml {place}/{left} && mount -o remount,ro {place} && "
-    done = within(place, f"{files} $PYTHON -m dataflow.cli resume {place} --quiet")
+    done = within(place, f"{files} $PYTHON -m dataflow resume {place} --quiet")
     assert done.returncode == 2, done.stderr
     (said,) = done.stderr.splitlines()
     if left == ".lock":

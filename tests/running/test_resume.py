@@ -215,7 +215,7 @@ def test_an_interrupted_run_saves_the_step_it_was_in(policy: str, keys: tuple[st
     own = [key for key in keys if key != "checkpoint.every=2"]
     words = [PIPELINE, *own, f"policy={policy}", f"steps={STEPS}", "checkpoint.every=100", "name=stopped", "--quiet"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "dataflow.cli", "run", *words], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-m", "dataflow", "run", *words], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         deadline = time.monotonic() + 120

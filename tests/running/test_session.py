@@ -209,7 +209,7 @@ def test_a_signal_stops_within_five_seconds_and_leaves_no_process(
 ) -> None:
     without = [k for k in keys if not k.startswith(("custom_reward", "steps"))]
     slow = ["steps=500", "name=cut", "val.every=0", "judge.latency=uniform:0.1:1", "judge.time_scale=1"]
-    command = [sys.executable, "-m", "dataflow.cli", "run", PIPELINE, *without, *slow]
+    command = [sys.executable, "-m", "dataflow", "run", PIPELINE, *without, *slow]
     # A group of its own, as a terminal gives it: Ctrl-C goes to all of it.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
     try:
@@ -253,7 +253,7 @@ def test_a_run_that_is_killed_leaves_a_trace_up_to_its_end(
     keys: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = ["executor=inline", "steps=500", "name=killed", "val.every=0"]
-    command = [sys.executable, "-m", "dataflow.cli", "run", PIPELINE, *[k for k in keys if k[:5] != "steps"], *long]
+    command = [sys.executable, "-m", "dataflow", "run", PIPELINE, *[k for k in keys if k[:5] != "steps"], *long]
     begin = time.time()
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
     try:

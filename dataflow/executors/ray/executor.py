@@ -64,7 +64,6 @@ class RayExecutor:
         """
         with console_kept():
             self._connect()
-        report(ray="started")
         staged: dict[str, dict[str, Stage]] = {}
         for s in pipeline.stages:
             staged.setdefault((s.host or HELPER).name, {})[s.name] = s

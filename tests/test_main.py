@@ -1,0 +1,43 @@
+"""The command's entry point: a signal during the imports ends the command with one line, however it was started."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(60)
+
+PIPELINE = Path(__file__).parents[1] / "pipelines" / "gsm8k_grpo.py"
+# As the console script that an install writes.
+SCRIPT = "import sys; from dataflow.__main__ import main; sys.exit(main())"
+STARTS = {"module": ["-m", "dataflow"], "script": ["-c", SCRIPT]}
+
+
+@pytest.mark.parametrize("imported", ["argparse", "dataflow.commands.arguments", "dataflow.cli"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("start", STARTS)
+def test_a_signal_during_the_imports_ends_the_command_with_one_line(
+    start: str, number: signal.Signals, imported: str
+) -> None:
+    # Python prints a line for each module as soon as it is imported: the signal is sent at that of `imported`.
+    command = [sys.executable, "-X", "importtime", *STARTS[start], "show", str(PIPELINE)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.rpartition("|")[2].strip() == imported:
+                process.send_signal(number)
+                break
+        said = [line for line in process.stderr if not line.startswith("import time:")]
+        assert process.wait(30) == 128 + number, said
+    # The first line is empty: a terminal shows ^C there.
+    assert "".join(said) == "\ninterrupted\n"
+
+
+def test_the_exit_code_of_a_command_is_kept() -> None:
+    for arguments, code in (["--version"], 0), (["show", "no_such_file.py"], 2), (["shoe"], 2):
+        ended = subprocess.run([sys.executable, "-m", "dataflow", *arguments], capture_output=True, timeout=30)
+        assert ended.returncode == code, ended.stderr
