@@ -190,7 +190,8 @@ class Workload:
         saved = saving[0].every if saving else None
         validation = replace(self.validation, overlap=True)
         written = self.pipeline.writer
-        pipeline = grpo("ref_log_probs" in written, validation, saved, critic="critic" in written)
+        found = {"critic": "critic" in written, "bypass": "old_log_probs" not in written}
+        pipeline = grpo("ref_log_probs" in written, validation, saved, **found)
         if TRAINER in self.pipeline.resources:
             pipeline = placed(pipeline, "disaggregated")
         return replace(self, pipeline=pipeline, validation=validation)
@@ -338,6 +339,7 @@ def grpo(
     checkpoint_every: int | None = None,
     *,
     critic: bool = False,
+    bypass: bool = False,
 ) -> Pipeline:
     """Returns the stages of a GRPO step, or of one of PPO with a critic.
 
@@ -346,12 +348,16 @@ def grpo(
         validation: without its ``overlap``, validation and checkpoint stop training, as in verl's loop.
         checkpoint_every: steps from one checkpoint to the next; None for no checkpoints.
         critic: include a critic's values and its update.
+        bypass: leave out the old log-probs; the update takes the rollout's own (``algorithm.bypass_mode``).
     """
-    stages: list[Stage] = [rollout, reward_request, old_log_prob]
+    stages: list[Stage] = [rollout, reward_request]
+    if not bypass:
+        stages.append(old_log_prob)
     if reference:
         stages.append(ref_log_prob)
     stages += [values, reward_collect, advantage.also_reads("values")] if critic else [reward_collect, advantage]
-    stages.append(actor_update.also_reads("ref_log_probs") if reference else actor_update)
+    update = actor_update.bind(renamed={"old_log_probs": "responses"}) if bypass else actor_update
+    stages.append(update.also_reads("ref_log_probs") if reference else update)
     if critic:
         stages.append(critic_update)
     stages.append(sync_weights)
@@ -363,10 +369,11 @@ def grpo(
     if validation is not None and not validation.overlap:
         last = ["val_score", *(["checkpoint"] if checkpoint_every is not None else [])]
         stages.append(end_step.bind(after=["sync_weights", *last]))
-        # The next rollout and log-probs wait for the end of this step.
+        # The next rollout and log-probs (without these, the next update) wait for the end of this step.
+        first = actor_update.name if bypass else old_log_prob.name
         for at, s in enumerate(stages):
             if s.role == "samples":
                 stages[at] = s.also_reads("turn", "carried")
-            elif s is old_log_prob:
+            elif s.name == first:
                 stages[at] = s.also_reads("turn", "latest")
     return Pipeline(stages, inputs=["prompts"], resources={"gpu": 1, "reward": None, "controller": 1, "io": 1})

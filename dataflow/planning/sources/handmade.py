@@ -68,7 +68,8 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         validation = Validation(every, config.validation.samples or 0, config.validation.pool, overlap)
     checkpoints = config.checkpoint.every or None
     reference = "ref_log_prob" in config.stages
-    pipeline = grpo(reference, validation, checkpoints, critic=critic)
+    bypass = "old_log_prob" not in config.stages
+    pipeline = grpo(reference, validation, checkpoints, critic=critic, bypass=bypass)
     times = {
         name: Modelled(distribution_of(text, f"stages.{name}", path))
         for name, text in config.stages.items()

@@ -61,6 +61,8 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     steps = config.steps or len(log.series("timing_s/gen"))
     if "ref_log_prob" not in known:
         said.append("no reference log-probs: the log holds no timing_s/ref.")
+    if "old_log_prob" not in known:
+        said.append("no old log-probs: the log holds no timing_s/old_log_prob, as with verl's bypass_mode.")
     if config.reward.agent == "per-step":
         said.append("off-policy rows leave out the first rollout, as timing_s/step does.")
     logged = log.series("timing_s/step")
@@ -71,7 +73,8 @@ def workload(path: Path, config: PlanConfig) -> Workload:
             "a policy that splits a step whitens the advantages over mini-batches (algorithm.whiten=mini-batch), verl "
             "over the step."
         )
-    pipeline = grpo("ref_log_prob" in known, validation, checkpoints or None, critic=critic)
+    bypass = "old_log_prob" not in known
+    pipeline = grpo("ref_log_prob" in known, validation, checkpoints or None, critic=critic, bypass=bypass)
     return Workload(
         source=str(path),
         pipeline=pipeline,
