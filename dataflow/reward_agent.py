@@ -25,6 +25,7 @@ from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.groups import GroupCalls, close_reward, usage_of
 from dataflow.rewards.hedge import parse_hedge
 from dataflow.rewards.jobs import Arguments, Jobs
+from dataflow.rewards.ledger.frozen import Frozen
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.limits import Limits, check_endpoints
 from dataflow.rewards.limits.queues import EndpointQueue, Limiter, QueueFactory
@@ -46,15 +47,14 @@ from dataflow.rewards.requests import (
 )
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.scorer import Scorer
-from dataflow.rewards.sentinel.frozen import Frozen
-from dataflow.rewards.sentinel.leftovers import end_children
-from dataflow.rewards.sentinel.sentinel import Sentinel
 from dataflow.rewards.steps import Steps
 from dataflow.rewards.user.function import check_methods, load_reward
 from dataflow.system import clock
 from dataflow.usercode.calls import Calls
 from dataflow.usercode.failures import is_ours
 from dataflow.usercode.load import describe, name_of
+from dataflow.usercode.sentinel.leftovers import end_children
+from dataflow.usercode.sentinel.sentinel import Sentinel
 
 __all__ = ["BESIDE", "GroupFilter", "Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
 

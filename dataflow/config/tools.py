@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from dataflow.config.section import Section, Text
 
@@ -24,6 +24,8 @@ class ToolsConfig(Section):
     """Tokens of all turns together, including the tools' answers; engine.max_tokens bounds each turn."""
     timeout: PositiveFloat = 10.0
     """Seconds that a call may take; after that the model gets an error message."""
+    frozen_after: NonNegativeFloat | None = None
+    """Seconds that a call may keep Python's lock; null for timeout, but at least 60; 0 for no limit."""
     format: Text = "hermes"
     """How the model writes calls: hermes (Qwen's <tool_call>), or a class of the file with parse(text)."""
 

@@ -12,10 +12,9 @@ from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError
+from dataflow.rewards.ledger.frozen import Frozen, FrozenCall
 from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.rewards.requests import GroupJob, Step, StepRequests
-from dataflow.rewards.sentinel.frozen import Frozen, FrozenCall
-from dataflow.rewards.sentinel.sentinel import Kind
 from dataflow.rewards.steps import Steps
 from dataflow.rewards.user.results import read_scores, read_usage
 from dataflow.system import clock
@@ -23,6 +22,7 @@ from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import Contained, UserExit, is_ours, message_of
 from dataflow.usercode.load import describe, name_of, raised
+from dataflow.usercode.sentinel.sentinel import Kind
 
 _CLOSE_S = 10.0  # time limit of close
 _LOGS = 8  # concurrent calls of the user's log

@@ -19,17 +19,17 @@ from loguru import logger
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.rewards.decode import Decode
+from dataflow.rewards.ledger.frozen import Frozen, FrozenCall
 from dataflow.rewards.ledger.ledger import Answer, Ledger, key_of
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.records import Latencies
 from dataflow.rewards.requests import Failed, Outcome, Request, Scored, ScoringJob, StepRequests
-from dataflow.rewards.sentinel.frozen import Frozen, FrozenCall
-from dataflow.rewards.sentinel.sentinel import Kind, Sentinel
 from dataflow.rewards.user.results import read_amount, tokens_used
 from dataflow.system import clock
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import is_ours
 from dataflow.usercode.load import name_of, raised
+from dataflow.usercode.sentinel.sentinel import Kind, Sentinel
 
 _ADMITTED = 64  # rows admitted before the event loop runs something else
 _AHEAD = 4 * _ADMITTED  # queued jobs of a step from which on no further rows are admitted

@@ -16,7 +16,6 @@ from dataflow.rewards.hedge import Hedge
 from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.rewards.requests import Failed, JobState, Outcome, Scored, ScoringJob
 from dataflow.rewards.retry import Retry, is_overload, is_throttle, is_timeout, retry_after_s, status_of
-from dataflow.rewards.sentinel.sentinel import Kind
 from dataflow.rewards.user.results import read_result, tokens_used
 from dataflow.system import clock
 from dataflow.system.redaction import redact_known
@@ -24,6 +23,7 @@ from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import attribute_of, is_ours, message_of, parts_of
 from dataflow.usercode.load import describe, fix_of, is_async, name_of
+from dataflow.usercode.sentinel.sentinel import Kind
 
 
 class BadScore(ValueError):

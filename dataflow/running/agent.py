@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dataflow.cluster.process import DEATH_REASON
 from dataflow.errors import ConfigError
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.ledger.file import check_file
+from dataflow.rewards.ledger.frozen import FILE, Frozen
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.limits import Limits, check_endpoints
 from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
-from dataflow.rewards.sentinel.frozen import FILE, Frozen
-from dataflow.rewards.sentinel.sentinel import Sentinel
 from dataflow.rewards.user.build import build_manager, find_manager
 from dataflow.rewards.user.function import CONTEXT, build_reward, find_reward, load_reward
 from dataflow.system.redaction import keep_secrets, redact_logs
+from dataflow.usercode.sentinel.sentinel import REWARDS, Sentinel
 
 if TYPE_CHECKING:
     from dataflow.config.reward import RewardConfig
@@ -103,7 +105,7 @@ def _sentinel(options: RewardConfig, timeout_s: float | None, record: Path | Non
     inline = not in_ray_worker()
     if options.frozen_after == 0 or (after_s is None and not inline):
         return None
-    return Sentinel(after_s, record, inline)
+    return Sentinel(after_s, record, inline, REWARDS, os.environ.get(DEATH_REASON))
 
 
 def host_agent(options: RewardConfig, **given: Any) -> RewardAgent | RemoteAgent:

@@ -21,7 +21,7 @@ from dataflow.stages.rollout import VALIDATION_SEED, check_version, emit_batches
 from dataflow.usercode.copies import own_copy
 
 if TYPE_CHECKING:
-    from dataflow.tools.calls import ToolCaller, ToolState
+    from dataflow.tools.calls import Place, ToolCaller, ToolState
     from dataflow.tools.toolbox import Toolbox
 
 
@@ -72,7 +72,8 @@ async def conversation(
     tools.check_template()
     described = tools.described(prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)
-    samples = conversations(not_emitted(described, task), engine, sampling, tools, limits, (seed << 20) + task.step)
+    left, drawn = not_emitted(described, task), (seed << 20) + task.step
+    samples = conversations(left, engine, sampling, tools, limits, drawn, task.step)
     responses = await emit_batches(described, samples, engine, sampling.n, max_response_tokens, task, sleeps)
     calls = sum(responses["tool_calls"])
     task.log(
@@ -107,7 +108,8 @@ async def val_conversation(
     tools.check_template()
     described = tools.described(val_prompts, max_prompt_length)
     limits = Limits(max_turns, max_response_tokens)
-    samples = conversations(described, engine, sampling, tools, limits, VALIDATION_SEED + seed)
+    drawn = VALIDATION_SEED + seed
+    samples = conversations(described, engine, sampling, tools, limits, drawn, f"val:{task.step}")
     return await emit_batches(described, samples, engine, sampling.n, max_response_tokens, task, sleeps)
 
 
@@ -120,7 +122,13 @@ class Limits:
 
 
 async def conversations(
-    prompts: Batch, engine: RolloutEngine, sampling: Sampling, tools: Toolbox, limits: Limits, seed: int
+    prompts: Batch,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    tools: Toolbox,
+    limits: Limits,
+    seed: int,
+    step: int | str,
 ) -> AsyncGenerator[Sample, None]:
     """Yields each conversation as a sample when it ends; a caller that stops early abandons the others.
 
@@ -131,13 +139,16 @@ async def conversations(
         tools: the tools that the model may call.
         limits: of each conversation.
         seed: common to all conversations.
+        step: of the samples, for messages; ``"val:3"`` for a validation.
     """
     ended: asyncio.Queue[asyncio.Task[Sample]] = asyncio.Queue()
     rows = zip(prompts.ids, prompts["prompt_ids"], _extras(prompts), strict=True)
     async with tools.open() as caller:
         going = [
             asyncio.create_task(
-                Conversation(ids, extra, caller, tools).run(engine, sampling, limits, (seed, group, index))
+                Conversation(ids, extra, caller, tools, (step, group, index)).run(
+                    engine, sampling, limits, (seed, group, index)
+                )
             )
             for group, ids, extra in rows
             for index in range(sampling.n)
@@ -166,6 +177,7 @@ class Conversation:
         extra_info: of its row.
         caller: calls tools.
         tools: parses the calls and frames the answers.
+        place: step, group and index of its sample, for messages.
         tokens: of all turns so far, with mask and log-prob of each.
         messages: chat messages of all turns so far, of roles ``assistant`` and ``tool``.
     """
@@ -174,6 +186,7 @@ class Conversation:
     extra_info: Any
     caller: ToolCaller
     tools: Toolbox
+    place: Place
     tokens: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -186,7 +199,7 @@ class Conversation:
         self, engine: RolloutEngine, sampling: Sampling, limits: Limits, seed: tuple[int, int, int]
     ) -> Sample:
         """Returns the whole conversation; the last two numbers of ``seed`` are its group and index."""
-        state = self.caller.state(self.extra_info)
+        state = self.caller.state(self.extra_info, self.place)
         version: int | None = None
         try:
             while True:

@@ -16,9 +16,12 @@ from dataflow.tools.registry import Tool
 from dataflow.usercode.calls import Call, Calls, TimedOut
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.failures import is_ours, message_of
+from dataflow.usercode.sentinel.sentinel import Kind, Sentinel
 
-Run: TypeAlias = Callable[[Any, Mapping[str, Any]], Awaitable[Any]]
-"""Calls a function with keywords under the time-out: :meth:`ToolCaller.run`."""
+Place: TypeAlias = tuple[int | str, int, int]
+"""The sample that a call is made for: step, group, index in the group."""
+Run: TypeAlias = Callable[[Any, Mapping[str, Any], Place | None], Awaitable[Any]]
+"""Calls a function with keywords, for a sample, under the time-out: :meth:`ToolCaller.run`."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +38,21 @@ class ToolCaller:
     Args:
         tools: by name.
         timeout_s: seconds that a call may take; None for no limit.
+        sentinel: ends this process when a call freezes it; None lets it hang.
     """
 
-    def __init__(self, tools: Mapping[str, Tool], timeout_s: float | None) -> None:
+    def __init__(self, tools: Mapping[str, Tool], timeout_s: float | None, sentinel: Sentinel | None = None) -> None:
         self._tools = tools
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        self._calls = Calls(self._on_abandoned, self._on_bug)
+        self._sentinel = sentinel
+        if sentinel is not None:
+            sentinel.start(self._loop)
+        self._calls = Calls(self._on_abandoned, self._on_bug, sentinel)
 
-    def state(self, extra_info: Any) -> ToolState:
+    def state(self, extra_info: Any, place: Place | None = None) -> ToolState:
         """Returns the state of the tools in a conversation, from its row's ``extra_info``."""
-        return ToolState(own_copy(tools_kwargs(extra_info)))  # the samples of a group share one row
+        return ToolState(own_copy(tools_kwargs(extra_info)), place)  # the samples of a group share one row
 
     async def answer(self, call: ToolCall, state: ToolState) -> Answer:
         """Calls a tool and returns the text for the model; a failure of the call is such a text, too.
@@ -77,8 +84,8 @@ class ToolCaller:
                 raise
             return Answer(f"error: the result of {call.name} cannot be read: {_Failed(error)}", failed=True)
 
-    async def run(self, function: Any, keywords: Mapping[str, Any]) -> Any:
-        """Calls user code.
+    async def run(self, function: Any, keywords: Mapping[str, Any], place: Place | None = None) -> Any:
+        """Calls user code for the sample at ``place``.
 
         Raises:
             TimedOut: it took too long.
@@ -90,7 +97,10 @@ class ToolCaller:
             if not finished.done():
                 finished.set_result(call)
 
-        call = self._calls.start(function, keywords, on_done=on_done, on_freed=_nothing, timeout_s=self._timeout_s)
+        mark = None if self._sentinel is None or place is None else self._sentinel.mark(Kind.TOOL, *place)
+        call = self._calls.start(
+            function, keywords, on_done=on_done, on_freed=_nothing, timeout_s=self._timeout_s, mark=mark
+        )
         try:
             await finished
         except asyncio.CancelledError:
@@ -105,6 +115,8 @@ class ToolCaller:
     async def close(self) -> None:
         """Cancels all calls; threads cannot be stopped and end by themselves."""
         await self._calls.close()
+        if self._sentinel is not None:
+            await asyncio.to_thread(self._sentinel.close)
 
     def _on_abandoned(self, count: int) -> None:
         logger.warning(f"{count} abandoned tool calls are still running; nothing can stop them.")
@@ -114,10 +126,16 @@ class ToolCaller:
 
 
 class ToolState:
-    """The state of the tools in one conversation: its ``tools_kwargs``, and the instance of each class."""
+    """The state of the tools in one conversation: its ``tools_kwargs``, and the instance of each class.
 
-    def __init__(self, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+    Args:
+        kwargs: keywords of each tool, by its name.
+        place: the sample of the conversation, which messages name; None if it is not known.
+    """
+
+    def __init__(self, kwargs: Mapping[str, Mapping[str, Any]], place: Place | None = None) -> None:
         self._kwargs = kwargs
+        self._place = place
         self._instances: dict[str, asyncio.Future[Any]] = {}
 
     async def call(self, tool: Tool, arguments: Mapping[str, Any], run: Run) -> Any:
@@ -125,16 +143,16 @@ class ToolState:
         # A format may return one object for equal calls, and a function may change its arguments.
         own, arguments = own_copy(self._kwargs.get(tool.name, {})), own_copy(dict(arguments))
         if not tool.is_class:
-            return await run(tool.target, {**arguments, **own})
+            return await run(tool.target, {**arguments, **own}, self._place)
         if tool.name not in self._instances:
             # Two calls of one turn run concurrently and must get the same instance.
-            self._instances[tool.name] = asyncio.ensure_future(run(tool.target, own))
+            self._instances[tool.name] = asyncio.ensure_future(run(tool.target, own, self._place))
         try:
             instance = await asyncio.shield(self._instances[tool.name])
         except Exception:
             self._instances.pop(tool.name, None)  # the next call tries again
             raise
-        return await run(instance, arguments)
+        return await run(instance, arguments, self._place)
 
     async def close(self, run: Run) -> int:
         """Closes the instances; returns how many failed to close."""
@@ -148,7 +166,7 @@ class ToolState:
             close = getattr(instance.result(), "close", None)
             if callable(close):
                 try:
-                    await run(close, {})
+                    await run(close, {}, self._place)
                 except (TimedOut, _Failed) as error:
                     failed += 1
                     logger.warning(f"A tool's close failed: {error}")

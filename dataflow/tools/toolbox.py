@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,15 +14,19 @@ from typing import Any
 from loguru import logger
 
 from dataflow.batch import Batch
+from dataflow.cluster.process import DEATH_REASON
 from dataflow.data.tokenize import DESCRIBED, load_chat_tokenizer, prompt_ids
 from dataflow.errors import DataError, ModelError, nearest
 from dataflow.tools.calls import ToolCaller, tools_kwargs
 from dataflow.tools.formats import Format, Framing, ToolCall, find_format
 from dataflow.tools.registry import READY, Tool, choose_tools, marked_tools
 from dataflow.usercode.load import load_file
+from dataflow.usercode.sentinel.sentinel import TOOLS, Sentinel
 
 # Texts that no template changes, so that they can be found in its output.
 _TEXT, _ANSWER = "dataflow-said", "dataflow-answer"
+FROZEN_S = 60.0
+"""Least default of ``tools.frozen_after``: an engine in the same process may keep Python's lock for some seconds."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class Toolbox:
         names: of the tools to offer; all marked ones of the file if empty.
         timeout: seconds that a call may take; None for no limit.
         format: how the model writes its calls.
+        frozen_after: seconds that a call may keep Python's lock, so that nothing else runs in the process; after that
+            the process is ended. None for ``timeout``, but at least :data:`FROZEN_S`; 0 for no limit.
     """
 
     model: str | None = None
@@ -41,6 +48,7 @@ class Toolbox:
     names: tuple[str, ...] = ()
     timeout: float | None = 10.0
     format: str = "hermes"
+    frozen_after: float | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Loaded modules are left out, as another process cannot import the user's module by name. The path is
@@ -201,11 +209,15 @@ class Toolbox:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[ToolCaller]:
         """Yields a caller of the tools; calls that still run at the end are cancelled."""
-        caller = ToolCaller(self.tools, self.timeout)
+        caller = ToolCaller(self.tools, self.timeout, self._sentinel())
         try:
             yield caller
         finally:
             await caller.close()
+
+    def _sentinel(self) -> Sentinel | None:
+        after_s = max(FROZEN_S, self.timeout or 0.0) if self.frozen_after is None else self.frozen_after
+        return Sentinel(after_s, None, False, TOOLS, os.environ.get(DEATH_REASON)) if after_s else None
 
 
 def without(text: str, tokens: Sequence[str]) -> str:
@@ -234,4 +246,4 @@ def toolbox_of(config: Any) -> Toolbox:
         config: a :class:`~dataflow.config.run.RunConfig`.
     """
     offer = config.tools
-    return Toolbox(config.model.path, offer.path, tuple(offer.names), offer.timeout, offer.format)
+    return Toolbox(config.model.path, offer.path, tuple(offer.names), offer.timeout, offer.format, offer.frozen_after)

@@ -16,8 +16,8 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.config.reward import RewardConfig
-from dataflow.rewards.sentinel.leftovers import end_children
 from dataflow.running.agent import build_agent
+from dataflow.usercode.sentinel.leftovers import end_children
 
 pytestmark = pytest.mark.timeout(60)
 

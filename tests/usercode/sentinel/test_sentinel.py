@@ -20,9 +20,9 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.errors import RunError
 from dataflow.reward_agent import RewardAgent
-from dataflow.rewards.sentinel.frozen import Frozen
-from dataflow.rewards.sentinel.sentinel import Sentinel
-from tests.rewards.sentinel import frozen_calls
+from dataflow.rewards.ledger.frozen import Frozen
+from dataflow.usercode.sentinel.sentinel import Sentinel
+from tests.usercode.sentinel import frozen_calls
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(100)]
 

@@ -9,7 +9,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.errors import RewardFailed
-from dataflow.rewards.sentinel.sentinel import Kind, Step
+from dataflow.usercode.sentinel.sentinel import Kind, Step
 
 FILE = "frozen.jsonl"
 """Name of the record, beside the ledger of a run: one line for each call that froze an agent."""

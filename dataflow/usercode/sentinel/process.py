@@ -1,11 +1,11 @@
-"""The sentinel's process: pings the agent's process and ends it when user code has frozen it.
+"""The sentinel's process: pings the process that it watches and ends it when user code has frozen it.
 
 It runs as a script, isolated, with the standard library only, to start fast and use little memory. Each ping is
 answered twice: by a thread, which needs Python's lock (the GIL), and by the event loop. The answers have a deadline.
 The responsible call is found in a page of shared memory, with a slot per thread that holds a mark while the thread runs
 user code.
 
-The agent's side is sentinel.py.
+The other side is sentinel.py.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class Watch:
         self.pid = options["pid"]
         self.after_s = options["after_s"]
         self.inline = options["inline"]
-        self.record, self.words = options["record"], options["words"]
+        self.record, self.reason, self.watched = options["record"], options["reason"], options["watched"]
         self.machinery, self.ours = tuple(options["machinery"]), options["ours"]
         self.signal, self.dump = options["signal"], options["dump"]
         self.socket = socket.socket(fileno=options["socket"])
@@ -139,8 +139,8 @@ class Watch:
         elif not self.reported:
             self.reported = True
             self.report(
-                f"nothing in process {self.pid} has run for {frozen_s:.0f} s, as something other than a reward "
-                "function keeps Python's lock"
+                f"nothing in process {self.pid} has run for {frozen_s:.0f} s, as something other than "
+                f"{self.watched['function']} keeps Python's lock"
             )
 
     # --- the responsible call ----------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Watch:
         inner = list(itertools.takewhile(lambda frame: not frame[0].startswith(self.ours), frames))
         users = [frame for frame in reversed(inner) if not frame[0].startswith(self.machinery)]
         if not users:
-            return "a reward function", ""
+            return self.watched["function"], ""
         file, line, function = users[0]
         return f"'{function}'", f" ({os.path.basename(file)}:{line})"
 
@@ -231,13 +231,13 @@ class Watch:
         request = f"sample {sample} of {of}" if sample >= 0 else of
         if what == "lock":
             how = f"has kept Python's lock for {frozen_s:.0f} s, so that nothing else in its process could run"
-            fix = "run it in processes of its own with reward.manager=remote"
+            fix = self.watched["lock_fix"]
         else:
             how = f"has blocked the event loop for {frozen_s:.0f} s, with every other call and all time-outs"
-            fix = "await what it waits for, write it as a plain def, or set reward.manager=remote"
+            fix = self.watched["loop_fix"]
         if signalled:
             self.kill(f"{function}{place}, called for {request}, {how}; the process was ended", signalled)
-        story = f"{function}{place} {how} (reward.frozen_after); the process was ended; {fix}."
+        story = f"{function}{place} {how} ({self.watched['key']}); the process was ended; {fix}."
         facts = {"kind": kind, "step": step, "group": group, "sample": sample, "key": key.rstrip(b"\0").hex()}
         if self.record is not None:
             with contextlib.suppress(OSError), open(self.record, "a") as file:
@@ -245,9 +245,9 @@ class Watch:
                 file.write("\n" + json.dumps({**facts, "story": story}) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-        if self.words is not None:
+        if self.reason is not None:
             with contextlib.suppress(OSError):  # the run's directory is on another machine
-                Path(self.words).write_text(f"{request}: {story}")
+                Path(self.reason).write_text(f"{request}: {story}")
         self.kill(f"{request}: {story}")
 
     def report(self, text: str) -> None:

@@ -17,10 +17,10 @@ import threading
 import time
 from pathlib import Path
 
-from dataflow.rewards.sentinel.sentinel import Kind, Sentinel
 from dataflow.running.remains import finish
 from dataflow.system.supervisor import report, supervise
 from dataflow.usercode.calls import Calls
+from dataflow.usercode.sentinel.sentinel import Kind, Sentinel
 
 in_time = threading.Barrier(3)
 

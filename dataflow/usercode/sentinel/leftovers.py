@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Collection
 
-from dataflow.rewards.sentinel.process import descendants
+from dataflow.usercode.sentinel.process import descendants
 
 _TICK_S = 0.011  # start times of processes are in hundredths of a second, rounded down
 # Helpers of Python and torch that the whole process shares.

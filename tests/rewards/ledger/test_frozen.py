@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
-from dataflow.rewards.sentinel.frozen import Frozen
-from dataflow.rewards.sentinel.sentinel import Kind
+from dataflow.rewards.ledger.frozen import Frozen
+from dataflow.usercode.sentinel.sentinel import Kind
 
 FACTS = {"kind": Kind.SCORE, "step": 1, "group": 0, "sample": 2, "key": "", "story": "it froze"}
 GOOD = json.dumps(FACTS).encode()

@@ -1,9 +1,9 @@
-"""The sentinel: a process beside the agent's that ends it when user code freezes it.
+"""The sentinel: a process that ends this one when user code freezes it.
 
 A function that keeps Python's lock (a regular expression that backtracks, a C extension) stops every thread of its
 process, with the event loop and the signal handlers. Only another process can detect that. The sentinel reads from a
-page of shared memory which thread runs which call, records the responsible sample, and ends the agent's process. The
-restarted agent fails that sample by the failure rule (:mod:`dataflow.rewards.sentinel.frozen`).
+page of shared memory which thread runs which call, records the responsible sample, and ends the process. A restarted
+reward agent fails that sample by the failure rule (:mod:`dataflow.rewards.ledger.frozen`).
 
 The sentinel's side is process.py.
 """
@@ -24,17 +24,17 @@ import tempfile
 import threading
 from collections.abc import Coroutine, Generator, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
 
-from dataflow.cluster.process import DEATH_REASON
 from dataflow.errors import RunError
-from dataflow.rewards.sentinel import process as sentinel_process
-from dataflow.rewards.sentinel.process import MARK, SLOT, THREAD
 from dataflow.system.supervisor import channel
 from dataflow.usercode.load import MACHINERY
+from dataflow.usercode.sentinel import process as sentinel_process
+from dataflow.usercode.sentinel.process import MARK, SLOT, THREAD
 
 Step = int | str
 
@@ -44,6 +44,8 @@ _IDLE = bytes(8)
 _LOOP_MARK = slice(THREAD.size, SLOT.size)
 _LOOP_CALL = slice(THREAD.size, THREAD.size + 8)
 _CLOSE_S = 5.0
+# For the dumps of several sentinels in one process (of rewards, of tools); libraries do not use these.
+_free_signals = [int(first) + n for n in range(15, 11, -1) if (first := getattr(signal, "SIGRTMIN", None)) is not None]
 
 
 class Kind:
@@ -52,6 +54,42 @@ class Kind:
     SCORE = 1
     POST_PROCESS = 2
     LOG = 3
+    TOOL = 4
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a sentinel watches, in the words of its messages.
+
+    Attributes:
+        service: whose process it is.
+        function: a call whose function is not known.
+        key: configuration key of ``after_s``.
+        lock_fix: what to do about a function that keeps Python's lock.
+        loop_fix: what to do about one that blocks the event loop.
+    """
+
+    service: str
+    function: str
+    key: str
+    lock_fix: str
+    loop_fix: str
+
+
+REWARDS = Watched(
+    service="reward agent",
+    function="a reward function",
+    key="reward.frozen_after",
+    lock_fix="run it in processes of its own with reward.manager=remote",
+    loop_fix="await what it waits for, write it as a plain def, or set reward.manager=remote",
+)
+TOOLS = Watched(
+    service="tools",
+    function="a tool",
+    key="tools.frozen_after",
+    lock_fix="call it in a process of its own, with a time-out (subprocess)",
+    loop_fix="await what it waits for, or write it as a plain def",
+)
 
 
 class Sentinel:
@@ -61,10 +99,21 @@ class Sentinel:
         after_s: seconds for which user code may freeze this process; with None only signals end a frozen process.
         record: file that the responsible calls are appended to; None records none.
         inline: whether this is the run's own process, which SIGINT and SIGTERM end even while it is frozen.
+        watched: what it watches.
+        reason: file for the reason of the process's end, which its executor reads; None writes none.
     """
 
-    def __init__(self, after_s: float | None, record: str | Path | None, inline: bool) -> None:
-        self._after_s = after_s
+    def __init__(
+        self,
+        after_s: float | None,
+        record: str | Path | None,
+        inline: bool,
+        watched: Watched = REWARDS,
+        reason: str | None = None,
+    ) -> None:
+        self.watched = watched
+        self._reason = reason
+        self.after_s = after_s
         self._record = None if record is None else str(record)
         self._inline = inline
         self._local = threading.local()
@@ -90,8 +139,8 @@ class Sentinel:
         except OSError as error:
             why = error.strerror or error
             raise RunError(
-                f"reward agent: the process that watches for frozen calls cannot be started ({why}); make room in "
-                f"{tempfile.gettempdir()}, or set reward.frozen_after=0 to run without it."
+                f"{self.watched.service}: the process that watches for frozen calls cannot be started ({why}); make "
+                f"room in {tempfile.gettempdir()}, or set {self.watched.key}=0 to run without it."
             ) from error
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -111,9 +160,10 @@ class Sentinel:
                 "dump": dump,
                 "signal": number,
                 "wakes": None if wakes is None else wakes.fileno(),
-                "after_s": self._after_s,
+                "after_s": self.after_s,
                 "record": self._record,
-                "words": os.environ.get(DEATH_REASON),
+                "reason": self._reason,
+                "watched": asdict(self.watched),
                 "inline": self._inline,
                 "channel": channel(),
                 "machinery": MACHINERY,
@@ -131,16 +181,14 @@ class Sentinel:
             finally:
                 theirs.close()
                 os.close(dump)
-        threading.Thread(target=self._answer, name="reward-sentinel", daemon=True).start()
+        threading.Thread(target=self._answer, name="sentinel", daemon=True).start()
 
     def _register_dump(self) -> int | None:
         """Registers a signal that dumps the stacks of all threads without Python's lock; returns the signal."""
-        first = getattr(signal, "SIGRTMIN", None)
-        if first is None:
-            return None
-        number = int(first) + 12  # unused by libraries
-        faulthandler.register(number, file=self._dump, all_threads=True, chain=False)
-        return number
+        self._signal = _free_signals.pop() if _free_signals else None
+        if self._signal is not None:
+            faulthandler.register(self._signal, file=self._dump, all_threads=True, chain=False)
+        return self._signal
 
     def _answer(self) -> None:
         """Answers each ping twice: from this thread, which needs the lock, and from the event loop."""
@@ -153,8 +201,8 @@ class Sentinel:
                     self._send(b"l" + ping)
         if not self._closed:
             logger.warning(
-                "reward sentinel: its process has ended, so that a reward function that keeps Python's lock is no "
-                "longer detected; check what ended it."
+                f"{self.watched.service}: the process that watches for frozen calls has ended, so that "
+                f"{self.watched.function} that keeps Python's lock is no longer detected; check what ended it."
             )
 
     def _send(self, message: bytes) -> None:
@@ -170,8 +218,9 @@ class Sentinel:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        if (first := getattr(signal, "SIGRTMIN", None)) is not None:
-            faulthandler.unregister(int(first) + 12)
+        if self._signal is not None:
+            faulthandler.unregister(self._signal)
+            _free_signals.append(self._signal)
         os.close(self._dump)
         try:
             self._process.wait(_CLOSE_S)
