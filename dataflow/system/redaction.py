@@ -1,31 +1,25 @@
 """Masks API keys and passwords in all texts that a run stores or shows.
 
 Two kinds of text are masked. Known secrets are registered with :func:`keep_secret`, or are the value of an environment
-variable whose name ends in KEY, TOKEN, SECRET or PASSWORD; they are also found in parts, and in the encodings that
-servers echo them in. Likely secrets are authorization headers, keys with a common prefix, passwords in addresses, and
-values whose name is that of a secret, also below escapes (JSON in JSON, a parameter of an address, HTML).
+variable whose name ends in KEY, TOKEN, SECRET or PASSWORD; they are also found in parts, spaced, and in the encodings
+that servers echo them in. Likely secrets are authorization headers, keys with a common prefix, passwords in addresses,
+and values whose name is that of a secret. Both are found below escapes, too (JSON in JSON, HTML).
 """
 
 from __future__ import annotations
 
-import base64
-import html
-import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
-from urllib.parse import quote, quote_plus
+
+from dataflow.system.escapes import layers
+from dataflow.system.known_secrets import Secrets
 
 MASK = "***"
 
-_SHORTEST = 4  # a shorter value would mask ordinary text
 _SEARCHED = 1 << 16  # characters searched for likely secrets; longer texts are not shown
-_WORD = 8  # a shorter value is masked only as a separate word
-_PIECE, _STRIDE = 8, 4  # of a known value: any part of 11 characters contains such a piece
 
-_VARIABLES = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
 _NAME = (
     r"api[_. +-]{0,2}key|(?:access|secret|private)[_. +-]{0,2}key"
     r"|(?:auth|access|api|refresh|session|bearer|hf)[_. +-]{0,2}token"
@@ -112,42 +106,6 @@ def _likely(text: str) -> Iterator[tuple[int, int]]:
         yield from _named(text)
 
 
-_LAYERS = 4  # of escapes within escapes, such as JSON in JSON in a parameter of an address
-_ESCAPE = re.compile(
-    r"\\u([0-9a-fA-F]{4})|(?:\\x|%)([0-9a-fA-F]{2})|&#[xX]([0-9a-fA-F]{1,4});|&#(\d{1,4});|&(quot|apos|amp|lt|gt);"
-    r"|\\([\"'/\\nrt])"
-)
-_ESCAPED = {"quot": '"', "apos": "'", "amp": "&", "lt": "<", "gt": ">", "n": "\n", "r": "\r", "t": "\t"}
-
-
-def _character(found: re.Match[str]) -> str:
-    code = found[1] or found[2] or found[3]
-    if code or found[4]:
-        return chr(int(code, 16) if code else int(found[4]))
-    short = found[5] or found[6]
-    return _ESCAPED.get(short, short)
-
-
-def _decoded(text: str, at: Sequence[int]) -> tuple[str, Sequence[int]]:
-    """Decodes one layer of escapes.
-
-    Args:
-        text: the text, maybe decoded before.
-        at: for each of its characters, and its end, the position in the original text.
-
-    Returns:
-        The decoded text, and its positions.
-    """
-    parts: list[str] = []
-    places: list[int] = []
-    done = 0
-    for found in _ESCAPE.finditer(text):
-        parts += [text[done : found.start()], _character(found)]
-        places += [*at[done : found.start()], at[found.start()]]
-        done = found.end()
-    return "".join([*parts, text[done:]]), [*places, *at[done:]]
-
-
 def _without(text: str, spans: Iterable[tuple[int, int]]) -> str:
     """Returns a text with spans masked; those that overlap or touch are masked together."""
     parts: list[str] = []
@@ -157,35 +115,6 @@ def _without(text: str, spans: Iterable[tuple[int, int]]) -> str:
             parts += [text[max(done, 0) : begin], MASK]
         done = max(done, end)
     return "".join([*parts, text[done:]]) if parts else text
-
-
-class Secrets:
-    """The known secrets; finds them in texts."""
-
-    def __init__(self) -> None:
-        self._values: set[str] = set()
-        self._pieces: tuple[tuple[str, int, str], ...] = ()
-        """A piece, its position in an encoding of a value, and that encoding."""
-        self._environment: dict[str, str] = {}
-
-    def add(self, value: str | None) -> None:
-        """Registers a secret; a value of less than 4 characters is ignored."""
-        if value and len(value) >= _SHORTEST and value not in self._values:
-            self._values.add(value)
-            self._pieces = (*self._pieces, *_pieces_of(value))
-
-    def look(self) -> None:
-        """Registers the secrets in the current environment."""
-        for name in os.environ:
-            if name.upper().endswith(_VARIABLES) and self._environment.get(name) != (value := os.environ.get(name, "")):
-                self._environment[name] = value
-                if len(value) >= _WORD and not value.isdigit() and not re.search(r"\s|^[/~.]", value):
-                    self.add(value)
-
-    def mask(self, text: str) -> str:
-        """Returns the text with every known secret and every part of one masked."""
-        present = [piece for piece in self._pieces if piece[0] in text]
-        return _without(text, (span for piece in present for span in _found(text, *piece)))
 
 
 SECRETS = Secrets()
@@ -213,7 +142,7 @@ def keep_secrets(values: Any) -> None:
 def redact_known(value: Any) -> Any:
     """Returns a value with known secrets masked. For data, which masking likely secrets could damage."""
     if type(value) is str:
-        return SECRETS.mask(value)
+        return _without(value, SECRETS.spans(value))
     if isinstance(value, dict):
         return {name: redact_known(part) for name, part in value.items()}
     return [redact_known(part) for part in value] if type(value) is list else value
@@ -231,18 +160,10 @@ def redact(text: str) -> str:
 
 def redact_reply(text: str) -> str:
     """As :func:`redact`, without checking the environment again: for texts of every request."""
-    text = SECRETS.mask(text)
+    text = _without(text, SECRETS.spans(text))
     if len(text) > _SEARCHED:
         return redact_reply(text[:_SEARCHED]) + text[_SEARCHED:]
-    spans = list(_likely(text))
-    inner = text
-    at: Sequence[int] = range(len(text) + 1)
-    for _layer in range(_LAYERS):
-        if not _ESCAPE.search(inner):
-            break
-        inner, at = _decoded(inner, at)
-        spans += [(at[begin], at[end]) for begin, end in _likely(inner)]
-    return _without(text, spans)
+    return _without(text, ((at[begin], at[end]) for inner, at in layers(text) for begin, end in _likely(inner)))
 
 
 def redact_values(values: Any) -> Any:
@@ -323,49 +244,3 @@ def _set(owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
     except (AttributeError, TypeError):  # a property of that name
         vars(owner)[name] = value
-
-
-def _forms(value: str) -> set[str]:
-    """Returns the encodings of a value that a server may echo."""
-    raw = value.encode("utf-8", "surrogatepass")
-    forms = {value, quote(raw), quote(raw, safe=""), quote_plus(raw), html.escape(value), repr(value)[1:-1]}
-    forms |= {
-        re.sub("%[0-9A-F]{2}", lambda found: found[0].lower(), form) for form in (quote(raw), quote(raw, safe=""))
-    }
-    forms |= {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
-    forms |= {form.replace("/", "\\/") for form in list(forms)}
-    if len(raw) >= _WORD:
-        forms |= {raw.hex(), raw.hex().upper()}
-        for shift in range(3):  # its base64 depends on the length of the text before it
-            text = base64.b64encode(b"\0" * shift + raw).decode()
-            text = text[(0, 2, 3)[shift] : len(text) - (0, 3, 2)[(shift + len(raw)) % 3]]
-            forms |= {text, text.replace("+", "-").replace("/", "_")}
-    return {form for form in forms if form}
-
-
-def _pieces_of(value: str) -> Iterator[tuple[str, int, str]]:
-    """Yields the pieces to search for: whole short encodings, and pieces of long ones."""
-    for form in sorted(_forms(value)):
-        yield form, 0, form
-        size, stride = (_PIECE, _STRIDE) if form == value else (2 * _PIECE, 2 * _PIECE)
-        if len(form) >= 2 * _PIECE:
-            for at in range(0, len(form) - size + 1, stride):
-                piece = form[at : at + size]
-                # Plain words in a value also occur in other texts.
-                if any(c.isdigit() for c in piece) or not (piece.islower() or piece.isupper()):
-                    yield piece, at, form
-
-
-def _found(text: str, piece: str, at: int, form: str) -> Iterator[tuple[int, int]]:
-    begin = text.find(piece)
-    while begin >= 0:
-        first, last, end = begin, at, begin + len(piece)
-        while first and last and text[first - 1] == form[last - 1]:
-            first, last = first - 1, last - 1
-        last = at + len(piece)
-        while end < len(text) and last < len(form) and text[end] == form[last]:
-            end, last = end + 1, last + 1
-        alone = not (text[first - 1 : first].isalnum() or text[end : end + 1].isalnum())
-        if len(piece) >= _WORD or alone:
-            yield first, end
-        begin = text.find(piece, end)

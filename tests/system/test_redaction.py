@@ -75,6 +75,45 @@ def test_a_known_secret_is_masked_in_every_encoding(form: int) -> None:
         assert not left_of(masked, KEY) or encoded(KEY)[form][:8] not in masked
 
 
+def spread(text: str) -> list[str]:
+    """Returns the forms in which a key is spelled out, wrapped, or shown by its codes."""
+    raw = text.encode()
+    return [
+        *(between.join(text) for between in (" ", ", ", "-", "\u200b")),
+        *(between.join(re.findall(".{1,4}", text)) for between in (" ", "-", "\n   ")),
+        repr(list(text)),
+        repr(list(raw)),
+        raw.hex(" "),
+        raw.hex(":").upper(),
+        "\n".join(re.findall(".{1,12}", base64.b64encode(raw).decode())),
+        repr(text.encode("utf-16-le")),
+        "".join(f"\\x{code:02x}" for code in raw),
+        text.upper(),
+        text.lower(),
+    ]
+
+
+@pytest.mark.parametrize("key", ["aK3jd9Qm2Lx7Vb5Nw8Rt4Yp6Zs1Gh0Fc", "Tr0ub4dor&3", "some/words of a key 7"])
+def test_a_known_secret_is_masked_however_it_is_spelled_or_escaped(key: str) -> None:
+    keep_secret(key)
+    letters = re.sub("[^A-Za-z0-9]", "", key).lower()
+    for form in [*spread(key), *escaped(key), *map(json.dumps, spread(key))]:
+        for masked in (redact(f"refused {form} with 401"), redact_known(f"refused {form} with 401")):
+            assert MASK in masked, form
+            left = re.sub("[^A-Za-z0-9]", "", masked[len("refused ") : -len(" with 401")]).lower()
+            assert len(left.replace("error", "")) < 5, (form, masked)
+            assert not [at for at in range(len(letters) - 3) if letters[at : at + 4] in left], form
+            assert masked.startswith("refused "), form
+            assert masked.endswith(" with 401"), form
+
+
+def test_a_key_of_short_words_masks_no_text_of_such_words() -> None:
+    keep_secret("data flow")
+    keep_secret("12345678")
+    text = "dataflow moves data; flow 1,234; 567 8 of 1 2 3 4 5 6 7 8"
+    assert redact(text) == text
+
+
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 30), st.integers(11, 40), st.sampled_from(["", " ", "x", '"']))
 def test_a_part_of_a_known_secret_is_masked(begin: int, size: int, around: str) -> None:
