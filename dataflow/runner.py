@@ -151,13 +151,13 @@ class Runner:
             found.append(Span(i.stage, i.step, i.part, i.parts, task.stage.on, since - origin, now, facts))
         return found
 
-    def finish(self) -> int:
+    def end_early(self) -> int:
         """Ends the run at the next consistent cut, see :meth:`dataflow.scheduler.Scheduler.finish`.
 
         Returns:
             Its step. If :attr:`over` is true then, it is reached, and nothing runs any more.
         """
-        step, instructions = self.scheduler.finish()
+        step, instructions = self.scheduler.end_early()
         self._over = self._execute(instructions)
         return step
 

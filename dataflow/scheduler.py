@@ -102,7 +102,7 @@ class Scheduler:
             return self._fail(entry, event)
         return self._finish(entry, event)
 
-    def finish(self) -> tuple[int, list[Instruction]]:
+    def end_early(self) -> tuple[int, list[Instruction]]:
         """Ends the run as soon as weights, engine and samples are those of one step again.
 
         That is the last step with a training task that has started. From now on only tasks start that this step and
@@ -162,10 +162,10 @@ class Scheduler:
         emitted.add(i)
         self._groups[i] = event.groups
         entry.history.append(f"emitted {i.part + 1} of {i.parts}")
-        self._release(i, task.id)
+        self._wake_dependents(i, task.id)
         return self._dispatch([])
 
-    def _release(self, done: TaskId, task: TaskId) -> None:
+    def _wake_dependents(self, done: TaskId, task: TaskId) -> None:
         """Makes tasks ready that waited only for ``done``, which is ``task`` or a chunk of it."""
         for dependent in self._dependents.pop(done, ()):
             waiter = self._entries[dependent]
@@ -187,7 +187,7 @@ class Scheduler:
             if event.groups is None:
                 raise DataflowError(f"scheduler: {task} collects a part but named no groups.")
             self._groups[task.id] = event.groups
-        self._release(task.id, task.id)
+        self._wake_dependents(task.id, task.id)
         out: list[Instruction] = []
         step = task.id.step
         self._open[step].discard(task.id)

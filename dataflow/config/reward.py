@@ -27,7 +27,7 @@ class EndpointConfig(Section):
     tpm: PositiveFloat | None = None
     """Tokens that may be sent for there in any minute; null for no limit."""
     adaptive: bool = False
-    """Lower its concurrency on 429 and time-outs, and raise it again afterwards."""
+    """Lower its concurrency on 429, 503, 529 and time-outs, and raise it again afterwards."""
     floor: PositiveInt = 1
     """Where adaptive stops lowering."""
 
@@ -42,7 +42,7 @@ class RewardConfig(Section):
     tpm: PositiveFloat | None = None
     """Tokens that may be sent for in any minute; null for no limit."""
     adaptive: bool = False
-    """Lower the concurrency on 429 and time-outs, and raise it again afterwards."""
+    """Lower the concurrency on 429, 503, 529 and time-outs, and raise it again afterwards."""
     floor: PositiveInt = 1
     """Where adaptive stops lowering."""
     endpoints: dict[str, EndpointConfig] = Field(default_factory=dict)

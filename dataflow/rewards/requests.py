@@ -144,7 +144,8 @@ class ScoringJob:
     queued_at: float = 0.0
     """When it was submitted, in seconds of ``clock.now()``."""
     held_by: str = ""
-    """What its first call waited for, if it did not start at once: a free ``slot``, or the ``rate`` limit."""
+    """What its first call waited for, if it did not start at once: a free ``slot``, the ``rate`` limit, or the end of a
+    ``pause`` that the service asked for; "" if it is not known."""
     throttled: int = 0
     """How many of its calls the service rejected with a status such as 429."""
     errors: list[str] = field(default_factory=list)

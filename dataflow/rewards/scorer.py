@@ -84,7 +84,7 @@ class Scorer:
         timeout_s = self._first_s
         if not job.tries:
             job.begin = clock.now()
-            job.held_by = "slot" if self._limiter.full(queue) else "rate"
+            job.held_by = self._limiter.held_by(queue, job.queued_at)
             if self._retry.deadline_s is not None:
                 job.deadline = loop.time() + self._retry.deadline_s
         elif timeout_s is not None:

@@ -132,7 +132,7 @@ class Attempt:
         if not saves or runner is None or training is None or training.done():
             main.cancel()
             return
-        step = runner.finish()
+        step = runner.end_early()
         if step < self._graph.first:
             main.cancel()  # no step was trained since the checkpoint that the run resumed from
             return

@@ -11,6 +11,7 @@ from dataflow.timeline.attribution import Wait, exposed_waits, waits_after
 from dataflow.timeline.spans import POOLS, Mark, Trace
 
 _TASK = re.compile(r"^(?P<stage>.+)\[(?P<step>\d+)(?:\.(?P<part>\d+))?\]$")
+_HELD = {"slot": " for a free slot", "rate": " by the rate limit", "pause": " by the service's Retry-After"}
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Culprit:
         if throttled := facts.get("throttled"):
             words.append(f"throttled {throttled} time{'s' * (throttled != 1)}")
         if "queued_s" in facts:
-            held = "by the rate limit" if facts.get("held_by") == "rate" else "for a free slot"
-            words.append(f"held back {facts['queued_s']:.1f} s {held}")
+            held = _HELD.get(facts.get("held_by", ""), "")
+            words.append(f"held back {facts['queued_s']:.1f} s{held}")
         if how := facts.get("how"):
             words.append(str(how))
         return ", ".join(words)

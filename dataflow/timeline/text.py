@@ -212,7 +212,7 @@ def _idle_line(trace: Trace, pool: str) -> str:
         text = f"{_s(total[cause])} s {_WAITS.get(cause, f'waiting for {cause}')}"
         worst = by_cause[cause][0]
         if worst.words and cause != "dispatch":
-            text += f" (worst: {worst.words}, {_s(worst.wait.seconds)} s)"
+            text += f" (worst: {_s(worst.wait.seconds)} s, {worst.words})"
         words.append(text)
     said = f"{_pool(pool)} idle {_s(sum(total.values()))} s of {_s(trace.wall)} s"
     return f"{said}: {', '.join(words)}" if words else said

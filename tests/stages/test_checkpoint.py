@@ -90,7 +90,7 @@ def test_an_interrupted_run_ends_at_a_consistent_cut(name: str, staleness: int, 
 
     def on_span(_span: Span) -> None:
         if len(trace.spans) == after:
-            cut.append(runner.finish())
+            cut.append(runner.end_early())
             runner.scheduler.check()
 
     runner = Runner(graph, VirtualExecutor(costs), inputs={"prompts": lambda step: step}, trace=trace, on_span=on_span)

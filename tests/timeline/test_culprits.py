@@ -72,7 +72,7 @@ def test_where_requests_have_no_part_the_last_of_the_step_is_meant() -> None:
         request(2, 0, 3),
         request(1, 8, 5),
     )
-    assert [c.words for c in culprits(trace)] == ["step 2, group 1, held back 0.5 s for a free slot"]
+    assert [c.words for c in culprits(trace)] == ["step 2, group 1, held back 0.5 s"]
 
 
 def test_other_waits_name_what_was_waited_for() -> None:

@@ -153,8 +153,8 @@ def test_where_the_idle_time_went_in_a_sentence() -> None:
         Mark("reward", "reward", 9, 24, {"step": 2, "part": 0, "group": 4, "queued_s": 3.0, "held_by": "slot"}),
     )
     assert idle_lines(trace) == [
-        "GPU pool idle 7.00 s of 30.0 s: 6.00 s waiting for rewards (worst: step 2, group 4, held back 3.0 s for a "
-        "free slot, 5.00 s), 1.00 s waiting for the controller (worst: step 2, penalise_length, 1.00 s)",
+        "GPU pool idle 7.00 s of 30.0 s: 6.00 s waiting for rewards (worst: 5.00 s, step 2, group 4, held back 3.0 s "
+        "for a free slot), 1.00 s waiting for the controller (worst: 1.00 s, step 2, penalise_length)",
         "after training 3.00 s until val_rollout[2] ended",
     ]
 
@@ -168,9 +168,9 @@ def test_each_pool_of_gpus_has_its_sentence() -> None:
         Span("sync_weights", 1, 0, 1, "rollout", 8, 9, {}, "gather_weights[1]"),
     )
     assert idle_lines(trace) == [
-        "rollout pool idle 4.00 s of 9.00 s: 2.00 s waiting for train (worst: step 1, actor_update, 2.00 s), "
-        "2.00 s waiting for weights (worst: step 1, gather_weights, 2.00 s)",
+        "rollout pool idle 4.00 s of 9.00 s: 2.00 s waiting for train (worst: 2.00 s, step 1, actor_update), "
+        "2.00 s waiting for weights (worst: 2.00 s, step 1, gather_weights)",
         "train pool idle 5.00 s of 9.00 s: 4.00 s start-up, 1.00 s waiting for weights "
-        "(worst: step 1, sync_weights, 1.00 s)",
+        "(worst: 1.00 s, step 1, sync_weights)",
     ]
     assert idle_lines(Trace()) == []

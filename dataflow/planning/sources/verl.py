@@ -29,7 +29,9 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         DataError: the log cannot be read, or lacks a column.
         ConfigError: a value that the log does not contain is missing.
     """
-    log = _from_one(read_scalars(path))
+    found = read_scalars(path)
+    testing, saving = _every(found, "testing"), _every(found, "save_checkpoint")
+    log = _from_one(found)
     prompts, mini_batches = config.need("prompts", path, 1024), config.need("mini_batches", path, 4)
     check_batch(prompts, mini_batches)
     responses = config.need("responses", path, 5)
@@ -51,10 +53,8 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         "actor_update": _measured(log, "update_actor"),
         "critic_update": _measured(log, "update_critic"),
     }
-    validation = _validation(log, config, rewards, times, said)
-    checkpoints = config.checkpoint.every
-    if checkpoints is None:
-        checkpoints = _every(log, "save_checkpoint")
+    validation = _validation(log, testing, config, rewards, times, said)
+    checkpoints = saving if config.checkpoint.every is None else config.checkpoint.every
     if checkpoints:
         times["checkpoint"] = _measured(log, "save_checkpoint")
     known = {name: time for name, time in times.items() if time is not None}
@@ -108,9 +108,20 @@ def _measured(log: Scalars, name: str, less: float = 0.0) -> Measured | None:
 
 
 def _every(log: Scalars, name: str) -> int:
-    """Returns the interval in steps of a stage that does not run every step."""
-    steps = sorted(s for s in log.series(f"timing_s/{name}") if s > 0)
-    return steps[0] if steps else 0
+    """Returns the interval of a stage that runs at multiples of it, and after the last step; 0 if it never runs.
+
+    Args:
+        log: as it was written: renumbered steps are no multiples.
+        name: of the stage's timing.
+    """
+    ran = {step for step in log.series(f"timing_s/{name}") if step > 0}
+    steps = range(min(log.series("timing_s/gen"), default=1), max(log.series("timing_s/gen"), default=0) + 1)
+    if len(ran) > 1:
+        ran.discard(steps[-1])
+    most = math.gcd(*ran)
+    # A log of few steps allows several intervals; the shortest makes a plan run the stage as often as the log did.
+    intervals = (n for n in range(1, most + 1) if most % n == 0)
+    return next((n for n in intervals if {step for step in steps if step % n == 0} <= ran | {steps[-1]}), most)
 
 
 def _mean(series: Mapping[int, float]) -> float:
@@ -154,13 +165,14 @@ def _rewards(
 
 def _validation(
     log: Scalars,
+    logged_every: int,
     config: PlanConfig,
     rewards: Rewards,
     times: dict[str, Measured | None],
     said: list[str],
 ) -> Validation | None:
     plan = config.validation
-    every = _every(log, "testing") if plan.every is None else plan.every
+    every = logged_every if plan.every is None else plan.every
     if not every:
         return None
     overlap = plan.overlap if plan.overlap is not None else rewards.agent == "continuous"

@@ -40,6 +40,7 @@ class EndpointQueue(Protocol):
         running: calls in flight.
         waited_s: seconds that items at the head waited for a rate limit.
         overloads: calls that ended since the service was overloaded.
+        paused_until: end of its last pause, in seconds of ``clock.now()``; 0 without one.
     """
 
     name: str
@@ -47,6 +48,9 @@ class EndpointQueue(Protocol):
     running: int
     waited_s: float
     overloads: int
+
+    @property
+    def paused_until(self) -> float: ...
 
     def push(self, item: Queued) -> None:
         """Adds an item."""
@@ -98,6 +102,8 @@ class Pause:
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
         self._timer: asyncio.TimerHandle | None = None
+        self.until = 0.0
+        """Its end in seconds of ``clock.now()``; 0 before the first one."""
 
     @property
     def active(self) -> bool:
@@ -112,6 +118,7 @@ class Pause:
                 return
             self._timer.cancel()
         self._timer = loop.call_at(until, self._end)
+        self.until = clock.now() + seconds
 
     def _end(self) -> None:
         self._timer = None
@@ -212,6 +219,10 @@ class LocalQueue:
     def pause(self, seconds: float) -> None:
         self._pause.extend(seconds)
         self.refresh()
+
+    @property
+    def paused_until(self) -> float:
+        return self._pause.until
 
     def _resume(self) -> None:
         self._wake.set()
@@ -369,9 +380,23 @@ class Limiter:
             other.refresh()
         self.fill()
 
-    def full(self, queue: EndpointQueue) -> bool:
-        """Whether all slots are taken, so that the item which took the last one had waited for it."""
-        return self.running >= self.limits.concurrency or queue.running >= int(queue.limit)
+    def held_by(self, queue: EndpointQueue, since: float) -> str:
+        """Returns what an item that starts now, and has taken its slot, has waited for.
+
+        Args:
+            queue: of the item.
+            since: when it was queued, in seconds of ``clock.now()``.
+
+        Returns:
+            ``slot``, ``pause`` (of a service that answered with a Retry-After), ``rate``, or "" if it is not known.
+        """
+        if self.running >= self.limits.concurrency or queue.running >= int(queue.limit):
+            return "slot"
+        if queue.paused_until > since:
+            return "pause"
+        own = self.limits.endpoints.get(queue.name, self.limits)
+        rated = any(limits.rpm is not None or limits.tpm is not None for limits in (self.limits, own))
+        return "rate" if rated else ""
 
     def waiting(self) -> int:
         """Returns the number of queued items that are wanted."""

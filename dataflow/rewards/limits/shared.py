@@ -209,6 +209,10 @@ class SharedQueue:
         self._pause.extend(seconds)
         self._shared.send("pauses", [self.name, seconds])
 
+    @property
+    def paused_until(self) -> float:
+        return self._pause.until
+
     def end(self, begun: float, overloaded: bool, extra_tokens: int, error: BaseException | None) -> None:
         self.running -= 1
         self.overloads += overloaded

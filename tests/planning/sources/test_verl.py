@@ -156,6 +156,31 @@ def test_the_log_of_a_resumed_run_begins_with_its_first_step(tmp_path: Path) -> 
     assert workload.validation.every == 2
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "tested", "every"),
+    [
+        (1, 30, [10, 20, 30], 10),
+        (1, 33, [10, 20, 30, 33], 10),  # and after the last step
+        (51, 105, [60, 80, 100, 105], 20),
+        (51, 105, [60, 80, 100], 20),
+        (1, 15, [10], 10),
+        (61, 63, [62], 2),
+        (1, 5, [1, 2, 3, 4, 5], 1),
+        (1, 9, [5, 7], 1),  # by hand, at no interval
+        (1, 9, [9], 9),
+        (1, 9, [], 0),
+    ],
+)
+def test_the_interval_of_validation_is_that_of_the_whole_run(
+    tmp_path: Path, first: int, last: int, tested: list[int], every: int
+) -> None:
+    path = tmp_path / "a.csv"
+    rows = [f"{step},1,1,{7 if step in tested else ''}" for step in range(first, last + 1)]
+    path.write_text("\n".join(["global_step,timing_s/gen,timing_s/update_actor,timing_s/testing", *rows]))
+    workload, _ = read_workload(str(path), NEEDED)
+    assert (workload.validation.every if workload.validation else 0) == every
+
+
 FACTS = (
     "steps=105", "prompts=1024", "responses=5", "mini_batches=4", "reward.latency=uniform:1:40",
     "reward.concurrency=256", "reward.agent=per-step", "validation.every=5", "validation.samples=1319",
