@@ -62,7 +62,7 @@ def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> 
         return json.dumps(rows, indent=1)
     lines = [_HEAD]
     for row in rows:
-        bound, before, after = row["lower_bound_s"], row["accuracy_before"], row["accuracy_after"]
+        bound = row["lower_bound_s"]
         lines.append(
             (
                 row["policy"],
@@ -74,10 +74,18 @@ def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> 
                 f"{row['gpu_busy']:.0%}",
                 f"{row['exposed_wait_s']:.1f}",
                 "-" if bound is None else f"{bound:.1f}",
-                "-" if after is None else f"{after:.2f}" if before is None else f"{before:.2f} -> {after:.2f}",
+                _accuracy(row),
             )
         )
     return table(lines) + written(out)
+
+
+def _accuracy(row: dict[str, Any]) -> str:
+    before, after, mean = row["accuracy_before"], row["accuracy_after"], row["accuracy_mean_last_3"]
+    if after is None:
+        return "-"
+    text = f"{after:.2f}" if before is None else f"{before:.2f} -> {after:.2f}"
+    return text if mean is None else f"{text} (mean of the last 3: {mean:.2f})"
 
 
 def _row(run: str, name: str, trace: Trace, first_s: float | None) -> dict[str, Any]:

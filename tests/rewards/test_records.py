@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+from collections.abc import Iterable
+from types import FunctionType, ModuleType
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataflow.batch import Batch
+from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.records import ACCURACY, Latencies
 
 
@@ -31,6 +39,44 @@ def test_its_size_does_not_grow_with_the_number_of_rewards() -> None:
         latencies.append(odd)
     assert len(latencies) == 100_004
     assert len(latencies._buckets) < 1800
+
+
+def size_of(roots: Iterable[Any]) -> int:
+    """Returns the number of objects that can be reached, apart from code."""
+    seen: dict[int, Any] = {}
+    ahead = list(roots)
+    while ahead:
+        one = ahead.pop()
+        if id(one) not in seen and not isinstance(one, type | ModuleType | FunctionType):
+            seen[id(one)] = one
+            ahead += gc.get_referents(one)
+    return len(seen)
+
+
+def test_neither_the_agent_nor_its_stats_grow_with_the_number_of_rewards() -> None:
+    """A run of millions of rewards asks once a second for them."""
+
+    async def score(**_: Any) -> dict[str, Any]:
+        return {"score": 1.0, "tokens": 3}
+
+    async def body() -> None:
+        agent = RewardAgent(score)
+        sizes = []
+        for step in range(1, 10):
+            groups = [group for group in range(100 if step > 1 else 10) for _ in range(2)]
+            columns = ("data_source", "ground_truth", "response_text")
+            agent.submit(step, Batch(groups, {name: ["x"] * len(groups) for name in columns}))
+            await agent.collect(step)
+            stats = agent.stats()
+            if step in (2, 9):
+                sizes.append((size_of([vars(agent)]), size_of([stats])))
+        assert stats["scored"] == 20 + 8 * 200
+        assert stats["tokens"] == 3 * stats["scored"]
+        assert sizes[1][0] - sizes[0][0] < 400, sizes  # a number kept of each reward would add 1,400
+        assert sizes[1][1] - sizes[0][1] < 20, sizes
+        await agent.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 def test_no_latencies_have_no_summary() -> None:

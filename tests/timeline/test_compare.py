@@ -49,6 +49,18 @@ def test_several_runs_make_a_table_and_a_page(
     assert rows[1]["change"] == pytest.approx(rows[1]["wall_s"] / rows[0]["wall_s"] - 1)
 
 
+def test_the_last_accuracy_and_the_mean_of_the_last_three_go_by_their_names(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"accuracy_before": 0.0, "accuracy_after": 0.742, "accuracy_mean_last_3": 0.604}
+    (tmp_path / "both" / "summary.json").write_text(json.dumps(known))
+    assert main(["compare", *runs, "-o", str(tmp_path / "both.html")]) == 0
+    assert "0.00 -> 0.74 (mean of the last 3: 0.60)" in capsys.readouterr().out
+    page = (tmp_path / "both.html").read_text()
+    assert "0.742" in page
+    assert "mean of the last 3 evaluations 0.604" in page
+
+
 def test_two_runs_of_one_policy_go_by_their_directories(
     runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,55 @@
+"""The figures of a run's summary: what a stranger would take each of them to mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dataflow.running.remains import summarise
+from dataflow.running.reporting.progress import end_table
+from dataflow.timeline.spans import Span, Trace
+
+
+def shown(summary: dict[str, Any]) -> list[str]:
+    """Returns the rows of the table at the end of a run."""
+    return [" ".join(row.split()) for row in end_table(summary).splitlines()]
+
+
+def ended(evaluations: dict[int, float], total_s: float = 92.0) -> dict[str, Any]:
+    """Returns the summary of two steps of 39 s each, whose command took 92 s in all."""
+    trace = Trace(meta={"policy": "both", "seed": 1, "status": "finished"})
+    for step in (1, 2):
+        at = 39.0 * (step - 1)
+        trace.add(
+            Span("rollout", step, 0, 1, "gpu", at, at + 20), Span("actor_update", step, 0, 1, "gpu", at + 20, at + 39)
+        )
+    return summarise(trace, 2, evaluations, {"requested": 8, "scored": 8}, total_s)
+
+
+def test_of_a_run_that_was_still_rising_the_last_evaluation_counts_and_the_mean_has_its_name() -> None:
+    summary = ended({0: 0.0, 10: 0.467, 20: 0.603, 30: 0.742})
+    assert summary["accuracy_after"] == 0.742
+    assert summary["accuracy_mean_last_3"] == pytest.approx(0.604)
+    table = shown(summary)
+    assert "accuracy before 0.000" in table
+    assert "accuracy after 0.742 (evaluation of step 30)" in table
+    assert "0.604 (mean of the last 3 evaluations)" in table
+
+
+def test_the_evaluation_before_training_is_in_no_mean_after_it() -> None:
+    for evaluations in ({0: 0.1, 2: 0.5, 4: 0.7}, {0: 0.1, 4: 0.7}):
+        summary = ended(evaluations)
+        assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.1, 0.7)
+        assert summary["accuracy_mean_last_3"] is None
+        assert "mean of" not in end_table(summary)
+    assert ended({0: 0.1})["accuracy_after"] is None
+    assert "after" not in end_table(ended({0: 0.1}))
+
+
+def test_the_time_in_all_stands_beside_that_of_training() -> None:
+    summary = ended({})
+    assert (summary["total_s"], summary["wall_s"], summary["step_s"]) == (92.0, 78.0, 39.0)
+    table = shown(summary)
+    assert "time in all 92.0 s (with start, evaluations and end)" in table
+    assert "training 78.0 s (39.00 s a step)" in table
