@@ -59,35 +59,6 @@ def test_who_waits_for_the_rate_does_not_blame_the_slots() -> None:
     assert {record["held_by"] for record in late} == {"rate"}
 
 
-def test_who_waits_for_the_end_of_a_pause_does_not_blame_a_limit_that_nobody_set() -> None:
-    calls: list[str] = []
-
-    class Busy(Exception):
-        status = 429
-        retry_after = 0.5
-
-    async def busy_once(ground_truth: str, **_others: Any) -> float:
-        calls.append(ground_truth)
-        if len(calls) == 1:
-            raise Busy
-        await asyncio.sleep(0.1)
-        return 1.0
-
-    async def body() -> list[dict[str, Any]]:
-        agent = RewardAgent(busy_once, limits=Limits(8))
-        agent.submit(1, samples(1, n=1))
-        while not agent.stats()["throttled"]:
-            await asyncio.sleep(0.01)
-        agent.submit(2, samples(1, n=1))
-        rewards = await agent.collect(2)
-        await agent.close()
-        return list(rewards.meta["records"])
-
-    (record,) = run(body)
-    assert record["held_by"] == "pause"
-    assert record["queued_s"] > 0.1
-
-
 def test_who_was_told_to_slow_down_says_how_often() -> None:
     left = [Busy("later"), Busy("later")]
 

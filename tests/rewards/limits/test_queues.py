@@ -269,6 +269,47 @@ def test_a_fixed_limit_stays() -> None:
     run_virtual(body)
 
 
+# --- what an item has waited for ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "pause_s", "others", "cause"),
+    [
+        (Limits(8), 5.0, 0, "pause"),
+        (Limits(8), 0.0, 0, ""),
+        (Limits(1), 0.0, 1, "slot"),
+        (Limits(8, rpm=1), 0.0, 0, "rate"),
+        (Limits(8, rpm=1), 5.0, 0, "pause"),
+        (Limits(8, endpoints={"a": Limits(8, tpm=9)}), 0.0, 0, "rate"),
+    ],
+    ids=["pause", "nothing", "slot", "rate", "pause before rate", "rate of its endpoint"],
+)
+def test_the_cause_of_a_wait_is_the_slot_a_pause_or_a_rate(
+    limits: Limits, pause_s: float, others: int, cause: str
+) -> None:
+    async def body() -> None:
+        found: list[str] = []
+        limiter: Limiter
+
+        def start(item: Item, queue: EndpointQueue) -> None:
+            found.append(limiter.held_by(queue, since=queued_at))
+            asyncio.get_running_loop().call_later(1.0, limiter.release, queue, clock.now())
+
+        limiter = Limiter(limits, start)
+        queued_at = clock.now()
+        for i in range(others):
+            limiter.push(Item((0, 1, i), "a"))
+        if pause_s:
+            limiter.queue_of("a").pause(pause_s)
+        limiter.push(Item((0, 1, 9), "a"))
+        limiter.fill()
+        await asyncio.sleep(100)
+        assert found[-1] == cause
+        limiter.close()
+
+    run_virtual(body)
+
+
 # --- what goes wrong -----------------------------------------------------------------------------------------
 
 
