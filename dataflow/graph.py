@@ -48,8 +48,8 @@ class Pipeline:
         resources: slots per resource; None for no limit.
 
     Raises:
-        PipelineError: two stages of one name, a field without a writer or with two, a cycle, an undeclared resource,
-            a missing service or option, a stage that runs on every step but reads from one that does not.
+        PipelineError: two stages or services of one name, a field without a writer or with two, a cycle, an undeclared
+            resource, a missing service or option, a stage that runs on every step but reads from one that does not.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Pipeline:
                 self.writer[name] = s
         for s in self.stages:
             self._check(s)
+        self.hosts()
         self.states = frozenset(r.field for s in self.stages for r in s.reads if r.lag != "none")
         for s in self.stages:
             if s.streams and (held := [w for w in s.writes if w in self.states]):
@@ -237,8 +238,12 @@ class Pipeline:
         return Pipeline(stages, inputs=tuple(needed), resources=self.resources)
 
     def hosts(self) -> dict[str, Hosted]:
-        """Returns the processes that the stages need, by name."""
-        return {s.host.name: s.host for s in self.stages if s.host is not None}
+        """Returns the processes that the stages need, by name; a PipelineError if two have one name."""
+        found: dict[str, Hosted] = {}
+        for host in filter(None, (s.host for s in self.stages)):
+            if (known := found.setdefault(host.name, host)) is not host and known != host:
+                raise PipelineError(f"two services are named '{host.name}'; give one of them another name.")
+        return found
 
     @property
     def streaming(self) -> bool:

@@ -29,6 +29,7 @@ from dataflow.rewards.ledger.frozen import Frozen
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.limits import Limits, check_endpoints
 from dataflow.rewards.limits.queues import EndpointQueue, Limiter, QueueFactory
+from dataflow.rewards.naming import MAIN, metric
 from dataflow.rewards.records import latency_summary
 from dataflow.rewards.remote.metrics import Metrics, in_ray_worker
 from dataflow.rewards.requests import (
@@ -56,7 +57,8 @@ from dataflow.usercode.load import describe, name_of
 from dataflow.usercode.sentinel.leftovers import end_children
 from dataflow.usercode.sentinel.sentinel import Sentinel
 
-__all__ = ["BESIDE", "GroupFilter", "Limits", "Retry", "RewardAgent", "Ticket", "latency_summary", "load_reward"]
+__all__ = ["BESIDE", "MAIN", "GroupFilter", "Limits", "Retry", "RewardAgent", "Ticket", "latency_summary",
+           "load_reward", "metric"]  # fmt: skip
 
 
 class RewardAgent:
@@ -88,6 +90,7 @@ class RewardAgent:
         metrics: receives the stats about once a second while they change (Ray's own metrics).
         sentinel: ends this process when a call freezes it; such an agent also ends its child processes at close.
         frozen: calls that froze an agent before; they fail without being made.
+        name: of the agent among several of a run; its messages and metrics have it.
 
     Raises:
         ConfigError: ``compute_score`` cannot be called, or an option is out of range.
@@ -112,8 +115,9 @@ class RewardAgent:
         metrics: Metrics | None = None,
         sentinel: Sentinel | None = None,
         frozen: Frozen | None = None,
+        name: str = MAIN,
     ) -> None:
-        self._reward = compute_score
+        self.name, self._reward = name, compute_score
         self._function = getattr(compute_score, "compute_score", compute_score)
         self._post_process = post_process_scores or getattr(compute_score, "post_process_scores", None)
         if isinstance(compute_score, type) or not callable(self._function):
@@ -121,7 +125,7 @@ class RewardAgent:
         self.limits = limits or Limits()
         self.retry = retry or Retry()
         self.ledger = ledger
-        self.steps = Steps(parse_rule(on_failure), max_failed_share, self._on_cancel, self._on_end)
+        self.steps = Steps(parse_rule(on_failure), max_failed_share, self._on_cancel, self._on_end, name)
         parse_hedge(hedge_after)
         check_methods(compute_score)
         check_endpoints(compute_score, self.limits)
@@ -129,12 +133,9 @@ class RewardAgent:
             self.retry = replace(self.retry, predicate=predicate)
         self._max_abandoned = self.limits.concurrency if max_abandoned is None else max_abandoned
         self._hedge_after = hedge_after
-        self._decode = decode
-        self._shared = shared
-        self._metrics = metrics
+        self._decode, self._shared, self._metrics = decode, shared, metrics
         self._report_timer: asyncio.TimerHandle | None = None
-        self._sentinel = sentinel
-        self._frozen = frozen or Frozen()
+        self._sentinel, self._frozen = sentinel, frozen or Frozen()
         counts = self.steps.counts
         self._jobs = Jobs(compute_score, self.limits, ledger, share_equal, scorer, counts, self._frozen, sentinel)
         # Bound to the event loop by the first submit.

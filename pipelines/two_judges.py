@@ -1,43 +1,50 @@
-"""A rule, a judge and a penalty for length, combined by declared weights: the step waits for the slow one alone.
+"""Two reward agents, a slow judge and a rule, and a penalty for length, combined by declared weights.
 
-prompts -> rollout -> responses -> rule_score (at once) ------------------------> rule_scores -+
-                          |                                                                    v
-                          +-> reward_request -> (judge, seconds) -> reward_collect -> rewards -> combine -> scores
-                                                                                                              |
-                                                                actor_update <- advantages <- advantage <-----+
+prompts -> rollout -> responses -> rule_request -> (the rule, at once) -> rule_collect -> rule_rewards -+
+                          |                                                                             v
+                          +-> reward_request -> (the judge, seconds) -> reward_collect -> rewards -> combine -> scores
+                                                                                                                  |
+                                                                    actor_update <- advantages <- advantage <-----+
+
+The rule is an agent of its own, with its own limits, failure rule, metrics (reward/rule/...), ledger and row of the
+timeline, which shows for which of the two a step waited. Its section has the keys of section reward; any function or
+judge may take the rule's place.
 
 dataflow run pipelines/two_judges.py policy=both
 dataflow run pipelines/two_judges.py weights.judge=0.5 weights.rule=1 weights.length=0
+dataflow run pipelines/two_judges.py rule.custom_reward_function.path=style.py rule.on_failure=score:0 rule.timeout=5
 """
 
 from __future__ import annotations
 
 from pydantic import Field, NonNegativeFloat
 
-from dataflow.config.reward import RewardConfig
+from dataflow.config.reward import RewardConfig, SourceConfig
 from dataflow.config.run import RunConfig
 from dataflow.config.section import Section
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
-from dataflow.rewards.user.gsm8k import compute_score
 from dataflow.running.hosting import pools_of, reward_host, rollout_host, trainer_host
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
 from dataflow.stages.advantage import advantage_stage
-from dataflow.stages.combine import check_weights, combine, rule_score
+from dataflow.stages.combine import combine_stage
 from dataflow.stages.log_prob import log_prob_stages
-from dataflow.stages.reward import reward_collect, reward_request, val_score
+from dataflow.stages.reward import agent_stages, val_score
 from dataflow.stages.samples import sample_stages
 from dataflow.stages.sync import gather_weights, sync_weights
+
+RULE = "dataflow.rewards.user.gsm8k:compute_score"
+"""1 for the right number, else 0."""
 
 
 class WeightsConfig(Section):
     """What each reward counts in the score."""
 
     judge: NonNegativeFloat = 0.5
-    """Weight of the judge's score."""
+    """Weight of the score of agent reward, a judge unless it has a custom_reward_function."""
     rule: NonNegativeFloat = 0.5
-    """Weight of the rule's: 1 for the right number, else 0."""
+    """Weight of the score of agent rule."""
     length: NonNegativeFloat = 0.05
     """Penalty of the longest possible response; a shorter one has a share of it."""
 
@@ -47,16 +54,11 @@ class Config(RunConfig):
 
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     reward: RewardConfig = Field(default_factory=lambda: RewardConfig(share_equal=False))
+    rule: SourceConfig = Field(default_factory=SourceConfig)
 
 
 def pipeline(config: Config) -> Pipeline:
     """Returns the stages of one step with several rewards, their engines and the resources they share."""
-    check_weights(config.weights.model_dump())
-    if not config.weights.judge:
-        raise ConfigError(
-            "weights.judge=0: the judge would be asked and paid for nothing; give it a weight, or give the rule as "
-            "custom_reward_function to pipelines/gsm8k_grpo.py."
-        )
     if config.group_filter is not None:
         raise ConfigError(
             "algorithm.filter_groups: groups are chosen by the judge's score, before the rewards are combined; "
@@ -65,16 +67,24 @@ def pipeline(config: Config) -> Pipeline:
     pools = pools_of(config)
     trainer = trainer_host(config, pools)
     engine = rollout_host(config, pools.engine_gpus)
-    agent = reward_host(config)
+    judge, rule = reward_host(config), reward_host(config, "rule", default=RULE)
+    # The first one forms the parts of a step, so the slowest one: the other's rewards have arrived by then.
+    ask_judge, judged = agent_stages(judge, extra_groups=config.extra_groups)
+    ask_rule, ruled = agent_stages(rule)
     respond, val_respond = rollout_stages(config)
 
     stages = [
         respond.bind(on=pools.sampling, engine=engine),
-        reward_request.bind(agent=agent, extra_groups=config.extra_groups, group_filter=config.group_filter),
-        rule_score.bind(compute_score=compute_score),
+        ask_judge,
+        ask_rule,
         *log_prob_stages(config.algorithm, trainer=trainer, on=pools.training),
-        reward_collect.bind(agent=agent),
-        combine.bind(weights=config.weights.model_dump(), length=config.response_length),
+        judged,
+        ruled,
+        combine_stage(
+            {"judge": judge.name, "rule": rule.name},
+            weights=config.weights.model_dump(),
+            length=config.response_length,
+        ),
         advantage_stage(config.algorithm).bind(renamed={"rewards": "scores"}),
         actor_stage(config, trainer=trainer, on=pools.training),
         gather_weights.bind(on=pools.training, trainer=trainer),
@@ -83,7 +93,7 @@ def pipeline(config: Config) -> Pipeline:
     return recipe_pipeline(
         config,
         stages,
-        validation=[val_respond.bind(on=pools.sampling, engine=engine), val_score.bind(agent=agent)],
+        validation=[val_respond.bind(on=pools.sampling, engine=engine), val_score.bind(agent=judge)],
         samples=[s.bind(renamed={"rewards": "scores"}) for s in sample_stages(config)],  # with the parts of each score
-        resources=pools.resources,
+        resources=pools.with_agents(rule.name),
     )

@@ -1,8 +1,13 @@
-"""The configuration of rewards: the agent, the user's reward function, the judge."""
+"""The configuration of rewards: the agents, the user's reward function, the judge.
+
+A run has an agent ``reward``, of the sections ``reward``, ``custom_reward_function`` and ``judge``. A pipeline with
+several agents has a section of type :class:`SourceConfig` for each further one; the section's name is the agent's.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     Field,
@@ -15,6 +20,8 @@ from pydantic import (
 )
 
 from dataflow.config.section import Section, Text
+from dataflow.errors import ConfigError, nearest
+from dataflow.rewards.naming import MAIN
 
 
 class EndpointConfig(Section):
@@ -109,18 +116,18 @@ class RewardConfig(Section):
     @model_validator(mode="after")
     def _extra_groups_fit_the_rule(self) -> RewardConfig:
         if (self.on_failure == "replace_group") != bool(self.extra_groups):
-            raise ValueError(
+            raise ConfigError(
                 "reward.on_failure=replace_group and reward.extra_groups go together: "
-                "give the groups that a step makes to replace failed ones, 1 or more"
+                "give the groups that a step makes to replace failed ones, 1 or more."
             )
         return self
 
     @model_validator(mode="after")
     def _deadline_allows_a_try(self) -> RewardConfig:
         if self.timeout is not None and self.deadline is not None and self.deadline < self.timeout:
-            raise ValueError(
+            raise ConfigError(
                 f"reward.deadline={self.deadline:g} ends a request before its first try may time out "
-                f"(reward.timeout={self.timeout:g}); raise reward.deadline or lower reward.timeout"
+                f"(reward.timeout={self.timeout:g}); raise reward.deadline or lower reward.timeout."
             )
         return self
 
@@ -190,3 +197,54 @@ class JudgeConfig(Section):
 
         parse_distribution(latency)
         return latency
+
+
+class SourceConfig(RewardConfig):
+    """A further reward agent: the keys of section reward, and what scores."""
+
+    custom_reward_function: CustomRewardConfig = Field(default_factory=CustomRewardConfig)
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
+
+
+class Source(NamedTuple):
+    """The sections of one reward agent.
+
+    Attributes:
+        name: of the agent, of its service, and of the resource on which its rewards are collected.
+        options: how requests are sent.
+        custom: the user's reward function.
+        judge: used where there is none.
+    """
+
+    name: str
+    options: RewardConfig
+    custom: CustomRewardConfig
+    judge: JudgeConfig
+
+
+def sources_of(config: Any) -> Iterator[Source]:
+    """Yields the reward agents that a configuration describes, ``reward`` first.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+    """
+    yield Source(MAIN, config.reward, config.custom_reward_function, config.judge)
+    for name in type(config).model_fields:
+        section = getattr(config, name)
+        if isinstance(section, SourceConfig):
+            yield Source(name, section, section.custom_reward_function, section.judge)
+
+
+def source_of(config: Any, name: str) -> Source:
+    """Returns the sections of a reward agent.
+
+    Raises:
+        ConfigError: the configuration has no agent of this name.
+    """
+    sources = {source.name: source for source in sources_of(config)}
+    if name not in sources:
+        raise ConfigError(
+            f"the configuration has no reward agent '{name}'{nearest(name, sources)}; give the pipeline's Config a "
+            f"section of type SourceConfig: {name}: SourceConfig = Field(default_factory=SourceConfig)."
+        )
+    return sources[name]

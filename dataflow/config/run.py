@@ -16,6 +16,9 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
     model_validator,
 )
 
@@ -25,11 +28,12 @@ from dataflow.config.base import BaseConfig, PolicyConfig, dump_yaml, values_of
 from dataflow.config.keys import verl_keys
 from dataflow.config.keys.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
-from dataflow.config.reward import CustomRewardConfig, JudgeConfig, RewardConfig
+from dataflow.config.reward import CustomRewardConfig, JudgeConfig, RewardConfig, SourceConfig, sources_of
 from dataflow.config.samples import SamplesConfig
 from dataflow.config.section import Beta, Section, Text
 from dataflow.config.tools import ToolsConfig
 from dataflow.errors import ConfigError
+from dataflow.rewards.naming import keyed
 
 if TYPE_CHECKING:
     from dataflow.rewards.filter import GroupFilter
@@ -231,7 +235,23 @@ class RunConfig(BaseConfig):
 
     def job(self) -> dict[str, Any]:
         """See :meth:`BaseConfig.job`."""
-        return {**super().job(), "responses": self.engine.n, "concurrency": self.reward.concurrency}
+        main, *others = sources_of(self)
+        agents = {source.name: {"concurrency": source.options.concurrency} for source in others}
+        known = {"responses": self.engine.n, "concurrency": main.options.concurrency}
+        return {**super().job(), **known, **({"agents": agents} if agents else {})}
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _name_the_keys_of_an_agent(cls, value: Any, build: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        """The rules of section reward, which every agent's section shares, name its keys."""
+        name = str(info.field_name)
+        try:
+            return build(value)
+        except ConfigError as error:
+            kind = cls.model_fields[name].annotation
+            if isinstance(kind, type) and issubclass(kind, SourceConfig):
+                raise ConfigError(keyed(str(error), name)) from error
+            raise
 
     @model_validator(mode="after")
     def _fit_together(self) -> RunConfig:

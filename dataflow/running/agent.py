@@ -19,6 +19,7 @@ from dataflow.rewards.ledger.file import check_file
 from dataflow.rewards.ledger.frozen import FILE, Frozen
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.limits import Limits, check_endpoints
+from dataflow.rewards.naming import JUDGE, MAIN, file_of, keyed
 from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.user.build import build_manager, find_manager
@@ -42,6 +43,7 @@ def build_agent(
     run: str = "run",
     ledger: str | None = None,
     tokenizer: str | None = None,
+    name: str = MAIN,
 ) -> RewardAgent:
     """Returns the agent of a run.
 
@@ -53,6 +55,7 @@ def build_agent(
         run: the run's name, under which the ledger journals.
         ledger: file of the run's own ledger; ``options.cache`` replaces it.
         tokenizer: path of the run's tokenizer, for managers that need one.
+        name: of the agent among several of the run.
 
     Raises:
         ConfigError: the function cannot be loaded or built, or an option does not suit it.
@@ -71,7 +74,8 @@ def build_agent(
         kwargs = default.get("kwargs") or {}
         found = find_reward(default["target"])
     reward = build_reward(found, kwargs, context=_context(options))
-    kept = _ledger(options, run, ledger)
+    # Several agents that share a ledger (reward.cache) each count what they paid for alone.
+    kept = _ledger(options, run if name == MAIN else f"{run}/{name}", ledger)
     if kept is not None and (count_before := getattr(reward, "count_before", None)) is not None:
         # What an earlier process of the run paid for counts against its budget; each agent takes its share.
         count_before(*(number // options.actors for number in kept.spent()))
@@ -81,7 +85,7 @@ def build_agent(
         )
     declared = dict(getattr(reward, "limits", None) or {})
     retry = retry_of(options, declared.get("timeout_s"))
-    record = None if ledger is None else Path(ledger).expanduser().absolute().with_name(FILE)
+    record = None if ledger is None else Path(ledger).expanduser().absolute().with_name(file_of(FILE, name))
     return RewardAgent(
         reward,
         limits=limits_of(options, declared),
@@ -93,9 +97,10 @@ def build_agent(
         ledger=kept,
         share_equal=options.share_equal,
         scorer=_scorer(custom, default, options),
-        metrics=RayMetrics(run) if in_ray_worker() else None,
+        metrics=RayMetrics(run, name) if in_ray_worker() else None,
         sentinel=_sentinel(options, retry.timeout_s, record),
         frozen=Frozen(record),
+        name=name,
     )
 
 
@@ -108,17 +113,18 @@ def _sentinel(options: RewardConfig, timeout_s: float | None, record: Path | Non
     return Sentinel(after_s, record, inline, REWARDS, os.environ.get(DEATH_REASON))
 
 
-def host_agent(options: RewardConfig, **given: Any) -> RewardAgent | RemoteAgent:
+def host_agent(options: RewardConfig, name: str = MAIN, **given: Any) -> RewardAgent | RemoteAgent:
     """Returns the agent of a run: in this process, or in actors if ``options.actors`` is above 1.
 
     Args:
-        options: section ``reward`` of the configuration.
+        options: section ``reward`` of the configuration, or that of another agent.
+        name: of the agent among several of the run.
         given: further arguments of :func:`build_agent`.
 
     Raises:
         ConfigError: see there; or the actors cannot be made, since Ray does not run.
     """
-    build = partial(build_agent, options=options, **given)
+    build = partial(build_agent, options=options, name=name, **given)
     if options.actors == 1:
         return build()
     import ray
@@ -126,22 +132,31 @@ def host_agent(options: RewardConfig, **given: Any) -> RewardAgent | RemoteAgent
     from dataflow.rewards.remote.agent import RemoteAgent
 
     if not ray.is_initialized():
-        raise ConfigError(f"reward.actors={options.actors}: Ray does not run here; use executor=ray, or one.")
-    return RemoteAgent(build, actors=options.actors, restarts=options.restarts, imports=["torch"])
+        words = f"reward.actors={options.actors}: Ray does not run here; use executor=ray, or one."
+        raise ConfigError(keyed(words, name))
+    return RemoteAgent(build, actors=options.actors, restarts=options.restarts, name=name, imports=["torch"])
 
 
-def check_reward(custom: Mapping[str, Any], judge: Mapping[str, Any], options: RewardConfig) -> None:
+def check_reward(
+    custom: Mapping[str, Any], default: Mapping[str, Any], options: RewardConfig, name: str = MAIN, **_other: Any
+) -> None:
     """Checks that :func:`build_agent` can succeed, without starting anything.
 
     Args:
-        custom: see there.
-        judge: keyword arguments of the judge; without ``url`` the run starts a stand-in.
-        options: see there.
+        custom, default, options, name: see there; a judge without ``url`` is the stand-in that the run starts.
 
     Raises:
         ConfigError: it would fail.
     """
-    keep_secrets([custom, judge, options.manager_kwargs])
+    try:
+        _check_reward(custom, default, options)
+    except ConfigError as error:
+        raise ConfigError(keyed(str(error), name)) from error
+
+
+def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options: RewardConfig) -> None:
+    kwargs = default.get("kwargs") or {}
+    keep_secrets([custom, kwargs, options.manager_kwargs])
     find_manager(options.manager, options.manager_path, options.manager_kwargs)
     limits_of(options)
     retry_of(options)
@@ -149,10 +164,12 @@ def check_reward(custom: Mapping[str, Any], judge: Mapping[str, Any], options: R
         check_file(Path(options.cache).expanduser().absolute())
     if custom.get("path"):
         load_reward(custom["path"], custom["name"], custom["reward_kwargs"], _configured(options))
-    else:
-        judged = Judge(**{**judge, "url": judge.get("url") or "http://127.0.0.1"})
-        if judge.get("url"):
+    elif default["target"] == JUDGE:
+        judged = Judge(**{**kwargs, "url": kwargs.get("url") or "http://127.0.0.1"})
+        if kwargs.get("url"):
             check_endpoints(judged, limits_of(options))
+    else:
+        find_reward(default["target"])
 
 
 def limits_of(options: RewardConfig, declared: Mapping[str, Any] | None = None) -> Limits:

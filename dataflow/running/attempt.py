@@ -17,6 +17,7 @@ from dataflow.errors import DataflowError, NotOffered, RunError
 from dataflow.executors.base import Executor
 from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
+from dataflow.rewards.naming import MAIN
 from dataflow.runner import Restored, Runner
 from dataflow.running.record import Record
 from dataflow.running.reporting.progress import Progress
@@ -63,14 +64,14 @@ class Attempt:
         self._failed = 0
         """Checkpoints that failed, one after another."""
 
-    async def run(self, point: Checkpoint | None) -> tuple[str | None, dict[str, Any] | None]:
+    async def run(self, point: Checkpoint | None) -> tuple[str | None, dict[str, Any]]:
         """Runs to the end.
 
         Args:
             point: the checkpoint to resume from.
 
         Returns:
-            The digest of the weights, and the stats of the reward agent; None for a service that is not there.
+            The digest of the weights, None without a trainer; and the stats of each reward agent, by its name.
 
         Raises:
             StageFailed: a task failed.
@@ -99,7 +100,7 @@ class Attempt:
         for name in sorted(trained - {"trainer"}):
             if (found := await self._offered(name, "digest")) is not None:
                 record.digests[name] = str(found)
-        return digest, await self._offered("reward", "stats")
+        return digest, await self._stats()
 
     async def _make_steps(self, restored: Restored, origin: float) -> None:
         """Runs the steps that are left; raises as :meth:`run` does."""
@@ -184,6 +185,13 @@ class Attempt:
             return await self._executor.ask(host, method, *arguments)
         except NotOffered:
             return None
+
+    async def _stats(self) -> dict[str, Any]:
+        """Returns the stats of the reward agents: the services that collect rewards on a resource of their own name."""
+        collecting = [s for s in self._graph.pipeline.stages if s.host is not None and s.host.name == s.on]
+        agents = dict.fromkeys(s.on for s in collecting if s.collects or s.on == MAIN)
+        found = {name: await self._offered(name, "stats") for name in agents}
+        return {name: stats for name, stats in found.items() if stats is not None}
 
     async def _finish_model(self) -> str | None:
         """Exports the trained model if ``checkpoint.export`` is set; returns the digest of its weights."""
@@ -277,10 +285,10 @@ class Attempt:
         stats: dict[str, Any] = {}
         while self._progress.moves:
             try:
-                stats = self._record.totals.seen(await self._offered("reward", "stats") or {})
+                stats = self._record.totals.seen(await self._stats())
             except DataflowError as error:
                 # If the agent died, the run itself reports it or builds a new one.
-                logger.debug(f"the reward agent does not answer: {error}")
+                logger.debug(f"a reward agent does not answer: {error}")
             self._progress.show(runner.trace, runner.running(), stats, (self._graph.ahead + 3) * per_step)
             await asyncio.sleep(SHOWN_S)
 

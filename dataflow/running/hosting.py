@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dataflow.config.reward import source_of
 from dataflow.engines.choice import refused_temperature, rollout_engine
 from dataflow.errors import ConfigError
 from dataflow.models.directory import room_of
 from dataflow.models.tiny import check_model
+from dataflow.rewards.naming import JUDGE, MAIN, file_of
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
@@ -19,7 +21,6 @@ REPLICAS = "dataflow.engines.replicas.engine:Replicas"
 TRAINER = "dataflow.engines.verl.trainer:VerlTrainer"
 CRITIC = "dataflow.engines.verl.critic:VerlCritic"
 REWARD = "dataflow.running.agent:host_agent"
-JUDGE = "dataflow.rewards.judge.judge:Judge"
 _CLOSE_S = 8.0  # time for vLLM's processes to end and free their shared memory
 # Shares of a GPU for trainer, critic and engine. On a shared GPU the trainer's share is over half of it, the critic's
 # over half of the rest, and so on, so that Ray, which places the largest shares first, puts no two ranks on one GPU.
@@ -57,7 +58,11 @@ class Pools:
     @property
     def resources(self) -> dict[str, int | None]:
         """The slots of each resource of a pipeline with these pools."""
-        return {self.training: 1, self.sampling: 1, "reward": None, "controller": 1, "io": 1}
+        return {self.training: 1, self.sampling: 1, MAIN: None, "controller": 1, "io": 1}
+
+    def with_agents(self, *names: str) -> dict[str, int | None]:
+        """Returns :attr:`resources` and one for each further reward agent, on which its rewards are collected."""
+        return {**self.resources, **dict.fromkeys(names)}
 
 
 def pools_of(config: Any, *, critic: bool = False) -> Pools:
@@ -152,21 +157,34 @@ def _critic_model(config: Any) -> str | None:
     return str(found)
 
 
-def reward_host(config: Any) -> Hosted:
-    """Returns the host of the reward agent, named ``reward``: of the user's reward function, or of the judge."""
+def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Hosted:
+    """Returns the host of a reward agent: of the user's reward function, else of a default one, else of the judge.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+        name: of the agent and of its host: ``reward``, or a section of type
+            :class:`~dataflow.config.reward.SourceConfig`.
+        default: a function or class, as ``"package.module:name"``, in place of the judge.
+
+    Raises:
+        ConfigError: the configuration has no such agent.
+    """
+    _name, options, custom, judge = source_of(config, name)
+    own = {"target": JUDGE, "kwargs": judge.client_options()} if default is None else {"target": default}
     return Hosted(
-        "reward",
+        name,
         REWARD,
         {
-            "custom": config.custom_reward_function.model_dump(),
-            "default": {"target": JUDGE, "kwargs": config.judge.client_options()},
-            "options": config.reward,
+            "name": name,
+            "custom": custom.model_dump(),
+            "default": own,
+            "options": options,
             "run": config.name or "run",
-            "ledger": config.run_file("rewards.sqlite"),
+            "ledger": config.run_file(file_of("rewards.sqlite", name)),
             "tokenizer": config.model.path,
         },
         concurrent=True,
-        restarts=config.reward.restarts,
+        restarts=options.restarts,
     )
 
 

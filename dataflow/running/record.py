@@ -17,7 +17,7 @@ from loguru import logger
 from dataflow.errors import DataflowError, RunError, UserError
 from dataflow.files import replaced, written
 from dataflow.running.remains import EVALUATIONS, summarise
-from dataflow.running.reporting.reward_totals import RewardTotals
+from dataflow.running.reporting.agent_totals import AgentTotals, Stats
 from dataflow.running.reporting.tracking import METRICS, Tracker, read_metrics, step_metrics, write_summary
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Level, Mark, Span, Trace
@@ -56,7 +56,7 @@ class Record:
         self.trace = Trace()
         self.before = Trace()
         self.evaluations: dict[int, float] = {}
-        self.totals = RewardTotals()
+        self.totals = AgentTotals()
         self.steps = 0
         self.summary: dict[str, Any] = {}
         self.digests: dict[str, str] = {}
@@ -197,13 +197,13 @@ class Record:
         if "timing_s/step" in metrics:
             self.steps = max(self.steps, step)
 
-    def summarise(self, total_s: float, digest: str | None = None, stats: dict[str, Any] | None = None) -> None:
+    def summarise(self, total_s: float, digest: str | None = None, stats: Stats | None = None) -> None:
         """Makes the summary.
 
         Args:
             total_s: seconds from the run's start until now.
             digest: of the weights.
-            stats: of the reward agent, where it can still be asked.
+            stats: of the reward agents, where they can still be asked.
         """
         rewards = self.totals.counts((self.before, self.trace), stats)
         self.summary = summarise(self.trace, self.steps, self.evaluations, rewards, total_s, digest)

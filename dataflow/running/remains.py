@@ -114,7 +114,7 @@ def _absent(trace: Trace) -> set[str]:
 
 
 def _summary(directory: Path, status: str) -> dict[str, Any]:
-    from dataflow.running.reporting.reward_totals import RewardTotals
+    from dataflow.running.reporting.agent_totals import AgentTotals
     from dataflow.running.reporting.tracking import METRICS, read_metrics
     from dataflow.system import clock
     from dataflow.timeline import perfetto
@@ -129,7 +129,7 @@ def _summary(directory: Path, status: str) -> dict[str, Any]:
     trace = traces[-1]
     trace.meta["status"] = status
     evaluations: dict[int, float] = {}
-    done, totals = 0, RewardTotals()
+    done, totals = 0, AgentTotals()
     for row in read_metrics(directory / METRICS):
         scores = [value for name, value in row.items() if name.startswith("val-core/") and value is not None]
         if scores:

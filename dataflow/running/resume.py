@@ -10,8 +10,11 @@ from types import ModuleType
 from typing import Any
 
 from dataflow.config.base import BaseConfig, values_of
+from dataflow.config.reward import sources_of
+from dataflow.config.run import RunConfig
 from dataflow.config.saved import CONFIG, Saved
 from dataflow.errors import ConfigError, nearest
+from dataflow.rewards.naming import MAIN
 from dataflow.running.directory import check_unlocked
 from dataflow.running.prompts import settle
 from dataflow.running.record import SUMMARY
@@ -157,13 +160,24 @@ def check_changes(before: BaseConfig, after: BaseConfig, directory: Path) -> Non
     Raises:
         ConfigError: a key differs that would make it another run.
     """
-    allowed = (*MAY_CHANGE, "name", "runs", *after.resume.allow)
+    allowed = (*MAY_CHANGE, *_of_agents(after), "name", "runs", *after.resume.allow)
     for key, old, new in changes(values_of(before), values_of(after)):
         if not any(f"{key}.".startswith(f"{name}.") for name in allowed):
             raise ConfigError(
                 f"{key}={new}: the run '{directory}' has {key}={old}, and with another value it would be another run; "
                 f"leave it out, or allow it with resume.allow=[{key}]."
             )
+
+
+def _of_agents(config: BaseConfig) -> Iterator[str]:
+    """Yields the keys of further reward agents that may change: those that may of agent reward."""
+    for source in sources_of(config) if isinstance(config, RunConfig) else ():
+        if source.name != MAIN:
+            yield from (f"{source.name}.{key.removeprefix('reward.')}" for key in MAY_CHANGE if _is_of_agent(key))
+
+
+def _is_of_agent(key: str) -> bool:
+    return key.startswith(("reward.", "judge."))
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -19,11 +19,13 @@ from loguru import logger
 from dataflow.config import saved
 from dataflow.config.base import BaseConfig
 from dataflow.config.pipeline_file import inputs_of, pipeline_of
+from dataflow.config.reward import JudgeConfig, source_of
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, UserError
 from dataflow.files import replaced, written
-from dataflow.graph import TaskGraph
+from dataflow.graph import Hosted, TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
+from dataflow.rewards.naming import JUDGE
 from dataflow.running.attempt import Attempt
 from dataflow.running.directory import check_directory, locked, make_directory, remove_directory, remove_temporary
 from dataflow.running.hosting import REWARD
@@ -75,22 +77,38 @@ class Session:
         self.inputs = self._inputs()
 
     @property
-    def _judged(self) -> RunConfig | None:
-        """The configuration, if the run's own reward agent scores; None if no stage uses that."""
-        hosts = self.graph.pipeline.hosts().values()
-        scored = any(host.factory == REWARD for host in hosts)
-        return self.config if scored and isinstance(self.config, RunConfig) else None
+    def _agents(self) -> dict[str, Hosted]:
+        """The hosts of the run's own reward agents, by name; empty if no stage uses one."""
+        if not isinstance(self.config, RunConfig):
+            return {}
+        return {name: host for name, host in self.graph.pipeline.hosts().items() if host.factory == REWARD}
+
+    @property
+    def _stand_ins(self) -> dict[str, JudgeConfig]:
+        """The judges that the run has to start: those of agents with no function of their own and no address."""
+        found = {}
+        for name, host in self._agents.items():
+            source = source_of(self.config, name)
+            if host.options["default"]["target"] == JUDGE and not source.custom.path and not source.judge.url:
+                found[name] = source.judge
+        return found
 
     def _check_reward(self) -> None:
-        if (config := self._judged) is None:
+        agents, pipeline = self._agents, self.graph.pipeline
+        if not agents:
             return
+        from dataflow.distribution import parse_distribution
         from dataflow.running.agent import check_reward
 
-        custom, judge = config.custom_reward_function, config.judge
-        check_reward(custom.model_dump(), judge.client_options(), config.reward)
-        if not custom.path and not judge.url:
-            from dataflow.distribution import parse_distribution
-
+        first = pipeline.collector.host if pipeline.collector is not None else None
+        for name, host in agents.items():
+            check_reward(**host.options)
+            if host.options["options"].extra_groups and first is not None and name != first.name:
+                raise ConfigError(
+                    f"{name}.on_failure=replace_group: the groups of a part are those of agent '{first.name}', so that "
+                    f"no other can take the place of a failed one; give {name}.on_failure=drop_group."
+                )
+        for judge in self._stand_ins.values():
             parse_distribution(judge.latency)
 
     def _inputs(self) -> dict[str, Callable[[int], Any]]:
@@ -183,7 +201,7 @@ class Session:
             )
             try:
                 point = self._point()
-                with self._judge():
+                with self._judges():
                     self._train(point)
             except BaseException:
                 with contextlib.suppress(RunError):  # the first error counts
@@ -224,16 +242,14 @@ class Session:
                 )
 
     @contextlib.contextmanager
-    def _judge(self) -> Iterator[None]:
-        config = self._judged
-        if config is None or config.custom_reward_function.path or config.judge.url:
-            yield
-            return
-        judge = config.judge
-        from dataflow.rewards.judge.keeper import JudgeKeeper
+    def _judges(self) -> Iterator[None]:
+        """Runs a stand-in for each judge that has no address; its agent finds the address in its section."""
+        with contextlib.ExitStack() as stack:
+            for judge in self._stand_ins.values():
+                from dataflow.rewards.judge.keeper import JudgeKeeper
 
-        with JudgeKeeper(judge.latency, judge.time_scale, config.seed, self._lose) as keeper:
-            judge.url = keeper.url
+                keeper = JudgeKeeper(judge.latency, judge.time_scale, self.config.seed, self._lose)
+                judge.url = stack.enter_context(keeper).url
             yield
 
     def _lose(self, error: RunError) -> None:

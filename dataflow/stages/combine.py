@@ -1,91 +1,113 @@
-"""Several rewards as one score: a judge's, a rule's, and a penalty for length, by declared weights.
+"""Several rewards as one score: those of one or more agents and a penalty for length, by declared weights.
 
-    responses -> rule_score ------------> rule_scores -+
-    responses -> reward_request ~> reward_collect -----+-> combine -> scores -> advantage
+    responses -> reward_request ~> reward_collect -> rewards ------+
+    responses -> rule_request ~> rule_collect -----> rule_rewards -+-> combine -> scores -> advantage
 
-The rule takes no time worth waiting for, so a part of a step waits for the judge alone, and the timeline says so.
+A part of a step waits for the slowest of the agents, and the timeline says which one that was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, nearest
-from dataflow.graph import TaskInfo, stage
-from dataflow.stages.validate import scores_by
+from dataflow.graph import Read, Stage, TaskInfo
+from dataflow.stages.reward import rewards_of
 
-SOURCES = ("judge", "rule", "length")
+LENGTH = "length"
+"""The weight of the penalty for length."""
+_REQUEST = "request_"
+"""Columns of an agent that say how its requests went; the trace has them, too."""
 
 
-def check_weights(weights: Mapping[str, float]) -> None:
+def check_weights(weights: Mapping[str, float], sources: Sequence[str]) -> None:
     """Checks the weights of :func:`combine`.
 
+    Args:
+        weights: by the name of the source, and ``length``.
+        sources: names of the sources.
+
     Raises:
-        ConfigError: a source is unknown, a weight is negative, or none counts.
+        ConfigError: a weight is not of a source, is negative, or none counts; or a source has no weight, so that it
+            would be asked for nothing.
     """
     for name, weight in weights.items():
-        if name not in SOURCES:
-            raise ConfigError(f"weights: there is no reward '{name}'{nearest(name, SOURCES) or '.'}")
+        if name not in (*sources, LENGTH):
+            raise ConfigError(f"weights: there is no reward '{name}'{nearest(name, [*sources, LENGTH]) or '.'}")
         if not 0 <= weight < float("inf"):
             raise ConfigError(f"weights: {name}={weight:g}; give a finite number of at least 0.")
-    if not any(weights.get(name, 0.0) for name in ("judge", "rule")):
-        raise ConfigError("weights: neither judge nor rule counts; give one of them a weight above 0.")
+    for name in sources:
+        if not weights.get(name):
+            raise ConfigError(
+                f"weights.{name}=0: its agent would be asked and paid for nothing; give it a weight, or leave the "
+                "agent out of the pipeline."
+            )
 
 
-@stage(writes="rule_scores", on="controller")
-def rule_score(responses: Batch, *, compute_score: Callable[..., Any], task: TaskInfo) -> Batch:
-    """Returns ``rule_score``, float32 ``[rows]``, by a function that takes no time worth waiting for.
+def combine_stage(agents: Mapping[str, str], *, weights: Mapping[str, float], length: int) -> Stage:
+    """Returns the stage ``combine``, which reads the rewards of several agents and writes ``scores``.
 
     Args:
-        responses: with the columns ``data_source``, ``response_text``, ``ground_truth`` and, optionally,
-            ``extra_info``.
-        compute_score: takes verl's four keywords and returns a number.
-        task: takes ``reward/rule/mean``.
+        agents: the name of each agent, by the name of its weight.
+        weights, length: see :func:`combine`.
+
+    Raises:
+        ConfigError: see :func:`check_weights`.
     """
-    import torch
+    check_weights(weights, list(agents))
+    return Stage(
+        name="combine",
+        fn=combine,
+        # A field for each agent, so that the function's parameters cannot name them.
+        reads=(Read("responses"), *(Read(rewards_of(agent)) for agent in agents.values())),
+        writes=("scores",),
+        on="controller",
+        grain="part",
+        services={"sources": tuple(agents), "weights": dict(weights), "length": length},
+        accepts=("sources", "weights", "length"),
+    )
 
-    scores = torch.tensor(scores_by(compute_score, responses), dtype=torch.float32)
-    task.log({"reward/rule/mean": float(scores.mean())})
-    return responses.like(rule_score=scores)
 
-
-@stage(writes="scores", on="controller", splittable=True)
 def combine(
-    responses: Batch,
-    rewards: Batch,
-    rule_scores: Batch | None = None,
-    *,
-    weights: Mapping[str, float],
-    length: int,
-    task: TaskInfo,
+    responses: Batch, *rewards: Batch, sources: Sequence[str], weights: Mapping[str, float], length: int, task: TaskInfo
 ) -> Batch:
-    """Returns the rewards with ``score`` replaced by the weighted sum of what each source says.
+    """Returns the first rewards with ``score`` replaced by the weighted sum of what each source says.
 
     Args:
         responses: columns of a rollout, of whose ``response_mask`` the lengths are counted.
-        rewards: of the judge; the same groups in the same order. A sample that the failure rule dropped stays dropped.
-        rule_scores: of :func:`rule_score`; None without a rule.
-        weights: of ``judge``, ``rule`` and ``length``, each at least 0; a source without a weight does not count.
+        rewards: of each source; the same groups in the same order. A sample that the failure rule of one source dropped
+            is dropped.
+        sources: their names, in the same order.
+        weights: of each source and of ``length``, each at least 0.
         length: longest response, in tokens; one that long has the whole penalty ``weights["length"]``, a shorter one a
             share of it.
-        task: takes ``reward/judge/mean``, ``reward/length/mean`` (the penalty) and ``reward/combined/mean``.
+        task: takes ``reward/SOURCE/mean`` of each source, ``reward/length/mean`` (the penalty) and
+            ``reward/combined/mean``; over the samples that were not dropped.
 
     Returns:
-        The columns of ``rewards``; ``score``, and its parts ``judge_score``, ``rule_score`` and ``length_penalty``,
-        float32 ``[rows]``.
+        The columns of the first rewards; those of the others, with the source before their names; ``score``, and its
+        parts ``SOURCE_score`` and ``length_penalty``, float32 ``[rows]``.
     """
-    check_weights(weights)
-    judged = rewards["score"]
+    first = rewards[0]
     penalty = responses["response_mask"].sum(dim=1).float() / length
-    parts = {"judge_score": judged, "length_penalty": penalty}
-    score = weights.get("judge", 0.0) * judged - weights.get("length", 0.0) * penalty
-    if rule_scores is not None:
-        parts["rule_score"] = rule_scores["rule_score"]
-        score = score + weights.get("rule", 0.0) * parts["rule_score"]
-    kept = ~judged.isnan()
-    if kept.any():
-        named = {"judge": judged, "length": penalty, "combined": score}
-        task.log({f"reward/{name}/mean": float(values[kept].mean()) for name, values in named.items()})
-    return Batch(rewards.groups, {**rewards.columns, **parts, "score": score}, rewards.meta)
+    score = -weights.get(LENGTH, 0.0) * penalty
+    columns: dict[str, Any] = dict(first.columns)
+    means = {LENGTH: penalty}
+    for name, given in zip(sources, rewards, strict=True):
+        means[name] = columns[f"{name}_score"] = given["score"]
+        score = score + weights[name] * given["score"]
+        if given is first:
+            continue
+        own = [
+            column for column in given.columns if column not in ("score", "kept") and not column.startswith(_REQUEST)
+        ]
+        columns |= {f"{name}_{column}": given[column] for column in own}
+        if "kept" in given:
+            columns["kept"] = columns["kept"] & given["kept"] if "kept" in columns else given["kept"]
+    known = ~score.isnan()
+    if known.any():
+        means["combined"] = score
+        task.log({f"reward/{name}/mean": float(values[known].mean()) for name, values in means.items()})
+    return Batch(first.groups, {**columns, "length_penalty": penalty, "score": score}, first.meta)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dataflow.batch import Batch
-from dataflow.graph import TaskInfo, stage
-from dataflow.reward_agent import GroupFilter, RewardAgent, Ticket
+from dataflow.graph import Hosted, Stage, TaskInfo, stage
+from dataflow.reward_agent import MAIN, GroupFilter, RewardAgent, Ticket, metric
 from dataflow.stages.validate import mean_scores
 
 _NOW = ("running", "waiting", "abandoned")
@@ -43,17 +43,47 @@ async def reward_collect(reward_ticket: Ticket, *, agent: RewardAgent, task: Tas
     ``reward/latency_*`` and the numbers of samples ``reward/requested``, ``scored``, ``failed``, ``retried``,
     ``hedged`` and ``cached``; with a filter ``filtered_groups``, those left out, and ``equal_groups``, those collected
     for want of others, which train nothing; the agent's usage since the last step, such as ``reward/tokens``; and the
-    current values of ``reward/running``, ``waiting``, ``abandoned`` and ``limit``.
+    current values of ``reward/running``, ``waiting``, ``abandoned`` and ``limit``. Another agent
+    than ``reward`` logs them as ``reward/NAME/...``.
     """
     rewards = await agent.collect(reward_ticket.step, task.take, order=task.order, last=task.last, groups=task.groups)
-    _mark(rewards, task)
+    _mark(rewards, agent.name, task)
     if "step" in rewards.meta:
-        task.log({f"reward/{name}": value for name, value in rewards.meta["step"].items()})
         stats = agent.stats()
-        task.log({f"reward/{name}": float(stats[name]) for name in _NOW if name in stats})
-        task.log({f"reward/{name}": value for name, value in agent.used(stats).items()})
-        task.log({f"reward/limit{'/' + name if name else ''}": float(n) for name, n in stats["limit"].items()})
+        found = {
+            **rewards.meta["step"],
+            **{name: float(stats[name]) for name in _NOW if name in stats},
+            **agent.used(stats),
+            **{f"limit{'/' + name if name else ''}": float(n) for name, n in stats["limit"].items()},
+        }
+        task.log({metric(agent.name, name): value for name, value in found.items()})
     return _bare(rewards)
+
+
+def rewards_of(agent: str) -> str:
+    """Returns the field with an agent's rewards.
+
+    >>> rewards_of("reward"), rewards_of("style")
+    ('rewards', 'style_rewards')
+    """
+    return "rewards" if agent == MAIN else f"{agent}_rewards"
+
+
+def agent_stages(agent: Hosted, **options: Any) -> tuple[Stage, Stage]:
+    """Returns the stages that request and that collect the rewards of one of several agents.
+
+    They are named after the agent, as their fields are, and the rewards are collected on a resource of its name, so
+    that it has a row of its own on the timeline: ``style_request``, ``style_collect`` on ``style``, ``style_rewards``.
+
+    Args:
+        agent: the hosted agent; ``reward`` has the stages :func:`reward_request` and :func:`reward_collect`.
+        options: of :func:`reward_request`; ``extra_groups`` and ``group_filter`` are for the agent whose groups form
+            the parts of a step, the first one listed.
+    """
+    name = agent.name
+    renamed = {"reward_ticket": f"{name}_ticket", "rewards": rewards_of(name)}
+    request = reward_request.bind(name=f"{name}_request", renamed=renamed, agent=agent, **options)
+    return request, reward_collect.bind(name=f"{name}_collect", on=name, renamed=renamed, agent=agent)
 
 
 @stage(writes="val_scores", on="reward", role="validates")
@@ -67,7 +97,7 @@ async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo)
     task.note(requests=len(val_responses))
     agent.submit(step, val_responses)
     scores = await agent.collect(step, order="index")
-    _mark(scores, task, validation=True)
+    _mark(scores, agent.name, task, validation=True)
     scores = scores.merge(_requests(scores))
     # The scores come back in the order of group ids, which may not be that of the responses.
     task.log(mean_scores(val_responses.select(scores.ids), scores["score"].tolist()))
@@ -94,8 +124,8 @@ def _requests(rewards: Batch) -> Batch:
     )
 
 
-def _mark(rewards: Batch, task: TaskInfo, **facts: Any) -> None:
+def _mark(rewards: Batch, agent: str, task: TaskInfo, **facts: Any) -> None:
     for record in rewards.meta["records"] + rewards.meta["replaced"]:
         task.mark("reward", **record, step=task.step, **facts)
     for at, endpoint, limit in rewards.meta["limits"]:
-        task.level("reward limit" + (f" {endpoint}" if endpoint else ""), at, limit)
+        task.level(f"{agent} limit" + (f" {endpoint}" if endpoint else ""), at, limit)

@@ -11,10 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dataflow.timeline import agents
 from dataflow.timeline.spans import POOLS, Span, Trace, by_task, union
-
-CAUSES = {"reward": "rewards"}
-"""Names of causes that differ from the resource's name."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,8 @@ class Wait:
 
     Attributes:
         begin, end: seconds from the run's first task.
-        cause: "rewards", "weights", "controller", "io", "start-up", "dispatch", or another resource or stage by name.
+        cause: "rewards", "weights", "controller", "io", "start-up", "dispatch", or another resource or stage by name,
+            such as that of a further reward agent.
         task: the task that ended the wait.
         by: the task whose end was waited for, to which the time is charged; "" if there is none.
     """
@@ -63,7 +62,7 @@ def _waits(trace: Trace, near: Trace, resource: str, begin: float, end: float) -
     trained = trace.window[1]
     spans = near.on(resource)
     known = by_task(near.spans)
-    on, syncs = trace.placed, trace.with_role("syncs")
+    on, syncs, collects = trace.placed, trace.with_role("syncs"), trace.with_role("collects")
     first = min((s.begin for s in trace.spans if s.resource == resource), default=float("inf"))
 
     def find(name: str) -> Span | None:
@@ -94,7 +93,7 @@ def _waits(trace: Trace, near: Trace, resource: str, begin: float, end: float) -
             if start_up > at:
                 waits.append(Wait(at, start_up, "start-up", name))
             if until > start_up:
-                waits += _walk(start_up, until, ended_by, resource, find, on, syncs)
+                waits += _walk(start_up, until, ended_by, resource, find, on, syncs, collects)
         at = max(at, min(busy_to, end))
     return waits
 
@@ -122,6 +121,7 @@ def _walk(
     find: Callable[[str], Span | None],
     on: Mapping[str, str],
     syncs: Collection[str],
+    collects: Collection[str],
 ) -> list[Wait]:
     """Splits a gap by cause, from its end back to its begin along the last dependency of each task."""
 
@@ -129,7 +129,7 @@ def _walk(
         if where == resource:
             return "dispatch"
         # The cause is "weights" on whichever resource they are gathered and loaded.
-        return "weights" if stage in syncs else CAUSES.get(where, where)
+        return "weights" if stage in syncs else agents.cause_of(where)
 
     name = span.task if span else ""
     cause, by = (cause_of(span.stage, span.resource), name) if span else ("dispatch", "")
@@ -154,15 +154,16 @@ def _walk(
     for piece in reversed(pieces):
         # Consecutive pieces of one cause are one wait, charged to the task that ended it. But waits for the rewards of
         # two agents are apart, so that each is charged to its own.
-        if merged and merged[-1].cause == piece.cause and _may_join(merged[-1], piece):
+        if merged and merged[-1].cause == piece.cause and _may_join(merged[-1], piece, collects):
             merged[-1] = replace(piece, begin=merged[-1].begin)
         else:
             merged.append(piece)
     return merged
 
 
-def _may_join(one: Wait, other: Wait) -> bool:
-    return one.cause not in CAUSES.values() or one.by.partition("[")[0] == other.by.partition("[")[0]
+def _may_join(one: Wait, other: Wait, collects: Collection[str]) -> bool:
+    stages = {wait.by.partition("[")[0] for wait in (one, other)}
+    return len(stages) == 1 or (one.cause != agents.cause_of(agents.MAIN) and stages.isdisjoint(collects))
 
 
 def pool_waits(
@@ -194,8 +195,8 @@ def summary(trace: Trace) -> dict[str, Any]:
         (idle time of the GPUs in it), ``gpu_busy_s``, ``exposed_wait_s``, ``exposed_wait_by_cause`` {cause: seconds},
         ``busy`` {resource: share of the wall time}, ``stages`` {stage: {"total_s", "count"}}. Busy time and exposed
         wait are means over the GPU pools, and add up to the wall time. If the trace has its job, also
-        ``reward_service_s`` (time of the reward requests at full concurrency) and ``lower_bound_s`` (the larger of
-        it and the GPUs' busy time, which no order of the tasks can beat).
+        ``reward_service_s`` (time of the reward requests at full concurrency; of several agents, the longest) and
+        ``lower_bound_s`` (the larger of it and the GPUs' busy time, which no order of the tasks can beat).
     """
     by_cause, pools = pool_waits(trace), trace.pools or POOLS[:1]
     stages: dict[str, dict[str, float]] = {}
@@ -206,8 +207,13 @@ def summary(trace: Trace) -> dict[str, Any]:
     wall, trained, until = trace.wall, trace.window[1], trace.end
     busy = sum(map(trace.busy, pools)) / len(pools)
     bounds: dict[str, float] = {}
-    if concurrency := (trace.meta.get("job") or {}).get("concurrency"):
-        service = sum(m.end - m.begin for m in trace.marks if not m.args.get("validation")) / concurrency
+    if (trace.meta.get("job") or {}).get("concurrency"):
+        work: dict[str, float] = {}
+        for mark in trace.marks:
+            if not mark.args.get("validation"):
+                work[mark.resource] = work.get(mark.resource, 0.0) + mark.end - mark.begin
+        each = [seconds / (agents.concurrency_of(trace, agent) or 1) for agent, seconds in work.items()]
+        service = max(each, default=0.0)  # agents work beside each other
         bounds = {"reward_service_s": service, "lower_bound_s": max(busy, service)}
     return {
         "wall_s": wall,

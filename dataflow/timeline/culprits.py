@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dataflow.timeline.agents import causes_of
 from dataflow.timeline.attribution import Wait, exposed_waits, waits_after
 from dataflow.timeline.spans import POOLS, Mark, Trace
 
@@ -73,15 +74,11 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = 
         pools: of GPUs; None for all that the trace shows.
         after: whether to include waits after training, see :func:`~dataflow.timeline.attribution.waits_after`.
     """
-    last = last_requests(trace.marks)
+    last = _Last(trace.marks)
     collectors = dict.fromkeys(m.args["collector"] for m in trace.marks if "collector" in m.args)
-    of_collector = {
-        name: last_requests(m for m in trace.marks if m.args.get("collector") == name) for name in collectors
-    }
+    of_collector = {name: _Last(m for m in trace.marks if m.args.get("collector") == name) for name in collectors}
     evaluated, validates = last_requests(trace.marks, validation=True), trace.with_role("validates")
-    of_step: dict[int, Mark] = {}
-    for (step, _), mark in last.items():
-        of_step[step] = max(of_step.get(step, mark), mark, key=lambda m: m.end)
+    asked = causes_of(trace)
     found: list[Culprit] = []
     for pool in (trace.pools or POOLS[:1]) if pools is None else pools:
         for wait in [*exposed_waits(trace, pool), *(waits_after(trace, pool) if after else ())]:
@@ -93,15 +90,28 @@ def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = 
             if task["stage"] in validates:
                 request = evaluated.get((step, -1))
             else:
-                of_part = of_collector.get(task["stage"], last)
-                request = of_part.get((step, part)) or of_part.get((step, -1)) or of_step.get(step)
-            found.append(Culprit(wait, pool, step, request if wait.cause == "rewards" else None))
+                request = of_collector.get(task["stage"], last).of(step, part)
+            found.append(Culprit(wait, pool, step, request if wait.cause in asked else None))
     return sorted(found, key=lambda c: (-c.wait.seconds, c.wait.begin, c.pool))
 
 
 def worst_waits(trace: Trace, most: int = 5) -> list[dict[str, Any]]:
     """Returns the longest waits of the GPUs, whatever their cause, JSON-able; see :meth:`Culprit.as_dict`."""
     return [c.as_dict() for c in culprits(trace)[:most]]
+
+
+class _Last:
+    """The last training requests to end, of all agents or of one."""
+
+    def __init__(self, marks: Iterable[Mark]) -> None:
+        self._of_part = last_requests(marks)
+        self._of_step: dict[int, Mark] = {}
+        for (step, _), mark in self._of_part.items():
+            self._of_step[step] = max(self._of_step.get(step, mark), mark, key=lambda m: m.end)
+
+    def of(self, step: int, part: int) -> Mark | None:
+        """Returns the last one of a part; of the step, if its requests do not say to which part they belong."""
+        return self._of_part.get((step, part)) or self._of_part.get((step, -1)) or self._of_step.get(step)
 
 
 def last_requests(marks: Iterable[Mark], validation: bool = False) -> dict[tuple[int, int], Mark]:

@@ -11,7 +11,7 @@ from dataflow.drawing.style import COLOURS, HATCHED, INK, PIXELS, WIDTH, colours
 from dataflow.errors import DataError
 from dataflow.timeline.attribution import exposed_waits, pool_waits, waits_after
 from dataflow.timeline.gaps import CUT, Axis, Gap
-from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes, looks
+from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes, looks
 from dataflow.timeline.text import extent, named, tick
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BAND = "#F3C766"
-_HEIGHTS = {**dict.fromkeys(POOLS, 0.62), "reward": 0.5}
+_HEIGHTS = dict.fromkeys(POOLS, 0.62)
+_BAND_HEIGHT = 0.5  # of a reward agent
 _THIN = 0.2
 _CUT, _SMALL = "#8A8A8A", 7.0
 
@@ -83,20 +84,22 @@ class _Panel:
         self.begin, self.end = extent(trace, steps)
         self.time = Axis(trace.gaps, self.begin, self.end)
         spans = [s for s in trace.spans if s.end >= self.begin and s.begin <= self.end]
-        self.levels = in_flight(trace.marks)
+        of: dict[str, list[Mark]] = {}
+        for mark in trace.marks:
+            of.setdefault(mark.resource, []).append(mark)
+        self.levels = {agent: levels for agent, marks in of.items() if (levels := in_flight(marks))}
         self.waits = {pool: [*exposed_waits(trace, pool), *waits_after(trace, pool)] for pool in trace.pools}
         self.rows: list[tuple[str, list[list[Span]], float]] = []
         collects = trace.with_role("collects")
         for resource in trace.resources:
             on = [s for s in spans if s.resource == resource]
-            if resource == "reward" and self.levels:
+            if resource in self.levels:
                 # The band shows the requests; of the tasks that collect them, only the ends are drawn.
                 on = [s for s in on if s.stage not in collects]
             rows = lanes(on)
-            if rows or (resource == "reward" and self.levels):
-                height = _HEIGHTS.get(resource, _THIN)
-                if resource not in _HEIGHTS or (resource == "reward" and not self.levels):
-                    height = _THIN * max(1, min(len(rows), 4))
+            if rows or resource in self.levels:
+                thin = _THIN * max(1, min(len(rows), 4))
+                height = _BAND_HEIGHT if resource in self.levels else _HEIGHTS.get(resource, thin)
                 self.rows.append((resource, rows, height))
         self.height = sum(h for *_, h in self.rows) + 0.07 * (len(self.rows) + 1)
 
@@ -108,11 +111,11 @@ class _Panel:
         middles, names = [], []
         for resource, rows, height in self.rows:
             below = at - height
-            if resource == "reward" and self.levels:
-                self._band(axis, below, height, len(rows))
+            if resource in self.levels:
+                self._band(axis, resource, below, height, len(rows))
             for i, lane in enumerate(rows):
                 # The lower part of the row is reserved for the band.
-                full = height if not (resource == "reward" and self.levels) else height * 0.32
+                full = height * 0.32 if resource in self.levels else height
                 tall = full / len(rows)
                 self._lane(axis, lane, at - (i + 1) * tall, tall, colour, pixels)
             if resource in POOLS:
@@ -197,15 +200,16 @@ class _Panel:
         places = [(self.time.at(w.begin), w.seconds) for w in self.waits[pool]]
         axis.broken_barh(places, (below, height), **HATCHED)
 
-    def _band(self, axis: Axes, below: float, height: float, own_lanes: int) -> None:
-        """Draws the requests in flight, and a line where the rewards of a part were complete."""
-        most = max(level for _, level in self.levels)
+    def _band(self, axis: Axes, agent: str, below: float, height: float, own_lanes: int) -> None:
+        """Draws an agent's requests in flight, and a line where its rewards of a part were complete."""
+        levels = self.levels[agent]
+        most = max(level for _, level in levels)
         room = height * (0.62 if own_lanes else 1.0)
-        times = [self.time.at(time) for time, _ in self.levels]
-        tops = [below + level / most * room for _, level in self.levels]
+        times = [self.time.at(time) for time, _ in levels]
+        tops = [below + level / most * room for _, level in levels]
         axis.fill_between(times, below, tops, step="post", color=_BAND, linewidth=0)
         collects = self.trace.with_role("collects")
-        ends = [self.time.at(s.end) for s in self.trace.spans if s.stage in collects]
+        ends = [self.time.at(s.end) for s in self.trace.spans if s.stage in collects and s.resource == agent]
         axis.vlines(ends, below, below + room, color=COLOURS["requests"][0], linewidth=1.3)
 
 
@@ -217,7 +221,7 @@ def _handles(panels: Sequence[_Panel], colour: Mapping[str, str]) -> list[Any]:
     handles: list[Any] = [Patch(color=colour[s], label=s) for s in colour if s in shown]
     handles.append(Patch(**HATCHED, label="exposed wait"))
     if any(p.levels for p in panels):
-        most = max(level for p in panels for _, level in p.levels)
+        most = max(level for p in panels for levels in p.levels.values() for _, level in levels)
         handles.append(Patch(color=_BAND, label=f"rewards in flight (at most {most})"))
         stroke = Line2D([], [], color=COLOURS["requests"][0], marker="|", markersize=11, linestyle="none")
         stroke.set_label("rewards of a part complete")

@@ -11,7 +11,7 @@ from dataflow.errors import DataError
 from dataflow.timeline.attribution import Wait, exposed_waits, summary, waits_after
 from dataflow.timeline.culprits import Culprit, culprits
 from dataflow.timeline.gaps import Axis
-from dataflow.timeline.spans import POOLS, Span, Trace, in_flight, lanes, looks
+from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes, looks
 
 LETTERS = {
     "samples": "R",
@@ -60,7 +60,7 @@ class Chart:
     """A trace drawn with letters.
 
     Attributes:
-        rows: (name, bars) of each; further lanes of a resource have no name; the last row may be the rewards in flight.
+        rows: (name, bars) of each; further lanes of a resource have no name; the last ones may be rewards in flight.
         axis: of time, in seconds; as wide as the bars.
         legend: meaning of letters and signs.
         letter: of each stage.
@@ -104,7 +104,11 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
             waits = [*exposed_waits(trace, resource), *waits_after(trace, resource)] if idle else []
             rows.append((resource if i == 0 else "", lane, waits))
     flights = [m for m in trace.marks if m.begin < m.end and m.end > begin and m.begin < end > begin]
-    names = [name for name, _, _ in rows] + (["in flight"] if flights else [])
+    by_agent: dict[str, list[Mark]] = {}
+    for mark in flights:
+        by_agent.setdefault(mark.resource, []).append(mark)
+    several = len(by_agent) > 1
+    names = [name for name, _, _ in rows] + [_flight_row(agent, several) for agent in by_agent]
     columns = max(10, width - max(map(len, names)) - 2)
     axis = _cut(trace, begin, end, columns)
     scale = columns / axis.length if axis.length > 0 else 0.0
@@ -136,17 +140,23 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
             if column(span.end) <= a and cells[a] == " ":
                 cells[a] = letter[span.stage]
         drawn.append((name, broken("".join(cells))))
-    if flights:
-        levels = in_flight(flights)
-        drawn.append(("in flight", broken(_flights(levels, end, columns, lambda time: axis.at(time) * scale))))
+    most: dict[str, int] = {}
+    for agent in [name for name in trace.resources if name in by_agent]:
+        levels = in_flight(by_agent[agent])
+        most[agent] = max(level for _, level in levels)
+        row = _flights(levels, end, columns, lambda time: axis.at(time) * scale)
+        drawn.append((_flight_row(agent, several), broken(row)))
     shown_stages = [s for s in trace.stages if any(s == span.stage for _, lane, _ in rows for span in lane)]
     legend = [f"{letter[s]} {s}" for s in shown_stages] + [f"~ {' or '.join(trace.pools) or 'gpu'} waits"]
-    if flights:
-        legend.append(f"█ {max(level for _, level in levels)} rewards in flight")
+    legend += [f"█ {level} rewards{f' of {agent}' if several else ''} in flight" for agent, level in most.items()]
     if axis.gaps:
         sign = _GAP * max(1, column(axis.gaps[0].end) - column(axis.gaps[0].begin))
         legend += [f"{sign} {gap.words}" for gap in axis.gaps] + ["(cut out of the axis)"]
     return Chart(drawn, broken(_axis(axis, columns)), legend, letter)
+
+
+def _flight_row(agent: str, several: bool) -> str:
+    return f"{agent} in flight" if several else "in flight"
 
 
 def _cut(trace: Trace, begin: float, end: float, columns: int) -> Axis:

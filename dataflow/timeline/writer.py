@@ -19,6 +19,7 @@ from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.files import cannot_write
+from dataflow.timeline.agents import cause_of
 from dataflow.timeline.attribution import exposed_waits, waits_after
 from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, flows, in_flight
 
@@ -213,9 +214,11 @@ class TraceWriter:
         for number, (source, at, collect, update) in enumerate(flows(trace), start=1):
             found = [self._slices.get((s.stage, s.step, s.part)) for s in (source, collect, update)]
             yield from self._flow(number, at, [place for place in found if place is not None])
-        for time, level in in_flight(trace.marks):
-            ts, _ = self._ticks(time, time)
-            yield {"ph": "C", "name": "rewards in flight", "pid": PID, "ts": ts, "args": {"requests": level}}
+        for agent in dict.fromkeys(mark.resource for mark in trace.marks):
+            for time, level in in_flight(mark for mark in trace.marks if mark.resource == agent):
+                ts, _ = self._ticks(time, time)
+                name = f"{cause_of(agent)} in flight"
+                yield {"ph": "C", "name": name, "pid": PID, "ts": ts, "args": {"requests": level}}
 
     def _flow(self, number: int, at: float, slices: list[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
         """Yields the events of an arrow through three slices, unless it would go back in time.

@@ -32,7 +32,11 @@ def test_a_recipe_is_short(module: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("weights.judge=0", "the judge would be asked and paid for nothing"),
+        ("weights.judge=0", "weights.judge=0: its agent would be asked and paid for nothing"),
+        ("weights.rule=0", "weights.rule=0: its agent would be asked"),
+        ("rule.deadline=60", "rule.deadline=60 ends a request before its first try may time out (rule.timeout=120)"),
+        ("rule.on_failure=drop", "rule.on_failure=drop is unknown"),
+        ("rule.concurency=3", "unknown key 'rule.concurency'; did you mean 'rule.concurrency'"),
         ("algorithm.filter_groups.enable=true", "groups are chosen by the judge's score"),
         ("weights.speed=1", "unknown key 'weights.speed'"),
         ("weights.rule=-1", "weights.rule=-1"),
@@ -41,7 +45,7 @@ def test_a_recipe_is_short(module: ModuleType) -> None:
 def test_rewards_that_cannot_be_combined_are_refused(override: str, words: str) -> None:
     module = load_pipeline_file(FILES[0].with_name("two_judges.py"))
     with pytest.raises(ConfigError) as caught:
-        pipeline_of(module, parse_overrides(module.Config, [override]))
+        pipeline_of(module, parse_overrides(module.Config, [override, "name=x"]))
     assert words in str(caught.value)
 
 

@@ -91,7 +91,7 @@ class RemoteAgent:
         actors: number of actors, which share the groups of a step and the limits of one agent.
         restarts: how many actors that died are replaced, in all.
         shared: a limit server that others use too; None starts one if there are several actors.
-        name: of the agent, for others that share its limits.
+        name: of the agent, in messages and metrics, and for others that share its limits.
         options: of the actors, over ``num_cpus=0`` and this node, where the file of a ledger is.
         imports: modules that each actor imports before it builds its agent, so that the first step need not wait for
             them.
@@ -113,6 +113,7 @@ class RemoteAgent:
     ) -> None:
         if actors < 1 or restarts < 0:
             raise ConfigError(f"reward agent: actors={actors}, restarts={restarts}; give 1 and 0 or more.")
+        self.name = name
         self._blob = pickled(hosted(factory), {})
         self._options = dict(options or {})
         self._imports = tuple(imports)
@@ -122,7 +123,7 @@ class RemoteAgent:
         self._limits_actor: Any = None
         self._facts, self._address = self._open(shared)
         self.limits = self._facts.limits
-        self.steps = Steps(self._facts.rule, self._facts.max_failed_share, _ignore, self._on_end)
+        self.steps = Steps(self._facts.rule, self._facts.max_failed_share, _ignore, self._on_end, name)
         self._latency_s = Latencies()
         self._limit_changes: list[tuple[float, str, int]] = []
         self._tasks: set[asyncio.Task[None]] = set()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from dataflow.rewards.naming import MAIN
+
 COUNTED = (
     "requested",
     "scored",
@@ -35,18 +37,19 @@ class RayMetrics:
 
     Args:
         run: the run's name, a label of every metric.
+        agent: the agent's, likewise.
     """
 
     every_s = 1.0
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, agent: str = MAIN) -> None:
         from ray.util.metrics import Counter, Gauge
 
-        keys, self._tags = ("run",), {"run": run}
+        keys, self._tags = ("run", "agent"), {"run": run, "agent": agent}
         self._counters = {n: Counter(_name(n), f"reward requests: {n}, so far", tag_keys=keys) for n in COUNTED}
         self._gauges = {n: Gauge(_name(n), text, tag_keys=keys) for n, text in GAUGED.items()}
-        self._limit = Gauge(_name("limit"), "calls that may be in flight", tag_keys=("run", "endpoint"))
-        self._latency = Gauge(_name("latency_s"), "latency of a request", tag_keys=("run", "quantile"))
+        self._limit = Gauge(_name("limit"), "calls that may be in flight", tag_keys=(*keys, "endpoint"))
+        self._latency = Gauge(_name("latency_s"), "latency of a request", tag_keys=(*keys, "quantile"))
         self._before: dict[str, float] = {}
 
     def report(self, stats: Mapping[str, Any]) -> None:

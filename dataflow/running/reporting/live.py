@@ -57,21 +57,24 @@ def picture(trace: Trace, width: int) -> Text:
     return text
 
 
-def facts(stats: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
+def facts(stats: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, float]) -> str:
     """Returns the current figures in one line.
 
     Args:
-        stats: of the reward agent, empty if there is none.
+        stats: of each reward agent, by its name.
         metrics: of the last step.
     """
     said = []
-    if stats:
-        limit = sum((stats.get("limit") or {}).values())
-        said.append(f"rewards in flight {stats.get('running', 0)}" + (f" of {limit}" if limit else ""))
-        said.append(f"queued {stats.get('waiting', 0)}")
-        if (p95 := (stats.get("latency_s") or {}).get("p95")) is not None and math.isfinite(p95):
+    for agent, of in stats.items():
+        if not of:
+            continue
+        limit = sum((of.get("limit") or {}).values())
+        name = "rewards" if len(stats) == 1 else agent
+        said.append(f"{name} in flight {of.get('running', 0)}" + (f" of {limit}" if limit else ""))
+        said.append(f"queued {of.get('waiting', 0)}")
+        if (p95 := (of.get("latency_s") or {}).get("p95")) is not None and math.isfinite(p95):
             said.append(f"p95 {p95:.2f} s")
-        said += [f"{stats[name]} {word}" for name, word in _TOLD.items() if stats.get(name)]
+        said += [f"{of[name]} {word}" for name, word in _TOLD.items() if of.get(name)]
     if "overlap/exposed_wait_s" in metrics:
         said.append(f"exposed wait {metrics['overlap/exposed_wait_s']:.2f} s a step")
     if "staleness/max" in metrics:

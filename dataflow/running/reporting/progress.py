@@ -112,7 +112,7 @@ class Progress:
 
         Args:
             trace, running, most: see :func:`dataflow.running.reporting.live.recent`.
-            stats: of the reward agent.
+            stats: of each reward agent, by its name.
         """
         if self._live is None:
             return
@@ -179,8 +179,9 @@ def end_table(summary: dict[str, Any]) -> str:
     if summary["after_training_s"] >= 0.05:
         idle = f"GPU pool idle {summary['after_training_idle_s']:.1f} s of it"
         rows.append(("after training", f"{summary['after_training_s']:.1f} s until the last task ended, {idle}"))
-    if summary.get("rewards"):
-        rows.append(("rewards", _rewards(summary["rewards"])))
+    if rewards := summary.get("rewards"):
+        agents = rewards.get("agents") or {"": rewards}
+        rows += [(f"rewards {agent}".rstrip(), _rewards(counts)) for agent, counts in agents.items()]
     return str(table(rows))
 
 

@@ -1,4 +1,4 @@
-"""Totals of a run's reward requests over all its agents, as a rebuilt agent counts from 0."""
+"""Totals of one agent's reward requests over all its processes, as a rebuilt agent counts from 0."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dataflow.timeline.spans import Trace, called
+from dataflow.rewards.naming import MAIN, metric
+from dataflow.timeline.spans import Mark, Trace, called
 
 COUNTS = ("requested", "scored", "failed", "cancelled", "retried", "hedged", "cached", "shared", "tokens")
 _GROWING = (*COUNTS, "timed_out", "throttled", "cost", "rate_limit_wait_s")
 
 
-class RewardTotals:
-    """Sums the stats of a run's agents, and counts the requests in its traces."""
+QUANTILES = ("p50", "p95", "p99")
 
-    def __init__(self) -> None:
+
+class RewardTotals:
+    """Sums the stats of an agent's processes, and counts the requests in traces.
+
+    Args:
+        agent: its name, which its metrics have.
+    """
+
+    def __init__(self, agent: str = MAIN) -> None:
+        self._agent = agent
         self._last: dict[str, float] = {}
         self._lost: Counter[str] = Counter()
         self._used: Counter[str] = Counter()
@@ -34,21 +43,19 @@ class RewardTotals:
     def step(self, metrics: Mapping[str, float]) -> None:
         """Adds the usage that a step logged."""
         for name in ("tokens", "hedged"):
-            self._used[name] += int(metrics.get(f"reward/{name}", 0))
+            self._used[name] += int(metrics.get(metric(self._agent, name), 0))
 
     def counts(self, traces: Iterable[Trace], stats: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the ``rewards`` of a run's summary; {} if it requested none.
+        """Returns the counts of the agent's requests; {} if there were none.
 
         Each submitted request is scored, failed or cancelled; ``cancelled`` includes requests whose reward was not
         collected because the run ended or was interrupted. If an agent died, ``tokens`` and ``hedged`` are lower
         bounds, since what it had not logged is unknown.
 
         Args:
-            traces: of the run, and of evaluations outside its clock.
+            traces: what the agent did in the run, and in evaluations outside its clock.
             stats: of the agent, if it is still alive.
         """
-        from dataflow.rewards.records import latency_summary
-
         sent, marks = 0, []
         for trace in traces:
             found = [mark for mark in trace.marks if mark.name == "reward"]
@@ -73,7 +80,14 @@ class RewardTotals:
                 "shared": how["shared"],
                 "tokens": max(total.get("tokens", 0), self._used["tokens"]),
             }
-            latency = latency_summary([mark.end - mark.begin for mark in marks if called(mark.args)])
+            latency = latencies(marks)
         if not counts:
             return {}
-        return {**counts, "latency_s": {name: latency.get(name) for name in ("p50", "p95", "p99")}}
+        return {**counts, "latency_s": {name: latency.get(name) for name in QUANTILES}}
+
+
+def latencies(marks: Iterable[Mark]) -> dict[str, float]:
+    """Returns quantiles of the durations of the requests that were answered by a call, in seconds."""
+    from dataflow.rewards.records import latency_summary
+
+    return latency_summary([mark.end - mark.begin for mark in marks if called(mark.args)])

@@ -22,6 +22,7 @@ from dataflow.errors import ConfigError, nearest
 from dataflow.files import replaced, written
 from dataflow.running.reporting.run_ids import RunIds
 from dataflow.system.children import safe_path
+from dataflow.timeline.agents import causes_of
 from dataflow.timeline.attribution import pool_waits
 from dataflow.timeline.spans import POOLS, Span, Trace, covered
 
@@ -303,7 +304,8 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
 
     Returns:
         ``timing_s/<stage>``: time in which the stage's tasks of this step ran, even outside the window;
-        ``timing_s/reward``: how long the GPUs waited for rewards in the window; ``timing_s/step``: its length;
+        ``timing_s/reward``: how long the GPUs waited for rewards in the window, of several agents also for each,
+        ``timing_s/reward/<agent>``; ``timing_s/step``: its length;
         ``overlap/exposed_wait_s``, ``overlap/gpu_busy_frac``: all waits and the busy share in the window.
         Empty if no training task of the step is in the trace.
     """
@@ -324,7 +326,10 @@ def step_metrics(trace: Trace, step: int) -> dict[str, float]:
     }
     waits = pool_waits(trace, (begin, end))
     waited = sum(waits.values())
-    metrics["timing_s/reward"] = waits.get("rewards", 0.0)
+    by_agent = {agent: waits.get(cause, 0.0) for cause, agent in causes_of(trace).items()}
+    metrics["timing_s/reward"] = sum(by_agent.values())
+    if len(by_agent) > 1:
+        metrics |= {f"timing_s/reward/{agent}": seconds for agent, seconds in by_agent.items()}
     metrics["timing_s/step"] = took = trace.running_s(begin, end)
     metrics["overlap/exposed_wait_s"] = waited
     metrics["overlap/gpu_busy_frac"] = 1 - waited / took if took > 0 else 0.0

@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from dataflow.drawing.duration import seconds
+from dataflow.timeline.agents import agents_of, causes_of
 from dataflow.timeline.culprits import Culprit, culprits, place_of
 from dataflow.timeline.gaps import Axis
 from dataflow.timeline.page.tracks import Versions
@@ -129,7 +130,7 @@ def panel(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
         _about(trace, numbers, facts),
         _waits(trace, str(facts.get("samples", ""))),
         _busy(numbers),
-        _causes(numbers),
+        _causes(trace, numbers),
         _staleness(trace),
     ]
     return f'<section class="panel">{"".join(parts)}</section>'
@@ -162,13 +163,16 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
         rows.append(["lower bound", f"{seconds(bound)} <small>{by}</small>"])
     if (accuracy := _accuracy(facts)) != "–":
         rows.append(["accuracy", accuracy])
-    asked = [m for m in trace.marks if not m.args.get("validation")]
-    if asked:
+    agents = agents_of(trace)
+    for agent in agents:
+        asked = [m for m in trace.marks if m.resource == agent and not m.args.get("validation")]
+        if not asked:
+            continue
         # An answer from the ledger takes no time, and what was given up says nothing of the service.
         times = sorted(m.end - m.begin for m in asked if called(m.args))
         again = sum(m.args.get("tries", 1) > 1 for m in asked)
         listed = f"{len(asked)}" + (f", {again} tried again" if again else "")
-        rows.append(["reward requests", listed])
+        rows.append(["reward requests" if len(agents) == 1 else f"requests to {escape(agent)}", listed])
         if times:
             middle, slow = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
             rows.append(["", f"<small>half within {seconds(middle)}, 99% within {seconds(slow)}, "
@@ -206,10 +210,11 @@ def _wait(found: Culprit, axis: Axis, several: bool, samples: str) -> list[str]:
     ]
 
 
-def _causes(numbers: Numbers) -> str:
+def _causes(trace: Trace, numbers: Numbers) -> str:
     wall = numbers["wall_s"]
+    meaning = dict.fromkeys(causes_of(trace), _MEANING["rewards"]) | _MEANING
     rows = [
-        [escape(cause), seconds(s), _meter(s / wall if wall else 0.0), f"<small>{_MEANING.get(cause, '')}</small>"]
+        [escape(cause), seconds(s), _meter(s / wall if wall else 0.0), f"<small>{meaning.get(cause, '')}</small>"]
         for cause, s in numbers["exposed_wait_by_cause"].items()
     ]
     text = _table(["waited for", "time", "share of all", ""], rows) if rows else "<p>The GPUs never waited.</p>"

@@ -121,7 +121,9 @@ class _Run:
         made.longest = max(made.longest, self.time.length)
         self.stage = {name: i for i, name in enumerate(made.stages)}
         self.culprits = culprits(trace, after=True)
-        self.asked = {mark.resource for mark in trace.marks}
+        self.asked: dict[str, list[Mark]] = {}
+        for mark in trace.marks:
+            self.asked.setdefault(mark.resource, []).append(mark)
         self.rows: dict[str, Row] = {}
         self.place: dict[str, tuple[float, float]] = {}  # task -> (top, bottom) of its bar
 
@@ -129,7 +131,7 @@ class _Run:
         made = self.made
         made.heads.append(made.height + HEAD / 2)
         top = made.height = made.height + HEAD + STRIP
-        versions, tries = Versions(self.trace), _tries(self.trace.marks)
+        versions, tries = Versions(self.trace), {agent: _tries(marks) for agent, marks in self.asked.items()}
         for resource in self.trace.resources:
             self._row(resource, versions, tries)
         self._waits()
@@ -142,20 +144,20 @@ class _Run:
             _add(made.gaps, self.index, self.at(gap.begin), top, made.height, top - STRIP - HEAD / 2, gap.length,
                  gap.words, why)  # fmt: skip
 
-    def _row(self, resource: str, versions: Versions, tries: Mapping[tuple[int, int], str]) -> None:
+    def _row(self, resource: str, versions: Versions, tries: Mapping[str, Mapping[tuple[int, int], str]]) -> None:
         made, top = self.made, self.made.height
         small = -1
         if resource in (self.trace.pools or self.trace.resources[:1]):
             small, made.stripes = made.stripes, made.stripes + 1
         rows = lanes(self.trace.on(resource))
-        levels = in_flight(m for m in self.trace.marks if m.resource == resource)
+        levels = in_flight(self.asked.get(resource, ()))
         most = _POOL if resource in POOLS and len(rows) == 1 else _LANE
         lane = min(most, _MOST / len(rows)) if rows else 0.0
         for i, spans in enumerate(rows):
             above, below = top + i * lane, top + (i + 1) * lane - (1.0 if lane > 4 else 0.0)
             for span in spans:
                 self.place[span.task] = above, below
-                self._span(span, above, below, small, versions, tries)
+                self._span(span, above, below, small, versions, tries.get(resource, {}))
         made.height = top + lane * len(rows)
         if levels:
             self._band(levels, made.height + 2, made.height + 2 + _BAND)
@@ -215,12 +217,24 @@ class _Run:
                 waited.setdefault(id(found.request), found.wait.task)
                 idle[id(found.request)] = idle.get(id(found.request), 0.0) + found.wait.seconds
         by_task = {span.task: span for span in self.trace.spans}
-        chosen, update_for = last_requests(self.trace.marks), _updates(self.trace, self.asked)
+        update_for = _updates(self.trace, self.asked)
+        for agent, marks in self.asked.items():
+            self._requests_of(last_requests(marks), self.rows[agent], waited, idle, by_task, update_for)
+
+    def _requests_of(
+        self,
+        chosen: Mapping[tuple[int, int], Mark],
+        row: Row,
+        waited: Mapping[int, str],
+        idle: Mapping[int, float],
+        by_task: Mapping[str, Span],
+        update_for: Callable[[int, int], Span | None],
+    ) -> None:
+        """Adds the last request of each part to an agent's row."""
         bars = [Span("", i, 0, 1, m.resource, m.begin, max(m.end, m.begin)) for i, m in enumerate(chosen.values())]
         tracks = lanes(bars)
         lane_of = {span.step: i for i, lane in enumerate(tracks) for span in lane}
         for i, ((step, part), mark) in enumerate(chosen.items()):
-            row = self.rows[mark.resource]
             y = row.bottom - _BAND + (lane_of[i] + 0.5) / len(tracks) * _BAND
             target = by_task.get(waited.get(id(mark), "")) or update_for(step, part)
             x, at = mark.end, y

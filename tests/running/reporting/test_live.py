@@ -60,7 +60,7 @@ def test_the_numbers_of_now() -> None:
         "retried": 0,
         "throttled": 3,
     }
-    assert facts(stats, {"staleness/max": 1.0, "overlap/exposed_wait_s": 0.3}).split("  ") == [
+    assert facts({"reward": stats}, {"staleness/max": 1.0, "overlap/exposed_wait_s": 0.3}).split("  ") == [
         "rewards in flight 64 of 64",
         "queued 10",
         "p95 1.25 s",
@@ -69,5 +69,14 @@ def test_the_numbers_of_now() -> None:
         "exposed wait 0.30 s a step",
         "staleness 1",
     ]
-    assert facts({"running": 0, "waiting": 0, "latency_s": {}}, {}) == "rewards in flight 0  queued 0"
+    assert facts({"reward": {"running": 0, "waiting": 0, "latency_s": {}}}, {}) == "rewards in flight 0  queued 0"
     assert facts({}, {}) == ""
+
+
+def test_the_numbers_of_each_agent() -> None:
+    stats = {
+        "reward": {"running": 3, "waiting": 1, "limit": {"": 64}},
+        "style": {"running": 8, "waiting": 0, "failed": 2},
+    }
+    said = facts(stats, {}).split("  ")
+    assert said == ["reward in flight 3 of 64", "queued 1", "style in flight 8", "queued 0", "2 failed"]

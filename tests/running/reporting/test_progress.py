@@ -58,7 +58,7 @@ def test_on_a_terminal_a_picture_moves() -> None:
     progress.start(20)
     progress.show(Trace(), [], {}, 100)
     progress.step(3, METRICS)
-    progress.show(steps(3), [], {"running": 5, "waiting": 2, "limit": {"": 8}}, 100)
+    progress.show(steps(3), [], {"reward": {"running": 5, "waiting": 2, "limit": {"": 8}}}, 100)
     progress.stop()
     progress.stop()
     said = file.getvalue()
