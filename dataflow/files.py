@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,19 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def no_file(path: str | os.PathLike[str]) -> str | None:
+    """Returns why a path leads to no regular file, as a clause; None if it does. Opening a pipe would block."""
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "there is no such file"
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        return f"it cannot be opened ({getattr(error, 'strerror', None) or error})"
+    if stat.S_ISREG(mode):
+        return None
+    return "it is a directory" if stat.S_ISDIR(mode) else "it is a device, a pipe or a socket"
 
 
 def unwritable(path: str | os.PathLike[str]) -> str | None:

@@ -67,7 +67,7 @@ def test_bad_data(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_qwen:
     def said(file: Path, *more: str) -> str:
         return refused(capsys, tmp_path, *model, f"data.train={file}", *more)
 
-    assert "there is no such data file" in said(tmp_path / "missing.jsonl")
+    assert "there is no such file" in said(tmp_path / "missing.jsonl")
     assert "line 2: this is not JSON" in said(lines(tmp_path / "cut.jsonl", PROBLEM, '{"question": "Wh'))
     no_mark = {"question": "What is 3 + 4?", "answer": "7"}
     assert "line 1: the answer has no '####'" in said(lines(tmp_path / "bare.jsonl", no_mark))

@@ -9,6 +9,7 @@ from typing import Any
 
 from dataflow.config.base import BaseConfig, PipelineConfig
 from dataflow.errors import ConfigError, DataflowError, PipelineError, UserError, nearest
+from dataflow.files import no_file
 from dataflow.graph import Pipeline
 from dataflow.usercode.failures import is_interrupt, message_of
 
@@ -26,9 +27,9 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
     from importlib.machinery import SourceFileLoader
 
     file = Path(path)
-    if not file.is_file():
+    if (why := no_file(file)) is not None:
         guess = nearest(str(path), [str(f) for f in sorted(file.parent.glob("*.py"))])
-        raise ConfigError(f"no pipeline file '{path}'{guess or '; give the path of a .py file.'}")
+        raise ConfigError(f"no pipeline file '{path}': {why}{guess or '; give the path of a .py file.'}")
     if file.suffix != ".py":
         raise ConfigError(f"pipeline file '{path}' is not a .py file.")
     loader = SourceFileLoader(f"dataflow_pipeline_{file.stem}", str(file.resolve()))

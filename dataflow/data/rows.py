@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataError
-from dataflow.files import decoded
+from dataflow.files import decoded, no_file
 from dataflow.rewards.user.gsm8k import extract
 
 GSM8K = "openai/gsm8k"
@@ -44,8 +44,8 @@ def load_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """
     if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(f"{path}: unknown kind of data file; give a .jsonl or a .parquet file.")
-    if not path.is_file():
-        raise DataError(f"{path}: there is no such data file.")
+    if (why := no_file(path)) is not None:
+        raise DataError(f"{path}: {why}; give a data file.")
     rows, labels = (_read_jsonl if path.suffix == ".jsonl" else _read_parquet)(path)
     if not rows:
         raise DataError(f"{path}: the file is empty.")

@@ -165,8 +165,9 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
     if custom.get("path"):
         load_reward(custom["path"], custom["name"], custom["reward_kwargs"], _configured(options))
     elif default["target"] == JUDGE:
-        judged = Judge(**{**kwargs, "url": kwargs.get("url") or "http://127.0.0.1"})
-        if kwargs.get("url"):
+        url = kwargs.get("url")
+        judged = Judge(**{**kwargs, "url": "http://127.0.0.1" if url is None else url})
+        if url is not None:
             check_endpoints(judged, limits_of(options))
     else:
         find_reward(default["target"])

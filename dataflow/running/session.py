@@ -89,7 +89,7 @@ class Session:
         found = {}
         for name, host in self._agents.items():
             source = source_of(self.config, name)
-            if host.options["default"]["target"] == JUDGE and not source.custom.path and not source.judge.url:
+            if host.options["default"]["target"] == JUDGE and not source.custom.path and source.judge.url is None:
                 found[name] = source.judge
         return found
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import DataError, nearest
-from dataflow.files import decoded, replaced
+from dataflow.files import decoded, no_file, replaced
 from dataflow.timeline.spans import USUAL, VERSION, Level, Mark, Span, Trace
 from dataflow.timeline.writer import FORMAT, LEVEL, MARK, PID, REQUEST, SPAN, TASK, TraceWriter
 
@@ -54,9 +54,9 @@ def load(run: str) -> Trace:
     path = Path(run)
     if path.is_dir():
         path = path / "trace.json"
-    if not path.is_file():
+    if (why := no_file(path)) is not None:
         near = nearest(run, [str(p) for p in path.parent.parent.glob("*")]) if path.parent.parent.is_dir() else ""
-        raise DataError(f"no run at '{run}': {path} does not exist{near or '; give a run directory (runs/NAME)'}")
+        raise DataError(f"no run at '{run}': {path}: {why}{near or '; give a run directory (runs/NAME)'}")
     return read(path)
 
 

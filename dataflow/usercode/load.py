@@ -15,6 +15,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from dataflow.errors import ConfigError, nearest
+from dataflow.files import no_file
 from dataflow.usercode.failures import attribute_of, is_interrupt, message_of, parts_of, readable
 
 LABEL = "dataflow_reward_"
@@ -41,9 +42,10 @@ def load_file(path: str, where: str) -> ModuleType:
     Raises:
         ConfigError: the file does not exist or cannot be imported.
     """
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise ConfigError(f"{where}: there is no such file.")
+    file = Path(path).expanduser()
+    if (why := no_file(file)) is not None:
+        raise ConfigError(f"{where}: {why}; give a Python file.")
+    file = file.resolve()
     # A name by path: files of the same name must not replace each other in sys.modules.
     label = f"{LABEL}{file.stem}_{zlib.crc32(str(file).encode()):08x}"
     spec = importlib.util.spec_from_file_location(label, file)

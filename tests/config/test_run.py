@@ -277,7 +277,7 @@ def test_an_error_in_a_pipeline_file_is_chained_and_a_users_error_passes(tmp_pat
 
 def test_a_missing_pipeline_file_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "gsm8k_grpo.py").write_text(GOOD)
-    with pytest.raises(ConfigError, match=r"no pipeline file '.*gsm8k_gpro.py'; did you mean '.*gsm8k_grpo.py'\?"):
+    with pytest.raises(ConfigError, match=r"no pipeline file '.*gsm8k_gpro.py': .*; did you mean '.*gsm8k_grpo.py'\?"):
         load_pipeline_file(tmp_path / "gsm8k_gpro.py")
     (tmp_path / "x.yaml").write_text("")
     with pytest.raises(ConfigError, match=r"is not a \.py file"):

@@ -224,9 +224,9 @@ def test_a_bad_file_is_named(tmp_path):
     (tmp_path / "x.csv").write_text("question,answer\n")
     (tmp_path / "folder.jsonl").mkdir()
     for name, message in {
-        "none.jsonl": "there is no such data file",
-        "none.parquet": "there is no such data file",
-        "folder.jsonl": "there is no such data file",
+        "none.jsonl": "there is no such file",
+        "none.parquet": "there is no such file",
+        "folder.jsonl": "it is a directory",
         "x.csv": "unknown kind of data file; give a .jsonl or a .parquet file",
         "bytes.jsonl": "it is not UTF-8 text",
         "empty.jsonl": "the file is empty",

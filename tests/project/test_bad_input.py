@@ -67,7 +67,9 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, cache: Path) -> 
     assert not left, f"input that is refused left something behind: {left}"
 
 
-@pytest.mark.parametrize("what", ["a directory", "no ledger", "below a file", "another database", "too long", "null"])
+@pytest.mark.parametrize(
+    "what", ["a directory", "no ledger", "below a file", "another database", "too long", "null", "a circle", "a pipe"]
+)
 def test_a_cache_that_cannot_be_used_is_refused_before_anything_starts(
     tmp_path: Path, refused: Said, what: str
 ) -> None:
@@ -85,6 +87,10 @@ def test_a_cache_that_cannot_be_used_is_refused_before_anything_starts(
             db.commit()
     elif what == "too long":
         path = tmp_path / ("x" * 300)
+    elif what == "a circle":
+        path.symlink_to(path)
+    elif what == "a pipe":
+        os.mkfifo(path)
     else:
         path = tmp_path / "a\0b"
     file = what in ("no ledger", "another database")
@@ -150,7 +156,8 @@ def test_no_key_takes_a_number_that_is_none(value: str) -> None:
         ("name=\udcff", "valid UTF-8"),
         ("data.train=\udcff.jsonl", "valid UTF-8"),
         ('data.train="a\\0.jsonl"', "without NUL"),
-        ("data.train=a\nb.jsonl", "there is no such data file"),
+        ("judge.url=[]", "judge.url=[] names no server"),
+        ("data.train=a\nb.jsonl", "there is no such file"),
         ("model.path=a\nb", "does not exist"),
         ("model.path=" + "x" * 300, "is not a local directory"),
         ("data.train=" + "x" * 300 + ".jsonl", "File name too long"),
@@ -236,6 +243,45 @@ def test_runs_that_cannot_be_written(refused: Said, tmp_path: Path, place: str) 
 def test_a_run_of_that_name_is_there(refused: Said, tmp_path: Path) -> None:
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     assert "exists; choose another name" in refused("name=mine")
+
+
+NO_FILES = {
+    "there is no such file": lambda path: None,
+    "it is a directory": lambda path: path.mkdir(),
+    "it is a device, a pipe or a socket": os.mkfifo,
+    "it is a device, a pipe or a socket ": lambda path: path.symlink_to("/dev/zero"),
+    "Too many levels of symbolic links": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("why", [*NO_FILES, "File name too long"])
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (["run", PIPELINE, "data.train={}"], ".jsonl"),
+        (["run", PIPELINE, "data.val={}"], ".parquet"),
+        (["run", PIPELINE, "custom_reward_function.path={}"], ".py"),
+        (["run", PIPELINE, "reward.manager=mine", "reward.manager_path={}"], ".py"),
+        (["run", PIPELINE, "tools.path={}", "tools.names=[x]"], ".py"),
+        (["run", "{}"], ".py"),
+        (["show", "{}"], ".py"),
+        (["timeline", "{}"], ".json"),
+    ],
+)
+def test_a_path_that_leads_to_no_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, why: str, arguments: list[str], kind: str
+) -> None:
+    """A pipe that is opened would block for ever, and a device has no end."""
+    path = tmp_path / f"{'x' * 300 if why not in NO_FILES else 'mine'}{kind}"
+    if why in NO_FILES:
+        NO_FILES[why](path)
+    assert main([text.format(path) for text in arguments]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert f"{path}" in err
+    assert why.strip() in err or (kind == ".json" and why == "it is a directory")
+    assert f"did you mean '{path}'" not in err
 
 
 FILE = """

@@ -224,6 +224,7 @@ def _addresses(urls: list[str]) -> list[str]:
             parts = urlsplit(url)
             good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
             good = good and url.isascii() and url.isprintable() and " " not in url
+            (parts.hostname or "").encode("idna")  # raises for parts that are empty or too long
         except (ValueError, AttributeError):
             good = False
         if not good:
@@ -275,6 +276,9 @@ def _key(variable: str | None) -> str | None:
     keep_secret(key)
     if not key:
         raise ConfigError(f"judge.api_key_env={variable}: this environment variable is not set.")
+    if not (key.isascii() and key.isprintable()) or " " in key:  # which no header may have
+        what = "holds a space, a line break, or a character that is not ASCII"
+        raise ConfigError(f"judge.api_key_env={variable}: this environment variable {what}; give the key alone.")
     return key
 
 

@@ -280,9 +280,11 @@ def check_file(path: Path) -> None:
     """
     try:
         _check_kind(path)
-        if not path.exists():
+        try:
+            path.stat()  # unlike exists(), it raises if links lead in a circle
+        except (FileNotFoundError, NotADirectoryError):
             if (why := unmakable(path.parent)) is not None:
-                raise ConfigError(f"reward ledger {path}: {why}")
+                raise ConfigError(f"reward ledger {path}: {why}") from None
             return
         with closing(_connect(path)) as db:
             _check_ours(db, path)

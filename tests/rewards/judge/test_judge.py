@@ -473,6 +473,34 @@ def test_settings_that_cannot_be(options: dict[str, Any], message: str) -> None:
     assert not any(secret in str(error.value) for secret in ("sk-abc-123", "key=abc", "me:pass"))
 
 
+@pytest.mark.parametrize("url", ["http://..", "http://a..b/v1", f"https://{'a' * 64}.com"])
+def test_a_host_that_no_name_may_be_is_no_address(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not an address"):
+        Judge(url)
+
+
+@pytest.mark.parametrize("client", ["aiohttp", "openai"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "sk-abc\ndef12345",
+        "sk-abc\rdef12345",
+        "Bearer sk-abcdef12345",
+        "schl\u00fcssel-12345",
+        "\ufeffsk-abcdef12345",
+        "sk-abc\x01def12345",
+        "sk-abcdef12345\udcff",
+    ],
+)
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, key: str, client: str
+) -> None:
+    monkeypatch.setenv("TEST_JUDGE_KEY", f"{key}\n")
+    with pytest.raises(ConfigError, match=r"judge.api_key_env=TEST_JUDGE_KEY: .*; give the key alone") as error:
+        Judge("http://h", api_key_env="TEST_JUDGE_KEY", client=client)
+    assert "12345" not in str(error.value)
+
+
 def test_a_password_in_the_address_is_sent_and_never_shown() -> None:
     seen: list[str | None] = []
 
