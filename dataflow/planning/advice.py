@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from dataflow.planning.planner import BOUNDS, Prediction, simulate, total_s
+from dataflow.planning.planner import BOUNDS, Prediction, bound_of, simulate, total_s
 from dataflow.planning.workload import Workload
 from dataflow.policy import MAX_STALENESS, STREAM, SchedulingPolicy, preset
 
@@ -64,9 +64,11 @@ def _changes(
 
 def _about_the_bound(workload: Workload, policy: SchedulingPolicy, best: Prediction, base: float) -> str:
     """Returns a sentence on what sets the lower bound of the best policy, and what would change it."""
-    rewards, gpu = workload.rewards, workload.mean_s()
+    gpu = workload.mean_s()
     calls = workload.prompts * workload.responses
-    if best.bound_by == BOUNDS["reward"]:
+    agent = next((name for name in workload.agents if bound_of(name) == best.bound_by), None)
+    if agent is not None:
+        rewards = workload.service_of(agent)
         each, load = rewards.latency.mean, calls * rewards.seconds
         if rewards.rpm and calls * 60 / rewards.rpm >= calls * each / rewards.concurrency:
             wanted = math.ceil(calls * 60 / gpu)
@@ -78,9 +80,9 @@ def _about_the_bound(workload: Workload, policy: SchedulingPolicy, best: Predict
             changed = replace(rewards, concurrency=wanted)
             why = f"{calls:,} calls x {each:.1f} s / {rewards.concurrency:,} in flight"
             turn = f"{wanted:,} in flight"
-        change = total_s(simulate(replace(workload, rewards=changed), policy)[0]) / base - 1
+        change = total_s(simulate(workload.with_service(agent, changed), policy)[0]) / base - 1
         return (
-            f"the reward service bounds {best.policy}: {why} = {load:.4g} s a step against {gpu:.4g} s of GPU work; "
+            f"the {best.bound_by} bounds {best.policy}: {why} = {load:.4g} s a step against {gpu:.4g} s of GPU work; "
             f"{turn} would make the GPUs the limit ({change:+.0%} against baseline)."
         )
     if best.bound_by == BOUNDS["gpu"]:

@@ -72,6 +72,8 @@ class PlanConfig(Section):
     policy: PolicyConfig | None = None
     """An additional policy to predict."""
     reward: RewardPlan = Field(default_factory=RewardPlan)
+    agents: dict[str, RewardPlan] = Field(default_factory=dict)
+    """Further reward agents, by name, each with the keys of reward but fit: {style: {concurrency: 16}}."""
     validation: ValidationPlan = Field(default_factory=ValidationPlan)
     checkpoint: CheckpointPlan = Field(default_factory=CheckpointPlan)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 from dataflow.distribution import Distribution
@@ -28,27 +29,30 @@ class WorkloadCosts(Costs):
     def __init__(self, workload: Workload, graph: TaskGraph, unlimited: bool = False) -> None:
         self.workload = workload
         self.graph = graph
-        spec, validation = workload.rewards, workload.validation
-        per_step = spec.agent == "per-step" and not unlimited
+        validation, roles = workload.validation, workload.roles
 
-        def service() -> RewardService:
+        def service(spec: Rewards) -> RewardService:
             if unlimited:
                 return RewardService(None)
-            return RewardService(spec.concurrency, spec.rpm, per_step)
+            return RewardService(spec.concurrency, spec.rpm, spec.agent == "per-step")
 
-        self.service = service()
-        self._latencies: tuple[int, list[float]] = (0, [])
-        self.requests = 0
-        self.requests_s = 0.0
+        self.service = service(workload.rewards)
         self._held: dict[RewardService, Delivery] = {}
-        self.validation = service() if validation is not None and validation.pool == "own" else self.service
+        own = validation is not None and validation.pool == "own"
+        self.validation = service(workload.rewards) if own else self.service
+        self._agents: list[_Agent] = []
+        for name, collect in workload.agents.items():
+            main = collect not in workload.beside
+            request = roles.request if main else roles.beside[collect]
+            spec = workload.service_of(name)
+            self._agents.append(_Agent(name, request, collect, spec, self.service if main else service(spec)))
+        self._by_request = {agent.request: agent for agent in self._agents}
+        self._by_collect = {agent.collect: agent for agent in self._agents}
 
     @property
-    def load_s(self) -> float:
-        """Least seconds that the service needs for the training requests so far, with all slots busy."""
-        spec = self.workload.rewards
-        rated = (self.requests - max(1.0, spec.rpm / 60.0)) * 60.0 / spec.rpm if spec.rpm else 0.0
-        return max(self.requests_s / spec.concurrency, rated)
+    def load_s(self) -> dict[str, float]:
+        """Least seconds that each agent's service needs for the training requests so far, with all slots busy."""
+        return {agent.name: agent.load_s for agent in self._agents}
 
     def begin(self, task: Task, now: float = 0.0) -> float:
         """Returns when the work of a task dispatched at ``now`` begins."""
@@ -59,9 +63,10 @@ class WorkloadCosts(Costs):
         load, i = self.workload, task.id
         begin = self.begin(task, now)
         roles = load.roles
-        if i.stage == roles.collect:
-            count = task.take or load.prompts
-            self.service.wait(i.step, (i, begin), count, by_index=self.graph.order == "index")
+        if (agent := self._by_collect.get(i.stage)) is not None:
+            formed = None if i.stage == roles.collect else groups
+            by_index = self.graph.order == "index"
+            agent.service.wait(i.step, (i, begin), task.take or load.prompts, by_index=by_index, groups=formed)
             return None
         if i.stage == roles.score and load.validation is not None and load.validation.samples:
             key = f"val:{i.step}"
@@ -70,15 +75,8 @@ class WorkloadCosts(Costs):
             self.validation.wait(key, (i, begin), load.validation.samples)
             return None
         end = begin + load.seconds(i.stage, i.step, i.part, i.parts)
-        if i.stage == roles.request:
-            requested = range(load.prompts) if groups is None else groups
-            if self._latencies[0] != i.step:
-                # Once per step, although a streaming rollout requests one chunk at a time.
-                self._latencies = (i.step, load.latencies(i.step))
-            samples = load.requests(i.step, requested, self._latencies[1])
-            self.requests += len(samples)
-            self.requests_s += sum(seconds for _group, seconds in samples)
-            self.service.submit(i.step, end, samples, (0, i.step))
+        if (agent := self._by_request.get(i.stage)) is not None:
+            agent.submit(load, i.step, range(load.prompts) if groups is None else groups, end)
         if task.stage.collects:
             return End(end, begin, groups=groups)
         return End(end, begin, chunks=chunks_of(task, load.prompts, begin, end, load.ends))
@@ -86,7 +84,7 @@ class WorkloadCosts(Costs):
     def advance(self, until: float) -> tuple[TaskId, End] | None:
         """Returns the next task whose rewards are complete by ``until``; None if there is none."""
         limit = until
-        for service in dict.fromkeys((self.validation, self.service)):
+        for service in dict.fromkeys((self.validation, *(agent.service for agent in self._agents))):
             if service not in self._held and (found := service.advance(limit)):
                 self._held[service] = found
             if service in self._held:
@@ -100,7 +98,46 @@ class WorkloadCosts(Costs):
         if self._held[service].at > until:
             return None
         groups = self._held.pop(service).groups
-        return i, End(at, begin, groups if i.stage == self.workload.roles.collect else None)
+        return i, End(at, begin, groups if i.stage in self._by_collect else None)
+
+
+@dataclass
+class _Agent:
+    """A reward agent on the virtual clock.
+
+    Attributes:
+        name: of the agent.
+        request, collect: the stages that send its requests and collect its rewards.
+        spec, service: what it is, and its queue.
+        requests: number of training requests so far.
+        requests_s: seconds of service that they take.
+    """
+
+    name: str
+    request: str | None
+    collect: str
+    spec: Rewards
+    service: RewardService
+    requests: int = 0
+    requests_s: float = 0.0
+    _latencies: tuple[int, list[float]] = (0, [])
+
+    @property
+    def load_s(self) -> float:
+        """Least seconds that the service needs for the requests, with all slots busy."""
+        rpm = self.spec.rpm
+        rated = (self.requests - max(1.0, rpm / 60.0)) * 60.0 / rpm if rpm else 0.0
+        return max(self.requests_s / self.spec.concurrency, rated)
+
+    def submit(self, load: Workload, step: int, groups: Sequence[int], at: float) -> None:
+        """Sends the requests of some groups of a step."""
+        if self._latencies[0] != step:
+            # Once per step, although a streaming rollout requests one chunk at a time.
+            self._latencies = (step, load.latencies(step, self.name))
+        samples = load.requests(step, groups, self._latencies[1])
+        self.requests += len(samples)
+        self.requests_s += sum(seconds for _group, seconds in samples)
+        self.service.submit(step, at, samples, (0, step))
 
 
 def makespan(rewards: Rewards, groups: int, responses: int, seed: int = 0, runs: int = FIT_RUNS) -> float:

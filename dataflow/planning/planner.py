@@ -25,6 +25,11 @@ FEW = 12
 BOUNDS = {"gpu": "GPU pool", "reward": "reward service", "path": "critical path"}
 
 
+def bound_of(agent: str) -> str:
+    """Returns the name of the bound that an agent's service sets."""
+    return BOUNDS["reward"] if agent == "reward" else f"service of {agent}"
+
+
 @dataclass
 class Account:
     """Accumulates the times of a simulated run, so that memory does not grow with its length.
@@ -98,8 +103,9 @@ class Prediction:
         exposed_wait_s: exposed wait per step.
         exposed_wait_by_cause: the same by cause.
         lower_bound_s: lower bound on the total of any schedule of this policy's graph.
-        bound_by: the source of the bound: "GPU pool", "reward service" or "critical path".
-        bounds_s: all three bounds; a critical path far below the others is estimated.
+        bound_by: the source of the bound: "GPU pool", "reward service", "service of" a further agent, or
+            "critical path".
+        bounds_s: all bounds; a critical path far below the others is estimated.
     """
 
     policy: str
@@ -164,8 +170,10 @@ def _prediction(
     steps = workload.steps
     # Requests of the uncounted rollouts, but for the last one, may be answered before the count begins.
     early = account.begin if policy.max_staleness > 1 or policy.stream_rollout else 0.0
-    bounds = {"gpu": max(account.work_s.values(), default=0.0), "reward": max(0.0, costs.load_s - early)}
-    bounds["path"] = max(0.0, _path_s(workload, policy, below=max(bounds.values())) - account.begin)
+    bounds = {BOUNDS["gpu"]: max(account.work_s.values(), default=0.0)}
+    bounds |= {bound_of(agent): max(0.0, load - early) for agent, load in costs.load_s.items()}
+    path = _path_s(workload, policy, below=max(bounds.values()))
+    bounds[BOUNDS["path"]] = max(0.0, path - account.begin)
     bound_by = max(bounds, key=lambda key: bounds[key])
     waits = {cause: s / steps for cause, s in sorted(account.waits_s.items(), key=lambda i: -i[1])}
     return Prediction(
@@ -178,8 +186,8 @@ def _prediction(
         exposed_wait_s=sum(waits.values()),
         exposed_wait_by_cause=waits,
         lower_bound_s=bounds[bound_by],
-        bound_by=BOUNDS[bound_by],
-        bounds_s={BOUNDS[key]: seconds for key, seconds in bounds.items()},
+        bound_by=bound_by,
+        bounds_s=bounds,
     )
 
 
@@ -253,7 +261,7 @@ def _settled(runner: Runner, trace: Trace, pool: str) -> float:
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
-KNOBS = ("reward.concurrency", "reward.rpm", "mini_batches")
+_LIMITS = ("concurrency", "rpm")
 
 
 @dataclass(frozen=True)
@@ -277,12 +285,15 @@ class Sweep:
 def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
     """Returns knob and values of ``reward.concurrency:64:2048`` (doubling) or ``mini_batches:1:16`` (divisors).
 
+    Each reward agent has the knobs of reward under its own name.
+
     Raises:
         ConfigError: an unknown knob, or a range without a value.
     """
     knob, *ends = text.split(":")
-    if knob not in KNOBS:
-        raise ConfigError(f"sweep={text}: no knob is named '{knob}'{nearest(knob, KNOBS)} (knobs: {', '.join(KNOBS)}).")
+    knobs = [*(f"{agent}.{limit}" for agent in workload.agents for limit in _LIMITS), "mini_batches"]
+    if knob not in knobs:
+        raise ConfigError(f"sweep={text}: no knob is named '{knob}'{nearest(knob, knobs)} (knobs: {', '.join(knobs)}).")
     try:
         low, high = (float(end) for end in ends)
     except ValueError as error:
@@ -299,16 +310,17 @@ def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
         values.append(values[-1] * 2)
     if high > low:
         values.append(high)
-    return knob, tuple(math.floor(v) if knob == "reward.concurrency" else v for v in values)
+    return knob, tuple(math.floor(v) if knob.endswith(".concurrency") else v for v in values)
 
 
 def turned(workload: Workload, knob: str, value: float) -> Workload:
     """Returns the workload with a knob set to a value."""
     if knob == "mini_batches":
         return replace(workload, mini_batches=int(value))
-    if knob == "reward.concurrency":
-        return replace(workload, rewards=replace(workload.rewards, concurrency=int(value)))
-    return replace(workload, rewards=replace(workload.rewards, rpm=value))
+    agent, _, limit = knob.rpartition(".")
+    of = workload.service_of(agent)
+    changed = replace(of, concurrency=int(value)) if limit == "concurrency" else replace(of, rpm=value)
+    return workload.with_service(agent, changed)
 
 
 def sweep(

@@ -52,6 +52,7 @@ class _Waiter:
     waiter: Any
     count: int
     by_index: bool
+    groups: Sequence[int] | None
 
 
 @dataclass
@@ -127,7 +128,14 @@ class RewardService:
         batch = _Batch((0, 0) if self._per_step else order, at, key, samples)
         heapq.heappush(self._incoming, (at, self._sequence, batch))
 
-    def wait(self, key: Hashable, waiter: Any, count: int, by_index: bool = False) -> None:
+    def wait(
+        self,
+        key: Hashable,
+        waiter: Any,
+        count: int,
+        by_index: bool = False,
+        groups: Sequence[int] | None = None,
+    ) -> None:
         """Registers a waiter for the next ``count`` groups of a key; :meth:`advance` returns them once complete.
 
         Args:
@@ -135,13 +143,14 @@ class RewardService:
             waiter: returned with the groups.
             count: number of groups.
             by_index: deliver groups in the order of their numbers instead of their arrival.
+            groups: deliver these, whatever the others do.
 
         Raises:
             DataflowError: the key was never submitted.
         """
         if key not in self._steps:
             raise DataflowError(f"reward service: '{key}' was never submitted.")
-        self._steps[key].waiters.append(_Waiter(waiter, count, by_index))
+        self._steps[key].waiters.append(_Waiter(waiter, count, by_index, groups))
 
     def advance(self, until: float) -> Delivery | None:
         """Serves requests up to a time or to the first delivery; returns the delivery, or None.
@@ -276,8 +285,8 @@ class RewardService:
 
     def _deliver(self, key: Hashable, of: _Step) -> Delivery | None:
         waiter = of.waiters[0]
-        if waiter.by_index:
-            wanted = sorted(of.unclaimed)[: waiter.count]
+        if waiter.by_index or waiter.groups is not None:
+            wanted = sorted(of.unclaimed)[: waiter.count] if waiter.groups is None else list(waiter.groups)
             if len(wanted) < waiter.count or not of.arrived.keys() >= set(wanted):
                 return None
             groups = tuple(wanted)

@@ -16,6 +16,7 @@ from typing import Literal
 from dataflow.config.placement import TRAINER, Placement, placed
 from dataflow.distribution import Distribution
 from dataflow.graph import Carried, Latest, Pipeline, Stage, stage
+from dataflow.planning.roles import Roles
 from dataflow.timeline.spans import POOLS
 
 Agent = Literal["continuous", "per-step"]
@@ -119,28 +120,6 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class Roles:
-    """The stages that send reward requests, collect them and score a validation; None if there is none."""
-
-    request: str | None
-    collect: str | None
-    score: str | None
-
-    @classmethod
-    def of(cls, pipeline: Pipeline) -> Roles:
-        """Returns the roles of a pipeline's stages; a validation is scored on the resource that collects rewards.
-
-        Of several agents it is the one whose groups form the parts; those of the others take their measured time.
-        """
-        collector = pipeline.collector
-        fed = {read.field for read in collector.reads} if collector is not None else set()
-        requests = sorted(pipeline.with_role("requests"), key=lambda s: fed.isdisjoint(s.writes))
-        scoring = [s.name for s in pipeline.with_role("validates") if collector is not None and s.on == collector.on]
-        return cls(requests[0].name if requests else None, collector.name if collector else None,
-                   scoring[0] if scoring else None)  # fmt: skip
-
-
-@dataclass(frozen=True)
 class Workload:
     """One training job.
 
@@ -151,7 +130,8 @@ class Workload:
         prompts, responses: prompt groups in a step, and samples in a group.
         mini_batches: optimizer steps in a step.
         times: of each stage that takes time.
-        rewards: the reward service.
+        rewards: the reward service; of several agents, that of the one whose groups form the parts.
+        beside: the services of the other agents, by the stage that collects their rewards.
         validation: None where there is none.
         dispatch_s: stage -> seconds from when a task is ready until its worker begins; 0 for stages left out.
         ends: the share of a rollout's time after which each of its groups ends, in order; () for even spacing.
@@ -170,6 +150,7 @@ class Workload:
     times: Mapping[str, StageTime]
     rewards: Rewards
     validation: Validation | None = None
+    beside: Mapping[str, Rewards] = field(default_factory=dict)
     dispatch_s: Mapping[str, float] = field(default_factory=dict)
     ends: tuple[float, ...] = ()
     uncounted: bool = False
@@ -181,6 +162,30 @@ class Workload:
     def roles(self) -> Roles:
         """The stages that use the reward service."""
         return Roles.of(self.pipeline)
+
+    @functools.cached_property
+    def agents(self) -> dict[str, str]:
+        """The reward agents: the stage that collects, by name of the agent; the first forms the parts.
+
+        An agent has the name of its resource, or that of the stage if another one collects there as well.
+        """
+        found: dict[str, str] = {}
+        for collect in (self.roles.collect, *self.beside):
+            if collect is not None:
+                on = self.pipeline.by_name[collect].on
+                found[collect if on in found else on] = collect
+        return found or {"reward": ""}
+
+    def service_of(self, agent: str) -> Rewards:
+        """Returns the reward service of an agent."""
+        return self.beside.get(self.agents[agent], self.rewards)
+
+    def with_service(self, agent: str, rewards: Rewards) -> Workload:
+        """Returns the workload with another reward service of an agent."""
+        collect = self.agents[agent]
+        if collect in self.beside:
+            return replace(self, beside={**self.beside, collect: rewards})
+        return replace(self, rewards=rewards)
 
     def overlapping(self) -> Workload:
         """Returns the workload with validation and checkpoints overlapping training."""
@@ -236,9 +241,10 @@ class Workload:
             return time.seconds(step, part, parts)
         return time.seconds(name, step, parts, self.seed)
 
-    def latencies(self, step: int) -> list[float]:
-        """Returns the seconds of all reward requests of a step, group by group; the same under every policy."""
-        return self.rewards.latency.draws(Random(f"{self.seed}/reward/{step}"), self.prompts * self.responses)
+    def latencies(self, step: int, agent: str = "reward") -> list[float]:
+        """Returns the seconds of all requests of a step to an agent, group by group; the same under every policy."""
+        rewards = self.beside.get(self.agents.get(agent, ""), self.rewards)
+        return rewards.latency.draws(Random(f"{self.seed}/{agent}/{step}"), self.prompts * self.responses)
 
     def requests(
         self, step: int, groups: Sequence[int], latencies: Sequence[float] | None = None

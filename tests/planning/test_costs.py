@@ -64,4 +64,4 @@ def test_a_collect_ends_when_its_groups_are_there_and_a_validation_has_its_own_p
     assert costs.start(tasks["reward_collect[1.2]"], None, 30.0) is None
     # It has been there for a while.
     assert costs.advance(30.0) == (tasks["reward_collect[1.2]"].id, End(30.5, 30.5, (1,)))
-    assert costs.load_s == 20.0
+    assert costs.load_s == {"reward": 20.0}

@@ -10,8 +10,20 @@ from dataflow.config.keys import yaml_values
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.files import decoded
+from dataflow.graph import Pipeline
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.workload import CRITIC, STAGES, Modelled, Rewards, Validation, Workload, grpo
+from dataflow.planning.workload import (
+    CRITIC,
+    STAGES,
+    Modelled,
+    Rewards,
+    Validation,
+    Workload,
+    advantage,
+    grpo,
+    reward_collect,
+    reward_request,
+)
 from dataflow.policy import check_batch
 
 TIMED = [s.name for s in STAGES if s.on != "reward"]
@@ -70,6 +82,9 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     reference = "ref_log_prob" in config.stages
     bypass = "old_log_prob" not in config.stages
     pipeline = grpo(reference, validation, checkpoints, critic=critic, bypass=bypass)
+    if config.agents and validation is not None and not validation.overlap:
+        raise ConfigError("agents: with validation.overlap=false a plan has one reward agent; leave one of them out.")
+    pipeline, beside = _with_agents(pipeline, config, path)
     times = {
         name: Modelled(distribution_of(text, f"stages.{name}", path))
         for name, text in config.stages.items()
@@ -98,7 +113,34 @@ def workload(path: Path, config: PlanConfig) -> Workload:
             bool(config.balance_batch),
         ),
         validation=validation,
+        beside=beside,
         dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
         assumptions=tuple(said),
         seed=config.seed,
     )
+
+
+def _with_agents(pipeline: Pipeline, config: PlanConfig, path: Path) -> tuple[Pipeline, dict[str, Rewards]]:
+    """Returns the pipeline with a further reward agent for each of ``config.agents``, and their services.
+
+    Each scores all responses, and the advantages wait for all agents.
+
+    Raises:
+        ConfigError: an agent has a name that is taken, or no latency.
+    """
+    stages, resources, beside = list(pipeline.stages), dict(pipeline.resources), {}
+    for name, plan in config.agents.items():
+        if name in resources or not name.isidentifier():
+            raise ConfigError(f"agents.{name}: give a name like those of Python, other than {', '.join(resources)}.")
+        if plan.latency is None:
+            raise ConfigError(f"{path} does not say 'agents.{name}.latency'; give seconds or a distribution.")
+        if plan.concurrency is None:
+            raise ConfigError(f"{path} does not say 'agents.{name}.concurrency'; give the requests in flight at most.")
+        renamed = {"reward_ticket": f"{name}_ticket", "rewards": f"{name}_rewards"}
+        collect = reward_collect.bind(name=f"{name}_collect", on=name, renamed=renamed)
+        stages += [reward_request.bind(name=f"{name}_request", renamed=renamed), collect]
+        stages = [s.also_reads(renamed["rewards"]) if s.name == advantage.name else s for s in stages]
+        resources[name] = None
+        latency = distribution_of(plan.latency, f"agents.{name}.latency", path)
+        beside[collect.name] = Rewards(latency, plan.concurrency, plan.rpm, plan.agent, bool(config.balance_batch))
+    return Pipeline(stages, pipeline.inputs, resources), beside

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.errors import ConfigError, DataError
+from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.graph import Pipeline
-from dataflow.planning.config import PlanConfig
-from dataflow.planning.workload import Measured, Rewards, Roles, Validation, Workload
+from dataflow.planning.config import PlanConfig, RewardPlan
+from dataflow.planning.roles import Roles
+from dataflow.planning.workload import Measured, Rewards, Validation, Workload
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
+from dataflow.timeline.agents import concurrency_of
 from dataflow.timeline.spans import Span, Trace
 
 
@@ -49,7 +52,9 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         pipeline = _saving(pipeline, config.checkpoint.every, trace, source)
     roles = Roles.of(pipeline)
     steps = config.steps or int(trace.meta.get("steps") or max(s.step for s in trace.spans))
-    waits = {roles.collect, roles.score}
+    said: list[str] = []
+    beside = _beside(trace, pipeline, roles, config, said)
+    waits = {roles.collect, roles.score, *beside}
     skipped = _left_out(trace, pipeline)
     spans: dict[str, dict[int, list[Span]]] = {}
     for s in sorted(trace.spans, key=lambda s: s.part):
@@ -58,15 +63,13 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     times = {name: Measured(whole) for name, of in spans.items() if (whole := _whole(of))}
     if missing := [s.name for s in pipeline.stages if s.every is None and s.name not in times and s.name not in waits]:
         raise DataError(f"trace {source} holds no whole step of '{missing[0]}'; give a run that trained a step.")
-    mine = (None, roles.collect)
-    latencies = tuple(m.end - m.begin for m in trace.marks if m.name == "reward" and m.args.get("collector") in mine)
-    said = [f"stage times and {len(latencies)} reward latencies are those of the run."]
+    collector = pipeline.collector
+    agent = collector.on if collector is not None else "reward"
+    spread = bool(config.balance_batch)
+    rewards, known = _service(trace, agent, (None, roles.collect), config.reward, spread)
+    said.insert(0, f"stage times and {known} reward latencies are those of the run.")
     if cut := trace.meta.get("cut"):
         said.append(f"the run is {cut}.")
-    distribution = Distribution("empirical", values=latencies) if latencies else Distribution("constant")
-    if config.reward.latency is not None:
-        distribution = parse_distribution(config.reward.latency, "reward.latency")
-    concurrency = config.reward.concurrency or int(job.get("concurrency") or 64)
     validation = None
     optional = next((s for s in pipeline.stages if s.name == roles.score), None)
     if optional is not None and optional.every:
@@ -95,7 +98,8 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         responses=int(job["responses"]),
         mini_batches=config.mini_batches or int(job["mini_batches"]),
         times=times,
-        rewards=Rewards(distribution, concurrency, config.reward.rpm, config.reward.agent, bool(config.balance_batch)),
+        rewards=rewards,
+        beside=beside,
         validation=validation,
         dispatch_s=dispatch,
         ends=ends,
@@ -103,6 +107,50 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         logged=(str(trace.meta.get("policy")), trace.wall, int(trace.meta.get("steps") or steps)),
         seed=config.seed,
     )
+
+
+def _service(
+    trace: Trace, agent: str, collectors: Collection[str | None], plan: RewardPlan, scattered: bool
+) -> tuple[Rewards, int]:
+    """Returns an agent's service, with the latencies of the requests in a trace, and their number.
+
+    Args:
+        trace: of the run.
+        agent: its name.
+        collectors: what the requests' ``collector`` may be, where several agents collect on one resource.
+        plan: what is to be different.
+        scattered: see :class:`~dataflow.planning.workload.Rewards`.
+    """
+    asked = [m for m in trace.marks if m.name == "reward" and m.resource == agent]
+    latencies = tuple(m.end - m.begin for m in asked if m.args.get("collector") in collectors)
+    distribution = Distribution("empirical", values=latencies) if latencies else Distribution("constant")
+    if plan.latency is not None:
+        distribution = parse_distribution(plan.latency, f"{agent}.latency")
+    concurrency = plan.concurrency or concurrency_of(trace, agent) or 64
+    return Rewards(distribution, concurrency, plan.rpm, plan.agent, scattered), len(latencies)
+
+
+def _beside(trace: Trace, pipeline: Pipeline, roles: Roles, config: PlanConfig, said: list[str]) -> dict[str, Rewards]:
+    """Returns the services of the agents whose groups do not form the parts, and adds what is assumed of them.
+
+    An agent whose requests the trace does not have takes the measured time of its tasks.
+
+    Raises:
+        ConfigError: a key is of an agent that the run does not have.
+    """
+    names = {pipeline.by_name[collect].on: collect for collect in roles.beside}
+    if unknown := [name for name in config.agents if name not in names]:
+        guess = nearest(unknown[0], names) or f"; it has {', '.join(names) or 'none beside the first'}."
+        raise ConfigError(f"agents.{unknown[0]}: the run has no further reward agent of this name{guess}")
+    found = {}
+    for collect in roles.beside:
+        agent = pipeline.by_name[collect].on
+        plan = config.agents.get(agent, RewardPlan())
+        own, known = _service(trace, agent, (None, collect), plan, bool(config.balance_batch))
+        if known or plan.latency is not None:
+            found[collect] = own
+            said.append(f"agent '{agent}': {known} latencies are those of the run.")
+    return found
 
 
 def _refuse(config: PlanConfig, source: str) -> None:

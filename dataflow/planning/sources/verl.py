@@ -39,6 +39,8 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         raise ConfigError(
             f"stages.{next(iter(config.stages))}: a verl log holds the times of its stages; leave it out."
         )
+    if config.agents:
+        raise ConfigError(f"agents.{next(iter(config.agents))}: a verl log is of one reward agent; leave it out.")
     scattered = config.balance_batch is not False
     said = ["the log is of the baseline: its loop waits for all rewards of a step before the update."]
     rewards, request = _rewards(log, path, config, prompts, responses, said)
