@@ -12,15 +12,15 @@ import contextvars
 import inspect
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from dataflow.system import clock
 from dataflow.system.redaction import redact_error
-from dataflow.usercode.failures import Contained, is_interrupt, readable
+from dataflow.usercode.failures import is_interrupt, readable
 from dataflow.usercode.load import is_async
+from dataflow.usercode.loop import CallMarker, protect, user_code
 from dataflow.usercode.threads import OnIdle, Threads
 from dataflow.usercode.watchdog import Watchdog
 
@@ -28,30 +28,6 @@ GRACE_S = 1.0
 """Seconds that a cancelled task may take to end before its call is abandoned."""
 
 OnCall: TypeAlias = Callable[["Call"], None]
-
-
-class CallMarker(Protocol):
-    """Records which user code runs at the moment, such as the sentinel of a reward agent."""
-
-    def mark(self, kind: int, step: int | str, group: int, sample: int = -1, key: bytes | None = None) -> bytes:
-        """Returns the mark of a call: its kind and the sample, or the group if ``sample`` is -1, that it is for."""
-        ...
-
-    def inside(self, mark: bytes) -> AbstractContextManager[None]:
-        """Enters the call with this mark for the duration of a block."""
-        ...
-
-    def enter(self, mark: bytes, /) -> None:
-        """The current thread enters the call with this mark."""
-        ...
-
-    def leave(self) -> None:
-        """The current thread leaves its call."""
-        ...
-
-    def stepped(self, coroutine: Coroutine[Any, Any, Any], mark: bytes, /) -> Coroutine[Any, Any, Any]:
-        """Returns the coroutine, with each of its steps marked."""
-        ...
 
 
 class TimedOut(TimeoutError):
@@ -189,7 +165,7 @@ class Call:
         marked: Any = running
         if sentinel is not None and mark is not None:
             marked = sentinel.stepped(running, mark)
-            context.run(_user_code.set, (sentinel, mark))
+            context.run(user_code.set, (sentinel, mark))
         self._task = asyncio.Task(marked, loop=self._calls.loop, context=context)
         self._task.add_done_callback(self._cancelled)
 
@@ -207,22 +183,6 @@ class Call:
         assert self._task is not None
         self._task.remove_done_callback(self._cancelled)
         self._end(result, error)
-
-
-_user_code: contextvars.ContextVar[tuple[CallMarker | None, bytes] | None] = contextvars.ContextVar(
-    "dataflow_user_code", default=None
-)
-
-
-def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Task factory of the loop: tasks that user code starts cannot end the loop by SystemExit."""
-    context = options.get("context")
-    call = _user_code.get() if context is None else context.get(_user_code)
-    wrapped = coroutine
-    if call is not None and inspect.iscoroutine(coroutine):
-        sentinel, mark = call
-        wrapped = Contained(coroutine) if sentinel is None else sentinel.stepped(Contained(coroutine), mark)
-    return asyncio.Task(wrapped, loop=loop, **options)
 
 
 async def _for_ever() -> None:
@@ -254,9 +214,8 @@ class Calls:
         self._begin = time.perf_counter()
         self.loop = asyncio.get_running_loop()
         self.context = contextvars.copy_context()
-        self.context.run(_user_code.set, (None, b""))
-        if self.loop.get_task_factory() is None:
-            self.loop.set_task_factory(_task)
+        self.context.run(user_code.set, (None, b""))
+        protect(self.loop)
         self.on_abandoned = on_abandoned
         self._on_bug = on_bug
         self.live: set[Call] = set()
