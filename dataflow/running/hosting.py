@@ -62,7 +62,12 @@ class Pools:
 
     def with_agents(self, *names: str) -> dict[str, int | None]:
         """Returns :attr:`resources` and one for each further reward agent, on which its rewards are collected."""
-        return {**self.resources, **dict.fromkeys(names)}
+        found: dict[str, int | None] = {}
+        for name, slots in self.resources.items():
+            found[name] = slots
+            if name == MAIN:  # beside each other on the timeline
+                found |= dict.fromkeys(names)
+        return found
 
 
 def pools_of(config: Any, *, critic: bool = False) -> Pools:
