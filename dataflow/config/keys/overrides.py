@@ -192,7 +192,9 @@ def _unknown(cls: type[BaseModel], key: str) -> str:
         return f"unknown key '{key}'; it is called '{now}' now."
     if (said := elsewhere(key, exactly=True)) is not None:
         return f"unknown key '{key}'; {said}"
-    guess = f"; did you mean '{section}'?" if section in keys and not same_section else ""
+    guess = _in_other_letters(key, keys)
+    if not guess and section in keys and not same_section:
+        guess = f"; did you mean '{section}'?"
     guess = guess or _nearest_leaf(leaf, same_section) or _continued(leaf, same_section)
     if not guess and (said := elsewhere(key)) is not None:
         return f"unknown key '{key}'; {said}"
@@ -204,6 +206,14 @@ def _unknown(cls: type[BaseModel], key: str) -> str:
     if not guess and same_section:
         guess = f"; keys of '{section}': {', '.join(k.removeprefix(f'{section}.') for k in same_section)}."
     return f"unknown key '{key}'" + (guess or f"; keys and sections: {', '.join(cls.model_fields)}.")
+
+
+def _in_other_letters(key: str, keys: Sequence[str]) -> str:
+    """Suggests the key that is the same but for case, separators and the marks of Hydra and of options."""
+    plain = key.lstrip("+~-").lower()
+    forms = (plain, plain.replace("-", "_"), plain.replace("/", "."), plain.replace("-", ".", 1).replace("-", "_"))
+    found = next((form for form in forms if form in keys), None)
+    return f"; did you mean '{found}'?" if found else ""
 
 
 def _continued(leaf: str, keys: Sequence[str]) -> str:

@@ -230,6 +230,21 @@ SECTIONS = {
 """Messages for keys in sections that only verl has."""
 
 
+COMMON: dict[str, tuple[str, str]] = {
+    "batch_size": ("data.prompts", "the number of prompts in a step, each with engine.n responses"),
+    "train_batch_size": ("data.prompts", "the number of prompts in a step, each with engine.n responses"),
+    "epochs": ("steps", "the number of training steps; trainer.epochs counts the passes over a step's samples"),
+    "num_epochs": ("steps", "the number of training steps"),
+    "num_train_epochs": ("steps", "the number of training steps"),
+    "max_steps": ("steps", "the number of training steps"),
+    "learning_rate": ("trainer.lr", "the learning rate"),
+    "num_generations": ("engine.n", "the number of responses to a prompt"),
+    "gpus": ("trainer.world_size", "the number of training processes"),
+    "num_gpus": ("trainer.world_size", "the number of training processes"),
+}
+"""What other trainers call a key, without a section: our key, and what it is."""
+
+
 def hint(
     key: str,
     exactly: bool = False,
@@ -254,6 +269,9 @@ def hint(
     key = key.lstrip("+~")  # Hydra's marks of keys to add or remove
     section, _, leaf = key.rpartition(".")
     name = key
+    if key in COMMON:
+        ours, meaning = COMMON[key]
+        return f"'{ours}' is {meaning}."
     if key not in keys and exactly:
         return None
     if key not in keys:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dataflow.config.keys.overrides import fields
-from dataflow.config.keys.verl_keys import KEYS, SECTIONS, hint
+from dataflow.config.keys.verl_keys import COMMON, KEYS, SECTIONS, hint
 from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.errors import ConfigError, alike
 
@@ -104,10 +104,26 @@ def test_no_hint_names_a_key_of_another_meaning(key: str, not_named: str) -> Non
         ("policy.staleness", "policy.max_staleness"),
         ("stepps", "steps"),
         ("trainer.lr.x", "trainer.lr"),
+        ("+data.train", "data.train"),
+        ("++engine.max_tokens", "engine.max_tokens"),
+        ("~reward.cache", "reward.cache"),
+        ("DATA.TRAIN", "data.train"),
+        ("Steps", "steps"),
+        ("data/train", "data.train"),
+        ("data-train", "data.train"),
+        ("engine-max-tokens", "engine.max_tokens"),
+        ("--engine.max-tokens", "engine.max_tokens"),
     ],
 )
 def test_a_misspelt_key_is_named(key: str, named: str) -> None:
     assert f"did you mean '{named}'?" in said(key)
+
+
+@pytest.mark.parametrize("key", COMMON)
+def test_what_other_trainers_call_a_key_names_the_one_of_that_meaning(key: str) -> None:
+    ours, meaning = COMMON[key]
+    assert ours in OURS
+    assert said(key) == f"unknown key '{key}'; '{ours}' is {meaning}."
 
 
 def test_each_of_our_own_keys_is_found_with_a_letter_left_out() -> None:
