@@ -61,7 +61,13 @@ class Pools:
         return {self.training: 1, self.sampling: 1, MAIN: None, "controller": 1, "io": 1}
 
     def with_agents(self, *names: str) -> dict[str, int | None]:
-        """Returns :attr:`resources` and one for each further reward agent, on which its rewards are collected."""
+        """Returns :attr:`resources` and one for each further reward agent, on which its rewards are collected.
+
+        Raises:
+            ConfigError: an agent has the name of another resource.
+        """
+        if taken := [name for name in names if name in self.resources]:
+            raise ConfigError(f"the name of reward agent '{taken[0]}' is that of a resource; give it another one.")
         found: dict[str, int | None] = {}
         for name, slots in self.resources.items():
             found[name] = slots

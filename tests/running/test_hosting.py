@@ -10,9 +10,19 @@ import pytest
 from dataflow.config.run import RunConfig
 from dataflow.engines import choice
 from dataflow.errors import ConfigError, UserError
-from dataflow.running.hosting import HF, REPLICAS, VLLM, VLLM_ON_GPU, critic_host, pools_of, rollout_host, trainer_host
+from dataflow.running.hosting import (
+    HF,
+    REPLICAS,
+    VLLM,
+    VLLM_ON_GPU,
+    critic_host,
+    pools_of,
+    reward_host,
+    rollout_host,
+    trainer_host,
+)
 from dataflow.stage import Hosted
-from pipelines import gsm8k_grpo, ppo_critic
+from pipelines import gsm8k_grpo, ppo_critic, two_judges
 
 
 def host(gpus: float = 0.0, **sections: Any) -> Hosted:
@@ -141,3 +151,18 @@ def test_torchs_cached_memory_is_freed_for_the_critic() -> None:
     assert critic_host(config, pools).options["shares_gpu"]
     with pytest.raises(ConfigError, match="trainer and critic share whole GPUs; give 1"):
         pools_of(ppo(placement="disaggregated", ray={"gpus_per_worker": 0.5}), critic=True)
+
+
+def test_each_agent_has_its_section_its_host_and_its_resource(tmp_path: Path) -> None:
+    values = {"name": "a", "runs": str(tmp_path), "rule": {"restarts": 1, "judge": {"url": "http://judge"}}}
+    config = two_judges.Config.model_validate(values)
+    main, rule = reward_host(config), reward_host(config, "rule")
+    assert (main.name, main.restarts, rule.name, rule.restarts) == ("reward", 3, "rule", 1)
+    assert rule.options["options"] is config.rule
+    assert rule.options["default"]["kwargs"]["url"] == "http://judge"
+    assert [Path(h.options["ledger"]).name for h in (main, rule)] == ["rewards.sqlite", "rewards_rule.sqlite"]
+    assert list(pools_of(config).with_agents("rule")) == ["gpu", "reward", "rule", "controller", "io"]
+    with pytest.raises(ConfigError, match="'controller' is that of a resource"):
+        pools_of(config).with_agents("controller")
+    with pytest.raises(ConfigError, match=r"no reward agent 'rul'; did you mean 'rule'\?.*SourceConfig"):
+        reward_host(config, "rul")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dataflow.cli import main
+from dataflow.config.keys.overrides import parse_overrides
+from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.errors import ConfigError
 from dataflow.rewards.user.gsm8k import compute_score
+from dataflow.running.resume import check_changes
 from dataflow.samples.files import file_of, read
 from dataflow.timeline import perfetto
 from dataflow.timeline.agents import agents_of
@@ -117,3 +122,28 @@ def test_a_wrong_key_of_an_agent_is_one_sentence(
     said = capsys.readouterr().err
     assert words in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_limits_of_each_agent_may_change_when_a_run_resumes() -> None:
+    def config(*keys: str) -> Any:
+        return parse_overrides(load_pipeline_file(PIPELINE).Config, keys)
+
+    before = config("name=a")
+    for key in ("rule.concurrency=4", "rule.judge.url=http://judge", "reward.concurrency=4", "rule.timeout=9"):
+        check_changes(before, config("name=a", key), Path("a"))
+    for key in ("rule.on_failure=score:0", "rule.manager=dapo", "rule.custom_reward_function.path=x.py"):
+        with pytest.raises(ConfigError, match="it would be another run"):
+            check_changes(before, config("name=a", key), Path("a"))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(240)
+def test_a_resumed_run_pays_no_agent_twice(tmp_path: Path, tiny_qwen: Path) -> None:
+    keys = ("executor=inline", "policy=both", "checkpoint.every=1", "checkpoint.keep=3")
+    directory = run(tmp_path, tiny_qwen, *keys)
+    shutil.rmtree(directory / "checkpoints" / "step_000002")
+    (directory / "summary.json").unlink()
+    assert main(["resume", str(directory), "rule.concurrency=4", "steps=3", "--quiet"]) == 0
+    for name, counts in agents(directory).items():
+        assert (counts["requested"], counts["scored"], counts["failed"]) == (24, 24, 0), name
+        assert counts["cached"] == 8, f"step 2 of {name} is in its ledger"
