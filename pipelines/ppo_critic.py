@@ -41,8 +41,9 @@ class Config(RunConfig):
     elsewhere = staticmethod(critic_keys.hint)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = Field(
-        # Whitened over the whole step, as in verl, no policy could split a step.
-        default_factory=lambda: AlgorithmConfig(preset="ppo", whiten="mini-batch")
+        # Whitened over the whole step, as in verl, no policy could split a step. lam is verl's default: with less, the
+        # errors of a critic that has just begun count, while the score says at the end what a response was worth.
+        default_factory=lambda: AlgorithmConfig(preset="ppo", lam=1.0, whiten="mini-batch")
     )
     # A tiny model often repeats a response, a real one hardly ever. So each response is judged, as with a real model.
     reward: RewardConfig = Field(default_factory=lambda: RewardConfig(share_equal=False))
