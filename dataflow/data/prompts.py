@@ -237,14 +237,14 @@ class PromptSource:
 
     def _batch(self, drawn: Mapping[str, Any]) -> Batch:
         # Arrow gives every row the keys of all rows, with None for missing values.
-        extras = [{k: v for k, v in (extra or {}).items() if v is not None} for extra in drawn["extra_info"]]
+        extras = [_given(extra or {}) for extra in drawn["extra_info"]]
         return Batch(
             range(len(extras)),
             {
                 "raw_prompt": [[dict(message) for message in chat] for chat in drawn["raw_prompt"]],
                 "prompt_ids": [self._ids[int(row)] for row in drawn["row"]],
                 "data_source": list(drawn["data_source"]),
-                "ground_truth": [str(model["ground_truth"]) for model in drawn["reward_model"]],
+                "ground_truth": [_truth(model["ground_truth"]) for model in drawn["reward_model"]],
                 "extra_info": extras,
             },
             self._meta,
@@ -305,3 +305,14 @@ def _open(rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any) -> Any:
             datasets.config.HF_DATASETS_CACHE = arrow
             if bars:
                 datasets.enable_progress_bars()
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _truth(value: Any) -> Any:
+    """Returns a reference as rewards get it: text, or as in verl a list or dict of what the data has."""
+    if isinstance(value, Mapping):
+        return _given(value)
+    return value if isinstance(value, list) else str(value)

@@ -235,7 +235,7 @@ def _check_row(row: Mapping[str, Any], label: str) -> None:
             )
     prompt, model = row["prompt"], row.get("reward_model")
     messages = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) for m in prompt)
-    if not messages or any(not m.get("role") or m.get("content") is None for m in prompt):
+    if not messages or any(not _is_message(m) for m in prompt):
         raise DataError(f"{label}: 'prompt' is not a list of chat messages with role and content.")
     for message in prompt:
         for value in (message["role"], message["content"]):
@@ -245,6 +245,13 @@ def _check_row(row: Mapping[str, Any], label: str) -> None:
         raise DataError(f"{label}: 'reward_model' has no 'ground_truth'.")
     if not isinstance(row.get("data_source"), str):
         raise DataError(f"{label}: 'data_source' is not text.")
+    if not isinstance(row.get("extra_info"), Mapping | None):
+        raise DataError(f"{label}: 'extra_info' is not a mapping of names to values.")
+
+
+def _is_message(message: Mapping[str, Any]) -> bool:
+    role = message.get("role")
+    return isinstance(role, str) and role != "" and message.get("content") is not None
 
 
 def first_line(error: Exception) -> str:

@@ -36,7 +36,11 @@ def scores_by(compute_score: Callable[..., Any], responses: Batch) -> list[float
     infos = responses["extra_info"] if "extra_info" in responses else [None] * len(responses)
     rows = zip(responses["data_source"], responses["response_text"], responses["ground_truth"], infos, strict=True)
     return [
-        float(compute_score(data_source=source, solution_str=text, ground_truth=truth, extra_info=own_copy(info or {})))
+        float(
+            compute_score(
+                data_source=source, solution_str=text, ground_truth=own_copy(truth), extra_info=own_copy(info or {})
+            )
+        )
         for source, text, truth, info in rows
     ]
 

@@ -270,12 +270,34 @@ def test_parquet_without_extra_info_or_with_numbers_as_truth_will_do(tokenizer, 
 
 
 @pytest.mark.parametrize(
+    ("truths", "given"),
+    [
+        (["7", "8"], ["7", "8"]),
+        ([["7", "seven"], ["8"]], [["7", "seven"], ["8"]]),
+        ([["7"], ["8"]], [["7"], ["8"]]),
+        ([{"target": ["7"]}, {"other": 1.5}], [{"target": ["7"]}, {"other": 1.5}]),
+        ([7, 8], ["7", "8"]),
+    ],
+)
+def test_a_reference_of_several_answers_is_given_as_in_verl(truths, given, tokenizer, tmp_path):
+    """As text it would be wrong without an error: "4" is in "['24']"."""
+    rows, labels = load_rows(
+        parquet(tmp_path / "x.parquet", *({**VERL, "reward_model": {"ground_truth": truth}} for truth in truths))
+    )
+    batch = PromptSource(rows, tokenizer, options(shuffle=False), 0, 2, "x", labels).batch(1)
+    assert list(batch["ground_truth"]) == given
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"prompt": "What is 3 + 4?"}, "'prompt' is not a list of chat messages"),
         ({"prompt": []}, "'prompt' is not a list of chat messages"),
         ({"prompt": [{"role": "user", "content": None}]}, "'prompt' is not a list of chat messages"),
         ({"prompt": [{"text": "3?"}]}, "'prompt' is not a list of chat messages"),
+        ({"prompt": [{"role": 5, "content": "3?"}]}, "'prompt' is not a list of chat messages"),
+        ({"extra_info": "x"}, "'extra_info' is not a mapping"),
+        ({"extra_info": [1]}, "'extra_info' is not a mapping"),
         ({"reward_model": {"style": "rule"}}, "'reward_model' has no 'ground_truth'"),
         ({"reward_model": None}, "'reward_model' has no 'ground_truth'"),
         ({"data_source": None}, "'data_source' is not text"),

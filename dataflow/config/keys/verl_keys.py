@@ -56,6 +56,7 @@ KEYS: dict[str, Meaning] = {
     "data.tokenizer": Meaning(None, "the model's own tokenizer is used"),
     "data.return_raw_chat": Meaning(None, "the chat is always kept, as 'raw_prompt'"),
     "data.custom_cls.path": Meaning(None, "define inputs(config) in the pipeline file"),
+    "data.apply_chat_template_kwargs": Meaning(None, "the model's chat template is used without options"),
     "data.dataloader_num_workers": Meaning(None, "prompts are loaded before the first step"),
     # the model
     f"{_MODEL}path": Meaning("model.path"),
@@ -282,6 +283,8 @@ def hint(
             return f"verl's '{name}' has no counterpart here: {found.note}."
         return f"verl's '{name}' is '{found.ours}' here{f': {found.note}' if found.note else ''}."
     while section:
+        if (found := keys.get(section)) is not None and found.ours is None and not exactly:
+            return f"verl's '{section}' has no counterpart here: {found.note}."
         if section in sections:
             return f"verl's section '{section}' is not one here: {sections[section]}."
         section = section.rpartition(".")[0]

@@ -65,6 +65,10 @@ def test_every_key_is_one_of_verls() -> None:
         ("actor_rollout_ref.actor.ppo_mini_batch_size", "data.prompts divided by verl's value"),
         ("actor_rollout_ref.rollout.no_such_key", "section engine holds the options of rollout"),
         ("actor_rollout_ref.hybrid_engine", "sections model, engine, trainer and algorithm"),
+        (
+            "+data.apply_chat_template_kwargs.enable_thinking",
+            "verl's 'data.apply_chat_template_kwargs' has no counterpart",
+        ),
         ("critic.optim.lr", "has no critic; pipelines/ppo_critic.py trains one"),
         ("critic", "has no critic; pipelines/ppo_critic.py trains one"),
         ("reward_model.strategy", "sections reward, judge and custom_reward_function"),
