@@ -17,6 +17,7 @@ from dataflow.files import decoded
 if TYPE_CHECKING:
     from random import Random
 
+_MOST_S, _MOST_SIGMA = 1e9, 20.0  # beyond them, sums of durations are no numbers
 _FORMS = {"uniform": "uniform:LOW:HIGH", "lognormal": "lognormal:MEDIAN:SIGMA", "empirical": "empirical:FILE"}
 
 
@@ -97,6 +98,8 @@ def parse_distribution(text: str | float, what: str = "latency", folder: Path | 
     2.5
     """
     word, *rest = str(text).strip().split(":")
+    if word != "empirical" and any((_number(part) or 0.0) > _MOST_S for part in (word, *rest)):
+        raise ConfigError(f"{what} '{text}' is longer than a run may last; give at most {_MOST_S:.0f} seconds.")
     if not rest and (value := _number(word)) is not None:
         if value < 0:
             raise ConfigError(f"{what} '{text}' is negative; give seconds of 0 or more.")
@@ -115,8 +118,8 @@ def parse_distribution(text: str | float, what: str = "latency", folder: Path | 
         if not 0 <= a <= b:
             raise ConfigError(f"{what} '{text}': give 0 <= LOW <= HIGH.")
         return Distribution("uniform", a, b)
-    if a <= 0 or b < 0:
-        raise ConfigError(f"{what} '{text}': give MEDIAN > 0 and SIGMA >= 0.")
+    if a <= 0 or not 0 <= b <= _MOST_SIGMA:
+        raise ConfigError(f"{what} '{text}': give MEDIAN > 0 and SIGMA from 0 to {_MOST_SIGMA:.0f}.")
     return Distribution("lognormal", a, b)
 
 
@@ -129,7 +132,7 @@ def _measured(text: str, what: str, path: Path) -> Distribution:
     values = []
     for word in words:
         value = _number(word)
-        if value is None or value < 0:
+        if value is None or not 0 <= value <= _MOST_S:
             raise ConfigError(f"{what} '{text}': {path} holds '{word[:40]}'; give seconds of 0 or more, one a line.")
         values.append(value)
     if not values:

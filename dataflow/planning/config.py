@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from dataflow.config.placement import Placement
-from dataflow.config.run import PolicyConfig, Section
+from dataflow.config.run import LARGEST_STEP, PolicyConfig, Section
 from dataflow.errors import ConfigError
 
 DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
@@ -51,7 +51,7 @@ class CheckpointPlan(Section):
 class PlanConfig(Section):
     """All keys of a plan, for the command line or a costs.yaml."""
 
-    steps: PositiveInt | None = None
+    steps: Annotated[int, Field(gt=0, le=100_000)] | None = None
     """Training steps; null takes the source's."""
     prompts: PositiveInt | None = None
     """Prompt groups a step."""
@@ -76,6 +76,16 @@ class PlanConfig(Section):
     """Further reward agents, by name, each with the keys of reward but fit: {style: {concurrency: 16}}."""
     validation: ValidationPlan = Field(default_factory=ValidationPlan)
     checkpoint: CheckpointPlan = Field(default_factory=CheckpointPlan)
+
+    @model_validator(mode="after")
+    def _a_step_fits_into_memory(self) -> PlanConfig:
+        prompts, responses = self.prompts or 1, self.responses or 1
+        if prompts * responses > LARGEST_STEP:
+            raise ConfigError(
+                f"prompts={prompts} x responses={responses} are more than the {LARGEST_STEP} samples that a step may "
+                "have; lower one."
+            )
+        return self
 
     def need(self, key: str, where: object, example: int) -> int:
         """Returns the value of a key that the source does not contain.

@@ -512,6 +512,27 @@ def test_directories_without_rights(refused: Said, tmp_path: Path) -> None:
     assert "cannot be written" in refused(f"runs={tmp_path / 'locked' / 'runs'}")
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("steps=1000000000", "at most 100000"),
+        ("prompts=800000000", "more than the 16777216 samples"),
+        ("responses=1e8", "more than the 16777216 samples"),
+        ("stages.rollout=1e308", "at most 1000000000 seconds"),
+        ("reward.latency=lognormal:1:800", "SIGMA from 0 to 20"),
+    ],
+)
+def test_a_plan_that_would_not_end_or_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, argument: str, message: str
+) -> None:
+    (tmp_path / "costs.yaml").write_text(MARKED["costs.yaml"][0])
+    assert main(["plan", str(tmp_path / "costs.yaml"), argument]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    assert message in err
+
+
 MARKED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "costs.yaml": (
         "steps: 4\nprompts: 8\nresponses: 4\nmini_batches: 4\nstages: {rollout: 10, actor_update: 8}\n"
