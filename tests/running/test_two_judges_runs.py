@@ -139,7 +139,7 @@ def test_the_limits_of_each_agent_may_change_when_a_run_resumes() -> None:
 @pytest.mark.heavy
 @pytest.mark.timeout(240)
 def test_a_resumed_run_pays_no_agent_twice(tmp_path: Path, tiny_qwen: Path) -> None:
-    keys = ("executor=inline", "policy=both", "checkpoint.every=1", "checkpoint.keep=3")
+    keys = ("executor=inline", "policy=both", "checkpoint.every=1", "checkpoint.keep_last=3")
     directory = run(tmp_path, tiny_qwen, *keys)
     shutil.rmtree(directory / "checkpoints" / "step_000002")
     (directory / "summary.json").unlink()
