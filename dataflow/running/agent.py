@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from dataflow.rewards.retry import Retry
 from dataflow.rewards.user.build import build_manager, find_manager
 from dataflow.rewards.user.function import CONTEXT, build_reward, find_reward, load_reward
 from dataflow.system.redaction import keep_secrets, redact_logs
-from dataflow.usercode.sentinel.sentinel import REWARDS, Sentinel
+from dataflow.usercode.sentinel.sentinel import REWARDS, Sentinel, Watched
 
 if TYPE_CHECKING:
     from dataflow.config.reward import RewardConfig
@@ -98,19 +99,22 @@ def build_agent(
         share_equal=options.share_equal,
         scorer=_scorer(custom, default, options),
         metrics=RayMetrics(run, name) if in_ray_worker() else None,
-        sentinel=_sentinel(options, retry.timeout_s, record),
+        sentinel=_sentinel(options, retry.timeout_s, record, name),
         frozen=Frozen(record),
         name=name,
     )
 
 
-def _sentinel(options: RewardConfig, timeout_s: float | None, record: Path | None) -> Sentinel | None:
+def _sentinel(options: RewardConfig, timeout_s: float | None, record: Path | None, name: str) -> Sentinel | None:
     """Returns the sentinel that ends a frozen agent, by default after the time-out of its calls."""
     after_s = timeout_s if options.frozen_after is None else options.frozen_after
     inline = not in_ray_worker()
     if options.frozen_after == 0 or (after_s is None and not inline):
         return None
-    return Sentinel(after_s, record, inline, REWARDS, os.environ.get(DEATH_REASON))
+    watched = Watched(**{word: keyed(text, name) for word, text in asdict(REWARDS).items()})
+    if name != MAIN:
+        watched = replace(watched, service=f"{watched.service} '{name}'")
+    return Sentinel(after_s, record, inline, watched, os.environ.get(DEATH_REASON))
 
 
 def host_agent(options: RewardConfig, name: str = MAIN, **given: Any) -> RewardAgent | RemoteAgent:

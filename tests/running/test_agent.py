@@ -13,7 +13,7 @@ from dataflow.batch import Batch
 from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import RewardAgent
-from dataflow.running.agent import build_agent, host_agent, limits_of, retry_of
+from dataflow.running.agent import _sentinel, build_agent, host_agent, limits_of, retry_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -185,3 +185,11 @@ def test_several_actors_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     with pytest.raises(ConfigError, match=r"reward\.actors=2: Ray does not run here; use executor=ray"):
         host_agent(RewardConfig(actors=2), custom=None, default={})
+
+
+def test_an_agent_speaks_of_its_own_section() -> None:
+    found = [_sentinel(RewardConfig(frozen_after=3), None, None, name) for name in ("reward", "style")]
+    words = [sentinel.watched for sentinel in found if sentinel is not None]
+    assert [watched.service for watched in words] == ["reward agent", "reward agent 'style'"]
+    assert [watched.key for watched in words] == ["reward.frozen_after", "style.frozen_after"]
+    assert "style.manager=remote" in words[1].lock_fix
