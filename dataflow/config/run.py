@@ -56,8 +56,10 @@ class DataConfig(Section):
     """Prompt groups per step."""
     gen_batch_size: PositiveInt | None = None
     """Prompt groups that a step samples if algorithm.filter_groups leaves some out; null for twice data.prompts."""
+    image_key: Text = "images"
+    """Column of the prompts' images: lists of bytes, paths, or dicts with one of them."""
     max_prompt_length: PositiveInt = 1024
-    """Longest prompt in tokens, chat template included."""
+    """Longest prompt in tokens, chat template and images included."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """What happens to a longer prompt: an error, or the side to cut."""
     filter_overlong_prompts: bool = False

@@ -16,10 +16,13 @@ from typing import Any, NamedTuple
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.data.rows import first_line, load_rows, verl_rows, write_parquet
+from dataflow.data.pictures import opened, with_pictures
+from dataflow.data.rows import IMAGES, first_line, load_rows, verl_rows, write_parquet
+from dataflow.data.shown import Shown
 from dataflow.data.tokenize import DESCRIBED, load_chat_tokenizer, prompt_ids, truncate
 from dataflow.errors import DataError, ModelError
 from dataflow.models.directory import Room, room_of
+from dataflow.models.processor import VISION, Processor, takes_images
 from dataflow.models.tiny import cache_home
 
 _LEAST_CHARACTERS = 2**16
@@ -50,7 +53,9 @@ def read_problems(data: Any) -> tuple[Problems, Problems]:
     found = []
     for part, path in enumerate((data.train, data.val)):
         name = path or f"generated {'held-out' if part else 'train'} problems"
-        rows, labels = load_rows(Path(path).expanduser()) if path else (verl_rows(made[part], name), None)
+        rows, labels = (
+            load_rows(Path(path).expanduser(), data.image_key) if path else (verl_rows(made[part], name), None)
+        )
         found.append(Problems(rows, labels, name))
     return found[0], found[1]
 
@@ -71,9 +76,11 @@ def load_prompts(
     """
     tokenizer = load_chat_tokenizer(config.model.path)
     room = (room_of(config.model.path), config.response_length)
+    processor = Processor(config.model.path) if takes_images(config.model.path) else None
     of = [(train, config.data.prompts + config.extra_groups), (val, 1)]
     sources = [
-        PromptSource(p.rows, tokenizer, config.data, config.seed, n, p.name, p.labels, schemas, room) for p, n in of
+        PromptSource(p.rows, tokenizer, config.data, config.seed, n, p.name, p.labels, schemas, room, processor)
+        for p, n in of
     ]
     return sources[0], sources[1]
 
@@ -91,9 +98,11 @@ class PromptSource:
         labels: of the rows, for messages; their numbers if None.
         schemas: JSON schemas of the tools that the chat template describes in each prompt.
         room: positions and vocabulary of the model, and the longest response in tokens.
+        processor: of a model that takes images; None for another.
 
     Raises:
-        DataError: a prompt is too long (or all are, if long ones are dropped), or there are too few for a step.
+        DataError: a prompt has images that cannot be read or that the model does not take; it is too long (or all are,
+            if long ones are dropped); or there are too few for a step.
     """
 
     def __init__(
@@ -107,16 +116,20 @@ class PromptSource:
         labels: Sequence[str] | None = None,
         schemas: Sequence[Mapping[str, Any]] | None = None,
         room: tuple[Room, int] = (Room(None, None), 0),
+        processor: Processor | None = None,
     ) -> None:
         self.name = name
         self._labels = labels
         self._seed, self._shuffle, self._prompts = seed, data.shuffle, prompts
         self._uncounted: set[int] = set()
+        self._processor = processor
         self._meta = {DESCRIBED: True} if schemas else {}
+        self._shows = [bool(row.get(IMAGES)) for row in rows]
         ids = self._tokenized(rows, tokenizer, data, schemas)
         kept = self._fit(ids, data)
         self.rows = [rows[i] for i in kept]
         self._ids = [ids[i] for i in kept]
+        self._origin = [self._label(i) for i in kept]
         self._check_room(kept, *room)
         if len(self.rows) < prompts:
             raise DataError(
@@ -166,8 +179,12 @@ class PromptSource:
                 found.append([0] * (limit + 1))
                 self._uncounted.add(at)
                 continue
+            chat, pictures = self._seen(row, self._label(at))
             try:
-                found.append(prompt_ids(tokenizer, row["prompt"], schemas))
+                if self._processor is not None:
+                    found.append(self._processor.inputs(chat, pictures)[0])
+                else:
+                    found.append(prompt_ids(tokenizer, chat, schemas))
             # A chat template is a program that comes with the model; it may refuse roles and raise any exception.
             except Exception as error:
                 raise DataError(
@@ -175,6 +192,23 @@ class PromptSource:
                     f"({type(error).__name__}: {first_line(error).rstrip('.')}); give another prompt or model."
                 ) from error
         return found
+
+    def _seen(self, row: Mapping[str, Any], label: str) -> tuple[list[dict[str, Any]], list[Any]]:
+        """Returns the messages of a row with its images in their places, and the images.
+
+        Raises:
+            DataError: the model takes no images, or one cannot be read.
+        """
+        images = row.get(IMAGES)
+        if not images:
+            return [dict(message) for message in row["prompt"]], []
+        if self._processor is None:
+            raise DataError(
+                f"{label}: the prompt has images, which the model does not take; give model.path a model with a "
+                f"processor of images ({', '.join(VISION)}), or leave out the column."
+            )
+        pictures = opened(images, label)
+        return with_pictures(row["prompt"], pictures), pictures
 
     def _fit(self, ids: list[list[int]], data: Any) -> list[int]:
         """Truncates overlong prompts in place or drops them; returns the indices of the remaining rows."""
@@ -188,6 +222,13 @@ class PromptSource:
             logger.info(f"{self.name}: left out {len(long)} of {len(ids)} prompts over {limit} tokens")
             gone = set(long)
             return [i for i in range(len(ids)) if i not in gone]
+        shows = next((i for i in long if self._shows[i]), None)
+        if shows is not None and data.truncation != "error":
+            raise DataError(
+                f"{self._label(shows)}: the prompt has {len(ids[shows])} tokens with those of its images, more than "
+                f"data.max_prompt_length={limit}, and an image cannot be cut; raise it, or set "
+                "data.filter_overlong_prompts=true."
+            )
         if data.truncation == "error":
             longest = max(len(ids[i]) for i in long)
             least = "over " if self._uncounted.intersection(long) else ""
@@ -211,7 +252,9 @@ class PromptSource:
         Returns:
             ``prompts`` rows, each a group of its own (0, 1, ...), with columns ``raw_prompt`` (chat
             messages), ``prompt_ids`` (token ids, unpadded), ``data_source``, ``ground_truth`` and
-            ``extra_info``.
+            ``extra_info``; for a model that takes images also ``multi_modal_inputs``
+            (:class:`~dataflow.data.shown.Shown`), and the messages of a prompt with images have parts
+            ``{"type": "image", "image": ...}`` with PIL's images, as verl's do.
 
         Raises:
             DataError: ``step`` is below 1.
@@ -238,14 +281,22 @@ class PromptSource:
     def _batch(self, drawn: Mapping[str, Any]) -> Batch:
         # Arrow gives every row the keys of all rows, with None for missing values.
         extras = [_given(extra or {}) for extra in drawn["extra_info"]]
+        at = [int(row) for row in drawn["row"]]
+        seen = [self._seen(self.rows[row], self._origin[row]) for row in at]
+        more: dict[str, Any] = {}
+        if self._processor is not None:
+            # Pixels are made for each step anew: those of all rows would take more memory than the model.
+            read = [self._processor.inputs(chat, pictures) for chat, pictures in seen]
+            more["multi_modal_inputs"] = [Shown(inputs, positions) for _ids, inputs, positions in read]
         return Batch(
             range(len(extras)),
             {
-                "raw_prompt": [[dict(message) for message in chat] for chat in drawn["raw_prompt"]],
-                "prompt_ids": [self._ids[int(row)] for row in drawn["row"]],
+                "raw_prompt": [chat for chat, _pictures in seen],
+                "prompt_ids": [self._ids[row] for row in at],
                 "data_source": list(drawn["data_source"]),
                 "ground_truth": [_truth(model["ground_truth"]) for model in drawn["reward_model"]],
                 "extra_info": extras,
+                **more,
             },
             self._meta,
         )
@@ -281,7 +332,7 @@ class PromptSource:
 
 def _open(rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any) -> Any:
     """Opens rows as verl's dataset; the column ``row`` is the number of each."""
-    numbered = [{**row, "row": i} for i, row in enumerate(rows)]
+    numbered = [{**{k: v for k, v in row.items() if k != IMAGES}, "row": i} for i, row in enumerate(rows)]
     # parquet has no struct without keys
     if not any(row.get("extra_info") for row in rows):
         numbered = [{k: v for k, v in row.items() if k != "extra_info"} for row in numbered]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dataflow.data.pictures import images_of
 from dataflow.errors import DataError
 from dataflow.files import decoded, no_file
 from dataflow.rewards.user.gsm8k import extract
@@ -25,19 +26,24 @@ COLUMNS = ("data_source", "prompt", "reward_model")
 """Columns that a parquet file must have; ``extra_info`` is optional."""
 
 
-_SEEN = ("images", "videos")
-"""verl's columns of what a prompt shows beside its text."""
+_UNSEEN = ("videos", "audios")
+"""verl's columns of what no engine can pass to a model yet."""
+
+IMAGES = "images"
+"""verl's column of a prompt's images, and that of the rows here."""
 
 
-def load_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def load_rows(path: Path, image_key: str = IMAGES) -> tuple[list[dict[str, Any]], list[str]]:
     """Reads a data file.
 
     Args:
-        path: ``.jsonl`` with ``question`` and an ``answer`` ending in ``#### N``, or ``.parquet`` of verl's
-            schema.
+        path: ``.jsonl`` with ``question`` and an ``answer`` ending in ``#### N``, or ``.parquet`` or ``.jsonl`` of
+            verl's schema.
+        image_key: the column of images.
 
     Returns:
-        Rows of verl's schema, and a label of each for messages (file and line).
+        Rows of verl's schema, with images (:func:`dataflow.data.pictures.images_of`) if they have any; and a label of
+            each for messages (file and line).
 
     Raises:
         DataError: the file is missing, of another kind or empty, or a row is invalid.
@@ -46,7 +52,7 @@ def load_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         raise DataError(f"{path}: unknown kind of data file; give a .jsonl or a .parquet file.")
     if (why := no_file(path)) is not None:
         raise DataError(f"{path}: {why}; give a data file.")
-    rows, labels = (_read_jsonl if path.suffix == ".jsonl" else _read_parquet)(path)
+    rows, labels = (_read_jsonl if path.suffix == ".jsonl" else _read_parquet)(path, image_key)
     if not rows:
         raise DataError(f"{path}: the file is empty.")
     return rows, labels
@@ -75,7 +81,7 @@ def write_parquet(rows: list[dict[str, Any]], cache: Path) -> Path:
     return path
 
 
-def _read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def _read_jsonl(path: Path, image_key: str) -> tuple[list[dict[str, Any]], list[str]]:
     problems, labels = [], []
     try:
         for number, line in _lines(path):
@@ -90,7 +96,9 @@ def _read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     except OSError as e:
         raise DataError(f"{path}: cannot be read ({first_line(e)}).") from e
     rows = [
-        _verl_row(problem, index, GSM8K, label)
+        _own_row(problem, label, image_key, path.parent)
+        if "prompt" in problem
+        else _verl_row(problem, index, GSM8K, label)
         for index, (problem, label) in enumerate(zip(problems, labels, strict=True))
     ]
     return rows, labels
@@ -162,7 +170,7 @@ def _check_text(text: str, label: str) -> None:
         raise DataError(f"{label}: character {text.index(chr(0)) + 1} of a text is NUL (\\u0000); leave it out.")
 
 
-def _read_parquet(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def _read_parquet(path: Path, image_key: str) -> tuple[list[dict[str, Any]], list[str]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -175,16 +183,20 @@ def _read_parquet(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
                 f"{path}: there is no column {missing[0]!r}; verl's schema has data_source, prompt (chat "
                 "messages), reward_model (with ground_truth) and extra_info."
             )
-        columns = [*COLUMNS, *(name for name in ("extra_info", *_SEEN) if name in names)]
+        columns = [*COLUMNS, *(name for name in ("extra_info", image_key, *_UNSEEN) if name in names)]
         rows = file.read(columns=columns).to_pylist()
     except (pa.ArrowException, OSError, ValueError) as e:
         raise DataError(f"{path}: this is not a readable parquet file ({first_line(e)}).") from e
     labels = [f"{path}, row {i + 1}" for i in range(len(rows))]
-    for row, label in zip(rows, labels, strict=True):
-        _check_row(row, label)
-        for name in _SEEN:
-            row.pop(name, None)  # it is empty
-    return rows, labels
+    return [_own_row(row, label, image_key, path.parent) for row, label in zip(rows, labels, strict=True)], labels
+
+
+def _own_row(row: Mapping[str, Any], label: str, image_key: str, home: Path) -> dict[str, Any]:
+    """Returns a row of a file, checked, with only the columns that are read; ``images`` only if it has some."""
+    _check_row(row, label)
+    images = images_of(row, image_key, label, home)
+    kept = {name: row[name] for name in (*COLUMNS, "extra_info") if name in row}
+    return {**kept, IMAGES: images} if images else kept
 
 
 def verl_rows(source: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -227,7 +239,7 @@ def _verl_row(problem: Mapping[str, Any], index: int, source: str, label: str) -
 
 
 def _check_row(row: Mapping[str, Any], label: str) -> None:
-    for name in _SEEN:
+    for name in _UNSEEN:
         if row.get(name):
             raise DataError(
                 f"{label}: the prompt has {name}, which the engines cannot pass to a model yet; leave out rows with "

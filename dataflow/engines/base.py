@@ -103,7 +103,8 @@ class RolloutEngine(Protocol):
         Returns:
             The samples of a group side by side, the other columns of ``prompts`` repeated:
             ``prompts`` int64 ``[rows, P]``, left-padded to the longest of all prompts given; ``responses`` int64
-            ``[rows, R]``, right-padded; ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[rows, P+R]``;
+            ``[rows, R]``, right-padded; ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[rows, P+R]``
+            (``[rows, 4, P+R]`` for a model that takes images);
             ``response_mask`` int64 ``[rows, R]``, 1 for tokens that the model sampled, including eos;
             ``rollout_log_probs`` float32 ``[rows, R]``, 0 after the end; ``response_text`` (str, without special
             tokens). ``meta["weights_version"]`` is the oldest of the samples'.

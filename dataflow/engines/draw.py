@@ -28,7 +28,7 @@ def uniforms(seed: Sequence[int], long: int) -> np.ndarray:
 
 
 def draw(
-    logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling, said: torch.Tensor
+    logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling, said: torch.Tensor, undrawn: Sequence[int] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws a token for each row by inverting the distribution function.
 
@@ -37,6 +37,7 @@ def draw(
         uniform: numbers in [0, 1), float64 ``[rows]``.
         sampling: how to draw.
         said: tokens of prompt and response so far, int64 ``[rows, tokens]``.
+        undrawn: tokens that are never drawn; a cut as the others are, so log-probs count them.
 
     Returns:
         The tokens int64 ``[rows]``, and their log-probs before any cut float32 ``[rows]``.
@@ -45,7 +46,7 @@ def draw(
     if sampling.repetition_penalty != 1:
         logits = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(said, logits)
     if sampling.temperature == 0:
-        token = logits.argmax(dim=-1)
+        token = _without(logits, undrawn).argmax(dim=-1)
         return token, logits.log_softmax(dim=-1).gather(1, token[:, None]).squeeze(1)
     scaled = logits / sampling.temperature
     cuts = LogitsProcessorList()
@@ -55,7 +56,7 @@ def draw(
         cuts.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p > 0:
         cuts.append(MinPLogitsWarper(sampling.min_p))
-    cut: Any = cuts(said, scaled)
+    cut: Any = cuts(said, _without(scaled, undrawn))
     # In float64, as the error of a float32 sum over 150,000 tokens exceeds the probability of rare tokens.
     mass = cut.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     total = mass[:, -1:]
@@ -63,3 +64,10 @@ def draw(
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     token = torch.searchsorted(mass, target, right=True)
     return token.squeeze(1), scaled.log_softmax(dim=-1).gather(1, token).squeeze(1)
+
+
+def _without(logits: torch.Tensor, undrawn: Sequence[int]) -> torch.Tensor:
+    """Returns the logits, minus infinity for tokens that are never drawn."""
+    if not undrawn:
+        return logits
+    return logits.index_fill(1, torch.tensor(undrawn, device=logits.device), float("-inf"))

@@ -18,38 +18,35 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
+    AutoConfig,
     AutoTokenizer,
     DynamicCache,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils.logging import disable_progress_bar
 
 from dataflow.batch import Batch
+from dataflow.engines.attention import GROUPED
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.draw import draw, uniforms
-from dataflow.engines.samples import check_sampling, left_pad, prompt_ids, to_batch
+from dataflow.engines.samples import SHOWN, check_sampling, left_pad, prompt_ids, to_batch, with_shown
 from dataflow.engines.vocabulary import Vocabulary, loading
-from dataflow.engines.weights import WeightNames
-from dataflow.errors import Aborted, ConfigError, nearest
+from dataflow.engines.weights import WeightNames, auto_class
+from dataflow.errors import Aborted, ConfigError, DataError, nearest
 
-_GROUPED = "sdpa_grouped"
 _DTYPES = ("float32", "bfloat16", "float16")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A sample to draw: its prompt, the numbers in [0, 1) that decide each token, and which sample it is."""
+    """A sample to draw: its prompt, the numbers in [0, 1) that decide each token, which sample it is, its images."""
 
     prompt: Sequence[int]
     uniforms: np.ndarray
     group: int = 0
     index: int = 0
+    shown: Any = None
 
 
 class HfRollout:
@@ -94,13 +91,17 @@ class HfRollout:
         disable_progress_bar()  # its lines would break the run's own progress display
         with loading(model):
             tokenizer = AutoTokenizer.from_pretrained(model)
-            self.model = AutoModelForCausalLM.from_pretrained(
+            self.model = auto_class(AutoConfig.from_pretrained(model)).from_pretrained(
                 model, dtype=getattr(torch, dtype), attn_implementation="sdpa"
             )
         self.model.to(device).eval().requires_grad_(False)
         config = self.model.config.get_text_config()
-        if getattr(config, "num_key_value_heads", None) not in (None, config.num_attention_heads):
-            self.model.set_attn_implementation(_GROUPED)
+        self._sees = hasattr(self.model.config, "vision_config")
+        # Each stands for a part of an image: in a response there is none, and the trainer would look for it.
+        names = ("image_token_id", "video_token_id") if self._sees else ()
+        self._undrawn = [int(getattr(self.model.config, name)) for name in names]
+        if not self._sees and getattr(config, "num_key_value_heads", None) not in (None, config.num_attention_heads):
+            self.model.set_attn_implementation(GROUPED)
         self.max_prompt_length = max_prompt_length
         self.max_batch = max_batch
         self.device = torch.device(device)
@@ -117,9 +118,10 @@ class HfRollout:
         """See :meth:`RolloutEngine.generate`. A batch of another size may round a logit otherwise, by about 1e-6."""
         check_sampling(sampling, self.vocabulary.size)
         ids = prompt_ids(prompts, self.max_prompt_length)
+        shown = self._shown(prompts)
         rows = [
-            _Row(prompt, uniforms((seed, group, index), sampling.max_tokens), group, index)
-            for group, prompt in zip(prompts.ids, ids, strict=True)
+            _Row(prompt, uniforms((seed, group, index), sampling.max_tokens), group, index, what)
+            for group, prompt, what in zip(prompts.ids, ids, shown, strict=True)
             for index in range(sampling.n)
         ]
         loop = asyncio.get_running_loop()
@@ -148,10 +150,27 @@ class HfRollout:
             unwanted.set()
             working.cancel()
 
+    def _shown(self, prompts: Batch) -> Sequence[Any]:
+        """Returns what each prompt shows; None for a model of text.
+
+        Raises:
+            DataError: the model takes images, and the prompts have no positions in them.
+        """
+        if self._sees and SHOWN not in prompts:
+            raise DataError(
+                f"rollout: the model takes images, but the prompts have no column {SHOWN!r}; make them with "
+                "dataflow.data.prompts."
+            )
+        return list(prompts[SHOWN]) if self._sees else [None] * len(prompts)
+
     async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
         """See :meth:`RolloutEngine.sample`. Prompts that arrive while the engine computes are then sampled together."""
         check_sampling(sampling, self.vocabulary.size)
         (ids,) = prompt_ids(Batch([0], {"prompt_ids": [prompt]}), self.max_prompt_length)
+        if self._sees:
+            raise ConfigError(
+                "rollout: conversations cannot show images yet; leave out the tools, or give a model of text."
+            )
         loop = asyncio.get_running_loop()
         row = _Row(ids, uniforms(seed, sampling.max_tokens))
         future: asyncio.Future[Sample] = loop.create_future()
@@ -248,27 +267,35 @@ class HfRollout:
             Each row that has ended, with its tokens, their log-probs, and whether it was cut off at the maximum
             length; after each token also None as the row, so that the caller can stop.
         """
-        prompts: list[Sequence[int]] = []
+        prompts: list[_Row] = []
         owner: list[int] = []
         for row in rows:
-            if not prompts or prompts[-1] is not row.prompt:
-                prompts.append(row.prompt)
+            if not prompts or prompts[-1].prompt is not row.prompt:
+                prompts.append(row)
             owner.append(len(prompts) - 1)
         with torch.inference_mode():
             yield from self._decode(rows, prompts, torch.tensor(owner), sampling)
 
     def _decode(
-        self, rows: Sequence[_Row], prompts: Sequence[Sequence[int]], owner: torch.Tensor, sampling: Sampling
+        self, rows: Sequence[_Row], prompts: Sequence[_Row], owner: torch.Tensor, sampling: Sampling
     ) -> Iterator[tuple[_Row | None, list[int], list[float], bool]]:
-        """Decodes the rows together; ``owner`` int64 ``[rows]`` is the prompt of each."""
-        tokens, mask = left_pad(prompts, self.vocabulary.pad)
+        """Decodes the rows together; ``owner`` int64 ``[rows]`` is the one of ``prompts`` that each begins with."""
+        tokens, mask = left_pad([row.prompt for row in prompts], self.vocabulary.pad)
+        places, inputs = (mask.cumsum(dim=1) - 1).clamp(min=0), {}
+        if self._sees:
+            shown = [row.shown for row in prompts]
+            places, inputs = with_shown(places, shown, mask.shape[1]).transpose(0, 1), self._inputs(shown)
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         cache = DynamicCache(config=self.model.config)
-        logits = self._forward(tokens, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), cache)
+        logits = self._forward(tokens, mask, places.to(self.device), cache, **inputs)
         pick = owner.to(self.device)
         cache.batch_select_indices(pick)
         logits, mask = logits[pick], mask[pick]
+        # What follows a prompt counts on from its largest position: [rows], or [4, rows] for a model that takes images.
         place = mask.sum(dim=1)
+        if self._sees:
+            largest = places[1:].amax(dim=(0, 2)).to(self.device)[pick] + 1
+            place = torch.stack([place, largest, largest, largest])
 
         shape = (len(rows), sampling.max_tokens)
         numbers = torch.from_numpy(np.stack([row.uniforms for row in rows])).to(self.device)
@@ -282,7 +309,7 @@ class HfRollout:
         at = torch.arange(shape[0], device=self.device)  # the row in each place of the batch
         live = torch.ones_like(at, dtype=torch.bool)
         for t in range(shape[1]):
-            token, score = draw(logits, numbers[at, t], sampling, said[at, : wide + t])
+            token, score = draw(logits, numbers[at, t], sampling, said[at, : wide + t], self._undrawn)
             drawn[at, t], scores[at, t] = torch.where(live, token, self.vocabulary.pad), score
             ended = live & torch.isin(token, ends)
             live = live & ~ended
@@ -297,11 +324,19 @@ class HfRollout:
             if 2 * left <= len(live):
                 pick = live.nonzero().squeeze(1)
                 cache.batch_select_indices(pick)
-                at, token, mask, place, live = at[pick], token[pick], mask[pick], place[pick], live[pick]
+                at, token, mask, place, live = at[pick], token[pick], mask[pick], place[..., pick], live[pick]
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-            logits = self._forward(token[:, None], mask, (place + t)[:, None], cache)
+            logits = self._forward(token[:, None], mask, (place + t)[..., None], cache)
 
-    def _forward(self, tokens: torch.Tensor, mask: torch.Tensor, place: torch.Tensor, cache: Any) -> torch.Tensor:
+    def _inputs(self, shown: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Returns the images of several prompts as arguments of the model."""
+        names = dict.fromkeys(name for one in shown for name in one.inputs)
+        joined = {name: torch.cat([one.inputs[name] for one in shown if name in one.inputs]) for name in names}
+        return {name: tensor.to(self.device) for name, tensor in joined.items()}
+
+    def _forward(
+        self, tokens: torch.Tensor, mask: torch.Tensor, place: torch.Tensor, cache: Any, **inputs: torch.Tensor
+    ) -> torch.Tensor:
         """Returns the logits of the last position, ``[rows, vocabulary]``; the cache grows."""
         out = self.model(
             input_ids=tokens,
@@ -310,6 +345,7 @@ class HfRollout:
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **inputs,
         )
         logits: torch.Tensor = out.logits[:, -1]
         return logits
@@ -331,32 +367,6 @@ class HfRollout:
             for name, value in picked.items():
                 own[name].copy_(value)
         self.version = version
-
-
-def _grouped_sdpa(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa, but while decoding, the query heads that share a key head are passed as query positions.
-
-    Given a mask, transformers copies the whole cache once per query head in every step, which takes a third of the time
-    of a rollout on a CPU.
-    """
-    rows, heads, positions, width = query.shape
-    if positions != 1:
-        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        return out, None
-    shared = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
-    out = scaled_dot_product_attention(shared, key, value, attn_mask=attention_mask, scale=options.get("scaling"))
-    return out.reshape(rows, 1, heads, width), None
-
-
-AttentionInterface.register(_GROUPED, _grouped_sdpa)
-AttentionMaskInterface.register(_GROUPED, sdpa_mask)
 
 
 def _settle(future: asyncio.Future[Sample], sample: Sample | None, error: Exception | None) -> None:

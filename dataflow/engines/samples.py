@@ -91,6 +91,30 @@ def left_pad(ids: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torc
     return tokens, mask
 
 
+SHOWN = "multi_modal_inputs"
+"""The column of what prompts show beside their text: objects with ``inputs`` and ``positions``, one for each row."""
+
+
+def with_shown(places: torch.Tensor, shown: Sequence[Any], wide: int) -> torch.Tensor:
+    """Returns the positions of tokens for a model that takes images, in verl's four rows.
+
+    Args:
+        places: of the tokens in the text, int64 ``[rows, wide + R]``.
+        shown: what the prompt of each row shows; ``positions`` int64 ``[3, tokens]`` are those of its own tokens.
+        wide: the length that prompts are left-padded to.
+
+    Returns:
+        int64 ``[rows, 4, wide + R]``: the places, then time, height and width, which a response counts on from the
+        largest one of its prompt.
+    """
+    found = places[:, None].repeat(1, 4, 1)
+    for row, one in enumerate(shown):
+        tokens = one.positions.shape[1]
+        found[row, 1:, wide - tokens : wide] = one.positions
+        found[row, 1:, wide:] += one.positions.max() + 1 - tokens
+    return found
+
+
 def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: Any, pad: int) -> Batch:
     """Returns samples as rows, see :meth:`~dataflow.engines.base.RolloutEngine.batch`.
 
@@ -128,6 +152,9 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
         responses[row, :end], there[row, :end], log_probs[row, :end] = sample.tokens, 1, sample.log_probs
         drawn[row, :end] = 1 if sample.mask is None else sample.mask
     attention = torch.cat([prompt_mask, torch.from_numpy(there)], dim=1)
+    places = (attention.cumsum(dim=1) - 1).clamp(min=0)
+    if SHOWN in prompts:
+        places = with_shown(places, [prompts[SHOWN][at] for at in owner.tolist()], padded.shape[1])
     mine = prompts.select(groups)
     repeated = mine.like(**{name: column for name, column in mine.columns.items() if name != "prompt_ids"}).repeat(n)
     names = dict.fromkeys(name for sample in rows for name in sample.facts or ())
@@ -140,7 +167,7 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
             "responses": torch.from_numpy(responses),
             "input_ids": torch.cat([padded, torch.from_numpy(responses)], dim=1),
             "attention_mask": attention,
-            "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
+            "position_ids": places,
             "response_mask": torch.from_numpy(drawn),
             "rollout_log_probs": torch.from_numpy(log_probs),
             "response_text": tokenizer.batch_decode([list(s.tokens) for s in rows], skip_special_tokens=True),

@@ -10,11 +10,18 @@ import torch
 from dataflow.errors import DataflowError, nearest
 
 
+def auto_class(config: Any) -> Any:
+    """Returns transformers' class that builds the model of a configuration: one that takes images, or only text."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
 class WeightNames:
     """Names and shapes of a model's weights, and which are tied.
 
     Args:
-        model: a transformers causal LM.
+        model: a language model of transformers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -27,10 +34,8 @@ class WeightNames:
     @classmethod
     def of_config(cls, config: Any) -> WeightNames:
         """Returns the names for a transformers configuration, without allocating its model."""
-        from transformers import AutoModelForCausalLM
-
         with torch.device("meta"):
-            return cls(AutoModelForCausalLM.from_config(config))
+            return cls(auto_class(config).from_config(config))
 
     def pick(self, weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
         """Returns the weights; tied ones once, under the first of their names (the embedding's).

@@ -21,6 +21,7 @@ from loguru import logger
 
 from dataflow.errors import ModelError, nearest
 from dataflow.files import decoded
+from dataflow.models.processor import VISION
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 WEIGHTS = "model.safetensors"
@@ -91,7 +92,7 @@ def check_weights(path: Path) -> None:
         ModelError: no model can be built from the configuration, or a weight is missing or has another shape.
     """
     import torch
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -103,7 +104,10 @@ def check_weights(path: Path) -> None:
         held = {
             name: torch.empty(shape, dtype=torch.float32, device="meta") for name, (shape, _) in headers(path).items()
         }
-        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        table: Any = (
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if config.model_type in VISION else MODEL_FOR_CAUSAL_LM_MAPPING
+        )
+        kind: Any = table[type(config)]
         _model, info = kind.from_pretrained(
             None,
             config=config,
@@ -191,7 +195,7 @@ def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
             f"model {path}: config.json names no architectures, so it may not be a causal language model; "
             'add them, such as "architectures": ["Qwen2ForCausalLM"].'
         )
-    wanted = causal.get(kind, ())
+    wanted = (VISION[kind][0],) if kind in VISION else causal.get(kind, ())
     named = ", ".join(architectures)
     if not set(wanted).intersection(architectures):
         instead = f" {' or '.join(wanted)} is" if wanted else " one that ends in ForCausalLM is"

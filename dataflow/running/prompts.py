@@ -8,7 +8,9 @@ from typing import Any
 
 from dataflow.config.base import BaseConfig
 from dataflow.config.run import ModelConfig, RunConfig
+from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
+from dataflow.models.processor import takes_images
 from dataflow.running.hosting import check_room
 from dataflow.running.reporting.progress import Progress
 
@@ -32,6 +34,7 @@ class Prompts:
         # Before the warm-up, which takes a minute, so that an invalid data file fails at once.
         self._problems = read_problems(config.data)
         settle(config, progress)
+        check_images(config)
         if "rollout" in pipeline.hosts():
             check_room(config)
 
@@ -69,6 +72,28 @@ def settle(config: BaseConfig, progress: Progress) -> None:
         if isinstance(model, ModelConfig):
             path = model.path or tiny_model(progress=progress.warm_up, recipe=RECIPES[model.tiny])
             model.path = str(check_model(path, f"{name}.path"))
+    if config.engine.rollout == "auto" and takes_images(config.model.path or ""):
+        config.engine.rollout = "hf"
     if config.engine.rollout == "auto":
         device = "cuda" if config.ray.gpus_per_worker else "cpu"
         config.engine.rollout = rollout_engine("auto", config.executor != "inline", device)  # type: ignore[assignment]
+
+
+def check_images(config: RunConfig) -> None:
+    """Checks that every part of the run supports a model that takes images, if the model does.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    if not takes_images(config.model.path or ""):
+        return
+    takes = f"model '{config.model.path}' takes images"
+    if config.engine.rollout == "vllm":
+        raise ConfigError(f"engine.rollout=vllm: {takes}, which are not passed to vLLM yet; use engine.rollout=hf.")
+    if config.engine.replicas > 1:
+        raise ConfigError(f"engine.replicas={config.engine.replicas}: {takes}, for which one engine samples; use 1.")
+    if config.tools.offered:
+        raise ConfigError(f"tools: {takes}, and conversations cannot show any yet; leave out the tools.")
+    for name in type(config).model_fields:
+        if name in ("critic", "teacher"):
+            raise ConfigError(f"{name}: {takes}, and a {name} cannot read them yet; give a model of text.")

@@ -9,7 +9,6 @@ Both stages are optional tasks on ``io``: no other task waits for them, and no s
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from dataflow.batch import Batch
+from dataflow.chat import text_of
 from dataflow.graph import Stage, TaskInfo, stage
 from dataflow.samples.files import Kind, file_of, write
 
@@ -27,7 +27,7 @@ _REQUEST = ("request_begin", "request_end", "request_tries", "request_how")
 """Columns of rewards that say how their requests went, see :func:`dataflow.stages.reward.reward_collect`."""
 _LARGE = ("input_ids", "position_ids", "prompts", "responses", "returns", "rollout_log_probs")
 """Tensors that the file does not need, which are not copied."""
-_KNOWN = ("raw_prompt", "prompt_ids", "response_text", "data_source", "ground_truth")
+_KNOWN = ("raw_prompt", "prompt_ids", "response_text", "data_source", "ground_truth", "multi_modal_inputs")
 """Columns of responses that have a name of their own in the file."""
 
 
@@ -170,12 +170,8 @@ def _chat(messages: Any) -> str:
     """Returns a prompt's messages as text; a single one without its role."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return str(messages)
-    texts = [(str(message.get("role", "")), _said(message.get("content"))) for message in messages]
+    texts = [(str(message.get("role", "")), text_of(message.get("content"))) for message in messages]
     return texts[0][1] if len(texts) == 1 else "\n\n".join(f"{role}: {text}" for role, text in texts)
-
-
-def _said(content: Any) -> str:
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
 
 
 def sample_stages(config: Any) -> list[Stage]:

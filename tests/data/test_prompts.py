@@ -45,6 +45,7 @@ def cache(tmp_path, monkeypatch):
 
 def options(**changes):
     plain = {
+        "image_key": "images",
         "max_prompt_length": 64,
         "truncation": "error",
         "filter_overlong_prompts": False,

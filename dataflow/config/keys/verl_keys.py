@@ -53,6 +53,7 @@ KEYS: dict[str, Meaning] = {
     "data.seed": Meaning("seed"),
     "data.prompt_key": Meaning(None, "the column is called 'prompt'"),
     "data.reward_fn_key": Meaning(None, "the column is called 'data_source'"),
+    "data.video_key": Meaning(None, "videos are not passed to models"),
     "data.tokenizer": Meaning(None, "the model's own tokenizer is used"),
     "data.return_raw_chat": Meaning(None, "the chat is always kept, as 'raw_prompt'"),
     "data.custom_cls.path": Meaning(None, "define inputs(config) in the pipeline file"),

@@ -9,16 +9,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dataflow.engines.weights import auto_class
 from dataflow.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import torch
 
+PROCESSOR = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+"""Files of the processor of a model that takes images; training does not change them."""
+
 
 def write_model(
     weights: Mapping[str, torch.Tensor], source: str | Path, directory: Path, card: str, *, replace: bool = False
 ) -> None:
-    """Writes a model: weights, configuration, generation configuration, tokenizer and model card.
+    """Writes a model: weights, configuration, generation configuration, tokenizer, processor and model card.
 
     The directory appears when it is complete.
 
@@ -34,12 +44,12 @@ def write_model(
         DataError: the weights are not those of such a model.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     config = AutoConfig.from_pretrained(source)
     dtype = getattr(config, "dtype", None) or torch.float32
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto_class(config).from_config(config, dtype=dtype)
     expected, tied = set(model.state_dict()), set(model.all_tied_weights_keys)
     if odd := (set(weights) ^ expected) - (tied if config.tie_word_embeddings else set()):
         raise DataError(f"weight {sorted(odd)[0]} is not in both the checkpoint and the model {source}.")
@@ -53,6 +63,9 @@ def write_model(
     with _complete(directory, replace) as aside:
         model.save_pretrained(aside, state_dict=kept)
         AutoTokenizer.from_pretrained(source).save_pretrained(aside)
+        for name in PROCESSOR:
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, aside / name)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from dataflow.batch import Batch
-from dataflow.engines.verl import value_engine
+from dataflow.engines.verl import value_engine, vision
 from dataflow.engines.verl.process import import_worker, join, quiet
 from dataflow.engines.verl.state import TrainerState
 from dataflow.errors import ConfigError, DataflowError
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from verl.workers.engine_workers import TrainingWorker
 
 INPUTS = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask")
+SHOWN = "multi_modal_inputs"
+"""The column of what prompts show beside their text."""
 Kind = Literal["language_model", "value_model"]
 
 
@@ -170,7 +172,7 @@ class TrainedModel:
     def _lr(self) -> float:
         return float(self.worker.engine.optimizer.param_groups[0]["lr"])
 
-    def _step(self, columns: Mapping[str, torch.Tensor], last: bool, **options: Any) -> dict[str, float]:
+    def _step(self, columns: Mapping[str, Any], last: bool, **options: Any) -> dict[str, float]:
         """Takes an optimizer step.
 
         Args:
@@ -201,7 +203,7 @@ class TrainedModel:
         from verl.workers.utils.padding import no_padding_2_padding
 
         slots = self._slots(batch["attention_mask"])
-        share = self._share({name: batch[name] for name in INPUTS}, slots)
+        share = self._share(inputs_of(batch), slots)
         tu.assign_non_tensor(share, compute_loss=False, **options)
         with self._left_free():
             output = worker.infer_batch(share)
@@ -252,16 +254,20 @@ class TrainedModel:
         found = log_seqlen_unbalance(attention_mask.sum(dim=1).tolist(), ranks, "global_seqlen")
         return {name: float(value) for name, value in found.items()}
 
-    def _share(self, columns: Mapping[str, torch.Tensor], slots: np.ndarray) -> TensorDict:
+    def _share(self, columns: Mapping[str, Any], slots: np.ndarray) -> TensorDict:
         """Returns this rank's rows in the form of verl's engine: jagged, without padding."""
-        from tensordict import TensorDict
+        from tensordict import NonTensorData, NonTensorStack, TensorDict
         from verl.utils import tensordict_utils as tu
         from verl.workers.utils.padding import left_right_2_no_padding
 
         mine = torch.from_numpy(slots.reshape(self.world, -1)[self.rank])
         share = TensorDict(
-            {name: column[mine.clamp(min=0)] for name, column in columns.items()}, batch_size=[len(mine)]
+            {name: column[mine.clamp(min=0)] for name, column in columns.items() if name != SHOWN},
+            batch_size=[len(mine)],
         )
+        if SHOWN in columns:
+            rows = mine.clamp(min=0).tolist()
+            share[SHOWN] = NonTensorStack(*[NonTensorData(columns[SHOWN][row]) for row in rows])
         share["response_mask"][mine < 0] = 0
         share = left_right_2_no_padding(share)
         tu.assign_non_tensor(
@@ -285,6 +291,14 @@ class TrainedModel:
         whole = mine.new_empty((len(order), mine.shape[1]))
         whole[order] = torch.cat(parts)[flat >= 0]
         return whole
+
+
+def inputs_of(batch: Batch) -> dict[str, Any]:
+    """Returns the columns that the model reads; for one that takes images, also its inputs, a dict for each row."""
+    columns: dict[str, Any] = {name: batch[name] for name in INPUTS}
+    if SHOWN in batch:
+        columns[SHOWN] = [dict(shown.inputs) for shown in batch[SHOWN]]
+    return columns
 
 
 def digest(weights: Mapping[str, torch.Tensor]) -> str:
@@ -353,6 +367,8 @@ def _build(
             checkpoint_config=CheckpointConfig(),
         )
     )
+    if hasattr(worker.engine.model_config.hf_config, "vision_config"):
+        vision.install()
     worker.reset()
     for module in worker.engine.module.modules():
         if isinstance(module, torch.nn.Dropout):

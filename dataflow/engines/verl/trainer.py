@@ -9,7 +9,7 @@ from dataflow.algorithms.estimators import SUMS_SQUARES
 from dataflow.batch import Batch
 from dataflow.engines.verl.export import write_model
 from dataflow.engines.verl.loss import loss_of
-from dataflow.engines.verl.model import INPUTS, TrainedModel
+from dataflow.engines.verl.model import TrainedModel, inputs_of
 from dataflow.engines.verl.process import quiet
 from dataflow.errors import ConfigError
 
@@ -117,7 +117,7 @@ class VerlTrainer(TrainedModel):
         if trainable is None:
             return self._skip(last)
         batch = trainable
-        columns = {name: batch[name] for name in (*INPUTS, "advantages")}
+        columns = {**inputs_of(batch), "advantages": batch["advantages"]}
         columns["old_log_probs"] = batch["rollout_log_probs" if self.algorithm.bypass_mode else "old_log_probs"]
         if self.algorithm.use_kl_loss:
             columns["ref_log_prob"] = batch["ref_log_prob"]

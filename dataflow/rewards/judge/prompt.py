@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dataflow.chat import text_of
 from dataflow.errors import ConfigError, nearest
 from dataflow.files import decoded
 
@@ -110,7 +111,7 @@ def question_of(extra_info: Mapping[str, Any] | None) -> str:
     turns: Sequence[Mapping[str, Any]] = () if chat is None else chat
     if facts.get("conversation") and len(turns) > 1:
         return transcript(turns)
-    return next((str(turn["content"]) for turn in reversed(turns) if turn.get("role") == "user"), "")
+    return next((text_of(turn["content"]) for turn in reversed(turns) if turn.get("role") == "user"), "")
 
 
 def response_of(solution: str, extra_info: Mapping[str, Any] | None) -> str:
@@ -132,7 +133,7 @@ def transcript(chat: Sequence[Mapping[str, Any]]) -> str:
     'assistant: 1 + 1 =\\ntool add: 2'
     """
     heads = [" ".join(filter(None, (turn.get("role"), turn.get("name")))) for turn in chat]
-    return "\n".join(f"{head}: {turn['content']}" for head, turn in zip(heads, chat, strict=True))
+    return "\n".join(f"{head}: {text_of(turn['content'])}" for head, turn in zip(heads, chat, strict=True))
 
 
 def messages(question: str, reference: str, response: str, method: str = "strict") -> list[dict[str, str]]:

@@ -1,0 +1,105 @@
+"""Pictures of prompts: verl's column ``images``, read and put in the place of ``<image>`` in the messages."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import DataError
+
+MARK = "<image>"
+"""The place of an image in the text of a message."""
+_OTHERS = ("<video>", "<audio>")
+
+
+def images_of(row: Mapping[str, Any], key: str, label: str, home: Path) -> list[dict[str, Any]]:
+    """Returns the images of a row, each as ``bytes`` or ``path``, after a check of their form and number.
+
+    Args:
+        row: in verl's schema.
+        key: the column of its images (``data.image_key``).
+        label: of the row, for messages.
+        home: folder of the data file, from which relative paths count.
+
+    Raises:
+        DataError: a cell is no image, or there are more or fewer images than places for them in the messages.
+    """
+    cells = row.get(key) or []
+    if not isinstance(cells, list):
+        raise DataError(f"{label}: {key!r} is not a list of images; give a list, with one image for each {MARK}.")
+    found = [_image_of(cell, at, label, home) for at, cell in enumerate(cells)]
+    places = sum(message["content"].count(MARK) for message in row["prompt"] if isinstance(message.get("content"), str))
+    if found and any(other in str(message.get("content")) for message in row["prompt"] for other in _OTHERS):
+        raise DataError(f"{label}: the prompt shows more than images ({' or '.join(_OTHERS)}); leave out the row.")
+    if places != len(found) and found:
+        raise DataError(
+            f"{label}: the prompt has {_number(len(found), 'image')} and {_number(places, 'place')} for them; write "
+            f"{MARK} once in its messages for each image."
+        )
+    return found
+
+
+def opened(images: Sequence[Mapping[str, Any]], label: str) -> list[Any]:
+    """Returns the images as PIL's, in RGB.
+
+    Raises:
+        DataError: one cannot be read; the message has its file or its number in the row.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    pictures = []
+    for at, image in enumerate(images):
+        name = str(image.get("path") or f"image {at + 1}")
+        source: Any = io.BytesIO(image["bytes"]) if image.get("bytes") else image["path"]
+        try:
+            with Image.open(source) as picture:
+                pictures.append(picture.convert("RGB"))
+        except UnidentifiedImageError as error:
+            raise DataError(f"{label}: {name} is no image that can be read; save it as PNG or JPEG.") from error
+        # Of a broken file, each format's decoder raises its own kinds; a bomb of pixels is one of PIL's.
+        except Exception as error:
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200] or type(error).__name__
+            raise DataError(f"{label}: {name} cannot be read ({reason}); put it back, or leave out the row.") from error
+    return pictures
+
+
+def with_pictures(chat: Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns the messages with the pictures in their places, by verl; text stays text without any."""
+    from types import SimpleNamespace
+
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    keys = SimpleNamespace(image_key="images", video_key="videos", audio_key="audios", processor=True)
+    example = {"prompt": [dict(message) for message in chat], "images": list(pictures)}
+    found: list[dict[str, Any]] = RLHFDataset._build_messages(keys, example, key="prompt")
+    return found
+
+
+def _image_of(cell: Any, at: int, label: str, home: Path) -> dict[str, Any]:
+    name = f"image {at + 1}"
+    if isinstance(cell, str):
+        cell = {"path": cell}
+    if not isinstance(cell, Mapping):
+        raise DataError(f"{label}: {name} is a {type(cell).__name__}; give 'bytes' or 'path', or the path alone.")
+    content = cell.get("bytes")
+    if isinstance(content, bytes) and content:
+        return {"bytes": content}
+    path = cell.get("path") or cell.get("image")
+    if not isinstance(path, str) or not path:
+        raise DataError(f"{label}: {name} has neither 'bytes' nor 'path'; give one of them.")
+    if path.startswith("data:"):
+        try:
+            return {"bytes": base64.b64decode(path.partition(",")[2], validate=True)}
+        except binascii.Error as error:
+            raise DataError(f"{label}: {name} is no base64 ({error}); encode its file again.") from error
+    if "://" in path and not path.startswith("file://"):
+        raise DataError(f"{label}: {name} is at {path}; nothing is downloaded, so give a file or its bytes.")
+    return {"path": str(home / Path(path.removeprefix("file://")).expanduser())}
+
+
+def _number(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"

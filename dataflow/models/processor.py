@@ -1,0 +1,116 @@
+"""Processor: what turns a chat with images into a model's inputs, and the positions of its tokens.
+
+verl's engines, and so the trainer, take Qwen2-VL's positions in four rows: that of the token in the text, and the time,
+height and width of what it shows (for a token of text, three equal ones).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dataflow.errors import ModelError
+
+VISION = {
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", "Qwen2VLProcessor", "Qwen2VLModel"),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor", "Qwen2_5_VLModel"),
+}
+"""Model types that take images: the names of the whole model, its processor, and the part that has the positions."""
+
+
+def takes_images(path: str | Path) -> bool:
+    """Whether the model in a directory is of a type that takes images; reads only its configuration."""
+    try:
+        found = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # the check of the model's files says what is wrong
+    return isinstance(found, dict) and found.get("model_type") in VISION
+
+
+class Processor:
+    """The processor of a model that takes images.
+
+    Args:
+        path: of the model's directory.
+
+    Raises:
+        ModelError: it has no processor, or its processor has no chat template.
+    """
+
+    def __init__(self, path: str) -> None:
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(path)
+        _whole, kind, inner = VISION[config.model_type]
+        try:
+            self._processor = _load(path, getattr(transformers, kind))
+        # Like a tokenizer's, the parser of a broken file may raise any exception.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ModelError(
+                f"model.path={path}: no processor of images can be loaded from it ({reason}); save the processor with "
+                "the model."
+            ) from error
+        self._template = self._processor.chat_template or self._processor.tokenizer.chat_template
+        if not self._template:
+            raise ModelError(
+                f"model.path={path}: its processor has no chat template; use an instruct model or add one."
+            )
+        # As verl does, the model's own function is called without a model: it needs only the configuration.
+        model: Any = getattr(transformers, inner)
+        self._positions = types.SimpleNamespace(config=config)
+        for name in ("get_rope_index", "get_vision_position_ids"):
+            if hasattr(model, name):
+                setattr(self._positions, name, types.MethodType(getattr(model, name), self._positions))
+        self._image = int(config.image_token_id)
+
+    def inputs(self, chat: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> tuple[list[int], dict[str, Any], Any]:
+        """Returns what the model reads of a chat.
+
+        Args:
+            chat: messages, whose contents are text or parts of text and images.
+            images: the images of these parts in their order, as PIL's in RGB.
+
+        Returns:
+            The token ids up to where the model's answer begins, with a token for each patch of an image; the tensors
+            ``pixel_values`` ``[patches, values]`` and ``image_grid_thw`` int64 ``[images, 3]``, none without images;
+            the positions, int64 ``[3, tokens]``.
+        """
+        import torch
+        from verl.utils.tokenizer import build_multimodal_processor_inputs
+
+        text = self._processor.tokenizer.apply_chat_template(
+            chat, chat_template=self._template, add_generation_prompt=True, tokenize=False
+        )
+        found = build_multimodal_processor_inputs(self._processor, text=[text], images=list(images) or None)
+        ids = found["input_ids"]
+        if not images:
+            return ids[0].tolist(), {}, torch.arange(ids.shape[1]).expand(3, -1).clone()
+        kept = {name: found[name] for name in ("pixel_values", "image_grid_thw")}
+        positions, _shift = self._positions.get_rope_index(
+            input_ids=ids, mm_token_type_ids=(ids == self._image).int(), image_grid_thw=kept["image_grid_thw"]
+        )
+        return ids[0].tolist(), kept, positions[:, 0]
+
+
+def _load(path: str, kind: Any) -> Any:
+    """Returns the processor; one without videos where torchvision, which only they need, is not installed."""
+    from transformers import AutoProcessor, AutoTokenizer
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    if importlib.util.find_spec("torchvision") is not None:
+        return AutoProcessor.from_pretrained(path)
+
+    def check(self: Any, name: str, argument: Any) -> Any:
+        return None if name == "video_processor" else kind.check_argument_for_proper_class(self, name, argument)
+
+    images_only = type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})
+    return images_only(
+        image_processor=Qwen2VLImageProcessorPil.from_pretrained(path),
+        tokenizer=AutoTokenizer.from_pretrained(path),
+        video_processor=None,
+    )
