@@ -88,7 +88,7 @@ gpu-check: setup  ## the tests that need a GPU (EXTRA=gpu), with what they measu
 	$(BIN)/python -m pytest -q -rs tests/project/test_cuda.py tests/engines/test_gpu.py $(ARGS)
 
 test-fast: setup  ## the tests that need no engine, in under a minute
-	$(BIN)/python -m pytest -q $(TWO) -m 'not heavy' --hypothesis-profile=fast $(ARGS)
+	$(BIN)/python -m pytest -q $(TWO) -m 'not heavy and not slow' --hypothesis-profile=fast $(ARGS)
 
 check: setup  ## lint, format, types, the direction of imports
 	$(BIN)/ruff check .

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from _run import PIPELINE, ROOT, table
 
 VICTIMS = ("command", "driver", "raylet", "gcs", "trainer", "rollout", "reward", "judge", "controller")
 LEFT_S = 5.0
+MAPS_EVERY = 10  # looks, of 0.1 s each
 DEADLINE_S = 300.0
 SIZES = ("steps=2", "data.prompts=4", "engine.n=2", "engine.max_tokens=8", "data.max_prompt_length=200", "val.every=0")
 SMALL = (*SIZES, "trainer.mini_batches=2", "judge.latency=uniform:0.1:0.5", "judge.time_scale=1", "ray.num_cpus=2")
@@ -66,6 +68,7 @@ class Run:
         self.appeared: dict[str, float] = {}
         self._news = threading.Condition()
         self._ended = False
+        self._looks = 0
         self._watcher = threading.Thread(target=self._watch)
         self._watcher.start()
 
@@ -76,27 +79,38 @@ class Run:
 
     def look(self) -> None:
         """Records the run's present processes, including orphans that were seen before."""
-        roots = [psutil.Process(self.process.pid)] if self.process.poll() is None else []
-        for root in [*roots, *list(self.seen.values())]:
-            try:
-                found = [root, *root.children(recursive=True)]
-            except psutil.Error:
-                continue
-            for process in found:
+        children: dict[int, list[psutil.Process]] = {}
+        for process in psutil.process_iter(["ppid"]):
+            children.setdefault(process.info["ppid"], []).append(process)
+            if process.pid == self.process.pid and process.pid not in self.seen:
                 self._note(process)
+        left = [process.pid for process in self.seen.values() if process.is_running()]
+        while left:
+            for process in children.pop(left.pop(), []):
+                self._note(process)
+                left.append(process.pid)
+        self._looks += 1
+        if self._looks % MAPS_EVERY == 0:
+            for process in list(self.seen.values()):
+                self._map(process)
 
     def _note(self, process: psutil.Process) -> None:
         new = process.pid not in self.seen
         self.seen.setdefault(process.pid, process)
         try:
-            self.memory |= {m.path.split(" ")[0] for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
             what = self._what(process)
         except psutil.Error:
             return
         if what and (new or what not in self.appeared):
+            self._map(process)
             with self._news:
                 self.appeared.setdefault(what, time.monotonic() - self.begin)
                 self._news.notify_all()
+
+    def _map(self, process: psutil.Process) -> None:
+        """Records the shared memory of a process; reading the maps of a large one takes milliseconds."""
+        with suppress(psutil.Error):
+            self.memory |= {m.path.split(" ")[0] for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
 
     def _what(self, process: psutil.Process) -> str:
         if process.pid == self.process.pid:

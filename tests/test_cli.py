@@ -100,6 +100,7 @@ def test_files_that_are_no_pipeline_or_run(capsys: pytest.CaptureFixture[str], t
     assert "compare sets policy and name itself" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_show_prints_the_stages_and_the_unrolled_graph(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["show", PIPELINE, "policy=both", "steps=2"]) == 0
     out = capsys.readouterr().out
@@ -118,6 +119,7 @@ def test_options_may_stand_between_keys(capsys: pytest.CaptureFixture[str]) -> N
     assert "val_rollout" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_help_shows_an_example() -> None:
     for command in ("run", "show", "timeline", "samples", "compare"):
         shown = subprocess.run(
@@ -146,6 +148,7 @@ def test_an_error_that_takes_the_place_of_an_interrupt_is_one(
     assert capsys.readouterr().err.strip() == "interrupted"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's device that is always full")
 def test_output_to_a_full_disk_is_an_error_in_one_sentence() -> None:
     with open("/dev/full", "w") as full:

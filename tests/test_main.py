@@ -17,6 +17,7 @@ SCRIPT = "import sys; from dataflow.__main__ import main; sys.exit(main())"
 STARTS = {"module": ["-m", "dataflow"], "script": ["-c", SCRIPT]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imported", ["argparse", "dataflow.commands.arguments", "dataflow.cli"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 @pytest.mark.parametrize("start", STARTS)
@@ -37,6 +38,7 @@ def test_a_signal_during_the_imports_ends_the_command_with_one_line(
     assert "".join(said) == "\ninterrupted\n"
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_a_command_is_kept() -> None:
     for arguments, code in (["--version"], 0), (["show", "no_such_file.py"], 2), (["shoe"], 2):
         ended = subprocess.run([sys.executable, "-m", "dataflow", *arguments], capture_output=True, timeout=30)

@@ -119,6 +119,7 @@ def test_a_run_is_repeated_from_its_configuration(toy: Path) -> None:
     assert [row["weight"] for row in again.metrics] == [row["weight"] for row in first.metrics]
 
 
+@pytest.mark.slow
 def test_neither_torch_nor_ray_nor_verl_is_needed(toy: Path) -> None:
     blocked = "import sys\nfor name in ('torch', 'ray', 'verl', 'vllm', 'transformers'): sys.modules[name] = None\n"
     code = f"{blocked}from dataflow.cli import main\nsys.exit(main(['run', {str(toy)!r}, 'steps=2', '--json']))"

@@ -57,6 +57,7 @@ def test_seconds_that_are_missing_or_too_many() -> None:
         simulate(graph, {**SECONDS, "rolout": 1.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["html", "png", "svg", "txt", "json"])
 def test_a_trace_is_saved_and_what_json_holds_is_loaded(kind: str, tmp_path: Path) -> None:
     trace = simulate(expand(grpo_pipeline(), preset("both", 4), 3, 4, groups=16), SECONDS)

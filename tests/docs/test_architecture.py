@@ -25,6 +25,7 @@ def defined(tree: ast.Module) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "function"), NAMED)
 def test_what_it_names_exists(file: str, function: str) -> None:
     path = ROOT / "dataflow" / file

@@ -34,6 +34,7 @@ def test_each_block_of_python_is_a_file() -> None:
     assert len(FILES) == TEXT.count("```python") >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_works(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = command.split()[1:]

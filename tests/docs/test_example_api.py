@@ -26,6 +26,7 @@ def test_a_script_is_short(script: Path) -> None:
     assert len(script.read_text(encoding="utf-8").splitlines()) <= 15
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "script", [pytest.param(s, marks=heavy if s.stem == "resume_run" else ()) for s in SCRIPTS], ids=lambda s: s.stem

@@ -64,6 +64,7 @@ def test_over_two_steps_in_parts() -> None:
     assert not any(task.startswith("validate") for task in path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unrolled", [False, True])
 def test_every_kind_of_picture_marks_it(tmp_path: Path, unrolled: bool) -> None:
     p = pipeline()

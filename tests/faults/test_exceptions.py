@@ -223,6 +223,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.slow
 @raising
 @pytest.mark.parametrize(("where", "raises"), PLACES)
 def test_errors_of_the_other_methods_are_reported(

@@ -51,6 +51,7 @@ def test_weights_steps_and_requests_are_those_of_a_run_that_is_not_killed(policy
         assert place.log("trained").keys() == trained.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_run_that_is_not_killed_asks_and_trains_once(policy: str) -> None:
     facts, asked, trained = whole(policy)

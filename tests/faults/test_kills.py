@@ -40,3 +40,4 @@ def test_a_killed_daemon_of_ray_is_named(
     found = run.end()
     assert kills.verdict(found, victim) == "one sentence", found
     assert found["said"][0].startswith(f"RunError: Ray's {name} died (killed, or out of memory)")
+    assert "\x1b" not in "".join(found["said"]), "the output is no terminal"

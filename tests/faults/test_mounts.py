@@ -68,6 +68,7 @@ def test_a_disk_without_room_keeps_the_checkpoints_it_has(place: Path) -> None:
     assert fourth == "4 4 ['step_000002', 'step_000004']"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("left", [".lock", "config.yaml"])
 def test_a_run_that_cannot_be_written_is_not_resumed(left: str, place: Path) -> None:

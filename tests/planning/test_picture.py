@@ -124,6 +124,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return page(tmp_path_factory.mktemp("drawn") / "plan.html", title="<a> & b")
 
 
+@pytest.mark.slow
 def test_a_png_is_1400_pixels_wide_and_grows_with_the_sweeps(tmp_path: Path) -> None:
     heights = []
     for sweeps in ([], [*SWEEPS, *SWEEPS]):
@@ -154,6 +155,7 @@ def test_an_svg_names_what_it_shows(tmp_path: Path) -> None:
     assert path.read_text() == text
 
 
+@pytest.mark.slow
 def test_the_page_loads_nothing_and_names_what_it_shows(drawn: Page) -> None:
     assert drawn.loads == []
     assert drawn.title == "<a> & b"
@@ -166,6 +168,7 @@ def test_the_page_loads_nothing_and_names_what_it_shows(drawn: Page) -> None:
     assert hover[1].startswith("<b>both</b>, reward.concurrency = 128<br>265.0 s a step, −47.0% against baseline")
 
 
+@pytest.mark.slow
 def test_the_same_plan_gives_the_same_file(drawn: Page, tmp_path: Path) -> None:
     page(tmp_path / "plan.html", title="<a> & b")
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == drawn.text
@@ -192,6 +195,7 @@ def test_every_colour_for_the_dark_belongs_to_one_model(drawn: Page) -> None:
     assert len(themed) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["svg", pytest.param("html", marks=pytest.mark.heavy)])
 def test_odd_plans_are_drawn_too(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"plan.{kind}"
@@ -222,6 +226,7 @@ def test_what_cannot_be_drawn_is_said_and_leaves_nothing_behind(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["png", "html"])
 def test_a_picture_that_fails_half_way_leaves_the_old_one(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ import pytest
 from dataflow.cli import main
 
 
+@pytest.mark.slow
 def test_the_json_matches_the_documentation(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", costs, "--json", "sweep=mini_batches:1:4"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -33,6 +34,7 @@ def test_the_json_matches_the_documentation(costs: str, capsys: pytest.CaptureFi
     assert len(found["sweeps"][0]["policies"]) == 5
 
 
+@pytest.mark.slow
 def test_the_table_shows_rows_advice_and_sweep(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", costs, "policy=mini-batch+stream", "policy.split=2", "sweep=reward.concurrency:8:32"]) == 0
     out = capsys.readouterr().out
@@ -43,6 +45,7 @@ def test_the_table_shows_rows_advice_and_sweep(costs: str, capsys: pytest.Captur
     assert "reward service" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["png", pytest.param("html", marks=pytest.mark.heavy)])
 def test_a_plan_is_drawn(costs: str, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / f"plan.{suffix}"

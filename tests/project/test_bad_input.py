@@ -119,6 +119,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", NUMBERS)
 def test_no_key_takes_a_number_that_is_none(value: str) -> None:
     numbers = {
@@ -134,6 +135,7 @@ def test_no_key_takes_a_number_that_is_none(value: str) -> None:
             parse_overrides(RunConfig, [f"{key}={value}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -254,6 +256,7 @@ NO_FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("why", [*NO_FILES, "File name too long"])
 @pytest.mark.parametrize(
@@ -292,6 +295,7 @@ class Config(RunConfig): ...
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -330,6 +334,7 @@ def test_a_pipeline_file_that_is_none(refused: Said, tmp_path: Path, text: str, 
         assert main(["show", str(file)]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -380,6 +385,7 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -449,6 +455,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ROWS)
 @pytest.mark.parametrize("key", ["data.train", "data.val"])
 def test_rows_that_cannot_be_used(refused: Said, tmp_path: Path, case: str, key: str) -> None:
@@ -554,6 +561,7 @@ MARKED: dict[str, tuple[str, Callable[[Path], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MARKED)
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1"])
 def test_a_byte_order_mark_is_read_and_other_encodings_are_named(

@@ -54,6 +54,7 @@ def test_a_recipe_needs_no_second_look_at_log_probs_with_bypass_mode(module: Mod
     assert "old_log_prob" not in pipeline_of(module, config).by_name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_recipe_is_scheduled_correctly_under_each_policy(module: ModuleType, policy: str, tmp_path: Path) -> None:
     overrides = [f"policy={policy}", "steps=7", "checkpoint.every=3", "val.every=3", "name=x", f"runs={tmp_path}"]

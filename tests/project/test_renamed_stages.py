@@ -80,6 +80,7 @@ def test_trace_waits_causes_and_summary_are_the_same(traces: tuple[Trace, Trace]
     )
 
 
+@pytest.mark.slow
 def test_pictures_are_the_same_but_for_names(traces: tuple[Trace, Trace], tmp_path: Path) -> None:
     usual, other = traces
     drawn = [gantt(trace, width=160) for trace in traces]
@@ -104,6 +105,7 @@ def test_arrows_lead_from_samples_to_updates(traces: tuple[Trace, Trace], tmp_pa
     assert json.loads(back(files[1])) == json.loads(files[0])
 
 
+@pytest.mark.slow
 def test_the_plan_is_the_same(traces: tuple[Trace, Trace]) -> None:
     plans = [predict(of_trace(trace, "run", PlanConfig())) for trace in traces]
     assert back(plans[1]) == str(plans[0])

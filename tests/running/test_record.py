@@ -115,6 +115,7 @@ def test_evaluations_that_cannot_be_read_are_left_out(killed: Path) -> None:
     assert facts(go_on(killed))["rewards"]["requested"] == POINT
 
 
+@pytest.mark.slow
 def test_a_kill_while_the_files_are_cut_loses_nothing(killed: Path) -> None:
     whole = {file.name: file.read_bytes() for file in killed.iterdir()}
 

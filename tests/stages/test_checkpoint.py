@@ -49,6 +49,7 @@ def test_the_samples_that_a_checkpoint_needs_are_kept_before_it(staleness: int, 
         assert waits == set(range(step + 1, min(step + staleness, STEPS) + 1))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(name=st.sampled_from([*PRESETS, "both+stream"]), every=st.integers(1, 5), write=st.floats(0.0, 200.0))
 def test_training_never_waits_for_a_slow_disk(name: str, every: int, write: float) -> None:
@@ -127,6 +128,7 @@ WRITING_S = {"write_checkpoint": 3.0, "write_critic_checkpoint": 5.0}
 PPO_S = {"values": 0.5, "critic_update": 0.7}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(name=st.sampled_from([*PRESETS, "both+stream"]), every=st.integers(1, 3), gpus=st.sampled_from([1, 2]))
 def test_all_that_is_trained_is_copied_between_two_updates(name: str, every: int, gpus: int) -> None:

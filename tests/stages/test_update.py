@@ -160,6 +160,7 @@ def test_while_the_critic_learns_first_the_actor_stays_and_its_groups_still_coun
     assert len(trainer.calls) == 1
 
 
+@pytest.mark.slow
 def test_advantages_are_whitened_before_the_update():
     class Seen(Trainer):
         def update(self, batch: Batch, *, last: bool) -> dict[str, float]:

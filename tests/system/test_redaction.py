@@ -316,6 +316,7 @@ def test_an_error_that_resists_is_left() -> None:
     assert pickle.loads(pickle.dumps(ValueError(1))).args == (1,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

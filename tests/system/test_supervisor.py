@@ -128,6 +128,7 @@ def test_what_the_run_returns_and_raises_is_passed_on(tmp_path: Path, commands: 
     assert err.endswith("ValueError: a bug\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "words"), [("exits", "ended with exit code 1"), ("aborts", "SIGABRT"), ("sleeps", "killed by SIGKILL")]
 )
@@ -148,6 +149,7 @@ def test_a_run_that_dies_is_reported_in_one_sentence(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["program.py", "run"], "temporary files are removed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True], ids=["command", "group"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_ends_the_run_once(

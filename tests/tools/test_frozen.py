@@ -49,6 +49,7 @@ def tools(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_tool_that_freezes_its_process_is_named_and_ended(tools: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ended = subprocess.run(

@@ -25,6 +25,7 @@ def said(key: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_every_key_names_one_of_ours_or_a_reason() -> None:
     for key, meaning in KEYS.items():
         assert key not in OURS, f"{key} is ours already"

@@ -35,6 +35,7 @@ def test_a_value_means_what_it_looks_like(text: str, value: object) -> None:
     assert type(load(text)) is type(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

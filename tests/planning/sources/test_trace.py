@@ -28,6 +28,7 @@ from tests.rigs.simulated import job, run
 SAVES = {"stage_checkpoint": 0.5, "keep_samples": 0.25, "write_checkpoint": 4.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["baseline", "mini-batch", "off-policy", "both"])
 def test_a_baselines_trace_foretells_every_policy(policy: str) -> None:
     workload = job(steps=40)

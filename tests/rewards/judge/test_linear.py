@@ -33,6 +33,7 @@ def repeated(piece: str) -> str:
     return piece * (SIZE // len(piece))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", gsm8k.METHODS)
 @pytest.mark.parametrize(
     "text",

@@ -105,6 +105,7 @@ BAD_TEXTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("text", BAD_TEXTS, ids=lambda text: repr(text)[:30])
 def test_what_is_no_answer_counts_as_absent(path: Path, text: Any, cache: bool) -> None:

@@ -135,6 +135,7 @@ def test_a_kill_before_any_file_operation_loses_nothing_that_was_committed(tmp_p
     assert at > 60
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @settings(deadline=None, max_examples=12)
 @given(st.integers(0, 3), st.floats(0, 1))

@@ -66,6 +66,7 @@ def written(tmp_path: Path, traces: Any, **more: Any) -> Page:
     return Page(tmp_path / "run.html")
 
 
+@pytest.mark.slow
 def test_a_page_holds_all_it_needs_and_says_how_the_run_went(tmp_path: Path) -> None:
     trace = made_up(6)
     found = written(tmp_path, trace)
