@@ -79,7 +79,7 @@ class ModelConfig(Section):
     """Which tiny model stands in for null, by the name of its recipe."""
 
     path: Text | None = None
-    """Directory or hub id of a Hugging Face causal LM; null makes a tiny Qwen2 and caches it."""
+    """Directory or hub id of a Hugging Face causal LM or Qwen2-VL; null makes a tiny Qwen2 and caches it."""
 
 
 class EngineConfig(Section):

@@ -233,11 +233,12 @@ class PromptSource:
             longest = max(len(ids[i]) for i in long)
             least = "over " if self._uncounted.intersection(long) else ""
             longest -= bool(least)
+            cut = "" if shows is not None else "data.truncation=left|right|middle or "
             first = f"over {limit}" if long[0] in self._uncounted else str(len(ids[long[0]]))
             raise DataError(
                 f"{self._label(long[0])}: the prompt has {first} tokens, more than data.max_prompt_length={limit} "
                 f"(as have {len(long)} of {len(ids)}, the longest {least}{longest}); raise it, or set "
-                "data.truncation=left|right|middle or data.filter_overlong_prompts=true."
+                f"{cut}data.filter_overlong_prompts=true."
             )
         for i in long:
             ids[i] = truncate(ids[i], limit, data.truncation)

@@ -1,0 +1,190 @@
+"""A model that takes images, in the rollout, the trainer and the export: what it says of an image is what it sees."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from dataflow.batch import Batch
+from dataflow.config.algorithm import AlgorithmConfig
+from dataflow.config.run import TrainerConfig
+from dataflow.data.prompts import PromptSource
+from dataflow.data.shown import Shown
+from dataflow.data.tokenize import load_chat_tokenizer
+from dataflow.engines.base import Sampling
+from dataflow.engines.hf import HfRollout
+from dataflow.engines.verl.trainer import VerlTrainer
+from dataflow.errors import DataError, ModelError
+from dataflow.models.directory import check_files, check_weights
+from dataflow.models.processor import Processor
+from dataflow.models.tiny_vision import write_tiny_vision
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
+
+R = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_vision(tmp_path_factory.mktemp("vision") / "model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def picture(red: int, wide: int) -> dict[str, bytes]:
+    file = io.BytesIO()
+    Image.new("RGB", (wide, 60), (red, 10, 200)).save(file, "PNG")
+    return {"bytes": file.getvalue()}
+
+
+def row(text: str, *images: dict[str, bytes]) -> dict[str, Any]:
+    facts = {"data_source": "s", "reward_model": {"ground_truth": "1"}, "extra_info": {"index": 0}}
+    return {"prompt": [{"role": "user", "content": text}], **facts, **({"images": list(images)} if images else {})}
+
+
+ROWS = [
+    row("<image> What is it?", picture(200, 60)),
+    row("Is <image> more than <image> is?", picture(10, 60), picture(90, 120)),
+    row("How many?"),
+    row("And how few?"),
+]
+
+
+def source(model: Path, rows: list[dict[str, Any]] = ROWS, *, sees: bool = True, **changes: Any) -> PromptSource:
+    options = {"max_prompt_length": 64, "truncation": "error", "filter_overlong_prompts": False, "shuffle": False}
+    data = SimpleNamespace(**options | changes)
+    processor = Processor(str(model)) if sees else None
+    return PromptSource(rows, load_chat_tokenizer(str(model)), data, 0, 1, "data", processor=processor)
+
+
+def responses(engine: HfRollout, prompts: Batch) -> Batch:
+    async def draw() -> list[Any]:
+        return [sample async for sample in engine.generate(prompts, Sampling(n=2, max_tokens=R), seed=1)]
+
+    return engine.batch(prompts, asyncio.run(draw()), R)
+
+
+def by_transformers(model: Path, batch: Batch) -> torch.Tensor:
+    """Returns the log-probs of a forward of each row, with positions by transformers, float32 ``[rows, R]``."""
+    from transformers import Qwen2VLForConditionalGeneration
+
+    plain = Qwen2VLForConditionalGeneration.from_pretrained(model)
+    found = torch.zeros(len(batch), R)
+    for at in range(len(batch)):
+        there = batch["attention_mask"][at].bool()
+        ids, shown = batch["input_ids"][at][there][None], batch["multi_modal_inputs"][at].inputs
+        places = torch.arange(ids.shape[1]).expand(3, 1, -1)
+        if shown:
+            places, _shift = plain.model.get_rope_index(
+                ids, (ids == plain.config.image_token_id).int(), shown["image_grid_thw"]
+            )
+        places = torch.cat([torch.arange(ids.shape[1]).expand(1, 1, -1), places])
+        with torch.no_grad():
+            logits = plain(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids), **shown).logits[0]
+        each = logits[:-1].log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        count = int(batch["response_mask"][at].sum())
+        found[at, :count] = each[-count:]
+    return found
+
+
+@pytest.fixture(scope="module")
+def trainer(model: Path) -> Iterator[VerlTrainer]:
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(port)
+    # One row in a micro-batch: some micro-batches show nothing.
+    made = VerlTrainer(str(model), TrainerConfig(micro_batch_size=1, lr=1e-3), AlgorithmConfig(), 10, R)
+    yield made
+    made.close()
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def test_the_tiny_model_passes_the_checks_of_a_run(model: Path) -> None:
+    check_files(model)
+    check_weights(model)
+
+
+def test_a_prompt_has_a_token_for_each_patch_and_verls_parts(model: Path) -> None:
+    batch = source(model).all()
+    image = Processor(str(model))._image
+    assert [ids.count(image) for ids in batch["prompt_ids"]] == [4, 12, 0, 0]
+    assert [part["type"] for part in batch["raw_prompt"][0][0]["content"]] == ["image", "text"]
+    assert batch["raw_prompt"][0][0]["content"][0]["image"].size == (60, 60)
+    assert batch["raw_prompt"][2] == ROWS[2]["prompt"]
+    assert [tuple(shown.positions.shape) for shown in batch["multi_modal_inputs"]] == [
+        (3, len(ids)) for ids in batch["prompt_ids"]
+    ]
+
+
+def test_rollout_and_trainer_agree_with_transformers_and_depend_on_the_image(
+    model: Path, trainer: VerlTrainer, tmp_path: Path
+) -> None:
+    engine = HfRollout(str(model), 64)
+    batch = responses(engine, source(model).all())
+    assert batch["position_ids"].shape == (8, 4, batch["input_ids"].shape[1])
+    assert not torch.isin(batch["responses"], torch.tensor(engine._undrawn)).any()
+    wanted = by_transformers(model, batch)
+    assert torch.allclose(batch["rollout_log_probs"], wanted, atol=1e-4)
+    old = trainer.old_log_probs(batch)
+    assert torch.allclose(old["old_log_probs"], wanted, atol=1e-4)
+
+    shown = list(batch["multi_modal_inputs"])
+    other = Shown({**shown[0].inputs, "pixel_values": -shown[0].inputs["pixel_values"]}, shown[0].positions)
+    changed = batch.merge(batch.like(multi_modal_inputs=[other, *shown[1:]]))
+    apart = (trainer.old_log_probs(changed)["old_log_probs"] - wanted).abs().amax(dim=1)
+    assert apart[0] > 1e-3
+    assert apart[1:].max() < 1e-4
+
+    advantages = torch.linspace(-1, 1, 8)[:, None].expand(-1, R)
+    before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    trainer.update(batch.merge(old, batch.like(advantages=advantages)), last=True)
+    after = trainer.weights()
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert any(name.startswith("model.visual") for name in moved)
+    assert any(name.startswith("model.language_model") for name in moved)
+
+    asyncio.run(engine.sync(after, 1))
+    trainer.export(str(tmp_path / "export"), "card")
+    again = responses(engine, source(tmp_path / "export").all())  # with the processor that the export has
+    assert torch.allclose(again["rollout_log_probs"], by_transformers(tmp_path / "export", again), atol=1e-4)
+    assert torch.allclose(again["rollout_log_probs"], trainer.old_log_probs(again)["old_log_probs"], atol=1e-4)
+
+
+def test_what_the_model_cannot_be_shown_is_one_sentence(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="data, row 1: the prompt has images, which the model does not take"):
+        source(model, sees=False)
+    with pytest.raises(DataError, match="data, row 2: image 1 is no image"):
+        source(model, [ROWS[2], row("<image>", {"bytes": b"x"})])
+    with pytest.raises(DataError, match=r"data, row 2: the prompt has \d+ tokens, more than data.max_prompt_length=26"):
+        source(model, ROWS[:2], max_prompt_length=26)
+    with pytest.raises(DataError, match=r"data, row 2: .* tokens with those of its images, .* cannot be cut"):
+        source(model, ROWS[:2], max_prompt_length=26, truncation="left")
+    assert len(source(model, ROWS[:2], max_prompt_length=26, filter_overlong_prompts=True)) == 1
+    bare = write_tiny_vision(tmp_path / "bare")
+    (bare / "preprocessor_config.json").unlink()
+    with pytest.raises(ModelError, match="no processor of images can be loaded"):
+        Processor(str(bare))
+    mute = write_tiny_vision(tmp_path / "mute")
+    (mute / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match="its processor has no chat template"):
+        Processor(str(mute))

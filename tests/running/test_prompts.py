@@ -1,0 +1,41 @@
+"""What a run with a model that takes images supports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.config.run import RunConfig
+from dataflow.errors import ConfigError
+from dataflow.running.prompts import check_images
+from pipelines import distill, ppo_critic
+
+
+def configured(path: Path, kind: str, base: type[RunConfig] = RunConfig, **sections: Any) -> RunConfig:
+    (path / "config.json").write_text(json.dumps({"model_type": kind}), encoding="utf-8")
+    return base.model_validate({"model": {"path": str(path)}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("base", "sections", "message"),
+    [
+        (RunConfig, {"engine": {"rollout": "vllm"}}, "engine.rollout=vllm: model .* not passed to vLLM yet; use"),
+        (RunConfig, {"engine": {"rollout": "hf", "replicas": 2}}, "engine.replicas=2: model .* one engine samples"),
+        (RunConfig, {"tools": {"names": ["calculator"]}}, "tools: model .* leave out the tools"),
+        (ppo_critic.Config, {}, "critic: model .* a critic cannot read them yet"),
+        (distill.Config, {}, "teacher: model .* a teacher cannot read them yet"),
+    ],
+)
+def test_what_cannot_take_images_is_named(
+    base: type[RunConfig], sections: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_images(configured(tmp_path, "qwen2_5_vl", base, **sections))
+    check_images(configured(tmp_path, "qwen2", base, **sections))
+
+
+def test_the_transformers_engine_takes_them(tmp_path: Path) -> None:
+    check_images(configured(tmp_path, "qwen2_vl", engine={"rollout": "hf"}))
