@@ -31,6 +31,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 _TABLES = {
     "CONFIG_MAPPING_NAMES": "models/auto/auto_mappings.py",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "models/auto/modeling_auto.py",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": "models/auto/modeling_auto.py",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "models/auto/modeling_auto.py",
 }
 
@@ -199,6 +200,8 @@ def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
     named = ", ".join(architectures)
     if not set(wanted).intersection(architectures):
         instead = f" {' or '.join(wanted)} is" if wanted else " one that ends in ForCausalLM is"
+        if kind in _table("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES") and kind not in VISION:
+            instead = f" of those that take images, {' or '.join(VISION)} is"
         raise ModelError(f"model {path} is a {named}, which is not a causal language model;{instead} needed.")
     # Encoders have a causal class, too; without is_decoder, their tokens attend to later ones.
     if kind in _table("MODEL_FOR_MASKED_LM_MAPPING_NAMES") and config.get("is_decoder") is False:

@@ -32,6 +32,7 @@ def write_tiny_vision(path: Path, seed: int = 0, *, hidden: int = 64, patches: i
     import torch
     from transformers import GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.utils.logging import disable_progress_bar
 
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([_IMAGE, _VIDEO, _BEGIN, _END], special_tokens=True)
@@ -64,6 +65,7 @@ def write_tiny_vision(path: Path, seed: int = 0, *, hidden: int = 64, patches: i
         torch.manual_seed(seed)
         model = Qwen2VLForConditionalGeneration(config)
     model.generation_config = GenerationConfig(**ends)
+    disable_progress_bar()
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     # A patch has 14 x 14 pixels, and 2 x 2 of them become one token.

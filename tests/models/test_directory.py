@@ -150,6 +150,10 @@ def test_no_weights_at_all(model: Path) -> None:
             {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
             "not a causal language model",
         ),
+        (
+            {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]},
+            "which is not a causal language model; of those that take images, qwen2_vl or qwen2_5_vl is needed",
+        ),
         ({"model_type": "clip", "architectures": ["CLIPModel"]}, "not a causal language model"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForCausalLM is needed"),
         ({"architectures": ["Qwen2ForTokenClassification"]}, "Qwen2ForCausalLM is needed"),
