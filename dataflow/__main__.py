@@ -18,10 +18,9 @@ def main() -> int:
                 from dataflow.cli import main as run_command
             code = run_command()
         except BaseException:
-            if stopping.received is None:
-                raise
-            print("\ninterrupted", file=sys.stderr)
-            code = stopping.exit_code
+            from dataflow.commands.ending import interrupted
+
+            code = interrupted()
     # The result is printed and the exit code is known: the interpreter's exit is not interrupted.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

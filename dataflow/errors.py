@@ -71,8 +71,7 @@ def nearest(word: str, words: object) -> str:
     """
     from difflib import get_close_matches
 
-    others = [other for other in words if other != word]  # type: ignore[attr-defined]
-    found = get_close_matches(word, others, n=1, cutoff=0.6)
+    found = get_close_matches(word, list(words), n=1, cutoff=0.6)  # type: ignore[call-overload]
     return f"; did you mean '{found[0]}'?" if found else ""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dataflow.errors import RunError
+from dataflow.errors import RunError, nearest
 
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
@@ -38,6 +38,12 @@ def no_file(path: str | os.PathLike[str]) -> str | None:
     if stat.S_ISREG(mode):
         return None
     return "it is a directory" if stat.S_ISDIR(mode) else "it is a device, a pipe or a socket"
+
+
+def nearest_path(path: str | os.PathLike[str], folder: Path, pattern: str = "*") -> str:
+    """Suggests the path in a folder that is most like ``path``, other than itself; "" if none is."""
+    found = [str(each) for each in sorted(folder.glob(pattern))] if folder.is_dir() else []
+    return nearest(str(path), [each for each in found if each != str(path)])
 
 
 def unwritable(path: str | os.PathLike[str]) -> str | None:

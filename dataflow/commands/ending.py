@@ -31,14 +31,14 @@ def act(options: argparse.Namespace) -> int:
             print(f"\ninterrupted: {error}", file=sys.stderr)
             return stopping.exit_code
         except KeyboardInterrupt:
-            return _interrupted()
+            return interrupted()
         except (DataflowError, ImportError) as error:
             if (why := missing_extra(error)) is not None:
                 print(f"ConfigError: {why}", file=sys.stderr)
                 return 2
             if isinstance(error, DataflowError):
                 return _failed(error)
-            return _interrupted()
+            return interrupted()
         except BrokenPipeError:
             _drop_output()
             sys.stderr.close()
@@ -50,14 +50,14 @@ def act(options: argparse.Namespace) -> int:
                 return 1
             # Even a check whether such a file exists raises this error, anywhere in the code.
             if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
-                return _interrupted()
+                return interrupted()
             print(f"DataError: {one_line(str(error.filename))}: {error.strerror}; give another name.", file=sys.stderr)
             return 2
         except BaseException:
-            return _interrupted()
+            return interrupted()
 
 
-def _interrupted() -> int:
+def interrupted() -> int:
     """Ends a command that a signal interrupted; raises the current error again if there was no signal.
 
     If a signal interrupts the import of an extension module, the module raises an error of another kind.

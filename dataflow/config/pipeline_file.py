@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from dataflow.config.base import BaseConfig, PipelineConfig
-from dataflow.errors import ConfigError, DataflowError, PipelineError, UserError, nearest
-from dataflow.files import no_file
+from dataflow.errors import ConfigError, DataflowError, PipelineError, UserError
+from dataflow.files import nearest_path, no_file
 from dataflow.graph import Pipeline
 from dataflow.usercode.failures import is_interrupt, message_of
 
@@ -28,7 +28,7 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
 
     file = Path(path)
     if (why := no_file(file)) is not None:
-        guess = nearest(str(path), [str(f) for f in sorted(file.parent.glob("*.py"))])
+        guess = nearest_path(path, file.parent, "*.py")
         raise ConfigError(f"no pipeline file '{path}': {why}{guess or '; give the path of a .py file.'}")
     if file.suffix != ".py":
         raise ConfigError(f"pipeline file '{path}' is not a .py file.")

@@ -57,8 +57,7 @@ def parse_rule(text: str) -> FailureRule:
     """
     kind, colon, number = text.partition(":")
     if kind not in KINDS or (colon and kind != "score"):
-        own = f"; did you mean '{kind}'?" if kind in KINDS else ""  # it takes no number
-        hint = own or nearest(kind, KINDS) or f"; give {', '.join(k if k != 'score' else 'score:X' for k in KINDS)}."
+        hint = nearest(kind, KINDS) or f"; give {', '.join(k if k != 'score' else 'score:X' for k in KINDS)}."
         raise ConfigError(f"reward.on_failure={text} is unknown{hint}")
     if kind != "score":
         return FailureRule(kind)

@@ -24,10 +24,10 @@ def keyed(message: str, agent: str) -> str:
     return _KEY.sub(lambda key: f"{agent}." if key[1] == MAIN else f"{agent}.{key[1]}.", message)
 
 
-def told_by(message: str, agent: str) -> str:
+def prefixed(message: str, agent: str) -> str:
     """Returns a message that begins with the agent's name and has its keys; unchanged if it does already.
 
-    >>> told_by("group 3 of step 1: 'f' raised ValueError; raise reward.tries.", "style")
+    >>> prefixed("group 3 of step 1: 'f' raised ValueError; raise reward.tries.", "style")
     "reward agent 'style': group 3 of step 1: 'f' raised ValueError; raise style.tries."
     """
     if agent == MAIN:

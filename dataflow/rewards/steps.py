@@ -17,7 +17,7 @@ from dataflow.batch import Batch
 from dataflow.errors import DataflowError, RewardFailed
 from dataflow.rewards.failure import FailedShare, FailureRule
 from dataflow.rewards.filter import GroupFilter
-from dataflow.rewards.naming import MAIN, told_by
+from dataflow.rewards.naming import MAIN, prefixed
 from dataflow.rewards.records import rewards_of, step_summary
 from dataflow.rewards.requests import BESIDE, Order, Request, RequestState, Scored, Step, StepRequests, Ticket, Waiter
 from dataflow.system import clock
@@ -91,7 +91,7 @@ class Steps:
         if self.closed:
             raise DataflowError(f"reward agent: step {step} was submitted after close().")
         if self.halted is not None:
-            raise RewardFailed(told_by(self.halted[0], self.agent)) from self.halted[1]
+            raise RewardFailed(prefixed(self.halted[0], self.agent)) from self.halted[1]
         known = self.live.get(step)
         if more and step in self._ended:
             raise self._gone(step)
@@ -150,7 +150,7 @@ class Steps:
             return False
         if not state.failed:
             # Only the first one of a step; the step's metrics have their number.
-            logger.warning("{}", told_by(f"{message.rstrip('.')} (reward.on_failure={state.rule})", self.agent))
+            logger.warning("{}", prefixed(f"{message.rstrip('.')} (reward.on_failure={state.rule})", self.agent))
         state.failed += 1
         if state.rule.kind == "score":
             request.score = state.rule.score
@@ -305,7 +305,7 @@ class Steps:
     def _end(self, state: StepRequests, kind: type[DataflowError], message: str, cause: BaseException | None) -> None:
         state.over = True
         del self.live[state.key]
-        self._ended[state.key] = (kind, told_by(message, self.agent), cause)
+        self._ended[state.key] = (kind, prefixed(message, self.agent), cause)
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
         for waiter in state.waiters:

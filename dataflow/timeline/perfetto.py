@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dataflow.errors import DataError, nearest
-from dataflow.files import decoded, no_file, replaced
+from dataflow.errors import DataError
+from dataflow.files import decoded, nearest_path, no_file, replaced
 from dataflow.timeline.spans import USUAL, VERSION, Level, Mark, Span, Trace
 from dataflow.timeline.writer import FORMAT, LEVEL, MARK, PID, REQUEST, SPAN, TASK, TraceWriter
 
@@ -55,7 +55,7 @@ def load(run: str) -> Trace:
     if path.is_dir():
         path = path / "trace.json"
     if (why := no_file(path)) is not None:
-        near = nearest(run, [str(p) for p in path.parent.parent.glob("*")]) if path.parent.parent.is_dir() else ""
+        near = nearest_path(run, path.parent.parent)
         raise DataError(f"no run at '{run}': {path}: {why}{near or '; give a run directory (runs/NAME)'}")
     return read(path)
 

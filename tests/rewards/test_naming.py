@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataflow.rewards.naming import keyed, told_by
+from dataflow.rewards.naming import keyed, prefixed
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_keys_are_those_of_the_agent(said: str, named: str | None) -> None:
 
 
 def test_a_message_says_once_which_agent_it_is_of() -> None:
-    once = told_by("reward agent: step 3 was submitted after close().", "style")
+    once = prefixed("reward agent: step 3 was submitted after close().", "style")
     assert once == "reward agent 'style': step 3 was submitted after close()."
-    assert told_by(once, "style") == once
-    assert told_by("reward agent: as it was; reward.tries.", "reward") == "reward agent: as it was; reward.tries."
+    assert prefixed(once, "style") == once
+    assert prefixed("reward agent: as it was; reward.tries.", "reward") == "reward agent: as it was; reward.tries."

@@ -1,4 +1,4 @@
-"""Runs with several reward agents: toy engines, real agents, inline. What each did is told apart everywhere."""
+"""Runs with several reward agents: toy engines, real agents, inline. Metrics, waits and failures name the agent."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dataflow.config.keys.overrides import parse_overrides
-from dataflow.errors import DataError, nearest
+from dataflow.errors import DataError
+from dataflow.files import nearest_path
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.sources import handmade, scalars, trace, verl
 from dataflow.planning.workload import Workload
@@ -32,7 +33,7 @@ def read_workload(source: str, overrides: Sequence[str] = ()) -> tuple[Workload,
 def _read(source: str, overrides: Sequence[str]) -> tuple[Workload, PlanConfig]:
     path = Path(source)
     if not path.exists():
-        near = nearest(str(path), [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else ""
+        near = nearest_path(path, path.parent)
         raise DataError(f"nothing to plan from at '{source}'{near or f'; give {KINDS}.'}")
     if not (path.is_file() or path.is_dir()):
         # Opening a FIFO would block until something writes to it.

@@ -80,7 +80,7 @@ def _require(timings: Sequence[str], names: Sequence[str], trouble: str) -> None
     if missing:
         # Without their prefix, which would make all timings look similar.
         word = missing[0].rpartition("/")[2]
-        alike = [name for name in names if (last := name.rpartition("/")[2]) == word or nearest(word, [last])]
+        alike = [name for name in names if nearest(word, [name.rpartition("/")[2]])]
         hint = nearest(missing[0], alike) or nearest(word, alike) or f"; {_GIVE}."
         raise DataError(f"{trouble} {', '.join(missing)}{hint}")
 

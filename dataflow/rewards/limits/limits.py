@@ -44,6 +44,11 @@ class Limits:
         if not 1 <= self.floor <= self.concurrency:
             raise ConfigError(f"reward.floor={self.floor}; give 1 to reward.concurrency={self.concurrency}.")
 
+    @property
+    def rated(self) -> bool:
+        """Whether requests or tokens a minute are limited."""
+        return self.rpm is not None or self.tpm is not None
+
 
 def check_endpoints(reward: Any, limits: Limits) -> None:
     """Checks that limits of endpoints name endpoints of the reward object; others would limit nothing.

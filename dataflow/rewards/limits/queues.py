@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from dataflow.rewards.limits.limits import Limits
+from dataflow.rewards.limits.pause import Pause
 from dataflow.rewards.limits.rates import Rates
 from dataflow.system import clock
 
@@ -92,47 +93,8 @@ QueueFactory = Callable[[str, Limits, Callable[[], None], Callable[[Exception], 
 become ready, ``on_bug`` when queued items can no longer start."""
 
 
-class Pause:
-    """A time in which a queue starts nothing.
-
-    Args:
-        on_end: called at its end.
-    """
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
-        self._timer: asyncio.TimerHandle | None = None
-        self.until = 0.0
-        """Its end in seconds of ``clock.now()``; 0 before the first one."""
-
-    @property
-    def active(self) -> bool:
-        return self._timer is not None
-
-    def extend(self, seconds: float) -> None:
-        """Pauses for some seconds from now on, unless it lasts longer already."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        if self._timer is not None:
-            if self._timer.when() >= until:
-                return
-            self._timer.cancel()
-        self._timer = loop.call_at(until, self._end)
-        self.until = clock.now() + seconds
-
-    def _end(self) -> None:
-        self._timer = None
-        self._on_end()
-
-    def cancel(self) -> None:
-        """Ends it without calling ``on_end``."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
 def _rates(limits: Limits) -> tuple[Rates, ...]:
-    return () if limits.rpm is None and limits.tpm is None else (Rates(limits.rpm, limits.tpm),)
+    return (Rates(limits.rpm, limits.tpm),) if limits.rated else ()
 
 
 class LocalQueue:
@@ -395,8 +357,7 @@ class Limiter:
         if queue.paused_until > since:
             return "pause"
         own = self.limits.endpoints.get(queue.name, self.limits)
-        rated = any(limits.rpm is not None or limits.tpm is not None for limits in (self.limits, own))
-        return "rate" if rated else ""
+        return "rate" if self.limits.rated or own.rated else ""
 
     def waiting(self) -> int:
         """Returns the number of queued items that are wanted."""

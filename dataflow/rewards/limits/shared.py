@@ -17,7 +17,8 @@ from typing import Any
 
 from dataflow.errors import DataflowError, RewardFailed
 from dataflow.rewards.limits.limits import Limits
-from dataflow.rewards.limits.queues import Pause, Queued
+from dataflow.rewards.limits.pause import Pause
+from dataflow.rewards.limits.queues import Queued
 from dataflow.rewards.limits.server import Address, LimitServer, Message, Wire
 from dataflow.system import clock
 from dataflow.system.redaction import redact_logs
