@@ -113,14 +113,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _no_process_left() -> Iterator[None]:
     """Fails the session if a worker, a judge or a Ray daemon that some test started outlives the tests."""
-    import psutil
+    from tests.rigs.processes import below, command, left
 
     yield
     # Python's own helper of multiprocessing ends with this process.
-    started = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in _command(p)]
-    _gone, alive = psutil.wait_procs(started, timeout=15)
-    left = [_command(p) for p in alive]
-    assert not left, f"tests left processes behind: {left}"
+    started = [p for p in below() if "resource_tracker" not in " ".join(command(p))]
+    alive = left(started, timeout=15)
+    assert not alive, f"tests left processes behind: {alive}"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -186,15 +185,6 @@ def local_ray(request: pytest.FixtureRequest, _shared_ray: SharedRay) -> None:
     """
     assert request.node.get_closest_marker("shares_ray"), "mark the module: pytestmark = pytest.mark.shares_ray"
     _shared_ray.open()
-
-
-def _command(process: Any) -> str:
-    import psutil
-
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""  # it has just ended
 
 
 @pytest.fixture(scope="session")

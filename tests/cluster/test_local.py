@@ -19,6 +19,7 @@ from dataflow.executors.ray import RayExecutor
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.shared import start_limits
 from tests.rigs.listening import Listener, check, listeners
+from tests.rigs.processes import below, command, environment, left
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 
@@ -77,7 +78,7 @@ def test_it_listens_on_loopback_alone_and_so_do_shared_limits(executor: RayExecu
 
 
 def test_it_starts_what_a_run_uses_and_no_more(executor: RayExecutor) -> None:
-    commands = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
+    commands = [" ".join(command(p)) for p in below()]
     for name in ("gcs_server", "raylet/raylet", "RuntimeEnvAgent"):
         assert any(name in command for command in commands), name
     for name in ("monitor.py", "log_monitor.py", "dashboard.py"):
@@ -100,8 +101,8 @@ def test_the_token_is_in_no_environment_command_or_log(executor: RayExecutor) ->
     assert executor._local is not None
     token = Path(executor._local.token_path).read_text()
     assert len(token) == 64
-    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        assert token not in " ".join([*process.cmdline(), *process.environ().values()])
+    for process in [psutil.Process(), *below()]:
+        assert token not in " ".join([*command(process), *environment(process).values()])
     assert "RAY_AUTH_TOKEN_PATH" not in os.environ
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     files = [file for file in session.rglob("*") if file.is_file()]
@@ -143,7 +144,7 @@ def test_a_second_one_has_another_token_and_nothing_is_left_of_the_first(
         assert ray.get(ray.remote(num_cpus=0)(lambda: 1).remote(), timeout=60) == 1
         path = local.token_path
         assert Path(path).read_text() != first
-        started = [p for p in psutil.Process().children(recursive=True) if "ray" in " ".join(p.cmdline())]
+        started = [p for p in below() if "ray" in " ".join(command(p))]
         if end == "shutdown":
             ray.shutdown()
             assert not Path(path).exists()
@@ -152,8 +153,7 @@ def test_a_second_one_has_another_token_and_nothing_is_left_of_the_first(
     local.close()  # no harm
     assert not Path(path).exists()
     assert dict(os.environ) == before
-    _gone, alive = psutil.wait_procs(started, timeout=10)
-    assert not alive
+    assert not left(started, timeout=10)
 
 
 def test_one_that_does_not_start_says_so_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

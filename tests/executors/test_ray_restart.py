@@ -25,6 +25,7 @@ from dataflow.runner import Runner
 from dataflow.system import clock
 from dataflow.testing import check_trace
 from dataflow.timeline.spans import Span, Trace
+from tests.rigs.processes import left
 
 pytestmark = [
     pytest.mark.heavy,
@@ -233,10 +234,7 @@ def run(
 
 
 def gone(pids: set[int], deadline: float = 20.0) -> bool:
-    import psutil
-
-    _gone, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], timeout=deadline)
-    return not alive
+    return not left(pids, timeout=deadline)
 
 
 def pids(journal: Path) -> set[int]:

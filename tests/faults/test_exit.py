@@ -9,10 +9,10 @@ import sys
 import uuid
 from pathlib import Path
 
-import psutil
 import pytest
 
 from dataflow.rewards.ledger.ledger import Ledger
+from tests.rigs.processes import left, marked
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 
@@ -128,17 +128,6 @@ def start(tmp_path: Path, ending: str, *more: str) -> tuple[subprocess.Popen[str
     return process, mark
 
 
-def survivors(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("FAULTS_MARK") == mark:
-                found.append(process)
-        except (psutil.AccessDenied, psutil.NoSuchProcess):
-            continue
-    return found
-
-
 def ends(process: subprocess.Popen[str], mark: str) -> tuple[int, str, str]:
     """Returns exit code, output and errors of a program that ends in time and leaves nothing behind."""
     try:
@@ -146,8 +135,7 @@ def ends(process: subprocess.Popen[str], mark: str) -> tuple[int, str, str]:
     except subprocess.TimeoutExpired:
         process.kill()
         pytest.fail(f"it did not end within {DEADLINE_S:g} s: {process.communicate()}")
-    _gone, alive = psutil.wait_procs(survivors(mark), timeout=10)
-    assert not alive, "a process outlived the interpreter"
+    assert not left(marked("FAULTS_MARK", mark), timeout=10), "a process outlived the interpreter"
     return process.returncode, out, err
 
 

@@ -18,6 +18,7 @@ import pytest
 from dataflow.cli import main
 from dataflow.samples.files import file_of, read
 from dataflow.timeline import perfetto
+from tests.rigs.processes import below, left
 from tests.timeline.traces.trace_format import check
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
@@ -234,7 +235,7 @@ def test_a_signal_stops_within_five_seconds_and_leaves_no_process(
             assert time.monotonic() < deadline
             if line.startswith("step 2/"):
                 break
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = below(psutil.Process(process.pid))
         assert len(children) > (4 if executor == "ray" else 1)  # the driver, the judge and the sentinel
         begin = time.monotonic()
         # Ctrl-C reaches the whole group, a scheduler's SIGTERM the command alone.
@@ -247,8 +248,7 @@ def test_a_signal_stops_within_five_seconds_and_leaves_no_process(
     assert process.returncode == 128 + sign, err
     assert "interrupted: stopped after" in err
     assert f"'dataflow timeline {directory} -o {directory}.html' draws what it did" in err
-    _gone, alive = psutil.wait_procs(children, timeout=5)
-    assert not alive, f"still there: {[p.cmdline() for p in alive]}"
+    assert not left(children, timeout=5)
     # On a machine that has more to do than it has cores, as much longer.
     assert took < 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), f"took {took:.1f} s"
     assert perfetto.read(directory / "trace.json").meta["status"] == "interrupted"

@@ -43,13 +43,15 @@ Config = grpo.Config
 def look(advantages):
     import psutil
 
-    listeners = runpy.run_path(os.environ["LISTENING"])["listeners"]
+    rigs = Path(os.environ["RIGS"])
+    listeners = runpy.run_path(rigs / "listening.py")["listeners"]
+    seen = runpy.run_path(rigs / "processes.py")
     me = psutil.Process()
     run = next(p for p in [me, *me.parents()] if "name=marked" in p.cmdline())
     found = {
         "listeners": listeners(run),
-        "commands": [p.cmdline() for p in run.children(recursive=True)],
-        "environment": [p.environ() for p in run.children(recursive=True)],
+        "commands": [seen["command"](p) for p in seen["below"](run)],
+        "environment": [seen["environment"](p) for p in seen["below"](run)],
         "safe": [sys.flags.safe_path, os.environ.get("PYTHONSAFEPATH")],
     }
     Path(os.environ["FOUND"]).write_text(json.dumps(found))
@@ -169,7 +171,7 @@ def test_a_run_executes_nothing_from_the_working_directory_and_listens_on_loopba
 ) -> None:
     (tmp_path / "pipeline.py").write_text(PIPELINE)
     monkeypatch.setenv("FOUND", str(tmp_path / "found.json"))
-    monkeypatch.setenv("LISTENING", str(ROOT / "tests" / "rigs" / "listening.py"))
+    monkeypatch.setenv("RIGS", str(ROOT / "tests" / "rigs"))
     monkeypatch.setenv("GRPO", str(ROOT / "pipelines" / "gsm8k_grpo.py"))
     keys = ["engine.rollout=hf", "steps=1", "data.prompts=4", "engine.n=2", "engine.max_tokens=8", "val.every=0"]
     keys += ["data.max_prompt_length=200", f"model.path={tiny_qwen}", f"runs={tmp_path / 'runs'}", "name=marked"]

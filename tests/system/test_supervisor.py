@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.rigs.processes import marked
+
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(sys.platform != "linux", reason="pidfds and subreapers")]
 
 ROOT = Path(__file__).parents[2]
@@ -95,14 +97,7 @@ class Command:
 
     def left(self) -> list[psutil.Process]:
         """Returns the processes of the program, however they were orphaned, that do not end within 5 s."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("SUPERVISED") == str(self.here):
-                    found.append(process)
-            except (psutil.AccessDenied, psutil.NoSuchProcess):
-                continue
-        return psutil.wait_procs(found, timeout=5)[1]
+        return psutil.wait_procs(list(marked("SUPERVISED", str(self.here))), timeout=5)[1]
 
 
 @pytest.fixture

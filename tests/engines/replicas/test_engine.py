@@ -25,6 +25,7 @@ from dataflow.engines.replicas.host import pack, unpack
 from dataflow.errors import Aborted, ConfigError, DataError, DataflowError, RunError
 from tests.engines import tiny_models
 from tests.engines.drawing import draw, run
+from tests.rigs.processes import below, command, left
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120), pytest.mark.shares_ray]
 
@@ -429,7 +430,7 @@ def test_a_dead_replica_fails_current_and_later_calls(three: Replicas, home: Pat
         assert len(pids) >= 2
         await three.close()
         await three.close()
-        gone(pids)
+        assert not left(pids, timeout=30)
         assert sum(note["to"] == "close" for mine in asked(home, "to", "close") for note in mine) == 2
         with pytest.raises(RunError):
             await three.sample([0], SAMPLING, (0,))
@@ -454,7 +455,7 @@ def test_with_the_process_that_has_them_the_replicas_end(options: dict[str, Any]
     (replica,) = pids_of(tmp_path)
     assert psutil.pid_exists(replica)
     os.kill(pid, signal.SIGKILL)
-    gone([pid, replica])
+    assert not left([pid, replica], timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -482,21 +483,7 @@ def pids_of(home: Path) -> list[int]:
     return [int(file.name.rpartition("-")[2]) for file in home.glob("asked-*")]
 
 
-def gone(pids: Sequence[int]) -> None:
-    """Waits until these processes have ended."""
-    there = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _gone, alive = psutil.wait_procs(there, timeout=30)
-    assert not alive
-
-
 # The real one.
-
-
-def command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # it has just ended
-        return ""
 
 
 @pytest.mark.vllm
@@ -517,7 +504,7 @@ def test_two_vllm_replicas_say_what_transformers_does(kind: str, tmp_path: Path)
     }
     batch, sampling = tiny_models.prompts([3, 33, 17, 5, 9, 1]), Sampling(temperature=0.0, max_tokens=16)
     drawn = Sampling(n=N, temperature=0.8, max_tokens=16)
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    before = {process.pid for process in below()}
     engine = Replicas(f"dataflow.engines.{kind}", options, 2, slots=4)
     try:
         for version, model in enumerate(models):
@@ -534,5 +521,5 @@ def test_two_vllm_replicas_say_what_transformers_does(kind: str, tmp_path: Path)
         assert engine.stats()["samples"] == 2 * (6 + 2 * 12)
     finally:
         run(engine.close())
-    started = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    gone([p.pid for p in started if "Replica" in command(p)])
+    started = [p for p in below() if p.pid not in before]
+    assert not left([p for p in started if "Replica" in " ".join(command(p))], timeout=30)

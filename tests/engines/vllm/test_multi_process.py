@@ -23,6 +23,7 @@ from dataflow.engines.vllm.multi_process import AsyncVllmRollout, Stderr
 from dataflow.errors import Aborted, ConfigError, RunError
 from tests.engines.tiny_models import greedy, load, log_probs, prompts, save_model
 from tests.rigs.listening import listeners
+from tests.rigs.processes import below, command, environment
 
 pytestmark = [pytest.mark.heavy, pytest.mark.vllm, pytest.mark.timeout(300)]
 if importlib.util.find_spec("vllm") is None:
@@ -36,7 +37,7 @@ def test_it_draws_syncs_aborts_and_fails_as_a_whole(tmp_path: Path) -> None:
     paths = [save_model(tmp_path / str(seed), seed) for seed in range(2)]
     models = [load(path) for path in paths]
     me = psutil.Process()
-    others, listening = set(me.children(recursive=True)), set(listeners(me))
+    others, listening = set(below()), set(listeners(me))
     engine = AsyncVllmRollout(paths[0], P, R, max_num_seqs=8, kv_cache_bytes=32 << 20, tensor_parallel=2)
     batch, sampling = prompts([3, 40, 17] * 4), Sampling(n=2, temperature=0.8, top_p=0.9, max_tokens=R)
 
@@ -56,8 +57,8 @@ def test_it_draws_syncs_aborts_and_fails_as_a_whole(tmp_path: Path) -> None:
             await collect(best, GREEDY)
             # All that vLLM starts stays on this machine, and imports nothing from the working directory.
             assert not [each for each in set(listeners(me)) - listening if not each.loopback]
-            commands = [p for p in set(me.children(recursive=True)) - others if "-c" in p.cmdline()]
-            assert all("-P" in p.cmdline() or p.environ().get("PYTHONSAFEPATH") for p in commands)
+            started = [p for p in set(below()) - others if "-c" in command(p)]
+            assert all("-P" in command(p) or environment(p).get("PYTHONSAFEPATH") for p in started if p.is_running())
             for sample in best:
                 assert list(sample.tokens) == greedy(model, batch["prompt_ids"][sample.group], R)
             check(best, 1.0)

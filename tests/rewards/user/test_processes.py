@@ -24,6 +24,7 @@ from dataflow.rewards.user.function import build_reward, load_reward
 from dataflow.rewards.user.processes import Pool, WorkerDied
 from dataflow.rewards.user.worker import Recipe, WorkerError, recipe_of
 from dataflow.usercode.load import describe
+from tests.rigs.processes import below, command, left
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 
@@ -141,12 +142,6 @@ def run(pool: Pool, body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         assert not [thread for thread in threading.enumerate() if thread.name == "reward-worker"]
 
 
-def gone(*pids: int) -> bool:
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _ended, alive = psutil.wait_procs(processes, timeout=10)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
 def test_calls_are_answered_in_other_processes(path: str, start_method: str) -> None:
     pool = Pool(recipe(path), 2, start_method)
 
@@ -235,7 +230,7 @@ def test_a_killed_worker_takes_its_own_call_with_it(path: str, waiting: Any, tmp
             await hangs
         assert caught.value.retry
         assert await asyncio.gather(*scores) == [float(truth) for truth in range(20)]
-        assert gone(worker, child)  # and what it had started
+        assert not left([worker, child], timeout=10)  # and what it had started
 
     run(pool, body)
     assert pool.counts == {"died": 1}
@@ -261,7 +256,7 @@ def test_a_worker_killed_while_idle_costs_no_call(path: str) -> None:
     async def body() -> None:
         pid = (await pool.call(ask("facts")))["pid"]
         os.kill(pid, signal.SIGKILL)
-        assert gone(pid)  # which takes its exit code, too
+        assert not left([pid], timeout=10)  # which takes its exit code, too
         assert (await pool.call(ask("facts")))["pid"] != pid
 
     run(pool, body)
@@ -283,7 +278,7 @@ def test_a_call_given_up_is_stopped(path: str, waiting: Any, tmp_path: Path, how
         ended = await asyncio.gather(stuck, unwanted, return_exceptions=True)
         assert [type(each) for each in ended] == [asyncio.CancelledError] * 2
         assert await pool.call(ask()) == 3
-        assert gone(*pids)
+        assert not left(pids, timeout=10)
 
     run(pool, body)
     assert pool.counts == {"killed": 1}
@@ -324,14 +319,8 @@ def test_giving_up_again_and_again_leaves_nothing(path: str) -> None:
 
     run(pool, body)
     assert not pool.counts["died"]
-    assert gone(*(child.pid for child in psutil.Process().children() if "spawn_main" in command(child)))
-
-
-def command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # it has just ended
-        return ""
+    workers = [child for child in psutil.Process().children() if "spawn_main" in " ".join(command(child))]
+    assert not left(workers, timeout=10)
 
 
 def test_ctrl_c_is_not_for_workers(path: str) -> None:
@@ -359,7 +348,7 @@ def test_closing(path: str, waiting: Any, tmp_path: Path) -> None:
         assert all("was closed during the call" in str(error) for error in ended)
         with pytest.raises(WorkerError, match="closed before this call"):
             await pool.call(ask())
-        assert gone(pid)
+        assert not left([pid], timeout=10)
 
     run(pool, body)
 
@@ -434,9 +423,9 @@ def started(tmp_path: Path, path: str, text: str, start_method: str, *then: str)
     assert run.stdout is not None
     assert run.stdout.readline() == b"ready\n"
     pids = (tmp_path / "pids").read_text().split()
-    below = psutil.Process(run.pid).children(recursive=True)
-    assert {int(pid) for pid in pids} <= {process.pid for process in below}
-    return run, below
+    found = below(psutil.Process(run.pid))
+    assert {int(pid) for pid in pids} <= {process.pid for process in found}
+    return run, found
 
 
 @pytest.mark.heavy
@@ -444,22 +433,20 @@ def started(tmp_path: Path, path: str, text: str, start_method: str, *then: str)
 def test_no_process_survives_a_killed_run(
     path: str, waiting: Any, tmp_path: Path, text: str, start_method: str
 ) -> None:
-    run, below = started(tmp_path, path, text, start_method)
+    run, found = started(tmp_path, path, text, start_method)
     with run:
         run.kill()
-    _gone, alive = psutil.wait_procs(below, timeout=10)
-    assert not alive
+    assert not left(found, timeout=10)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("then", ["sys.exit(4)", "raise KeyboardInterrupt", "call = pool = None; raise OSError(4)"])
 def test_no_process_survives_the_interpreters_exit(path: str, waiting: Any, tmp_path: Path, then: str) -> None:
-    run, below = started(tmp_path, path, "regex", "spawn", then)
+    run, found = started(tmp_path, path, "regex", "spawn", then)
     with run:
         (tmp_path / "pids.go").write_text("")
         assert run.wait(timeout=20) != 0
-    _gone, alive = psutil.wait_procs(below, timeout=10)
-    assert not alive
+    assert not left(found, timeout=10)
 
 
 @pytest.mark.heavy
