@@ -40,7 +40,8 @@ SIZES = ("steps=2", "data.prompts=4", "engine.n=2", "engine.max_tokens=8", "data
 SMALL = (*SIZES, "trainer.mini_batches=2", "judge.latency=uniform:0.1:0.5", "judge.time_scale=1", "ray.num_cpus=2")
 # Lines that a run prints during normal operation and recovery.
 PROGRESS = re.compile(
-    r"(step \d+/|starting workers|evaluating|training|making the tiny model|stopped after|'?\w.* died .*restart \d)"
+    r"(step \d+/|starting workers|evaluating|training|making the tiny model|writing the model|stopped after"
+    r"|'?\w.* died .*restart \d)"
 )
 SENTENCE = re.compile(r"(\w+(Error|Failed|Lost)|interrupted)\b")
 

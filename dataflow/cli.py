@@ -56,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     if own and _trains(options):
-        from dataflow.running.remains import finish
+        from dataflow.running.remains import finish_killed
         from dataflow.system.supervisor import can_supervise, supervise
 
         if can_supervise():
-            return supervise(lambda: act(options), finish)
+            return supervise(lambda: act(options), finish_killed)
     return act(options)
 
 

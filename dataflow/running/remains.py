@@ -38,7 +38,7 @@ def finish(directory: Path, status: str, steps: int | None) -> str:
         steps: the planned number of steps.
 
     Returns:
-        The number of steps made, as a phrase that follows "it" or "interrupted: ".
+        The number of steps made and what can be done, as a phrase that follows "it" or "interrupted: ".
     """
     target = directory / "summary.json"
     if not target.exists():
@@ -49,19 +49,33 @@ def finish(directory: Path, status: str, steps: int | None) -> str:
         except (OSError, DataflowError) as error:
             return f"stopped, and its summary cannot be written ({getattr(error, 'strerror', None) or error})"
     try:
-        done = int(json.loads(target.read_text())["steps"])
+        written = json.loads(target.read_text())
+        done, ended = int(written["steps"]), str(written["status"])
     except (OSError, ValueError, KeyError, TypeError):
-        done = 0
+        done, ended = 0, status
+    if ended == "finished":
+        return f"finished before that, and its files in {directory} are complete"
     return stopped(directory, done, steps)
+
+
+def finish_killed(directory: Path, status: str, steps: int | None) -> str:
+    """Does what :func:`finish` does; the phrase also says what to do, as the cause is not in the run itself."""
+    said = finish(directory, status, steps)
+    again = status == "failed" and said.startswith("stopped") and not _saved(directory)
+    return f"{said}; run it again" if again else said
 
 
 def stopped(directory: Path, done: int, steps: int | None) -> str:
     """Returns the number of steps made, and how to draw the timeline, in words."""
     of = "" if steps is None else f" of {steps}"
     draw = f"'dataflow timeline {directory} -o {directory}.html' draws what it did"
-    saved = CheckpointStore(directory / "checkpoints").whole()
+    saved = _saved(directory)
     resume = f"'dataflow resume {directory}' resumes from step {saved[-1]}, " if saved else ""
     return f"stopped after {done}{of} steps; {resume}{draw if done else f'its files are in {directory}'}"
+
+
+def _saved(directory: Path) -> list[int]:
+    return CheckpointStore(directory / "checkpoints").whole()
 
 
 def summarise(

@@ -44,6 +44,8 @@ Summarise: TypeAlias = Callable[[Path, str, int | None], str]
 """Given a run's directory, status and steps, writes its summary if there is none; returns how far it came."""
 
 SHOW_CURSOR = "\x1b[?25h"
+_PF_EXITING = 4
+"""Flag of a process in the kernel (include/linux/sched.h) as /proc/PID/stat shows it."""
 
 _channel: int | None = None
 
@@ -232,7 +234,8 @@ class Supervisor:
             self._cut_off()
 
     def _cut_off(self) -> None:
-        self._cut = True
+        # A large process that was killed takes seconds to end; Ray's daemons may be gone before it is.
+        self._cut = self._cut or not (self._status is None and _ends(self._child))
         self._signal(signal.SIGKILL)
 
     def _within(self, seconds: float) -> None:
@@ -355,8 +358,7 @@ class Supervisor:
             reasons = [text for text in (self._facts.get("killed"), ended) if text]
             code, text = 128 + self._stopped, f"\ninterrupted{': ' if reasons else ''}{'; '.join(reasons)}"
         else:
-            again = "" if "dataflow resume" in ended else "; run it again"
-            code, text = 1, f"RunError: {self._what_died()}{'; it ' if ended else ''}{ended}{again}."
+            code, text = 1, f"RunError: {self._what_died()}; {f'it {ended}' if ended else 'run it again'}."
         with contextlib.suppress(OSError):  # the terminal is closed
             # The live view hides the cursor.
             print(f"{SHOW_CURSOR if sys.stderr.isatty() else ''}{text}", file=sys.stderr, flush=True)
@@ -376,3 +378,13 @@ class Supervisor:
             return f"the run's process was killed by {name} ({'out of memory?' if name == 'SIGKILL' else 'a crash'})"
         code = os.waitstatus_to_exitcode(self._status)
         return f"the run's process ended with exit code {code}, as Ray ends it when it loses its cluster{logs}"
+
+
+def _ends(pid: int) -> bool:
+    """Returns whether a process is on its way to its end, even if the kernel has not freed its memory yet."""
+    try:
+        # Its name, in parentheses, may contain anything.
+        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return True
+    return bool(int(after_name[6]) & _PF_EXITING)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dataflow.running.remains import summarise
+from dataflow.running.remains import finish_killed, summarise
 from dataflow.running.reporting.progress import end_table
 from dataflow.timeline.spans import Span, Trace
 
@@ -53,3 +55,26 @@ def test_the_time_in_all_stands_beside_that_of_training() -> None:
     table = shown(summary)
     assert "time in all 92.0 s (with start, evaluations and end)" in table
     assert "training 78.0 s (39.00 s a step)" in table
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (None, "stopped after 0 of 7 steps; its files are in {0}; run it again"),
+        (
+            {"status": "failed", "steps": 3},
+            "stopped after 3 of 7 steps; 'dataflow timeline {0} -o {0}.html' draws",
+        ),
+        ({"status": "finished", "steps": 7}, "finished before that, and its files in {0} are complete"),
+    ],
+)
+def test_what_is_said_of_a_run_whose_process_was_killed(
+    written: dict[str, Any] | None, said: str, tmp_path: Path
+) -> None:
+    if written is not None:
+        (tmp_path / "summary.json").write_text(json.dumps(written))
+    found = finish_killed(tmp_path, "failed", 7)
+    assert found.startswith(said.format(tmp_path))
+    assert found.endswith("; run it again") == (written is None or written["status"] != "finished")
+    status = json.loads((tmp_path / "summary.json").read_text())["status"]
+    assert status == (written["status"] if written else "failed")

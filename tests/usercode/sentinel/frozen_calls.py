@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from dataflow.running.remains import finish
+from dataflow.running.remains import finish_killed
 from dataflow.system.supervisor import report, supervise
 from dataflow.usercode.calls import Calls
 from dataflow.usercode.sentinel.sentinel import Kind, Sentinel
@@ -94,4 +94,4 @@ def work() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(supervise(work, finish) if sys.argv[4:] else work())
+    sys.exit(supervise(work, finish_killed) if sys.argv[4:] else work())
