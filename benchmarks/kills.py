@@ -150,6 +150,7 @@ class Run:
         self.look()
         end = time.monotonic() + LEFT_S
         _gone, left = psutil.wait_procs(list(self.seen.values()), timeout=LEFT_S)
+        left = [process for process in left if not self._ended_unreaped(process)]
         memory = {path for path in self.memory if os.path.exists(path)}
         time.sleep(max(0.0, end - time.monotonic()) if memory else 0.0)
         memory = {path for path in memory if os.path.exists(path)}
@@ -174,11 +175,18 @@ class Run:
             "shared_memory": sorted(memory),
         }
 
+    def _ended_unreaped(self, process: psutil.Process) -> bool:
+        """Whether nothing is left of a process but its exit code, which the system's init has not taken yet."""
+        try:
+            return process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
     def _title(self, process: psutil.Process) -> str:
         try:
             return " ".join(process.cmdline())[:60] or process.name()
         except psutil.Error:
-            return "?"
+            return f"process {process.pid}, which ended after {LEFT_S:g} s"
 
     def _status(self) -> str | None:
         try:
