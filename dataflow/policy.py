@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Literal
 
 from dataflow.errors import PipelineError, PolicyError, nearest
@@ -58,12 +59,13 @@ def preset(name: str, mini_batches: int) -> SchedulingPolicy:
         mini_batches: optimizer steps in a step.
 
     Raises:
-        PolicyError: there is no preset of that name.
+        PolicyError: there is no preset of that name, or no mini-batch.
 
     >>> preset("both", mini_batches=4)
     SchedulingPolicy(split=4, max_staleness=1, order='arrival', stream_rollout=False)
     """
     base = name.removesuffix(STREAM)
+    check_whole("mini_batches", mini_batches)
     split, staleness = {
         "baseline": (1, 0),
         "mini-batch": (mini_batches, 0),
@@ -75,6 +77,18 @@ def preset(name: str, mini_batches: int) -> SchedulingPolicy:
         known = f"policies: {', '.join(PRESETS)}, each also with {STREAM}"
         raise PolicyError(f"unknown policy '{name}'{nearest(name, every)} ({known}).")
     return SchedulingPolicy(split, staleness, stream_rollout=base != name)
+
+
+def check_whole(name: str, value: int) -> None:
+    """Checks that a number of things is an integer of at least 1.
+
+    Raises:
+        PolicyError: it is not; the message gives the name.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise PolicyError(f"{name}={value!r}; give a whole number.")
+    if value < 1:
+        raise PolicyError(f"{name}={value}; give 1 or more.")
 
 
 def divisors(n: int) -> list[int]:
@@ -106,7 +120,8 @@ def check_split(policy: SchedulingPolicy, mini_batches: int) -> None:
     """
     if mini_batches < 1 or mini_batches % policy.split:
         raise PolicyError(
-            f"split={policy.split} does not divide mini_batches={mini_batches}; use {_or(divisors(mini_batches))}."
+            f"split={policy.split} does not divide mini_batches={mini_batches}; "
+            f"use split={_or(divisors(mini_batches))}."
         )
 
 
@@ -137,10 +152,16 @@ def expand(
     Raises:
         PolicyError: ``split`` does not divide ``mini_batches``, a number is out of range, or a stage needs all groups
             at once and the policy splits them.
-        PipelineError: the unrolled graph has a cycle.
+        PipelineError: the pipeline has no stage, or the unrolled graph has a cycle.
     """
+    if not pipeline.stages:
+        raise PipelineError("a pipeline without stages has nothing to run; give it a stage.")
+    check_whole("steps", steps)
     if steps < first:
         raise PolicyError(f"steps={steps}; give {first} or more.")
+    check_whole("mini_batches", mini_batches)
+    if groups is not None:
+        check_whole("groups", groups)
     check_split(policy, mini_batches)
     if groups is not None:
         check_batch(groups, mini_batches)

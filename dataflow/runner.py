@@ -27,6 +27,7 @@ from dataflow.tasks.events import (
     TaskFinished,
 )
 from dataflow.timeline.spans import Level, Mark, Span, Trace
+from dataflow.usercode.copies import readable_once
 from dataflow.usercode.failures import is_ours, message_of
 
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
@@ -354,15 +355,18 @@ class Runner:
         """Returns the value of an input field.
 
         Raises:
-            RunError: its function, which may be the user's, raised.
+            RunError: its function, which may be the user's, raised, or returned no value that several stages can read.
         """
         try:
-            return self._inputs[field](step)
+            value = self._inputs[field](step)
         except BaseException as error:
             if isinstance(error, DataflowError) or is_ours(error):
                 raise
             what = f"{type(error).__name__}: {message_of(error)}".rstrip(": ")
             raise RunError(f"input '{field}' of step {step}: its function raised {what}; correct it.") from error
+        if (once := readable_once(value)) is not None:
+            raise RunError(f"input '{field}' of step {step}: its function returned {once}; return the value itself.")
+        return value
 
 
 def _reduce(name: str, numbers: list[float]) -> float:

@@ -11,6 +11,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 from dataflow.errors import PipelineError, nearest
@@ -208,6 +209,8 @@ class Stage:
             )
         for name in ("every", "mini_batches", "epochs"):
             value = getattr(self, name)
+            if value is not None and not isinstance(value, Integral):
+                raise PipelineError(f"stage '{self.name}': {name}={value!r}; give a whole number.")
             if value is not None and value < 1:
                 raise PipelineError(f"stage '{self.name}': {name}={value}; give 1 or more.")
         if self.epochs_over not in ("mini-batch", "step"):
@@ -332,6 +335,10 @@ def stage(
         raise PipelineError(f"stage(role={role!r}): there is no such role{nearest(str(role), ROLES) or '.'}")
 
     def wrap(fn: Callable[..., Any]) -> Stage:
+        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            raise PipelineError(
+                f"stage '{fn.__name__}' contains yield, so a call would not run it; return the values of its fields."
+            )
         if streams and grain != "step":
             raise PipelineError(
                 f"stage '{fn.__name__}' runs once a {grain}, so it cannot stream; let it run once a step."

@@ -12,6 +12,9 @@ from typing import Any, Literal
 from dataflow.errors import DataflowError
 from dataflow.usercode.numeric import real_number
 
+RUNS_OWN = ("step", "timing_s/step")
+"""Columns of a row of metrics that no stage may log: the step's number and its time."""
+
 
 @dataclass
 class TaskInfo:
@@ -57,11 +60,13 @@ class TaskInfo:
         """Adds metrics to the step; values of several parts are averaged, or reduced by max or min if so named.
 
         Raises:
-            DataflowError: a value is not a number; arrays and tensors of one element are numbers.
+            DataflowError: a value is not a number (arrays and tensors of one element are), or the name is the run's.
         """
         for name, value in metrics.items():
+            if name in RUNS_OWN:
+                raise DataflowError(f"stage '{self.stage}' logs '{name}', which the run itself logs; rename it.")
             try:
-                self.metrics[name] = value if type(value) in (float, int) else real_number(value)
+                self.metrics[name] = value if type(value) is float else real_number(value)
             except ValueError as error:
                 raise DataflowError(f"stage '{self.stage}' logs {error} as metric '{name}'; log a number.") from error
 

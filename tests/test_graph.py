@@ -196,6 +196,14 @@ def build(*stages, inputs=("prompts",), **more):
     return lambda: Pipeline(stages, inputs=inputs, **more)
 
 
+def yields(prompts):
+    yield prompts
+
+
+async def yields_later(prompts):
+    yield prompts
+
+
 WRONG = {
     "missing producer, guessed": (
         build(rollout, advantage, reads_advantage, inputs=["prompts", "weights"]),
@@ -272,6 +280,22 @@ WRONG = {
     "every": (
         build(*GRPO, plain("mine", writes="m", on="io", every=0)),
         "stage 'mine': every=0; give 1 or more.",
+    ),
+    "every in part": (
+        build(*GRPO, plain("mine", writes="m", on="io", every=1.5)),
+        "stage 'mine': every=1.5; give a whole number.",
+    ),
+    "no stage": (
+        lambda: expand(Pipeline([]), SchedulingPolicy(), 1),
+        "a pipeline without stages has nothing to run; give it a stage.",
+    ),
+    "generator": (
+        lambda: stage(on="gpu")(yields),
+        "stage 'yields' contains yield, so a call would not run it; return the values of its fields.",
+    ),
+    "async generator": (
+        lambda: stage(on="gpu")(yields_later),
+        "stage 'yields_later' contains yield, so a call would not run it; return the values of its fields.",
     ),
     "nameless fields": (star, "stage 'starred': parameter '*fields' has no name to be a field."),
 }

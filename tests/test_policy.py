@@ -48,11 +48,11 @@ def test_presets_are_two_integers():
         (lambda: check_batch(1, 2), "mini_batches=2 does not divide 1 prompt groups; use 1."),
         (
             lambda: check_split(SchedulingPolicy(split=3), 4),
-            "split=3 does not divide mini_batches=4; use 1, 2 or 4.",
+            "split=3 does not divide mini_batches=4; use split=1, 2 or 4.",
         ),
         (
             lambda: graph_of(SchedulingPolicy(split=3)),
-            "split=3 does not divide mini_batches=4; use 1, 2 or 4.",
+            "split=3 does not divide mini_batches=4; use split=1, 2 or 4.",
         ),
         (
             lambda: graph_of(SchedulingPolicy(), groups=6),
@@ -63,6 +63,11 @@ def test_presets_are_two_integers():
             "split=2 needs the number of prompt groups in a step; give groups=.",
         ),
         (lambda: graph_of(SchedulingPolicy(), steps=0), "steps=0; give 1 or more."),
+        (lambda: graph_of(SchedulingPolicy(), steps=2.5), "steps=2.5; give a whole number."),
+        (lambda: graph_of(SchedulingPolicy(), groups=4.0), "groups=4.0; give a whole number."),
+        (lambda: graph_of(SchedulingPolicy(), groups=0), "groups=0; give 1 or more."),
+        (lambda: preset("both", 0), "mini_batches=0; give 1 or more."),
+        (lambda: preset("both", "4"), "mini_batches='4'; give a whole number."),
     ],
 )
 def test_what_does_not_fit_is_one_exact_sentence(make, sentence):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dataflow.api.arguments import arguments_of
+from dataflow.api.notebook import outside_a_loop
 from dataflow.api.trace import Trace
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
@@ -114,31 +113,11 @@ def _module(pipeline: Pipeline, inputs: Inputs) -> ModuleType:
 
 
 def _finish(begin: Callable[[], Session | Complete]) -> Run:
-    """Runs a session; where this thread has an event loop already (a notebook), in a thread of its own."""
-    found: list[Run] = []
-    failed: list[BaseException] = []
-
     from dataflow.running.resume import Complete
 
-    def work() -> None:
+    def work() -> Run:
         session = begin()
         summary = session.summary if isinstance(session, Complete) else session.run()
-        found.append(Run(session.directory, summary))
+        return Run(session.directory, summary)
 
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failed.append(error)
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        work()
-        return found[0]
-    thread = threading.Thread(target=guarded, name="dataflow run")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]
+    return outside_a_loop(work)

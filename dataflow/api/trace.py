@@ -35,7 +35,8 @@ class Trace(spans.Trace):
 
         Args:
             path: ``.html`` is an interactive page, ``.png`` and ``.svg`` are pictures, ``.txt`` is a text, and
-                ``.json`` opens in Perfetto and can be planned from. An existing file is replaced.
+                ``.json`` opens in Perfetto, and that of a run of a pipeline file can be planned from. An existing file
+                is replaced.
 
         Returns:
             The path.

@@ -83,8 +83,8 @@ class Saved:
     def _load(self, origin: Any) -> ModuleType:
         if not isinstance(origin, dict) or not isinstance(origin.get("pipeline"), str):
             raise ConfigError(
-                f"{self.path} does not name its pipeline file ({ORIGIN}.pipeline); give the pipeline file, or the "
-                "pipeline that was made in Python, instead."
+                f"{self.path} does not name its pipeline file ({ORIGIN}.pipeline), as for a pipeline made in Python: "
+                "resume that with run(pipeline, name=..., resume='auto'), and run another from its file."
             )
         file = Path(origin["pipeline"])
         if not file.is_file():

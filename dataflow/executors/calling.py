@@ -12,6 +12,7 @@ from dataflow.errors import DataflowError, NotOffered, RewardFailed, StageFailed
 from dataflow.executors.base import Chunk, Report, StageCall
 from dataflow.executors.parts import listed
 from dataflow.graph import Stage, Task, TaskId, TaskInfo
+from dataflow.usercode.copies import readable_once
 from dataflow.usercode.failures import message_of
 
 
@@ -76,8 +77,19 @@ def results_of(stage: Stage, result: Any) -> tuple[Any, ...]:
     """Returns one value per field that the stage writes.
 
     Raises:
-        DataflowError: the function returned another number of values.
+        DataflowError: the function returned another number of values, or one that can be read only once.
     """
+    values = _values_of(stage, result)
+    for name, value in zip(stage.writes, values, strict=True):
+        if (what := readable_once(value)) is not None:
+            raise DataflowError(
+                f"stage '{stage.name}' returned {what} as field '{name}', which only one stage could read, and only "
+                "once; return a list."
+            )
+    return values
+
+
+def _values_of(stage: Stage, result: Any) -> tuple[Any, ...]:
     if len(stage.writes) == 1:
         return (result,)
     if not stage.writes:

@@ -213,17 +213,29 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     estimate = get_adv_estimator_fn(name)
     # Some of verl's estimators take an option as an argument, some from the configuration.
     takes = inspect.signature(estimate).parameters
-    advantages, returns = estimate(**{key: value for key, value in given.items() if key in takes})
+    # verl's estimators that whiten need two tokens. One alone, or none where a correction rejects all, trains nothing.
+    nothing = not mask.any() or (bool(estimator.whole_batch) and int(mask.sum()) == 1)
+    advantages, returns = (
+        (torch.zeros_like(scores), torch.zeros_like(scores))
+        if nothing
+        else estimate(**{key: value for key, value in given.items() if key in takes})
+    )
     if _whitens_later(algorithm):
         advantages = returns - data.batch["values"]  # verl's GAE returns them whitened
     if not estimator.relative:
         advantages = advantages.masked_fill(equal[:, None], 0.0)
         returns = advantages if name == "gpg" else returns
-    # GAE leaves numbers behind the end of a response.
-    found = {"advantages": (advantages * mask).float(), "returns": (returns * mask).float()}
+    # GAE leaves numbers behind the end of a response, OPO NaN in a group that a correction rejects as a whole.
+    unused = mask == 0
+    found = {
+        "advantages": advantages.masked_fill(unused, 0.0).float(),
+        "returns": returns.masked_fill(unused, 0.0).float(),
+    }
     for column, values in {"token_level_scores": scores, "token_level_rewards": rewards, **found}.items():
         data.batch[column] = values
-    task.log(compute_data_metrics(data, use_critic="values" in estimator.needs))
+    metrics = compute_data_metrics(data, use_critic="values" in estimator.needs)
+    # Means over no tokens are NaN, which would hide those of the step's other parts.
+    task.log({name: value for name, value in metrics.items() if mask.any() or np.isfinite(value)})
     return found
 
 

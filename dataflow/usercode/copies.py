@@ -10,11 +10,28 @@ import copy
 import dataclasses
 import pickle
 import sys
-from types import MappingProxyType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, MappingProxyType
 from typing import Any
 
 _LEAVES = frozenset({str, int, float, bool, bytes, type(None), complex, range})
 """Immutable types, whose values are shared. Not subclasses: their attributes may be mutable."""
+_ONCE: dict[type, str] = {
+    GeneratorType: "a generator",
+    AsyncGeneratorType: "an async generator",
+    CoroutineType: "a coroutine",
+    **{kind: f"a {kind.__name__} object" for kind in (map, filter, zip, enumerate, reversed)},
+}
+
+
+def readable_once(value: Any) -> str | None:
+    """Returns the description of a value that is empty after its first reader, such as a generator; None for others.
+
+    >>> readable_once(n for n in range(3)), readable_once([0, 1, 2])
+    ('a generator', None)
+    """
+    if isinstance(value, CoroutineType):
+        value.close()  # else Python warns that nobody awaited it
+    return _ONCE.get(type(value))
 
 
 def own_copy(value: Any) -> Any:

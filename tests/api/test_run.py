@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 import dataflow
 from dataflow import Hosted, Latest, Pipeline, run, stage
-from dataflow.errors import ConfigError, PolicyError, StageFailed
+from dataflow.errors import ConfigError, PolicyError, RunError, StageFailed
 
 pytestmark = pytest.mark.timeout(60)
 TOY = """
@@ -88,7 +89,10 @@ def test_a_run_of_a_pipeline_made_in_python_is_found_again_with_the_pipeline() -
     first = run(pipeline, inputs=INPUTS, steps=1, name="a", resume="auto")
     again = run(pipeline, inputs=INPUTS, steps=3, name="a", resume="auto")
     assert (again.directory, again.summary["steps"]) == (first.directory.resolve(), 3)
-    with pytest.raises(ConfigError, match="does not name its pipeline file"):
+    with pytest.raises(
+        ConfigError,
+        match=r"does not name its pipeline file .*: resume that with run\(pipeline, name",
+    ):
         dataflow.resume(first.directory, steps=4)
 
 
@@ -166,3 +170,51 @@ def test_a_stage_that_raises_fails_the_run() -> None:
     with pytest.raises(StageFailed, match=r"train\[step 1\] failed on 'gpu'"):
         run(pipeline, inputs=INPUTS, steps=1, name="a")
     assert json.loads(Path("runs/a/summary.json").read_text())["status"] == "failed"
+
+
+async def later(step: int) -> int:
+    return step
+
+
+def iter_of(step: int) -> Iterator[int]:
+    yield step
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (later, "a coroutine"),
+        (lambda step: (n for n in range(step)), "a generator"),
+        (lambda s: map(abs, [s]), "a map"),
+    ],
+)
+def test_an_input_that_only_one_stage_could_read_fails_the_run(given: Any, what: str) -> None:
+    with pytest.raises(RunError, match=rf"input 'numbers' of step 1: its function returned {what}"):
+        run(Pipeline([train], inputs=["numbers"]), inputs={"numbers": given}, steps=1)
+
+
+@pytest.mark.parametrize("make", [later, iter_of, lambda step: zip([step], [2], strict=True)])
+def test_a_field_that_only_one_stage_could_read_fails_the_run(make: Any) -> None:
+    def makes(numbers: Any) -> Any:
+        return make(1)
+
+    made = stage(writes="made", on="gpu")(makes)
+    with pytest.raises(StageFailed, match="as field 'made', which only one stage could read, and only once"):
+        run(Pipeline([made], inputs=["numbers"]), inputs=INPUTS, steps=1)
+
+
+@pytest.mark.parametrize("name", ["step", "timing_s/step"])
+def test_a_stage_cannot_log_the_runs_own_columns(name: str) -> None:
+    def logs(numbers: Any, *, task: Any) -> None:
+        task.log({name: 5})
+
+    with pytest.raises(StageFailed, match=f"stage 'logs' logs '{name}', which the run itself logs; rename it"):
+        run(Pipeline([stage(on="gpu")(logs)], inputs=["numbers"]), inputs=INPUTS, steps=1)
+
+
+def test_a_metric_too_large_for_a_float_fails_its_stage() -> None:
+    def logs(numbers: Any, *, task: Any) -> None:
+        task.log({"v": 10**400})
+
+    with pytest.raises(StageFailed, match="logs a number too large for a float as metric 'v'"):
+        run(Pipeline([stage(on="gpu")(logs)], inputs=["numbers"]), inputs=INPUTS, steps=1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from pathlib import Path
 
 import pytest
 
-from dataflow import Pipeline, Trace, expand, preset, simulate, stage
+from dataflow import Pipeline, Trace, expand, plan, preset, simulate, stage
 from dataflow.errors import ConfigError, DataError
 from dataflow.testing import grpo_pipeline
 from dataflow.testing.checks import check_trace
@@ -55,6 +57,39 @@ def test_seconds_that_are_missing_or_too_many() -> None:
         simulate(graph, without)
     with pytest.raises(ConfigError, match="there is no stage 'rolout'; did you mean 'rollout'"):
         simulate(graph, {**SECONDS, "rolout": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        ("4", "stage 'rollout' takes a str; give its seconds"),
+        (None, "stage 'rollout' takes None; give its seconds"),
+        (math.inf, "stage 'rollout' takes inf s; give a finite time of 0 or more"),
+        (-1.0, "stage 'rollout' takes -1 s; give a finite time of 0 or more"),
+        (math.nan, "stage 'rollout' takes nan s; give a finite time of 0 or more"),
+    ],
+)
+def test_seconds_that_are_none(seconds: object, message: str) -> None:
+    graph = expand(grpo_pipeline(), preset("both", 4), 2, 4, groups=16)
+    with pytest.raises(ConfigError, match=message):
+        simulate(graph, {**SECONDS, "rollout": seconds})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="costs is None; give the seconds of each stage by name"):
+        simulate(graph, None)  # type: ignore[arg-type]
+
+
+def test_it_simulates_where_an_event_loop_runs_already() -> None:
+    graph = expand(grpo_pipeline(), preset("both", 4), 2, 4, groups=16)
+
+    async def notebook() -> float:
+        return simulate(graph, SECONDS).wall
+
+    assert asyncio.run(notebook()) == simulate(graph, SECONDS).wall
+
+
+def test_a_simulation_cannot_be_planned_from(tmp_path: Path) -> None:
+    path = simulate(expand(grpo_pipeline(), preset("both", 4), 2, 4, groups=16), SECONDS).save(tmp_path / "a.json")
+    with pytest.raises(DataError, match="simulation.s or that of a pipeline made in Python; plan from a run"):
+        plan(path)
 
 
 @pytest.mark.slow

@@ -230,6 +230,26 @@ def test_rejected_tokens_get_no_advantage_but_their_score_counts_in_the_group() 
 
 
 @heavy
+@pytest.mark.parametrize("name", [*GROUPWISE, *WHOLE_BATCH])
+@pytest.mark.parametrize("left", [0, 1, 12])
+def test_what_a_correction_rejects_as_a_whole_leaves_finite_advantages(name: str, left: int) -> None:
+    responses, rewards = random_step(groups=2, n=4)
+    algorithm = options(name, rollout_rs="token_k2", rollout_rs_threshold="0.1")
+    stage = advantage_stage(algorithm)
+    mask = responses["response_mask"].clone()
+    mask[: 4 if left > 1 else 8] = 0  # the first group, or all
+    mask[-1, 0] = left > 0  # but one token
+    corrected = responses.like(old_log_probs=torch.zeros(8, R), response_mask=mask)
+    info = TaskInfo(step=1)
+    result = stage(responses, rewards, corrected, algorithm=algorithm, task=info)
+    for column in ("advantages", "returns"):
+        assert torch.isfinite(result[column]).all()
+        assert not result[column][mask == 0].any()
+    assert left <= 1 or result["advantages"].any()
+    assert all(np.isfinite(number) for number in info.metrics.values())
+
+
+@heavy
 def test_rewards_of_other_groups_are_refused() -> None:
     responses, rewards = random_step()
     with pytest.raises(DataflowError, match="groups differ"):

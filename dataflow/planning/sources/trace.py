@@ -44,6 +44,11 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     job = trace.meta.get("job")
     if not isinstance(job, dict) or "pipeline" not in job:
         raise DataError(f"trace {source} does not say what its pipeline was; run it again with this dataflow.")
+    if missing := [name for name in ("prompts", "responses", "mini_batches") if name not in job]:
+        raise DataError(
+            f"trace {source} does not say how many {missing[0].replace('_', '-')} a step has; it may be a simulation's "
+            "or that of a pipeline made in Python; plan from a run of a pipeline file, or from costs.yaml."
+        )
     if not trace.spans:
         raise DataError(f"trace {source} holds no task; give a run that trained at least one step.")
     _refuse(config, source)
