@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -59,8 +58,6 @@ checkpoint: {every: 3}
 """
 
 
-HEAVY = re.compile(r"^pytestmark = \[?pytest\.mark\.heavy\b", re.MULTILINE)
-
 # Files that take a minute or more run first, so that no worker is left alone with one at the end. Those that share a
 # Ray run one after the other, so that each worker starts it once.
 FIRST = (
@@ -87,13 +84,6 @@ FIRST = (
     "faults/test_exceptions.py",
     "planning/test_picture.py",
 )
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skips modules of heavy tests where these are deselected: importing them takes as long as the light tests."""
-    if not config.option.markexpr.startswith("not heavy") or collection_path.suffix != ".py":
-        return None
-    return HEAVY.search(collection_path.read_text()) is not None or None
 
 
 def pytest_configure(config: pytest.Config) -> None:
