@@ -79,16 +79,16 @@ def preset(name: str, mini_batches: int) -> SchedulingPolicy:
     return SchedulingPolicy(split, staleness, stream_rollout=base != name)
 
 
-def check_whole(name: str, value: int) -> None:
-    """Checks that a number of things is an integer of at least 1.
+def check_whole(name: str, value: int, least: int = 1) -> None:
+    """Checks that a number of things is an integer of at least ``least``.
 
     Raises:
         PolicyError: it is not; the message gives the name.
     """
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise PolicyError(f"{name}={value!r}; give a whole number.")
-    if value < 1:
-        raise PolicyError(f"{name}={value}; give 1 or more.")
+    if value < least:
+        raise PolicyError(f"{name}={value}; give {least} or more.")
 
 
 def divisors(n: int) -> list[int]:
@@ -156,9 +156,7 @@ def expand(
     """
     if not pipeline.stages:
         raise PipelineError("a pipeline without stages has nothing to run; give it a stage.")
-    check_whole("steps", steps)
-    if steps < first:
-        raise PolicyError(f"steps={steps}; give {first} or more.")
+    check_whole("steps", steps, first)
     check_whole("mini_batches", mini_batches)
     if groups is not None:
         check_whole("groups", groups)

@@ -60,13 +60,13 @@ class Saved:
 
     Args:
         path: of the ``config.yaml``.
-        module: of a pipeline made in Python, which the file does not name.
+        module: the pipeline that is given once more, as a file or made in Python; None for the one the file names.
 
     Attributes:
         module: the pipeline file.
 
     Raises:
-        ConfigError: the file is missing or damaged, or its pipeline file is gone.
+        ConfigError: the file is missing or damaged, its pipeline file is gone, or another pipeline is given.
     """
 
     def __init__(self, path: Path, module: ModuleType | None = None) -> None:
@@ -77,6 +77,8 @@ class Saved:
         """Whether the pipeline file has changed since."""
         if module is None:
             module = self._load(origin)
+        else:
+            self._check_same(origin, Path(module.__file__) if module.__file__ else None)
         self.module = module
         self._class: type[BaseConfig] = module.Config
 
@@ -93,6 +95,18 @@ class Saved:
             )
         self.changed = origin.get("sha256") != _sha256(file)
         return load_pipeline_file(file)
+
+    def _check_same(self, origin: Any, given: Path | None) -> None:
+        """Checks that the given pipeline is the run's: the same file, or one of the same content."""
+        recorded = origin.get("pipeline") if isinstance(origin, dict) else None
+        if given is None and recorded is None:
+            return  # made in Python, which cannot be compared
+        self.changed = given is not None and origin is not None and origin.get("sha256") != _sha256(given)
+        if given is None or recorded is None or (self.changed and given.resolve() != Path(recorded).resolve()):
+            raise ConfigError(
+                f"{self.path} is of a run of {recorded or 'a pipeline made in Python'}, not of "
+                f"{given or 'one made in Python'}; give the run's own pipeline, or another name=."
+            )
 
     def before(self) -> BaseConfig:
         """Returns the configuration as it was, with its secrets masked."""

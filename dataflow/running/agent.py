@@ -225,7 +225,7 @@ def _content(value: Any) -> Any:
 def _ledger(options: RewardConfig, run: str, path: str | None) -> Ledger | None:
     if options.cache is not None:
         return Ledger(options.cache, run, cache=True)
-    return Ledger(path, run) if path is not None and options.ledger else None
+    return Ledger(path, run, own=True) if path is not None and options.ledger else None
 
 
 def _configured(options: RewardConfig) -> dict[str, Any]:

@@ -111,6 +111,11 @@ class Record:
         meta = self.trace.meta
         for name in ("cut", "status"):
             meta.pop(name, None)
+        if self.trace.spans and (known := max(s.step for s in self.trace.spans)) < step:
+            logger.warning(
+                f"{self.directory / 'trace.json'} ends in step {known}, but the checkpoint is of step {step}: timeline "
+                "and summary leave out what is missing."
+            )
         lost = f", and {last - end:.1f} s of work after it were lost" if last > end else ""
         meta["gaps"] = [*meta.get("gaps", ()), [end, last, f"resumed from step {step}{lost}"]]
         meta["resumed"] = [*meta.get("resumed", ()), step]

@@ -78,6 +78,19 @@ def _saved(directory: Path) -> list[int]:
     return CheckpointStore(directory / "checkpoints").whole()
 
 
+def complete(directory: Path, steps: int) -> dict[str, Any] | None:
+    """Returns the summary of a run that has finished, with at least that many steps; None of any other.
+
+    A run that was killed after its last checkpoint, but before its summary, is not complete: its weights have not been
+    evaluated, exported and digested.
+    """
+    try:
+        summary = dict(json.loads((directory / "summary.json").read_text(encoding="utf-8")))
+        return summary if summary["status"] == "finished" and summary["steps"] >= steps else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def summarise(
     trace: Trace,
     steps: int,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,13 @@ from dataflow.config.base import BaseConfig, values_of
 from dataflow.config.reward import sources_of
 from dataflow.config.run import RunConfig
 from dataflow.config.saved import CONFIG, Saved
-from dataflow.errors import ConfigError, nearest
-from dataflow.rewards.naming import MAIN
+from dataflow.errors import ConfigError
+from dataflow.files import nearest_path
+from dataflow.rewards.ledger.file import check_file
+from dataflow.rewards.naming import MAIN, file_of
 from dataflow.running.directory import check_unlocked
 from dataflow.running.prompts import settle
-from dataflow.running.record import SUMMARY
+from dataflow.running.remains import complete
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.running.session import Session
@@ -70,7 +71,7 @@ def began(module: ModuleType, config: BaseConfig, overrides: Sequence[str], prog
             raise ConfigError("resume=auto: give name=, by which the run is found again.")
         directory = Path(config.runs, config.name)
         if (directory / CONFIG).is_file():
-            saved, after = _checked(directory, overrides, progress, None if module.__file__ else module)
+            saved, after = _checked(directory, overrides, progress, module)
             if (summary := complete(directory, after.steps)) is not None:
                 return Complete(directory, summary)
             _point(directory, after.steps)
@@ -100,19 +101,6 @@ def resumed(directory: Path, overrides: Sequence[str], progress: Progress) -> Se
     return Session(after, saved.module, progress, directory.resolve())
 
 
-def complete(directory: Path, steps: int) -> dict[str, Any] | None:
-    """Returns the summary of a run that has finished, with at least that many steps; None of any other.
-
-    A run that was killed after its last checkpoint, but before its summary, is not complete: its weights have not been
-    evaluated, exported and digested.
-    """
-    try:
-        summary = dict(json.loads((directory / SUMMARY).read_text(encoding="utf-8")))
-        return summary if summary["status"] == "finished" and summary["steps"] >= steps else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def _checked(
     directory: Path, overrides: Sequence[str], progress: Progress, module: ModuleType | None = None
 ) -> tuple[Saved, BaseConfig]:
@@ -120,18 +108,28 @@ def _checked(
 
     Args:
         directory, overrides, progress: see :func:`resumed`.
-        module: of a pipeline made in Python, which the run's directory does not name.
+        module: the pipeline that is given once more; None for the one that the run's directory names.
 
     Raises:
         UserError: there is no such run, it is still running, or a key may not change.
     """
     if not (directory / CONFIG).is_file():
-        near = nearest(str(directory), [str(p) for p in directory.parent.glob("*")])
+        inside = next((parent for parent in directory.parents if (parent / CONFIG).is_file()), None)
+        near = f"; give the run's directory, {inside}." if inside else nearest_path(directory, directory.parent)
         raise ConfigError(f"no run at '{directory}'{near or '; give a run directory (runs/NAME).'}")
     check_unlocked(directory)
     saved = Saved(directory / CONFIG, module)
     before, after = saved.before(), saved.config(overrides)
-    after.name, after.runs = directory.resolve().name, str(directory.resolve().parent)
+    here = directory.resolve()
+    given = {arg.partition("=")[0].strip() for arg in overrides}
+    if ("name" in given and after.name != here.name) or ("runs" in given and Path(after.runs).resolve() != here.parent):
+        raise ConfigError(
+            f"name= and runs= cannot move run '{directory}'; leave them out, or copy the directory and resume the copy."
+        )
+    after.name, after.runs = here.name, str(here.parent)
+    if isinstance(after, RunConfig):
+        for source in sources_of(after):
+            check_file(here / file_of("rewards.sqlite", source.name))
     settle(after, progress)  # as for the run's own configuration, so that equal arguments are no change
     check_changes(before, after, directory)
     return saved, after

@@ -31,7 +31,7 @@ from dataflow.running.directory import check_directory, locked, make_directory, 
 from dataflow.running.hosting import REWARD
 from dataflow.running.prompts import Prompts
 from dataflow.running.record import Backends, Record
-from dataflow.running.remains import finish, stopped
+from dataflow.running.remains import complete, finish, stopped
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.tracking import check_backends
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
@@ -157,6 +157,8 @@ class Session:
         report(directory=str(self.directory.absolute()), steps=self.graph.steps)
         with stopping, locked(self.directory):
             remove_temporary(self.directory)
+            if self._resumes and complete(self.directory, self.graph.steps) is not None:
+                raise ConfigError(f"run '{self.directory}' is complete: another process has resumed it meanwhile.")
             try:
                 self._run_in_directory()
                 # Write it once more, with the total time, now that everything has ended.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +17,11 @@ from dataflow.files import unwritable
 from dataflow.samples.files import Kind, Row, file_of, plain, read, steps_in, write
 from dataflow.samples.query import select
 from dataflow.samples.text import listing
+from dataflow.usercode.numeric import finite
 
 KINDS = (".html", ".parquet")
+_CONTROLS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters that JSON allows in texts, but that change a terminal, or the order in which it shows a line."""
 
 
 class SamplesQuery(Section):
@@ -51,8 +55,8 @@ def show(run: str, overrides: Sequence[str], out: str | None, as_json: bool) -> 
     query = parse_overrides(SamplesQuery, overrides)
     if query.step is not None and query.val is not None:
         raise ConfigError("step= and val= exclude each other; give one.")
-    _check_out(out)
     directory = _directory(run)
+    _check_out(out, directory.resolve())
     kind: Kind = "step" if query.val is None else "val"
     known = steps_in(directory, kind)
     wanted = query.step if kind == "step" else query.val
@@ -68,7 +72,7 @@ def show(run: str, overrides: Sequence[str], out: str | None, as_json: bool) -> 
     shown = rows[: query.most]
     if as_json:
         found = {"kind": kind, "steps": steps, "samples": shown, "left_out": len(rows) - len(shown)}
-        return json.dumps(found, indent=1, ensure_ascii=False)
+        return _CONTROLS.sub(lambda c: f"\\u{ord(c[0]):04x}", json.dumps(finite(found), indent=1, ensure_ascii=False))
     return listing(rows, query.most, kind, steps, query.where, query.sort)
 
 
@@ -89,13 +93,15 @@ def _directory(run: str) -> Path:
     return path / "samples"
 
 
-def _check_out(out: str | None) -> None:
+def _check_out(out: str | None, directory: Path) -> None:
     if out is None:
         return
     if Path(out).suffix.lower() not in KINDS:
         raise DataError(f"-o {out}: no such kind, '{Path(out).suffix}'; give a name in {' or '.join(KINDS)}.")
     if (why := unwritable(out)) is not None:
         raise DataError(f"-o {out}: {why}")
+    if directory in Path(out).resolve().parents:
+        raise DataError(f"-o {out}: the run keeps its samples there; give another place.")
 
 
 def _write(out: str, rows: Sequence[Row], run: Path, kind: Kind, ordered: bool) -> None:

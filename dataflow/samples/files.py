@@ -124,8 +124,8 @@ def _listed(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def number(value: Any) -> float | None:
+def number(value: Any) -> int | float | None:
     """Returns a value as a number to compare and to sort by; None if it is none, or not a number (NaN)."""
     if not isinstance(value, int | float) or math.isnan(value):
         return None
-    return float(value)
+    return value

@@ -22,6 +22,7 @@ _CONDITION = re.compile(
     r"""(?P<value>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s"']+)(?P<end>\s+and\s+|\s*$)""",
     re.DOTALL | re.IGNORECASE,
 )
+_INTEGER = re.compile(r"[+-]?[0-9]{1,40}")
 _HOW = "write COLUMN OP VALUE [and ...], with OP one of = != < <= > >= ~ (contains), such as score<0.5"
 
 
@@ -69,7 +70,8 @@ class Condition:
         if isinstance(found, bool) and self.value.casefold() in ("true", "false"):
             return self.value.casefold() == "true"
         try:
-            return float(self.value)
+            # An integer may have more digits than a float keeps.
+            return int(self.value) if isinstance(found, int) and _INTEGER.fullmatch(self.value) else float(self.value)
         except ValueError:
             what = "true or false" if isinstance(found, bool) else "a number"
             raise ConfigError(f"where: '{self.column}' is {what}, '{self.value}' is not; give {what}.") from None

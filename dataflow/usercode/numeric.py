@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import sys
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -35,6 +36,19 @@ def real_number(value: Any) -> float:
 def kind_of(value: Any) -> str:
     """Returns the description of a value for messages: "None" or its type."""
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def finite(value: Any) -> Any:
+    """Returns what JSON can hold of metrics and samples: None for NaN and infinities, numbers for arrays."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value
 
 
 def _read(value: Any, what: str) -> float:

@@ -218,3 +218,38 @@ def test_a_metric_too_large_for_a_float_fails_its_stage() -> None:
 
     with pytest.raises(StageFailed, match="logs a number too large for a float as metric 'v'"):
         run(Pipeline([stage(on="gpu")(logs)], inputs=["numbers"]), inputs=INPUTS, steps=1)
+
+
+def test_a_run_is_resumed_by_its_own_pipeline_alone(toy: Path, tmp_path: Path) -> None:
+    first = run(toy, name="a", steps=2)
+    other = tmp_path / "other.py"
+    other.write_text(TOY.replace("2 * number", "3 * number"))
+    with pytest.raises(ConfigError, match=r"is of a run of .*toy\.py, not of .*other\.py; give the run's own pipeline"):
+        run(other, name="a", steps=2, resume="auto")
+    with pytest.raises(ConfigError, match=r"is of a run of .*toy\.py, not of one made in Python"):
+        run(Pipeline([train], inputs=["numbers"]), inputs=INPUTS, name="a", steps=2, resume="auto")
+    run(Pipeline([train], inputs=["numbers"]), inputs=INPUTS, name="b", steps=1)
+    with pytest.raises(ConfigError, match=r"is of a run of a pipeline made in Python, not of .*toy\.py"):
+        run(toy, name="b", steps=1, resume="auto")
+    moved = toy.rename(tmp_path / "moved.py")
+    assert run(moved, name="a", steps=2, resume="auto").summary["steps"] == first.summary["steps"]
+
+
+@pytest.mark.parametrize(
+    ("directory", "keys", "words"),
+    [
+        ("runs/a", {"name": "b"}, "name= and runs= cannot move run 'runs/a'"),
+        ("runs/a", {"runs": "elsewhere"}, "name= and runs= cannot move run 'runs/a'"),
+        ("runs/a/config.yaml", {}, "no run at 'runs/a/config.yaml'; give the run's directory, runs/a."),
+        ("runs/b", {}, "no run at 'runs/b'; did you mean 'runs/a'?"),
+        ("runs", {}, "no run at 'runs'; give a run directory (runs/NAME)."),
+    ],
+)
+def test_what_cannot_be_resumed_is_one_sentence(toy: Path, directory: str, keys: dict[str, Any], words: str) -> None:
+    run(toy, name="a", steps=1)
+    before = sorted(Path("runs").rglob("*"))
+    with pytest.raises(ConfigError) as caught:
+        dataflow.resume(directory, steps=3, **keys)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert sorted(Path("runs").rglob("*")) == before

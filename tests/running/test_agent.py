@@ -146,7 +146,7 @@ def test_a_run_that_starts_again_pays_for_nothing_twice(file: Path, tmp_path: Pa
     assert run(lambda: asked(("1", "2", "3"))) == ([1, 2, 3], 3)
     assert run(lambda: asked(("1", "2", "3"))) == ([1, 2, 3], 0)
     assert run(lambda: asked(("1", "5", "3"))) == ([1, 5, 3], 1), "another response is another request"
-    assert run(lambda: asked(("1", "2", "3"), run="other")) == ([1, 2, 3], 3)
+    assert run(lambda: asked(("1", "2", "3"), run="other")) == ([1, 2, 3], 0), "its directory was renamed"
     other = {"reward_kwargs": {"bonus": 1.0}}
     assert run(lambda: asked(("1", "2", "3"), **other)) == ([2, 3, 4], 3), "another way to score is another answer"
     assert run(lambda: asked(("1", "2"), RewardConfig(ledger=False))) == ([1, 2], 2)

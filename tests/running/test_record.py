@@ -14,7 +14,7 @@ from dataflow.running.record import Backends, Record
 from dataflow.running.remains import EVALUATIONS, finish
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Mark, Span
-from tests.rigs.checkpoints import Child
+from tests.rigs.checkpoints import Child, logged
 
 STEPS, POINT, AHEAD = 4, 2, 1
 META = {"status": "running", "resources": {"gpu": 1, "reward": None}, "started": 100.0}
@@ -113,6 +113,23 @@ def test_evaluations_after_the_checkpoint_are_not_counted(killed: Path) -> None:
 def test_evaluations_that_cannot_be_read_are_left_out(killed: Path) -> None:
     (killed / EVALUATIONS).write_text("[1")
     assert facts(go_on(killed))["rewards"]["requested"] == POINT
+
+
+def test_a_trace_that_ends_before_the_checkpoint_is_said(killed: Path) -> None:
+    record = Record(killed, Backends([]))
+    record.load()
+    with logged() as warnings:
+        record.cut(STEPS + AHEAD + 1, frozenset(), 0)
+    assert len(warnings) == 1
+    assert (
+        f"trace.json ends in step {STEPS + AHEAD}, but the checkpoint is of step {STEPS + AHEAD + 1}: " in warnings[0]
+    )
+
+
+def test_metrics_that_are_no_text_are_left_out(killed: Path) -> None:
+    metrics = killed / "metrics.jsonl"
+    metrics.write_bytes(b"\xff\xfe\n" + metrics.read_bytes())
+    assert facts(go_on(killed))["rows"][-POINT:] == list(range(1, POINT + 1))
 
 
 @pytest.mark.slow

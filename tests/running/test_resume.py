@@ -190,6 +190,12 @@ def test_wrong_input_is_one_sentence(keys: tuple[str, ...], tmp_path: Path, capf
     assert "leave it out, or allow it" in refused("resume", str(directory), "policy=baseline")
     assert "unknown key 'stepz'" in refused("resume", str(directory), "stepz=5")
     assert "resume=auto: give name=" in refused("run", PIPELINE, *keys, "resume=auto")
+    ledger = directory / "rewards.sqlite"
+    ledger.rename(tmp_path / "aside")
+    ledger.mkdir()
+    assert "reward ledger" in refused("resume", str(directory), "steps=3")
+    ledger.rmdir()
+    (tmp_path / "aside").rename(ledger)
     with locked(directory):
         assert "is still running (process" in refused("resume", str(directory))
     text = (directory / "config.yaml").read_text()

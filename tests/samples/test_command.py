@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def test_parquet_and_page_hold_all_steps(run: Path, tmp_path: Path, capsys: pyte
         (["where=score<"], "'score<' is no condition"),
         (["stpe=1"], "did you mean 'step'?"),
         (["most=0"], "most"),
+        (["step=-1"], "step=-1"),
         (["-o", "x.txt"], "-o x.txt: no such kind, '.txt'"),
         (["-o", "/nowhere/at/all/x.html"], "there is no directory"),
     ],
@@ -107,6 +109,23 @@ def test_wrong_input_is_one_sentence(
     err = printed(capsys, str(run), *arguments, code=2)
     assert words in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_json_is_json_and_cannot_change_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {"note": "\x9b31m \x7f \u202e \u2028 \u00e9\u6f22", "most": math.inf}
+    write(file_of(tmp_path / "samples", "step", 1), columns(1, groups=1, n=1, score=math.nan, **texts))
+    out = printed(capsys, str(tmp_path), "--json")
+    assert all(c.isprintable() or c == "\n" for c in out)
+    (sample,) = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["samples"]
+    assert (sample["score"], sample["most"], sample["note"]) == (None, None, texts["note"])
+    assert "\u00e9\u6f22" in out
+
+
+def test_a_runs_own_samples_are_not_written_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = file_of(run / "samples", "step", 1)
+    before = own.read_bytes()
+    assert "the run keeps its samples there" in printed(capsys, str(run), "-o", str(own), code=2)
+    assert own.read_bytes() == before
 
 
 def test_runs_without_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,15 @@ def test_rows_of_several_files_may_differ_in_their_columns() -> None:
     assert [row["group"] for row in select(rows, "query~Q", "query")] == [1]
 
 
+def test_integers_are_compared_digit_by_digit() -> None:
+    rows = [{"uid": 2**53 + extra} for extra in range(3)]
+    for row in rows:
+        assert select(rows, f"uid={row['uid']}", None) == [row]
+    assert select(rows, f"uid>{2**53}", None) == rows[1:]
+    assert select(rows, f"uid<{2**53 + 1}.5", None) == rows[:2]
+    assert select(list(reversed(rows)), None, "uid") == rows
+
+
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z_0-9./-]{0,8}", fullmatch=True)
 VALUES = st.text(st.characters(codec="utf-8"), max_size=12)
 CONDITIONS = st.builds(Condition, NAMES, st.sampled_from(["=", "!=", "<", "<=", ">", ">=", "~"]), VALUES, st.just(True))

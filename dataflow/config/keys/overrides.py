@@ -281,10 +281,15 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _is_key(part: int | str) -> bool:
+    """Whether a part of pydantic's place of an error is a key, not a position or a type of a union."""
+    return isinstance(part, str) and part.isidentifier() and part not in ("int", "float", "str", "bool")
+
+
 def _sentence(cls: type[BaseModel], error: ValidationError, typed: Mapping[str, str]) -> str:
     """Returns one sentence about the first error."""
     first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
+    key = ".".join(str(part) for part in first["loc"] if _is_key(part))
     kind, context = first["type"], first.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown(cls, key)

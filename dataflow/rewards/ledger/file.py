@@ -137,12 +137,14 @@ class LedgerFile:
     Args:
         path: absolute; the file and its directories are created if missing.
         run: name of the run.
+        own: whether the file is in the run's directory. Then the run that began the file is this one, whatever its
+            name was: a directory can be renamed or copied.
 
     Raises:
         ConfigError: the file cannot be opened and written, or is not a ledger.
     """
 
-    def __init__(self, path: Path, run: str) -> None:
+    def __init__(self, path: Path, run: str, own: bool = False) -> None:
         self.path = path
         opened: list[sqlite3.Connection] = []
         try:
@@ -152,6 +154,8 @@ class LedgerFile:
                 opened += [_connect(path), _connect(path)]
                 _prepare(opened[0], path)
             self._writer, self._reader = opened
+            if own:
+                _rename(self._writer, run)
             self._run = _run_id(self._writer, run)
             self._inode = _inode(path)
         except BaseException as error:
@@ -361,6 +365,11 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
         # Files of older versions, which can still use the file afterwards.
         if "checksum" not in {name for _, name, *_ in db.execute("PRAGMA table_info(request)")}:
             db.execute("ALTER TABLE request ADD COLUMN checksum INTEGER")
+
+
+def _rename(db: sqlite3.Connection, run: str) -> None:
+    """Gives the first run of a file this name, unless another one of the file, which reuses its answers, has it."""
+    db.execute("UPDATE OR IGNORE run SET name = ? WHERE id = (SELECT MIN(id) FROM run)", (run,))
 
 
 def _run_id(db: sqlite3.Connection, run: str) -> int:

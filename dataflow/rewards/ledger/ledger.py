@@ -72,18 +72,19 @@ class Ledger:
         path: of the sqlite file, on a local disk; it and its directories are created if missing.
         run: name of the run; requests of other runs are other requests.
         cache: whether to reuse the answers of all runs for the same key.
+        own: whether the file is in the run's directory, see :class:`LedgerFile`.
 
     Raises:
         ConfigError: there is no run name, or the path is a directory, cannot be written, or is not a ledger of this
             or an older version.
     """
 
-    def __init__(self, path: str | Path, run: str, *, cache: bool = False) -> None:
+    def __init__(self, path: str | Path, run: str, *, cache: bool = False, own: bool = False) -> None:
         if not run:
             raise ConfigError(f"reward ledger {path}: the run has no name; give it one.")
         self.path = Path(path).expanduser().absolute()
         self._cache = cache
-        self._file = LedgerFile(self.path, _text(run))
+        self._file = LedgerFile(self.path, _text(run), own)
         self._queue: SimpleQueue[_Item] = SimpleQueue()
         self._unsaved: dict[Row, str] = {}
         self._unsaved_keys: dict[Key, str] = {}

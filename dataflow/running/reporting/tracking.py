@@ -25,6 +25,7 @@ from dataflow.system.children import safe_path
 from dataflow.timeline.agents import causes_of
 from dataflow.timeline.attribution import pool_waits
 from dataflow.timeline.spans import POOLS, Span, Trace, covered
+from dataflow.usercode.numeric import finite
 
 if TYPE_CHECKING:
     from verl.utils.tracking import Tracking
@@ -145,7 +146,7 @@ class Tracker:
         """
         if self._file is None:
             raise ValueError(f"metrics of step {step}: the tracker is closed.")
-        numbers = _finite(metrics)
+        numbers = finite(metrics)
         with self._written():
             self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
             self._file.flush()
@@ -267,9 +268,9 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a file, except for an incomplete last one."""
+    """Yields the rows of a file, except for those that are damaged, such as an incomplete last one."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     for line in lines:
@@ -288,7 +289,7 @@ def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> N
         RunError: it cannot be written.
     """
     with written("summary", path), replaced(path) as temporary:
-        temporary.write_text(json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def step_metrics(trace: Trace, step: int) -> dict[str, float]:
@@ -342,16 +343,3 @@ def timing_names(trace: Trace) -> dict[str, str]:
     names = {stage: TIMINGS[role] for stage, role in trace.roles.items() if role in TIMINGS}
     names |= {stage: "testing" for stage in trace.with_role("validates") if placed.get(stage) in POOLS}
     return names | {s["name"]: FIELDS[field] for s in trace.declared for field in s["writes"] if field in FIELDS}
-
-
-def _finite(value: Any) -> Any:
-    """Returns None for a number that is not finite, as JSON has no NaN."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value

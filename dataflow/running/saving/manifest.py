@@ -111,6 +111,8 @@ def read_manifest(directory: Path) -> Manifest:
         ConfigError: a newer version of dataflow wrote it.
     """
     with _reading(directory / NAME):
+        if not stat.S_ISREG((directory / NAME).stat().st_mode):  # to read a pipe takes for ever
+            raise Torn(f"{NAME} is no regular file")
         data = (directory / NAME).read_bytes()
     changed = Torn(f"{NAME} is cut off or changed")
     try:

@@ -349,3 +349,21 @@ def test_what_a_run_spent_counts_each_call_once(path: Path) -> None:
         db.commit()
     with closing(Ledger(path, "run")) as ledger:
         assert ledger.spent() == (1, 40, 7)
+
+
+def test_the_own_ledger_of_a_directory_that_was_renamed_or_copied_keeps_its_answers(path: Path) -> None:
+    def asked(run: str, own: bool) -> bool:
+        with closing(Ledger(path, run, own=own)) as ledger:
+            return bool(ledger.submitted(1, [(0, 0, A)]))
+
+    with closing(Ledger(path, "first", own=True)) as ledger:
+        ledger.submitted(1, [(0, 0, A)])
+        ledger.answered(1, 0, 0, A, ANSWER)
+        ledger.flush()
+        paid = ledger.spent()
+    assert not asked("guest", own=False), "a run that reuses the file's answers is another run"
+    assert asked("second", own=True)
+    assert asked("first", own=True), "renamed back"
+    assert not asked("second", own=False)
+    with closing(Ledger(path, "third", own=True)) as ledger:
+        assert ledger.spent() == paid

@@ -101,6 +101,10 @@ def test_no_byte_of_a_checkpoint_can_be_flipped_or_cut_off_unnoticed(tmp_path: P
         (lambda d: (d / "states.pkl").unlink(), "states.pkl is missing"),
         (lambda d: (d / "trainer" / "new").touch(), "trainer/new is not in the manifest"),
         (lambda d: (d / "manifest.json").unlink(), "manifest.json is missing"),
+        (
+            lambda d: ((d / "manifest.json").unlink(), os.mkfifo(d / "manifest.json")),
+            "manifest.json is no regular file",
+        ),
         (lambda d: (d / "manifest.json").write_text("[]"), "manifest.json is cut off or changed"),
         (lambda d: (d / "manifest.json").write_text('{"version": 1}'), "manifest.json is cut off or changed"),
         (lambda d: tear(d / "trainer" / ".metadata", "link", 0, 0), "trainer/.metadata is no regular file"),
