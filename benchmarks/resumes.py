@@ -87,7 +87,9 @@ class Trial:
         self.directory = directory
         self.run = directory / "runs" / "a"
         self.keys = [*SMALL, f"policy={policy}", *KINDS[kind]]
-        if not judged:
+        if judged:  # it gives a random model the same score each time: without another loss, nothing would be learned
+            self.keys.append("algorithm.entropy_coeff=0.01")
+        else:
             (directory / "reward.py").write_text(REWARD)
             self.keys.append(f"custom_reward_function.path={directory / 'reward.py'}")
 
@@ -171,6 +173,9 @@ def untouched(directory: Path, policy: str, judged: bool, kind: str = "hf") -> d
     end = run.end()
     if end["code"]:
         sys.exit(f"a run without a kill ended with exit code {end['code']}: {end['said']}")
+    rows = [json.loads(line) for line in (trial.run / "metrics.jsonl").read_text().splitlines()]
+    if not all(row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row):
+        sys.exit(f"{trial.run}: a step had no gradient, so equal weights would prove nothing")
     summary = json.loads((trial.run / "summary.json").read_text())
     found = {
         "facts": trial.facts(), "asked": trial.log("asked"), "appeared": run.appeared,

@@ -105,6 +105,8 @@ def test_it_ends_with_the_weights_of_a_run_that_never_stopped(
     # Metrics and trace are those of one run.
     rows = [json.loads(line) for line in (runs / "stopped" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "timing_s/step" in row] == list(range(1, STEPS + 1))
+    # Without a gradient, the weights would be equal whatever was lost.
+    assert min(row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row) > 0
     assert second["evaluations"] == first["evaluations"]
     check(json.loads((runs / "stopped" / "trace.json").read_text()))
     spans = perfetto.load(str(runs / "stopped")).spans

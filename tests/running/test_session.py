@@ -70,6 +70,15 @@ def run(keys: tuple[str, ...], *more: str, code: int = 0) -> dict[str, Any]:
     return {**summary, "directory": runs / name}
 
 
+def learned(found: dict[str, Any]) -> str:
+    """Returns the hash of a run's weights, which says nothing about a run whose gradients were all zero."""
+    rows = [json.loads(line) for line in (found["directory"] / "metrics.jsonl").read_text().splitlines()]
+    norms = [row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row]
+    assert len(norms) == found["steps"]
+    assert min(norms) > 0, norms
+    return str(found["weights_sha256"])
+
+
 @pytest.mark.parametrize(("ranks", "executor"), [(1, "inline"), (2, "ray")])
 def test_mini_batch_by_index_gives_the_weights_of_baseline_bit_for_bit(
     keys: tuple[str, ...], ranks: int, executor: str
@@ -77,10 +86,10 @@ def test_mini_batch_by_index_gives_the_weights_of_baseline_bit_for_bit(
     keys = (*keys, f"trainer.world_size={ranks}", f"executor={executor}", "val.every=0", "policy.order=index")
     first = run(keys, "policy=baseline")
     second = run(keys, "policy=mini-batch")
-    assert first["weights_sha256"] == second["weights_sha256"]
+    assert learned(first) == learned(second)
     if executor == "inline":
         streamed = run(keys, "policy=mini-batch+stream")
-        assert streamed["weights_sha256"] == first["weights_sha256"]
+        assert learned(streamed) == learned(first)
         assert streamed["max_staleness"] == 0
         assert first["weights_sha256"] != run(keys, "policy=mini-batch", "seed=1")["weights_sha256"]
 
@@ -89,7 +98,7 @@ def test_a_seed_decides_the_weights_whatever_the_order_of_rewards(keys: tuple[st
     keys = (*keys, "policy=both", "policy.order=index", "val.every=0", "executor=inline")
     fast = run(keys, "custom_reward_function.reward_kwargs={slowest: 0.0}")
     slow = run(keys, "custom_reward_function.reward_kwargs={slowest: 0.5}")
-    assert fast["weights_sha256"] == slow["weights_sha256"]
+    assert learned(fast) == learned(slow)
 
 
 def test_staleness_never_exceeds_the_policy_and_files_are_whole(streamed: dict[str, Any]) -> None:
