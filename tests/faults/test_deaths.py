@@ -159,6 +159,8 @@ def test_killed_twice_each_sample_has_its_score_once(mortal: FaultServer, tmp_pa
             assert set(part.ids) <= left
             left -= set(part.ids)
             await _hanging(mortal, life * LIMIT)
+            # Answers that the ledger has not yet would be requested again, and the judge gives no more than these.
+            await actor.stats.remote(saved=True)
             kill(actor, pid, how)
         await asyncio.to_thread(mortal.behave)
         actor = host(mortal, tmp_path)
