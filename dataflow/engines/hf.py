@@ -29,10 +29,10 @@ from dataflow.batch import Batch
 from dataflow.engines.attention import GROUPED
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.draw import draw, uniforms
-from dataflow.engines.samples import SHOWN, check_sampling, left_pad, prompt_ids, to_batch, with_shown
-from dataflow.engines.vocabulary import Vocabulary, loading
+from dataflow.engines.samples import check_sampling, check_turn, left_pad, prompt_ids, shown_of, to_batch, with_shown
+from dataflow.engines.vocabulary import Vocabulary, loading, undrawn
 from dataflow.engines.weights import WeightNames, auto_class
-from dataflow.errors import Aborted, ConfigError, DataError, nearest
+from dataflow.errors import Aborted, ConfigError, nearest
 
 _DTYPES = ("float32", "bfloat16", "float16")
 T = TypeVar("T")
@@ -97,9 +97,7 @@ class HfRollout:
         self.model.to(device).eval().requires_grad_(False)
         config = self.model.config.get_text_config()
         self._sees = hasattr(self.model.config, "vision_config")
-        # Each stands for a part of an image: in a response there is none, and the trainer would look for it.
-        names = ("image_token_id", "video_token_id") if self._sees else ()
-        self._undrawn = [int(getattr(self.model.config, name)) for name in names]
+        self._undrawn = undrawn(self.model.config)
         if not self._sees and getattr(config, "num_key_value_heads", None) not in (None, config.num_attention_heads):
             self.model.set_attn_implementation(GROUPED)
         self.max_prompt_length = max_prompt_length
@@ -118,7 +116,7 @@ class HfRollout:
         """See :meth:`RolloutEngine.generate`. A batch of another size may round a logit otherwise, by about 1e-6."""
         check_sampling(sampling, self.vocabulary.size)
         ids = prompt_ids(prompts, self.max_prompt_length)
-        shown = self._shown(prompts)
+        shown = shown_of(prompts, self._sees)
         rows = [
             _Row(prompt, uniforms((seed, group, index), sampling.max_tokens), group, index, what)
             for group, prompt, what in zip(prompts.ids, ids, shown, strict=True)
@@ -150,27 +148,11 @@ class HfRollout:
             unwanted.set()
             working.cancel()
 
-    def _shown(self, prompts: Batch) -> Sequence[Any]:
-        """Returns what each prompt shows; None for a model of text.
-
-        Raises:
-            DataError: the model takes images, and the prompts have no positions in them.
-        """
-        if self._sees and SHOWN not in prompts:
-            raise DataError(
-                f"rollout: the model takes images, but the prompts have no column {SHOWN!r}; make them with "
-                "dataflow.data.prompts."
-            )
-        return list(prompts[SHOWN]) if self._sees else [None] * len(prompts)
-
     async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
         """See :meth:`RolloutEngine.sample`. Prompts that arrive while the engine computes are then sampled together."""
         check_sampling(sampling, self.vocabulary.size)
         (ids,) = prompt_ids(Batch([0], {"prompt_ids": [prompt]}), self.max_prompt_length)
-        if self._sees:
-            raise ConfigError(
-                "rollout: conversations cannot show images yet; leave out the tools, or give a model of text."
-            )
+        check_turn(self._sees)
         loop = asyncio.get_running_loop()
         row = _Row(ids, uniforms(seed, sampling.max_tokens))
         future: asyncio.Future[Sample] = loop.create_future()

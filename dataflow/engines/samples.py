@@ -95,6 +95,36 @@ SHOWN = "multi_modal_inputs"
 """The column of what prompts show beside their text: objects with ``inputs`` and ``positions``, one for each row."""
 
 
+def shown_of(prompts: Batch, sees: bool) -> list[Any]:
+    """Returns what each prompt shows; None for a model of text.
+
+    Args:
+        prompts: a row per prompt.
+        sees: whether the model takes images.
+
+    Raises:
+        DataError: the model takes images, and the prompts have no positions in them.
+    """
+    if sees and SHOWN not in prompts:
+        raise DataError(
+            f"rollout: the model takes images, but the prompts have no column {SHOWN!r}; make them with "
+            "dataflow.data.prompts."
+        )
+    return list(prompts[SHOWN]) if sees else [None] * len(prompts)
+
+
+def check_turn(sees: bool) -> None:
+    """Checks that an engine can sample a turn of a conversation.
+
+    Raises:
+        ConfigError: its model takes images.
+    """
+    if sees:
+        raise ConfigError(
+            "rollout: conversations cannot show images yet; leave out the tools, or give a model of text."
+        )
+
+
 def with_shown(places: torch.Tensor, shown: Sequence[Any], wide: int) -> torch.Tensor:
     """Returns the positions of tokens for a model that takes images, in verl's four rows.
 

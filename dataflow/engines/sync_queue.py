@@ -29,6 +29,7 @@ class Job:
     Attributes:
         group, index: of the sample.
         prompt: token ids.
+        shown: what the prompt shows beside its text, in the backend's own form; None for a model of text.
         params: sampling parameters in the backend's own form.
         inbox: receives the sample, or an error in its place.
         id: of this try, given when it starts.
@@ -41,6 +42,7 @@ class Job:
     prompt: list[int]
     params: Any
     inbox: asyncio.Queue[Sample | Exception]
+    shown: Any = None
     id: int = -1
     version: int = -1
     ended: bool = False

@@ -51,6 +51,16 @@ class Vocabulary:
         return cls(tokenizer, known, known[0] if pad is None else pad, int(config.get_text_config().vocab_size))
 
 
+def undrawn(config: Any) -> list[int]:
+    """Returns the tokens that no response may have: each stands for a part of an image, where the trainer expects one.
+
+    Args:
+        config: the model's configuration.
+    """
+    names = ("image_token_id", "video_token_id") if hasattr(config, "vision_config") else ()
+    return [int(getattr(config, name)) for name in names]
+
+
 @contextlib.contextmanager
 def loading(model: str) -> Iterator[None]:
     """Turns errors of reading a model's files into one sentence.

@@ -45,9 +45,9 @@ class Processor:
         import transformers
 
         config = transformers.AutoConfig.from_pretrained(path)
-        _whole, kind, inner = VISION[config.model_type]
+        _whole, _processor, inner = VISION[config.model_type]
         try:
-            self._processor = _load(path, getattr(transformers, kind))
+            self._processor = load_processor(path)
         # Like a tokenizer's, the parser of a broken file may raise any exception.
         except Exception as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -97,13 +97,15 @@ class Processor:
         return ids[0].tolist(), kept, positions[:, 0]
 
 
-def _load(path: str, kind: Any) -> Any:
-    """Returns the processor; one without videos where torchvision, which only they need, is not installed."""
-    from transformers import AutoProcessor, AutoTokenizer
+def load_processor(path: str) -> Any:
+    """Returns transformers' processor; one without videos where torchvision, which only they need, is not installed."""
+    import transformers
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     if importlib.util.find_spec("torchvision") is not None:
         return AutoProcessor.from_pretrained(path)
+    kind = getattr(transformers, VISION[AutoConfig.from_pretrained(path).model_type][1])
 
     def check(self: Any, name: str, argument: Any) -> Any:
         return None if name == "video_processor" else kind.check_argument_for_proper_class(self, name, argument)

@@ -72,8 +72,6 @@ def settle(config: BaseConfig, progress: Progress) -> None:
         if isinstance(model, ModelConfig):
             path = model.path or tiny_model(progress=progress.warm_up, recipe=RECIPES[model.tiny])
             model.path = str(check_model(path, f"{name}.path"))
-    if config.engine.rollout == "auto" and takes_images(config.model.path or ""):
-        config.engine.rollout = "hf"
     if config.engine.rollout == "auto":
         device = "cuda" if config.ray.gpus_per_worker else "cpu"
         config.engine.rollout = rollout_engine("auto", config.executor != "inline", device)  # type: ignore[assignment]
@@ -88,10 +86,11 @@ def check_images(config: RunConfig) -> None:
     if not takes_images(config.model.path or ""):
         return
     takes = f"model '{config.model.path}' takes images"
-    if config.engine.rollout == "vllm":
-        raise ConfigError(f"engine.rollout=vllm: {takes}, which are not passed to vLLM yet; use engine.rollout=hf.")
-    if config.engine.replicas > 1:
-        raise ConfigError(f"engine.replicas={config.engine.replicas}: {takes}, for which one engine samples; use 1.")
+    workers = config.engine.tensor_parallel
+    if workers > 1 and not config.ray.gpus_per_worker:
+        raise ConfigError(
+            f"engine.tensor_parallel={workers}: {takes}, which vLLM's processes cannot load on a CPU; use 1."
+        )
     if config.tools.offered:
         raise ConfigError(f"tools: {takes}, and conversations cannot show any yet; leave out the tools.")
     for name in type(config).model_fields:

@@ -22,8 +22,7 @@ def configured(path: Path, kind: str, base: type[RunConfig] = RunConfig, **secti
 @pytest.mark.parametrize(
     ("base", "sections", "message"),
     [
-        (RunConfig, {"engine": {"rollout": "vllm"}}, "engine.rollout=vllm: model .* not passed to vLLM yet; use"),
-        (RunConfig, {"engine": {"rollout": "hf", "replicas": 2}}, "engine.replicas=2: model .* one engine samples"),
+        (RunConfig, {"engine": {"tensor_parallel": 2}}, "engine.tensor_parallel=2: model .* on a CPU; use 1"),
         (RunConfig, {"tools": {"names": ["calculator"]}}, "tools: model .* leave out the tools"),
         (ppo_critic.Config, {}, "critic: model .* a critic cannot read them yet"),
         (distill.Config, {}, "teacher: model .* a teacher cannot read them yet"),
@@ -37,5 +36,13 @@ def test_what_cannot_take_images_is_named(
     check_images(configured(tmp_path, "qwen2", base, **sections))
 
 
-def test_the_transformers_engine_takes_them(tmp_path: Path) -> None:
-    check_images(configured(tmp_path, "qwen2_vl", engine={"rollout": "hf"}))
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"engine": {"rollout": "hf"}},
+        {"engine": {"rollout": "vllm", "replicas": 2}},
+        {"engine": {"rollout": "vllm", "tensor_parallel": 2}, "ray": {"gpus_per_worker": 1}},
+    ],
+)
+def test_both_engines_take_them(sections: dict[str, Any], tmp_path: Path) -> None:
+    check_images(configured(tmp_path, "qwen2_vl", **sections))

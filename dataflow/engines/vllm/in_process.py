@@ -18,10 +18,11 @@ import torch
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.choice import refused_temperature
-from dataflow.engines.samples import check_sampling, prompt_ids, seed_of, to_batch
+from dataflow.engines.samples import check_sampling, check_turn, prompt_ids, seed_of, shown_of, to_batch
 from dataflow.engines.sync_queue import Job, SampleQueue, VllmBackend
+from dataflow.engines.vllm.images import image_input, register
 from dataflow.engines.vllm.thread import EngineThread
-from dataflow.engines.vocabulary import loading, read_vocabulary
+from dataflow.engines.vocabulary import loading, read_vocabulary, undrawn
 from dataflow.engines.weights import WeightNames
 from dataflow.errors import ConfigError, DataError, DataflowError, RunError, nearest
 from dataflow.system.children import safe_path
@@ -120,11 +121,12 @@ class VllmRollout:
         self.max_tokens = max_tokens
         self.version = 0
         self._cuda = device == "cuda"
+        self._sees = hasattr(self._config, "vision_config")
         self.in_flight = in_flight
         self._to_sleep = False  # the last state requested
         arguments: dict[str, Any] = {
             "model": model,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not self._sees,  # vLLM measures the largest image with the processor
             "dtype": dtype,
             "max_model_len": longest,
             "max_num_seqs": max_num_seqs,
@@ -144,6 +146,10 @@ class VllmRollout:
             # the request's random generator, which fails on a CPU.
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(4096, longest)
+        if self._sees:
+            arguments["limit_mm_per_prompt"] = {"video": 0}
+            arguments["mm_device_do_normalize"] = False  # the pixels are normalized
+            arguments["mm_processor_cache_gb"] = 0  # of what vLLM's own processor makes
         arguments |= options or {}
         if not _engine.acquire(blocking=False):
             raise ConfigError("rollout: this process has a vLLM engine; close it, or give the other its own process.")
@@ -182,9 +188,11 @@ class VllmRollout:
             from vllm import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
+            if self._sees:
+                register(self._config)
             with safe_path():
                 engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-            engine.collective_rpc("report_uncut_log_probs")
+            engine.collective_rpc("prepare_sampler", args=(undrawn(self._config),))
             return engine
 
         return EngineThread(build, self._queue, sleeps=self._cuda)
@@ -197,9 +205,13 @@ class VllmRollout:
         self._check(sampling)
         ids = self._ids(prompts)
         inbox: asyncio.Queue[Sample | Exception] = asyncio.Queue()
+        shown = [
+            None if one is None else image_input(prompt, one, self._config, group)
+            for group, prompt, one in zip(prompts.ids, ids, shown_of(prompts, self._sees), strict=True)
+        ]
         jobs = [
-            Job(group, index, prompt, self._params(sampling, seed_of(seed, group, index)), inbox)
-            for group, prompt in zip(prompts.ids, ids, strict=True)
+            Job(group, index, prompt, self._params(sampling, seed_of(seed, group, index)), inbox, one)
+            for group, prompt, one in zip(prompts.ids, ids, shown, strict=True)
             for index in range(sampling.n)
         ]
         async with aclosing(self._queue.draw(jobs)) as samples:
@@ -209,6 +221,7 @@ class VllmRollout:
     async def sample(self, prompt: Sequence[int], sampling: Sampling, seed: Sequence[int]) -> Sample:
         """See :meth:`RolloutEngine.sample`."""
         self._check(sampling)
+        check_turn(self._sees)
         (ids,) = self._ids(Batch([0], {"prompt_ids": [prompt]}))
         return await self._queue.draw_one(Job(0, 0, ids, self._params(sampling, seed_of(*seed)), asyncio.Queue()))
 

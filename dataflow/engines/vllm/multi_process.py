@@ -13,7 +13,8 @@ import torch
 
 from dataflow.engines.sync_queue import Job, SampleQueue, VllmBackend
 from dataflow.engines.vllm.in_process import VllmRollout
-from dataflow.engines.vllm.thread import drawn_of
+from dataflow.engines.vllm.thread import drawn_of, input_of
+from dataflow.engines.vocabulary import undrawn
 from dataflow.errors import ConfigError, DataError
 from dataflow.system.children import safe_path
 
@@ -69,7 +70,7 @@ class AsyncVllmRollout(VllmRollout):
         }
         with safe_path():
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted))
-        return EngineProcess(engine, self._queue, self._stderr, sleeps=self._cuda)
+        return EngineProcess(engine, self._queue, self._stderr, self._cuda, undrawn(self._config))
 
     def _why(self, error: Exception) -> str:
         return self._stderr.root_cause() or super()._why(error)
@@ -121,10 +122,14 @@ class EngineProcess:
         queue: receives the finished samples.
         stderr: of the processes.
         sleeps: whether the engine has a sleep mode, as on a GPU.
+        undrawn: tokens that are never drawn.
     """
 
-    def __init__(self, engine: Any, queue: SampleQueue, stderr: Stderr, sleeps: bool) -> None:
+    def __init__(
+        self, engine: Any, queue: SampleQueue, stderr: Stderr, sleeps: bool, undrawn: Sequence[int] = ()
+    ) -> None:
         self._engine = engine
+        self._undrawn = list(undrawn)
         self._queue = queue
         self._stderr = stderr
         self._sleeps = sleeps
@@ -148,7 +153,7 @@ class EngineProcess:
         self._cancelled = [task for task in self._cancelled if not task.done()]
 
     async def _draw(self, id: int, job: Job) -> None:
-        prompt = {"type": "token", "prompt_token_ids": job.prompt}
+        prompt = input_of(job)
         try:
             await self._ready()
             (output,) = [output async for output in self._engine.generate(prompt, job.params, str(id))]
@@ -167,7 +172,8 @@ class EngineProcess:
     async def _ready(self) -> None:
         """Prepares the sampler before the first sample; the constructor cannot, as it may run without a loop."""
         if self._prepared is None:
-            self._prepared = asyncio.ensure_future(self._engine.collective_rpc("report_uncut_log_probs"))
+            work = self._engine.collective_rpc("prepare_sampler", args=(self._undrawn,))
+            self._prepared = asyncio.ensure_future(work)
         await asyncio.shield(self._prepared)
 
     async def _let_go(self) -> None:

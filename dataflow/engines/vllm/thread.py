@@ -47,12 +47,12 @@ class EngineThread:
 
     def start(self, jobs: Sequence[Job]) -> None:
         """See :meth:`Backend.start`."""
-        requests = [(job.id, job.group, job.prompt, job.params) for job in jobs]
+        requests = [(job.id, job.group, input_of(job), job.params) for job in jobs]
 
         def command(engine: Any) -> None:
             for id, group, prompt, params in requests:
                 try:
-                    engine.add_request(str(id), {"type": "token", "prompt_token_ids": prompt}, params)
+                    engine.add_request(str(id), prompt, params)
                 except ValueError as cause:  # raised for any fault of one request
                     error = DataError(f"rollout: vLLM does not take the prompt of group {group}: {cause}")
                     error.__cause__ = cause
@@ -89,8 +89,10 @@ class EngineThread:
                 engine.wake_up(tags=["weights"])
             engine.collective_rpc("take_weights", args=(weights,))
             # A sleeping engine has no cache to reset.
-            if not self._asleep and not engine.reset_prefix_cache():
-                raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
+            if not self._asleep:
+                engine.reset_encoder_cache()  # of images, by the old weights
+                if not engine.reset_prefix_cache():
+                    raise RuntimeError("the prefix cache could not be reset: blocks are still in use")
 
         await self.call(work)
 
@@ -180,6 +182,12 @@ def _let_go(engine: Any) -> None:
     """Steps until the engine has dropped the aborted requests."""
     while has_work(engine):
         engine.step()
+
+
+def input_of(job: Job) -> dict[str, Any]:
+    """Returns a job's prompt as an ``EngineInput`` of vLLM."""
+    kind = "multimodal" if job.shown else "token"
+    return {"type": kind, "prompt_token_ids": job.prompt, **(job.shown or {})}
 
 
 def drawn_of(output: Any) -> FinishedSample:

@@ -6,7 +6,7 @@ calls it through ``collective_rpc``. Importing this imports vLLM, and registers 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.models import supports_multimodal
 
 FILE = "dataflow_file"
 """The name of :class:`FileTransfer` among vLLM's backends."""
@@ -26,11 +27,14 @@ class RolloutWorker:
     model_runner: Any
     reload_weights: Any
 
-    def report_uncut_log_probs(self) -> None:
+    def prepare_sampler(self, undrawn: Sequence[int] = ()) -> None:
         """Makes the sampler return log-probs at the sampling temperature, before the cuts of top_p, top_k and min_p.
 
         Of vLLM's own modes, ``raw_logprobs`` is at temperature 1 and ``processed_logprobs`` after the cuts. In the
         processed modes vLLM reports whatever ``Sampler.sample`` returns besides the tokens.
+
+        Args:
+            undrawn: tokens that are never drawn; a cut as the others are, so log-probs count them.
 
         Raises:
             RuntimeError: the sampler has another interface.
@@ -45,6 +49,7 @@ class RolloutWorker:
             # First, as sampling changes the logits in place.
             wanted = metadata.max_num_logprobs is not None
             log_probs = uncut_log_probs(logits, metadata.temperature) if wanted else None
+            logits[:, list(undrawn)] = float("-inf")
             return sample(logits, metadata, *args, **options)[0], log_probs
 
         sampler.sample = report
@@ -101,7 +106,8 @@ def remake_head(model: Any) -> None:
     On a CPU a layer computes with a packed copy of its weight, which vLLM repacks for each layer that it loads. It does
     not load a tied head, whose weight is the embedding's, so the head's packed copy would stay the old one.
     """
-    head = getattr(model, "lm_head", None)
+    # A model that takes images holds one of text.
+    head = getattr(model.get_language_model() if supports_multimodal(model) else model, "lm_head", None)
     if head is not None and getattr(head, "cpu_linear", None) is not None:
         head.quant_method.process_weights_after_loading(head)
 

@@ -1,0 +1,136 @@
+"""Images in vLLM: what it says of them is what the trainer computes from the same tokens and pixels."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dataflow.batch import Batch
+from dataflow.data.pictures import opened
+from dataflow.data.shown import Shown
+from dataflow.engines.base import Sampling
+from dataflow.engines.vllm.images import image_input
+from dataflow.engines.vllm.in_process import VllmRollout
+from dataflow.errors import ConfigError, DataError
+from dataflow.models.processor import load_processor
+from dataflow.models.tiny_vision import write_tiny_vision
+from tests.engines.drawing import generate, run
+from tests.engines.images import ROWS, R, by_transformers, source
+
+pytestmark = [pytest.mark.heavy, pytest.mark.vllm, pytest.mark.timeout(300)]
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+SAMPLING = Sampling(n=3, max_tokens=R)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield write_tiny_vision(tmp_path_factory.mktemp("vision") / "model")
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[VllmRollout]:
+    made = VllmRollout(str(model), 64, R, max_num_seqs=8, kv_cache_bytes=32 << 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(model: Path) -> Batch:
+    return source(model).all()
+
+
+def apart(batch: Batch, model: Path) -> torch.Tensor:
+    """Returns the largest difference of each row's log-probs from those of a plain forward."""
+    return (batch["rollout_log_probs"] - by_transformers(model, batch)).abs().amax(dim=1)
+
+
+def test_it_samples_what_transformers_computes_from_the_images(
+    engine: VllmRollout, model: Path, prompts: Batch, tmp_path: Path
+) -> None:
+    batch = generate(engine, prompts, SAMPLING)
+    assert apart(batch, model).max() < 1e-4
+    # Again, with what the caches hold of the prompts and the images.
+    assert apart(generate(engine, prompts, SAMPLING, seed=1), model).max() < 1e-4
+
+    shown = list(prompts["multi_modal_inputs"])
+    other = Shown({**shown[0].inputs, "pixel_values": -shown[0].inputs["pixel_values"]}, shown[0].positions)
+    wrong = generate(engine, prompts.merge(prompts.like(multi_modal_inputs=[other, *shown[1:]])), SAMPLING)
+    assert apart(wrong, model).max() < 1e-4
+    mixed = wrong.merge(wrong.like(multi_modal_inputs=batch["multi_modal_inputs"]))
+    assert apart(mixed, model)[:3].min() > 1e-3
+    assert apart(mixed, model)[3:].max() < 1e-4
+
+    # After a sync, of the images as well: what the caches hold of them is by the old weights.
+    from transformers import Qwen2VLForConditionalGeneration
+
+    moved = write_tiny_vision(tmp_path / "moved", seed=1)
+    weights = Qwen2VLForConditionalGeneration.from_pretrained(moved).state_dict()
+    run(engine.sync(weights, 1))
+    assert apart(generate(engine, prompts, SAMPLING), moved).max() < 1e-4
+    run(engine.sync(Qwen2VLForConditionalGeneration.from_pretrained(model).state_dict(), 0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_it_never_draws_a_token_of_an_image(
+    engine: VllmRollout, model: Path, prompts: Batch, temperature: float, tmp_path: Path
+) -> None:
+    from transformers import Qwen2VLForConditionalGeneration
+
+    loud = Qwen2VLForConditionalGeneration.from_pretrained(model)
+    ids = [loud.config.image_token_id, loud.config.video_token_id]
+    with torch.no_grad():
+        # One of the two is likely after every token.
+        loud.get_input_embeddings().weight[ids] = torch.stack([way := torch.randn(64), -way])
+    loud.save_pretrained(tmp_path / "loud")
+    run(engine.sync(loud.state_dict(), 1))
+    batch = generate(engine, prompts, replace(SAMPLING, temperature=temperature))
+    run(engine.sync(Qwen2VLForConditionalGeneration.from_pretrained(model).state_dict(), 0))
+    assert batch["rollout_log_probs"].min() < -5
+    assert not torch.isin(batch["responses"], torch.tensor(ids)).any()
+    assert apart(batch, tmp_path / "loud").max() < 1e-3
+
+
+def test_a_prompt_whose_tokens_are_not_those_of_its_images_is_refused(engine: VllmRollout, prompts: Batch) -> None:
+    shown = list(prompts["multi_modal_inputs"])
+    swapped = prompts.merge(prompts.like(multi_modal_inputs=[shown[2], *shown[1:]]))
+    with pytest.raises(DataError, match=r"the prompt of group 0 has 4 tokens for patches of images, and .* have 0;"):
+        generate(engine, swapped, SAMPLING)
+    bare = Batch(prompts.ids, {"prompt_ids": prompts["prompt_ids"]})
+    with pytest.raises(DataError, match="the prompts have no column 'multi_modal_inputs'"):
+        generate(engine, bare, SAMPLING)
+    with pytest.raises(ConfigError, match="conversations cannot show images yet"):
+        asyncio.run(engine.sample(prompts["prompt_ids"][0], SAMPLING, [1]))
+
+
+def test_vllms_own_processor_makes_the_same_tokens_and_pixels(
+    engine: VllmRollout, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets what verl gives it: a token for each image, and the images as ``multi_modal_data``."""
+    from vllm.multimodal.processing import ProcessorInputs, TimingContext
+
+    batch = source(model).all()
+    processor = run(engine._backend.call(lambda llm: llm.renderer.mm_processor))
+    # By itself it needs torchvision, for videos.
+    monkeypatch.setattr(processor.info, "get_hf_processor", lambda **_options: load_processor(str(model)))
+    config = engine._config
+    for at, one in enumerate(ROWS[:2]):
+        ids = batch["prompt_ids"][at]
+        once = [t for i, t in enumerate(ids) if t != config.image_token_id or ids[i - 1] != config.image_token_id]
+        items = processor.info.parse_mm_data({"image": opened(one["images"], "row")})
+        theirs = processor.apply(ProcessorInputs(once, items), TimingContext(enabled=False))
+        ours = image_input(ids, batch["multi_modal_inputs"][at], config, at)
+        assert theirs["prompt_token_ids"] == ids
+        assert theirs["mm_placeholders"]["image"] == ours["mm_placeholders"]["image"]
+        for mine, other in zip(ours["mm_kwargs"]["image"], theirs["mm_kwargs"]["image"], strict=True):
+            for name in ("pixel_values", "image_grid_thw"):
+                assert torch.equal(mine[name].data, other[name].data)
