@@ -257,16 +257,26 @@ def _value(key: str, raw: str, info: FieldInfo | None) -> Any:
     return None if value == "None" and optional else value
 
 
-def _over_defaults(cls: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(values)
+def _over_defaults(
+    cls: type[BaseModel], values: Mapping[str, Any], own: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns nested values with the defaults of ``cls`` where none is given.
+
+    Args:
+        own: the defaults of this section where the one around it has others than ``cls``.
+    """
+    merged = {**(own or {}), **values}
     for name, value in values.items():
         info = cls.model_fields.get(name)
         section = _section(info) if info is not None else None
         if info is None or section is None or not isinstance(value, Mapping):
             continue
-        default = info.get_default(call_default_factory=True)
-        base = default.model_dump(exclude_unset=True) if isinstance(default, BaseModel) else {}
-        merged[name] = {**base, **_over_defaults(section, value)}
+        if own is None or name not in own:
+            default = info.get_default(call_default_factory=True)
+            below = default.model_dump(exclude_unset=True) if isinstance(default, BaseModel) else {}
+        else:
+            below = own[name] if isinstance(own[name], Mapping) else {}
+        merged[name] = _over_defaults(section, value, below)
     return merged
 
 
