@@ -64,7 +64,8 @@ def advantage(responses: Batch, rewards: Batch, *, algorithm: Any, task: TaskInf
     Returns:
         ``advantages`` and ``returns``; the advantages of a group of two or more equal scores are exactly 0 (before the
         whitening of the estimators that whiten; REINFORCE++ compares the whole batch). With ``kept`` also
-        ``response_mask``, int64 ``[rows, R]``, 0 for the samples that do not count.
+        ``response_mask``, int64 ``[rows, R]``, 0 for the samples that do not count; and with a rollout correction that
+        rejects, 0 for the tokens that it rejects.
 
     Raises:
         ConfigError: the estimator is unknown.
@@ -101,7 +102,9 @@ def _advantage(responses: Batch, rewards: Batch, *more: Batch, algorithm: Any, t
     sampled = responses.like(sampled_mask=responses["response_mask"])  # before a correction rejects tokens
     data = responses.merge(sampled, rewards, *(_for_rows(field, responses) for field in more))
     if "kept" not in data:
-        return responses.like(**_estimate(data, algorithm, task))
+        # A critic learns from the advantages' mask, as it reads no log-probs, which have that of a correction.
+        rejected = {"response_mask": data["response_mask"]} if any("response_mask" in field for field in more) else {}
+        return responses.like(**_estimate(data, algorithm, task), **rejected)
     counts = _counting(data, estimator)
     _log_dropped(rewards.groups, counts, task)
     mask = data["response_mask"] * counts[:, None]
@@ -179,7 +182,6 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     from verl.trainer.ppo.metric_utils import compute_data_metrics
 
     name, estimator = algorithm.adv_estimator, estimator_of(algorithm.adv_estimator)
-    _check_gdpo(samples, algorithm)
     data = samples.to_dataproto()
     mask = data.batch["response_mask"]
     scores = torch.zeros(mask.shape, dtype=torch.float32)
@@ -207,7 +209,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
         "lam": algorithm.lam,
         "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
         # Only for GDPO, which takes the score for want of other rewards.
-        **({"non_tensor_batch": data.non_tensor_batch, "batch": data.batch} if config.gdpo_reward_keys else {}),
+        **({"non_tensor_batch": _rewards(samples, algorithm), "batch": data.batch} if config.gdpo_reward_keys else {}),
         **{column: data.batch[column] for column in columns if column in data.batch},
     }
     estimate = get_adv_estimator_fn(name)
@@ -239,12 +241,24 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     return found
 
 
-def _check_gdpo(samples: Batch, algorithm: Any) -> None:
-    if algorithm.adv_estimator != "gdpo":
-        return
+def _rewards(samples: Batch, algorithm: Any) -> dict[str, np.ndarray]:
+    """Returns the numbers that GDPO normalises each on its own, by their keys.
+
+    Raises:
+        DataError: the rewards lack one.
+    """
+    found = {}
     for key in algorithm.gdpo_reward_keys:
-        if key not in samples.arrays or any(isinstance(v, str) or v is None for v in samples.arrays[key]):
+        values = np.asarray(samples[key]) if key in samples else None
+        if values is None or values.ndim != 1 or any(isinstance(value, str) for value in values):
             raise DataError(
                 f"algorithm.gdpo_reward_keys: the rewards have no numbers '{key}'; let the reward function return "
                 f"{{'score': ..., '{key}': ...}}."
             )
+        if missing := sum(value is None for value in values):
+            raise DataError(
+                f"algorithm.gdpo_reward_keys: {missing} of {len(values)} samples have no '{key}'; let the reward "
+                "function return it for each, and reward.on_failure drop those that fail (score:X gives a score alone)."
+            )
+        found[key] = values
+    return found

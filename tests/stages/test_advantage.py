@@ -212,6 +212,16 @@ def test_gdpo_normalises_each_reward_on_its_own() -> None:
     assert not torch.equal(both, first)
     assert (first[0::2, 0] > 0).all()
     assert (first[1::2, 0] < 0).all()
+    # Columns that a stage made are tensors, such as judge_score of pipelines/two_judges.py.
+    made = rewards.merge(rewards.like(right=torch.tensor(right), short=torch.tensor(short)))
+    again = advantage(responses, made, algorithm=options("gdpo", **keys), task=TaskInfo(1))["advantages"]
+    assert torch.equal(again, both)
+    scored = advantage(responses, made, algorithm=options("gdpo", gdpo_reward_keys=["score"]), task=TaskInfo(1))
+    alone = advantage(responses, made, algorithm=options("gdpo"), task=TaskInfo(1))
+    assert torch.allclose(scored["advantages"], alone["advantages"], atol=1e-6)
+    some = rewards.merge(rewards.like(right=[None, *right[1:]]))
+    with pytest.raises(DataError, match=r"1 of 24 samples have no 'right'; .* reward.on_failure drop"):
+        advantage(responses, some, algorithm=options("gdpo", **keys), task=TaskInfo(1))
     with pytest.raises(DataError, match="the rewards have no numbers 'form'; let the reward function return"):
         advantage(responses, rewards, algorithm=options("gdpo", gdpo_reward_keys=["form"]), task=TaskInfo(1))
 
@@ -227,6 +237,24 @@ def test_rejected_tokens_get_no_advantage_but_their_score_counts_in_the_group() 
     result = stage(responses, rewards, corrected, algorithm=stage.services["algorithm"], task=TaskInfo(step=1))
     expected = torch.tensor([1.5, -0.5, -0.5, -0.5])[:, None] * mask
     torch.testing.assert_close(result["advantages"], expected, atol=1e-5, rtol=0)
+    assert torch.equal(result["response_mask"], mask)
+
+
+@heavy
+@pytest.mark.parametrize("keep", [None, [1, 1, 0, 1]], ids=["all", "one dropped"])
+def test_a_critic_does_not_learn_from_what_a_correction_rejects(keep: list[int] | None) -> None:
+    responses, rewards = step([[1.0, 0.0, 0.0, 0.5]], [[2, 5, 1, 3]])
+    algorithm = options("gae", rollout_rs="token_k2", rollout_rs_threshold="0.1")
+    stage = advantage_stage(algorithm)
+    mask = responses["response_mask"].clone()
+    mask[0], mask[1, 4] = 0, 0
+    guessed = responses.like(values=torch.full((4, R), 0.25))
+    corrected = responses.like(old_log_probs=torch.zeros(4, R), response_mask=mask)
+    scores = rewards if keep is None else with_kept(rewards, [keep])
+    result = stage(responses, scores, guessed, corrected, algorithm=algorithm, task=TaskInfo(step=1))
+    # What critic_update reads: verl's value loss takes the mean over this mask.
+    read = responses.merge(guessed, result)["response_mask"]
+    assert torch.equal(read, mask if keep is None else mask * torch.tensor(keep)[:, None])
 
 
 @heavy
