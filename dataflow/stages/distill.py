@@ -13,12 +13,22 @@ from dataflow.graph import TaskInfo, stage
 
 
 @stage(writes="teacher_log_probs", on="teacher", role="collects")
-def teacher_log_prob(responses: Batch, *, teacher: Teacher, task: TaskInfo) -> Batch:
-    """Returns the teacher's log-probs of the next groups of the step by index, ``[rows of the part, R]``."""
+def teacher_log_prob(responses: Batch, *, teacher: Teacher, together: int | None = None, task: TaskInfo) -> Batch:
+    """Returns the teacher's log-probs of the next groups of the step by index, ``[rows of the part, R]``.
+
+    Args:
+        responses: columns of a rollout.
+        teacher: scores them.
+        together: groups that it scores at a time, which must divide those of a part; None for a part at a time. The
+            last digits of a log-prob depend on the rows beside it, so that with a number every policy gets the same.
+        task: gives the part.
+    """
     groups = sorted(responses.ids)
     if task.take is not None:
         groups = groups[task.part * task.take : (task.part + 1) * task.take]
-    return teacher.log_probs(responses.select(groups))
+    size = len(groups) if together is None else together
+    pieces = [groups[at : at + size] for at in range(0, len(groups), size)]
+    return Batch.concat(teacher.log_probs(responses.select(piece)) for piece in pieces)
 
 
 @stage(writes="advantages", on="controller", splittable=True, imports=("torch",))

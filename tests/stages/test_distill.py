@@ -35,6 +35,27 @@ def test_the_teacher_scores_each_group_in_exactly_one_part(parts: int) -> None:
     assert found == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_the_teacher_reads_the_same_rows_at_a_time_however_a_step_is_split(together: int) -> None:
+    whole, asked = responses(4), []
+
+    class Recording(Teacher):
+        def log_probs(self, batch: Batch) -> Batch:
+            asked[-1].append(batch.ids)
+            return super().log_probs(batch)
+
+    scored = []
+    for parts in (1, 2):
+        asked.append([])
+        for part in range(parts):
+            task = TaskInfo(1, part=part, parts=parts, take=None if parts == 1 else 2)
+            scored.append(teacher_log_prob(whole, teacher=Recording(), together=together, task=task))
+    assert asked[0] == asked[1] == [tuple(range(at, at + together)) for at in range(0, 4, together)]
+    both = Batch.concat(scored[1:])
+    assert both.groups.tolist() == scored[0].groups.tolist()
+    assert torch.equal(both["teacher_log_probs"], scored[0]["teacher_log_probs"])
+
+
 def test_an_advantage_is_how_much_likelier_the_teacher_finds_a_token() -> None:
     batch, task = responses(1), TaskInfo(step=1)
     old = batch.like(old_log_probs=torch.tensor([[-1.0, -5.0, -5.0], [-2.0, -1.0, -4.0]]))
