@@ -26,7 +26,7 @@ from dataflow.stages.reward import reward_collect, reward_request, val_score
 from dataflow.stages.samples import sample_stages
 from dataflow.stages.sync import gather_weights, sync_weights
 
-OVERLONG = {"overlong_buffer_len": 6, "max_response_length": 24}  # the last 6 of engine.max_tokens=24
+OVERLONG = {"overlong_buffer_len": 6}  # the last 6 tokens of the longest response, engine.max_tokens
 
 
 class Config(RunConfig):

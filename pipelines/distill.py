@@ -13,6 +13,7 @@ dataflow run pipelines/distill.py policy=both
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field, PositiveInt
@@ -21,7 +22,7 @@ from dataflow.config.run import ModelConfig, RunConfig, TrainerConfig
 from dataflow.data.tokenize import check_same_tokens
 from dataflow.graph import Hosted, Pipeline
 from dataflow.rewards.user.gsm8k import compute_score
-from dataflow.running.hosting import pools_of, rollout_host, trainer_host
+from dataflow.running.hosting import check_reader, pools_of, rollout_host, trainer_host
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
 from dataflow.stages.distill import distill_advantage, teacher_log_prob
@@ -41,8 +42,20 @@ class TeacherConfig(ModelConfig):
     """Rows per process in one forward pass."""
 
 
+ADVANTAGES = "the advantage of a token is how much likelier it is under the teacher"
+REWARDS = "it has no reward agent"
+
+
 class Config(RunConfig):
     """The defaults distil a tiny Qwen2 into another on a laptop; see dataflow/config/run.py for every key."""
+
+    unread: ClassVar[Mapping[str, str]] = {
+        **{f"algorithm.{key}": ADVANTAGES for key in ("adv_estimator", "gamma", "lam", "whiten")},
+        "algorithm.use_kl_in_reward": f"{ADVANTAGES}, and algorithm.use_kl_loss adds a KL term to the loss",
+        "algorithm.filter_groups.enable": REWARDS,
+        "custom_reward_function.path": REWARDS,
+        "reward.extra_groups": REWARDS,
+    }
 
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
 
@@ -70,7 +83,8 @@ def pipeline(config: Config) -> Pipeline:
 
     stages = [
         respond.bind(on=pools.sampling, engine=engine),
-        teacher_log_prob.bind(teacher=teacher),
+        # The groups of a mini-batch at a time, so that splitting a step changes no digit.
+        teacher_log_prob.bind(teacher=teacher, together=config.data.prompts // config.trainer.mini_batches),
         *log_prob_stages(config.algorithm, trainer=trainer, on=pools.training),
         bypassing(distill_advantage) if config.algorithm.bypass_mode else distill_advantage,
         actor_stage(config, trainer=trainer, on=pools.training),
@@ -86,6 +100,7 @@ def pipeline(config: Config) -> Pipeline:
 
 
 def inputs(config: Config) -> dict[str, Any]:
-    """Checks that student and teacher count the same tokens; adds no input."""
-    check_same_tokens(str(config.model.path), str(config.teacher.path))
+    """Checks that the teacher can read what the student writes; adds no input."""
+    check_same_tokens(str(config.model.path), str(config.teacher.path), "teacher.path")
+    check_reader(config, str(config.teacher.path), "teacher.path")
     return {}

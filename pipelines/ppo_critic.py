@@ -15,6 +15,8 @@ dataflow run pipelines/ppo_critic.py policy=baseline algorithm.whiten=step    # 
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from dataflow.config import critic as critic_keys
@@ -22,7 +24,9 @@ from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.critic import CriticConfig
 from dataflow.config.reward import RewardConfig
 from dataflow.config.run import RunConfig
+from dataflow.data.tokenize import check_same_tokens
 from dataflow.graph import Pipeline
+from dataflow.models.tiny import check_model
 from dataflow.running.hosting import critic_host, pools_of, reward_host, rollout_host, trainer_host
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
@@ -82,3 +86,11 @@ def pipeline(config: Config) -> Pipeline:
         samples=sample_stages(config),
         resources=pools.resources,
     )
+
+
+def inputs(config: Config) -> dict[str, Any]:
+    """Checks that a critic of another model reads the actor's tokens; adds no input."""
+    if config.critic.path:
+        other = check_model(config.critic.path, "critic.path")
+        check_same_tokens(str(config.model.path), str(other), "critic.path")
+    return {}

@@ -6,6 +6,7 @@ key or value is a ConfigError: one sentence that names both.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -178,6 +179,9 @@ class RunConfig(BaseConfig):
     }
     """Keys of earlier versions, and their present names."""
 
+    unread: ClassVar[Mapping[str, str]] = {}
+    """Keys that no stage of the pipeline reads, and what it does instead; values other than the default are refused."""
+
     imports: ClassVar[tuple[str, ...]] = ("torch",)  # of which batches are made
 
     placement: Placement = "colocated"
@@ -274,12 +278,36 @@ class RunConfig(BaseConfig):
         if rows % world:
             sizes = "data.prompts / trainer.mini_batches x engine.n"
             raise ConfigError(f"trainer.world_size={world} does not divide a mini-batch's {rows} rows ({sizes}).")
-        estimator = self.algorithm.adv_estimator
-        # GPG takes the raw score of a single response.
-        if self.engine.n < 2 and ESTIMATORS[estimator].against == "group" and estimator != "gpg":
-            n = self.engine.n
-            raise ConfigError(f"engine.n={n}: '{estimator}' compares one prompt's responses; give 2 or more.")
+        self._check_unread()
+        self._check_estimator()
+        self._check_kl()
         return self
+
+    def _check_unread(self) -> None:
+        for key, instead in self.unread.items():
+            *path, name = key.split(".")
+            section = functools.reduce(getattr, path, self)
+            if getattr(section, name) != type(section).model_fields[name].get_default(call_default_factory=True):
+                raise ConfigError(f"{key} has no effect in this pipeline: {instead}; leave it out.")
+
+    def _check_estimator(self) -> None:
+        n, estimator = self.engine.n, self.algorithm.adv_estimator
+        if "algorithm.adv_estimator" in self.unread:
+            return
+        # GPG takes the raw score of a single response.
+        if n < 2 and ESTIMATORS[estimator].against == "group" and estimator != "gpg":
+            raise ConfigError(f"engine.n={n}: '{estimator}' compares one prompt's responses; give 2 or more.")
+
+    def _check_kl(self) -> None:
+        control, samples = self.algorithm.kl_ctrl, (self.data.prompts + self.extra_groups) * self.engine.n
+        if not self.algorithm.use_kl_in_reward or control.type == "fixed":
+            return
+        # verl's controller multiplies the coefficient by 1 - 0.2 x samples / horizon, or more.
+        if samples >= 5 * control.horizon:
+            raise ConfigError(
+                f"algorithm.kl_ctrl.horizon={control.horizon}: a step of {samples} samples could turn the coefficient "
+                f"to 0 or below, which rewards the KL; give {samples // 5 + 1} or more."
+            )
 
     def _check_filter(self) -> None:
         enabled, sampled = self.algorithm.filter_groups.enable, self.data.gen_batch_size

@@ -20,7 +20,7 @@ from dataflow.data.pictures import opened, with_pictures
 from dataflow.data.rows import IMAGES, first_line, load_rows, verl_rows, write_parquet
 from dataflow.data.shown import Shown
 from dataflow.data.tokenize import DESCRIBED, load_chat_tokenizer, prompt_ids, truncate
-from dataflow.errors import DataError, ModelError
+from dataflow.errors import ConfigError, DataError, ModelError
 from dataflow.models.directory import Room, room_of
 from dataflow.models.processor import VISION, Processor, takes_images
 from dataflow.models.tiny import cache_home
@@ -71,6 +71,7 @@ def load_prompts(
         schemas: JSON schemas of the tools that the chat template describes in each prompt; None without tools.
 
     Raises:
+        ConfigError: a prompt with the longest response does not fit into one pass of the trainer.
         DataError: a prompt is too long, or there are too few.
         ModelError: the tokenizer cannot be loaded or has no chat template.
     """
@@ -82,6 +83,8 @@ def load_prompts(
         PromptSource(p.rows, tokenizer, config.data, config.seed, n, p.name, p.labels, schemas, room, processor)
         for p, n in of
     ]
+    if (most := config.trainer.max_tokens_per_gpu) is not None:
+        sources[0].check_pass(most, config.response_length)
     return sources[0], sources[1]
 
 
@@ -143,6 +146,20 @@ class PromptSource:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def check_pass(self, most: int, response: int) -> None:
+        """Checks that each prompt fits into one pass of the trainer, with a response of up to ``response`` tokens.
+
+        Raises:
+            ConfigError: one does not.
+        """
+        longest = max(range(len(self._ids)), key=lambda row: len(self._ids[row]), default=None)
+        if longest is None or (tokens := len(self._ids[longest])) + response <= most:
+            return
+        raise ConfigError(
+            f"trainer.max_tokens_per_gpu={most}: {self._origin[longest]}: the prompt's {tokens} tokens and a response "
+            f"of up to {response} are more than one pass takes; give at least {tokens + response}."
+        )
 
     def _label(self, row: int) -> str:
         return self._labels[row] if self._labels else f"{self.name}, row {row + 1}"

@@ -24,21 +24,22 @@ def load_chat_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def check_same_tokens(student: str, teacher: str) -> None:
-    """Checks that two models count the same tokens, so that one can score what the other samples.
+def check_same_tokens(actor: str, other: str, key: str) -> None:
+    """Checks that two models count the same tokens, so that one can read what the other samples.
 
     Args:
-        student, teacher: directories of the models.
+        actor, other: directories of the models.
+        key: the key that gave the other one.
 
     Raises:
         ModelError: a tokenizer cannot be loaded, or the two differ; with a token that does.
     """
-    mine = load_tokenizer(student, "model.path", ModelError).get_vocab()
-    other = load_tokenizer(teacher, "teacher.path", ModelError).get_vocab()
-    if odd := sorted(token for token in {*mine, *other} if mine.get(token) != other.get(token)):
+    mine = load_tokenizer(actor, "model.path", ModelError).get_vocab()
+    theirs = load_tokenizer(other, key, ModelError).get_vocab()
+    if odd := sorted(token for token in {*mine, *theirs} if mine.get(token) != theirs.get(token)):
         raise ModelError(
-            f"teacher.path={teacher}: its tokenizer is not that of model.path={student} (they differ in {len(odd)} "
-            f"tokens, such as {odd[0]!r}); take a teacher of the same family."
+            f"{key}={other}: its tokenizer is not that of model.path={actor} (they differ in {len(odd)} tokens, such "
+            f"as {odd[0]!r}); take a model of the same family."
         )
 
 

@@ -348,7 +348,8 @@ class Steps:
 
 
 def _short_of_groups(state: StepRequests) -> str:
-    return (
-        f"step {state.key}: {state.lost} groups failed, one more than reward.extra_groups can replace; raise it. "
-        f"The last failure: {state.last_failure}"
-    )
+    lost, can = f"{state.lost} groups failed", "reward.extra_groups can replace; raise it"
+    if state.left_out:
+        lost += f" and {state.left_out} were left out"
+        can = "data.gen_batch_size and reward.extra_groups can replace; raise one"
+    return f"step {state.key}: {lost}, one more than {can}. The last failure: {state.last_failure}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.config.reward import source_of
+from dataflow.config.reward import RewardConfig, source_of
 from dataflow.engines.choice import refused_temperature, rollout_engine
 from dataflow.errors import ConfigError
 from dataflow.models.directory import room_of
@@ -133,7 +133,7 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         pools: made with ``critic=True``.
 
     Raises:
-        ConfigError: the model that it begins with does not exist.
+        ConfigError: the model that it begins with does not exist, or cannot read what the actor samples.
     """
     return Hosted(
         "critic",
@@ -158,14 +158,36 @@ def _critic_model(config: Any) -> str | None:
     actor, own = config.model.path, config.critic.path
     if own is None:
         return str(actor) if actor else None
-    found = check_model(own, "critic.path")
+    found = str(check_model(own, "critic.path"))
     if actor and Path(actor).is_dir():
-        here, there = room_of(str(found)).vocabulary, room_of(actor).vocabulary
-        if here is not None and there is not None and here < there:
-            raise ConfigError(
-                f"critic.path={own}: it knows {here} tokens, the actor {there}; give a model with the same tokens."
-            )
-    return str(found)
+        check_reader(config, found, "critic.path")
+    return found
+
+
+def check_reader(config: Any, path: str, key: str) -> None:
+    """Checks that another model can read what the actor samples.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig` whose actor is a directory.
+        path: the other model's directory.
+        key: the key that gave it.
+
+    Raises:
+        ConfigError: it knows fewer tokens than the actor, or reads shorter texts than the actor may write.
+    """
+    other, actor = room_of(path), room_of(config.model.path)
+    if other.vocabulary is not None and actor.vocabulary is not None and other.vocabulary < actor.vocabulary:
+        raise ConfigError(
+            f"{key}={path}: it knows {other.vocabulary} tokens, the actor {actor.vocabulary}; give a model with the "
+            "same tokens."
+        )
+    longest = config.data.max_prompt_length + config.response_length
+    longest = longest if actor.positions is None else min(longest, actor.positions)
+    if other.positions is not None and other.positions < longest:
+        raise ConfigError(
+            f"{key}={path}: it reads {other.positions} tokens, a prompt and its response may have {longest}; give "
+            "another model, or lower data.max_prompt_length or engine.max_tokens."
+        )
 
 
 def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Hosted:
@@ -189,7 +211,7 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
             "name": name,
             "custom": custom.model_dump(),
             "default": own,
-            "options": options,
+            "options": _with_length(options, config.response_length),
             "run": config.name or "run",
             "ledger": config.run_file(file_of("rewards.sqlite", name)),
             "tokenizer": config.model.path,
@@ -197,6 +219,14 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
         concurrent=True,
         restarts=options.restarts,
     )
+
+
+def _with_length(options: RewardConfig, response_length: int) -> RewardConfig:
+    """Returns section ``reward`` with the run's longest response for the manager ``dapo``, unless it has one."""
+    if options.manager != "dapo" or options.manager_path is not None:
+        return options
+    kwargs = {"max_response_length": response_length, **options.manager_kwargs}
+    return options.model_copy(update={"manager_kwargs": kwargs})
 
 
 def check_room(config: Any) -> None:

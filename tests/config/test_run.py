@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from pydantic import ValidationError
 
 from dataflow.config.keys.overrides import build, fields
 from dataflow.config.pipeline_file import load_pipeline_file
-from dataflow.config.run import EngineConfig, PolicyConfig, RunConfig, describe, dump_yaml, parse_overrides
+from dataflow.config.run import EngineConfig, PolicyConfig, RunConfig, describe, dump_yaml, parse_overrides, values_of
 from dataflow.errors import ConfigError, DataflowError, PipelineError, PolicyError, UserError
 from dataflow.policy import SchedulingPolicy
+from pipelines import distill
 
 
 def test_defaults_are_valid_and_every_key_has_a_doc_line() -> None:
@@ -350,3 +352,35 @@ def test_dynamic_sampling_that_could_leave_nothing_out_is_refused(overrides: lis
     with pytest.raises(ConfigError) as caught:
         parse_overrides(RunConfig, overrides)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator has no effect in this pipeline: the advantage of a"),
+        ("algorithm=rloo", "algorithm.adv_estimator has no effect"),
+        ("algorithm.use_kl_in_reward=true", "algorithm.use_kl_loss adds a KL term to the loss; leave it out."),
+        ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.enable has no effect"),
+        ("custom_reward_function.path=own.py", "it has no reward agent; leave it out."),
+    ],
+)
+def test_a_key_that_no_stage_of_the_pipeline_reads_is_refused(given, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse_overrides(distill.Config, [given])
+
+
+def test_without_an_estimator_one_response_is_enough():
+    config = parse_overrides(distill.Config, ["engine.n=1", "algorithm=gspo"])
+    assert parse_overrides(distill.Config, [], values_of(config)).engine.n == 1, "its file can be read again"
+
+
+@pytest.mark.parametrize("more", [[], ["algorithm.filter_groups.enable=true", "data.gen_batch_size=96"]])
+def test_an_adaptive_coefficient_cannot_change_its_sign(more):
+    keys = ["algorithm.use_kl_in_reward=true", "data.prompts=32", "engine.n=8", *more]
+    samples = 8 * (96 if more else 32)
+    adaptive = [*keys, "algorithm.kl_ctrl.type=adaptive"]
+    words = rf"horizon={samples // 5}: a step of {samples} samples .* give {samples // 5 + 1} or more"
+    with pytest.raises(ConfigError, match=words):
+        parse_overrides(RunConfig, [*adaptive, f"algorithm.kl_ctrl.horizon={samples // 5}"])
+    parse_overrides(RunConfig, [*adaptive, f"algorithm.kl_ctrl.horizon={samples // 5 + 1}"])
+    parse_overrides(RunConfig, [*keys, "algorithm.kl_ctrl.horizon=1"])

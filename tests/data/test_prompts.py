@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from loguru import logger
 
-from dataflow.config.run import RunConfig
+from dataflow.config.run import RunConfig, TrainerConfig
 from dataflow.config.tools import ToolsConfig
 from dataflow.data.prompts import (
     PromptSource,
@@ -20,7 +20,7 @@ from dataflow.data.prompts import (
 )
 from dataflow.data.rows import load_rows, verl_rows, write_parquet
 from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids, truncate
-from dataflow.errors import DataError, ModelError
+from dataflow.errors import ConfigError, DataError, ModelError
 from dataflow.models.directory import Room
 from dataflow.models.problems import generate
 from dataflow.models.tiny import build_tokenizer
@@ -339,7 +339,8 @@ def test_load_prompts_generates_or_reads(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     data = options(train=None, val=None, prompts=8, train_size=40, val_size=10)
     model = SimpleNamespace(path=str(tmp_path / "model"))
-    config = SimpleNamespace(data=data, seed=3, model=model, extra_groups=0, tools=ToolsConfig(), response_length=8)
+    plain = {"extra_groups": 0, "tools": ToolsConfig(), "trainer": TrainerConfig(), "response_length": 8}
+    config = SimpleNamespace(data=data, seed=3, model=model, **plain)
     train, val = load_prompts(config, *read_problems(config.data))
     assert (len(train), len(val), len(train.batch(1))) == (40, 10, 8)
     assert not set(questions(train.all())) & set(questions(val.all()))
@@ -441,3 +442,11 @@ def test_a_chat_template_that_fails_is_named(tokenizer, tmp_path, monkeypatch, t
     with pytest.raises(DataError, match="line 1: the model's chat template cannot write this prompt") as caught:
         PromptSource(rows, tokenizer, options(), 0, 1, "x", labels)
     assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_that_fits_into_no_pass_of_the_trainer_is_named_before_the_run(tokenizer):
+    prompts = source(tokenizer)
+    prompts.check_pass(64 + 8, 8)
+    words = r"max_tokens_per_gpu=60: problems, row \d+: the prompt's \d+ tokens and a response of up to 60 are more"
+    with pytest.raises(ConfigError, match=words):
+        prompts.check_pass(60, 60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,34 @@ def test_torchs_cached_memory_is_freed_for_the_critic() -> None:
     assert critic_host(config, pools).options["shares_gpu"]
     with pytest.raises(ConfigError, match="trainer and critic share whole GPUs; give 1"):
         pools_of(ppo(placement="disaggregated", ray={"gpus_per_worker": 0.5}), critic=True)
+
+
+def test_a_critic_that_cannot_read_what_the_actor_may_write_is_refused(tmp_path: Path, tiny_qwen: Path) -> None:
+    own = shutil.copytree(tiny_qwen, tmp_path / "own")
+    known = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(known | {"max_position_embeddings": 40}))
+    sections: dict[str, Any] = {"model": {"path": str(tiny_qwen)}, "critic": {"path": str(own)}}
+    config = ppo(**sections, data={"max_prompt_length": 30}, engine={"max_tokens": 11})
+    with pytest.raises(ConfigError, match=r"critic.path=.*: it reads 40 tokens, a prompt and its response may have 41"):
+        critic_host(config, pools_of(config, critic=True))
+    fits = ppo(**sections, data={"max_prompt_length": 30}, engine={"max_tokens": 10})
+    assert critic_host(fits, pools_of(fits, critic=True)).options["model"] == str(own)
+    (own / "config.json").write_text(json.dumps(known | {"vocab_size": 20}))
+    with pytest.raises(ConfigError, match=r"critic.path=.*: it knows 20 tokens, the actor"):
+        critic_host(fits, pools_of(fits, critic=True))
+
+
+def test_the_penalty_for_overlong_responses_follows_the_longest_one() -> None:
+    def kwargs(**reward: Any) -> Any:
+        config = RunConfig.model_validate({"engine": {"max_tokens": 7}, "reward": reward})
+        return reward_host(config).options["options"].manager_kwargs
+
+    assert kwargs(manager="dapo", manager_kwargs={"overlong_buffer_len": 2}) == {
+        "overlong_buffer_len": 2,
+        "max_response_length": 7,
+    }
+    assert kwargs(manager="dapo", manager_kwargs={"max_response_length": 5}) == {"max_response_length": 5}
+    assert kwargs() == kwargs(manager="dapo", manager_path="own.py") == {}
 
 
 def test_each_agent_has_its_section_its_host_and_its_resource(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,18 @@ def test_extra_groups_for_failures_are_not_used_up_by_the_filter(agent_of: Make)
         first = await agent.collect(1, 1, order="index")
         second = await agent.collect(1, 1, order="index")
         assert [first.ids, second.ids] == [(1,), (2,)], "0 was left out, 1 is kept although its scores are equal"
+        await agent.close()
+
+    run_virtual(body)
+
+
+def test_too_many_failed_beside_those_left_out(agent_of: Make) -> None:
+    async def body() -> None:
+        agent = agent_of(Reward(**equal(0), _1_0=("after", 1, BROKEN), _2_0=("after", 2, BROKEN)), "replace_group")
+        agent.submit(1, samples(4), extra_groups=2, group_filter=GroupFilter(1))
+        words = "2 groups failed and 1 were left out, one more than data.gen_batch_size and reward.extra_groups can"
+        with pytest.raises(RewardFailed, match=re.escape(words)):
+            await agent.collect(1)
         await agent.close()
 
     run_virtual(body)
