@@ -78,6 +78,9 @@ class WorkloadCosts(Costs):
         if (agent := self._by_request.get(i.stage)) is not None:
             agent.submit(load, i.step, range(load.prompts) if groups is None else groups, end)
         if task.stage.collects:
+            if groups is None:  # it forms the parts without an agent, such as a teacher: by index
+                size = task.take or load.prompts
+                groups = tuple(range(i.part * size, (i.part + 1) * size))
             return End(end, begin, groups=groups)
         return End(end, begin, chunks=chunks_of(task, load.prompts, begin, end, load.ends))
 

@@ -30,7 +30,7 @@ class Roles:
         A collecting stage to which nothing sends requests is no agent: it takes its measured time.
         """
         collector, asking = pipeline.collector, pipeline.with_role("requests")
-        if collector is None:
+        if collector is None or not asking:
             return cls(asking[0].name if asking else None, None, None)
         of = {s.name: next((r.name for r in asking if _feeds(r, s)), None) for s in pipeline.collectors}
         scoring = [s.name for s in pipeline.with_role("validates") if s.on == collector.on]
