@@ -1,7 +1,7 @@
 """The prompts of a run: GSM8K's JSONL, verl's parquet or generated problems, as one batch per step.
 
-Rows are stored as parquet in verl's schema and read by verl's RLHFDataset through a stateful, seeded loader. Every row
-is checked and measured before the first step. A step's batch depends only on the data, the seed and the step.
+Prompts are stored as parquet and read by verl's RLHFDataset through a stateful, seeded loader. Every row is checked and
+measured before the first step. A step's batch depends only on the data, the seed and the step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataflow.errors import ConfigError, DataError, ModelError
 from dataflow.models.directory import Room, room_of
 from dataflow.models.processor import VISION, Processor, takes_images
 from dataflow.models.tiny import cache_home
+from dataflow.usercode.copies import own_copy
 
 _LEAST_CHARACTERS = 2**16
 """Prompts of fewer characters are always tokenized, as a tokenizer may drop or join characters."""
@@ -297,10 +298,11 @@ class PromptSource:
         return self._batch(collate_fn([self._dataset[i] for i in range(count)]))
 
     def _batch(self, drawn: Mapping[str, Any]) -> Batch:
-        # Arrow gives every row the keys of all rows, with None for missing values.
-        extras = [_given(extra or {}) for extra in drawn["extra_info"]]
         at = [int(row) for row in drawn["row"]]
-        seen = [self._seen(self.rows[row], self._origin[row]) for row in at]
+        rows = [self.rows[row] for row in at]
+        # A parquet file gives every row the keys of all rows, with None for missing values.
+        extras = [_given(own_copy(row.get("extra_info") or {})) for row in rows]
+        seen = [self._seen(row, self._origin[number]) for row, number in zip(rows, at, strict=True)]
         more: dict[str, Any] = {}
         if self._processor is not None:
             # Pixels are made for each step anew: those of all rows would take more memory than the model.
@@ -311,8 +313,8 @@ class PromptSource:
             {
                 "raw_prompt": [chat for chat, _pictures in seen],
                 "prompt_ids": [self._ids[row] for row in at],
-                "data_source": list(drawn["data_source"]),
-                "ground_truth": [_truth(model["ground_truth"]) for model in drawn["reward_model"]],
+                "data_source": [row["data_source"] for row in rows],
+                "ground_truth": [_truth(own_copy(row["reward_model"]["ground_truth"])) for row in rows],
                 "extra_info": extras,
                 **more,
             },
@@ -349,11 +351,12 @@ class PromptSource:
 
 
 def _open(rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any) -> Any:
-    """Opens rows as verl's dataset; the column ``row`` is the number of each."""
-    numbered = [{**{k: v for k, v in row.items() if k != IMAGES}, "row": i} for i, row in enumerate(rows)]
-    # parquet has no struct without keys
-    if not any(row.get("extra_info") for row in rows):
-        numbered = [{k: v for k, v in row.items() if k != "extra_info"} for row in numbered]
+    """Opens the prompts of rows as verl's dataset; the column ``row`` is the number of each.
+
+    A column of parquet has one type: it would turn 5 into 5.0 beside 2.5, and refuse it beside a text. So the other
+    columns are not stored.
+    """
+    numbered = [{"prompt": [_text_of(message) for message in row["prompt"]], "row": i} for i, row in enumerate(rows)]
     home = cache_home() / "prompts"
     path = write_parquet(numbered, home)
     # verl and datasets print and draw progress bars while they load; stdout is for the program's own output.
@@ -374,6 +377,11 @@ def _open(rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any) -> Any:
             datasets.config.HF_DATASETS_CACHE = arrow
             if bars:
                 datasets.enable_progress_bars()
+
+
+def _text_of(message: Mapping[str, Any]) -> dict[str, str]:
+    content = message["content"]
+    return {"role": message["role"], "content": content if isinstance(content, str) else ""}
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -158,16 +158,34 @@ def _check_text(text: str, label: str) -> None:
         raise DataError(
             f"{label}: a text has {len(text)} characters, more than {LONGEST_ROW}; shorten it or leave it out."
         )
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise DataError(
-                f"{label}: character {e.start + 1} of a text is half a surrogate pair (\\u{ord(text[e.start]):04x}), "
-                "which is not a Unicode character; write it as UTF-8 text."
-            ) from e
+    _check_unicode(text, label)
     if "\0" in text:
         raise DataError(f"{label}: character {text.index(chr(0)) + 1} of a text is NUL (\\u0000); leave it out.")
+
+
+def _check_unicode(text: str, label: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise DataError(
+            f"{label}: character {e.start + 1} of a text is half a surrogate pair (\\u{ord(text[e.start]):04x}), "
+            "which is not a Unicode character; write it as UTF-8 text."
+        ) from e
+
+
+def _check_texts(values: Any, label: str) -> None:
+    """Checks the texts in a value, which the ledger and the files of samples store, at any depth."""
+    ahead = [values]
+    while ahead:
+        value = ahead.pop()
+        if isinstance(value, str):
+            _check_unicode(value, label)
+        elif isinstance(value, Mapping):
+            ahead += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            ahead += value
 
 
 def _read_parquet(path: Path, image_key: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -259,6 +277,7 @@ def _check_row(row: Mapping[str, Any], label: str) -> None:
         raise DataError(f"{label}: 'data_source' is not text.")
     if not isinstance(row.get("extra_info"), Mapping | None):
         raise DataError(f"{label}: 'extra_info' is not a mapping of names to values.")
+    _check_texts([row["data_source"], model["ground_truth"], row.get("extra_info")], label)
 
 
 def _is_message(message: Mapping[str, Any]) -> bool:

@@ -335,6 +335,50 @@ def test_written_rows_are_named_by_content(tmp_path):
         write_parquet(rows, tmp_path / "file")
 
 
+MIXED = [5, 2.5, "5", 2**70, True, [1, "a", {"b": []}], {"a": 1}, {"b": {"c": {}}}]
+"""References that no column of one type can hold."""
+
+
+def test_each_row_keeps_its_own_values(tokenizer, tmp_path):
+    rows = [
+        {**VERL, "reward_model": {"ground_truth": truth}, "extra_info": {"n": truth, "": [truth]}} for truth in MIXED
+    ]
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = options(train=str(file), val=str(file), val_size=100)
+    train, _val = (PromptSource(part.rows, tokenizer, data, 0, len(MIXED), part.name) for part in read_problems(data))
+    held = train.all()
+    expected = [truth if isinstance(truth, list | dict) else str(truth) for truth in MIXED]
+    assert list(held["ground_truth"]) == expected
+    assert [repr(extra) for extra in held["extra_info"]] == [repr({"n": truth, "": [truth]}) for truth in MIXED]
+    drawn = train.batch(1)
+    assert sorted(map(repr, drawn["ground_truth"])) == sorted(map(repr, expected))
+    drawn["extra_info"][0]["n"] = held["extra_info"][5][""][0][2]["b"] = "changed"
+    again = train.all()
+    assert list(again["ground_truth"]) == expected
+    assert [repr(extra) for extra in again["extra_info"]] == [repr({"n": truth, "": [truth]}) for truth in MIXED]
+
+
+HALF = "a\ud800"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data_source": HALF},
+        {"reward_model": {"ground_truth": HALF}},
+        {"reward_model": {"ground_truth": [{"a": [HALF]}]}},
+        {"extra_info": {"a": {"b": HALF}}},
+        {"extra_info": {HALF: 1}},
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_anywhere(change, tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text(json.dumps({**VERL, **change}))
+    with pytest.raises(DataError, match=r"line 1: character 2 of a text is half a surrogate pair \(\\ud800\)"):
+        load_rows(file)
+
+
 def test_load_prompts_generates_or_reads(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     data = options(train=None, val=None, prompts=8, train_size=40, val_size=10)
