@@ -8,10 +8,11 @@ from types import ModuleType
 from typing import Any
 
 from dataflow.config.base import BaseConfig, PipelineConfig
-from dataflow.errors import ConfigError, DataflowError, PipelineError, UserError
+from dataflow.errors import ConfigError, PipelineError, UserError
 from dataflow.files import nearest_path, no_file
 from dataflow.graph import Pipeline
 from dataflow.usercode.failures import is_interrupt, message_of
+from dataflow.usercode.forks import in_one_process
 
 
 def load_pipeline_file(path: str | Path) -> ModuleType:
@@ -39,8 +40,9 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
     # file's functions to Ray workers by value, as these cannot import the file.
     sys.modules[loader.name] = module
     try:
-        loader.exec_module(module)
-    except (UserError, KeyboardInterrupt):
+        with in_one_process():
+            loader.exec_module(module)
+    except UserError:
         raise
     except BaseException as error:
         if is_interrupt(error):
@@ -109,12 +111,15 @@ def _called(module: ModuleType, name: str, config: BaseConfig) -> Any:
     if not callable(function):
         raise ConfigError(f"pipeline file '{module.__file__}': '{name}' is {_kind(function)}; define {name}(config).")
     try:
-        return function(config)
-    except (DataflowError, KeyboardInterrupt):
+        with in_one_process():
+            return function(config)
+    except UserError:
         raise
     except BaseException as error:
+        if is_interrupt(error):
+            raise
         kind = PipelineError if name == "pipeline" else ConfigError
-        said = " ".join(str(error).split()).rstrip(".")
+        said = message_of(error).rstrip(".")
         raise kind(
             f"pipeline file '{module.__file__}': {name}(config) raised {type(error).__name__}"
             f"{f': {said}' if said else ''}{_line_in(error, module.__file__ or '')}."

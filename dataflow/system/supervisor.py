@@ -377,7 +377,10 @@ class Supervisor:
             name = signal.Signals(os.WTERMSIG(self._status)).name
             return f"the run's process was killed by {name} ({'out of memory?' if name == 'SIGKILL' else 'a crash'})"
         code = os.waitstatus_to_exitcode(self._status)
-        return f"the run's process ended with exit code {code}, as Ray ends it when it loses its cluster{logs}"
+        what = f"the run's process ended with exit code {code} before the run did"
+        if "ray" in self._facts:
+            return f"{what}, as Ray ends it when it loses its cluster{logs}"
+        return f"{what} (does its code, or a library, call os._exit?)"
 
 
 def _ends(pid: int) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.system.redaction import redact
+from dataflow.system.stopping import stopping
 
 LONGEST = 2000
 """Characters of a message that are kept."""
@@ -152,12 +153,13 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 def is_interrupt(error: BaseException) -> bool:
     """Whether an exception is a real Ctrl-C and not a KeyboardInterrupt raised by user code.
 
-    A real one occurs in the main thread only, and only if Python's or asyncio's own handler of SIGINT is installed.
+    A real one occurs in the main thread only: if the run's own handler has received a signal, or if Python's or
+    asyncio's handler of SIGINT is installed.
     """
     # By type: isinstance() also reads __class__, which the exception may override.
     if not issubclass(type(error), KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if stopping.received is not None or signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         return True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -140,6 +140,7 @@ def test_a_run_that_dies_is_reported_in_one_sentence(
     code, _out, err = command.ends()
     assert code == 1
     assert err.startswith("RunError: the run's process ")
+    assert "Ray" not in err  # it was not started
     assert words in err
     assert "stopped after 0 of 7 steps" in err
     assert len(err.splitlines()) == 1

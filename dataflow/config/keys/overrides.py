@@ -10,7 +10,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from dataflow.config.keys import yaml_values
-from dataflow.errors import ConfigError, DataflowError, alike, nearest
+from dataflow.errors import ConfigError, UserError, alike, nearest
+from dataflow.usercode.failures import is_interrupt, message_of
+from dataflow.usercode.forks import in_one_process
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -87,18 +89,27 @@ def build(cls: type[T], values: Mapping[str, Any], typed: Mapping[str, str] | No
         ConfigError: one sentence about the first invalid value.
     """
     try:
-        # The defaults of a pipeline's Config may be whole sections; given values override them key by key.
-        return cls.model_validate(_over_defaults(cls, values))
+        with in_one_process():
+            # The defaults of a pipeline's Config may be whole sections; given values override them key by key.
+            built: object = cls.model_validate(_over_defaults(cls, values))
     except ValidationError as error:
         raise ConfigError(_sentence(cls, error, typed or {})) from error
-    except (DataflowError, KeyboardInterrupt):
+    except UserError:
         raise
     # A validator of the pipeline's own Config may raise any exception.
-    except Exception as error:
-        said = " ".join(str(error).split()).rstrip(".")
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        said = message_of(error).rstrip(".")
         raise ConfigError(
-            f"the configuration {cls.__name__} cannot be built: {type(error).__name__}: {said}."
+            f"the configuration {cls.__name__} cannot be built: {type(error).__name__}{f': {said}' if said else ''}."
         ) from error
+    if not isinstance(built, cls):
+        raise ConfigError(
+            f"the configuration {cls.__name__} cannot be built: a validator of the whole class returned "
+            f"{type(built).__name__} in place of it; return self."
+        )
+    return built
 
 
 def describe(cls: type[BaseModel]) -> str:
@@ -179,6 +190,11 @@ def _find(cls: type[BaseModel], path: tuple[str, ...]) -> tuple[FieldInfo | None
     if section is not None:
         return _find(section, path[1:])
     return (info, path[1:]) if accepts(info.annotation, dict) and all(path) else (None, ())
+
+
+def refusal(cls: type[BaseModel], key: str) -> str | None:
+    """Returns a sentence that suggests another key if a configuration has no such key or section; else None."""
+    return _unknown(cls, key) if _find(cls, tuple(key.split(".")))[0] is None else None
 
 
 def _unknown(cls: type[BaseModel], key: str) -> str:
