@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -23,7 +23,9 @@ from pydantic import (
 )
 
 from dataflow.config.checkpoint import CheckpointConfig, ResumeConfig
+from dataflow.config.keys.overrides import refusal
 from dataflow.config.section import Section, Text
+from dataflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from dataflow.policy import SchedulingPolicy
@@ -140,6 +142,23 @@ class BaseConfig(Section):
     def run_file(self, name: str) -> str | None:
         """Returns the absolute path of a file in the run's directory; None while the run has no name."""
         return str(Path(self.runs, self.name, name).absolute()) if self.name else None
+
+    @model_validator(mode="after")
+    def _allowed_keys_exist(self) -> Self:
+        for key in self.resume.allow:
+            if (why := refusal(type(self), key)) is not None:
+                raise ConfigError(f"resume.allow=[{key}]: {why}")
+        return self
+
+    @field_validator("runs")
+    @classmethod
+    def _in_the_home_directory(cls, runs: str) -> str:
+        if not runs.startswith("~"):
+            return runs
+        try:
+            return str(Path(runs).expanduser())
+        except RuntimeError as error:
+            raise ValueError("there is no such user; give ./ before a name that begins with ~") from error
 
     @field_validator("name")
     @classmethod

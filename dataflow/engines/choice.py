@@ -46,10 +46,20 @@ def rollout_engine(name: str, own_process: bool = True, device: str = "cpu") -> 
     return name
 
 
-def refused_temperature(value: float) -> str:
-    """Returns a message if vLLM does not sample at this temperature, else ""."""
+LOWEST_TEMPERATURE = 1e-6
+"""Logits divided by it are still numbers of float32."""
+
+
+def refused_temperature(value: float, kind: str) -> str:
+    """Returns a message if a rollout engine, one of :data:`ENGINES`, does not sample at this temperature, else ""."""
+    if kind == "hf":
+        fits = value == 0 or value >= LOWEST_TEMPERATURE
+        return (
+            "" if fits else f"the logits divided by it are infinite; give 0 (greedy) or at least {LOWEST_TEMPERATURE:g}"
+        )
     # vLLM replaces values between 0 and 0.01 by 0.01, with only a line in its log.
-    return "" if value == 0 or 0.01 <= value <= 2 else "vLLM takes 0 (greedy) or 0.01 to 2"
+    fits = value == 0 or 0.01 <= value <= 2
+    return "" if fits else "vLLM takes 0 (greedy) or 0.01 to 2; or set engine.rollout=hf"
 
 
 def vllm_device() -> str | None:

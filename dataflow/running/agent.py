@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _ASIDE = ("url", "api_key_env", "timeout", "client", "max_tokens", "max_cost", "price_per_million", "max_reply_bytes")
 """Options of a judge that change how it is called, but not its prompt."""
+_UNUSED: Mapping[str, Any] = {"name": "compute_score", "reward_kwargs": {}}
+"""What section custom_reward_function holds if no function is given."""
 
 
 def build_agent(
@@ -168,7 +170,13 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
         check_file(Path(options.cache).expanduser().absolute())
     if custom.get("path"):
         load_reward(custom["path"], custom["name"], custom["reward_kwargs"], _configured(options))
-    elif default["target"] == JUDGE:
+        return
+    if unused := [key for key, value in _UNUSED.items() if custom.get(key, value) != value]:
+        raise ConfigError(
+            f"custom_reward_function.{unused[0]} is of a function, but custom_reward_function.path names no file; "
+            "give it, or leave both out to score without one."
+        )
+    if default["target"] == JUDGE:
         url = kwargs.get("url")
         judged = Judge(**{**kwargs, "url": "http://127.0.0.1" if url is None else url})
         if url is not None:

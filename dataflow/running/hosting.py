@@ -200,9 +200,11 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
         default: a function or class, as ``"package.module:name"``, in place of the judge.
 
     Raises:
-        ConfigError: the configuration has no such agent.
+        ConfigError: the configuration has no such agent, or it needs Ray and the run does not use it.
     """
     _name, options, custom, judge = source_of(config, name)
+    if options.actors > 1 and config.executor == "inline":
+        raise ConfigError(f"{name}.actors={options.actors} needs processes of their own; use executor=ray, or one.")
     own = {"target": JUDGE, "kwargs": judge.client_options()} if default is None else {"target": default}
     return Hosted(
         name,
@@ -272,6 +274,9 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
     draw = config.engine
     device = "cuda" if gpus else "cpu"
     kind = rollout_engine(draw.rollout, own_process=config.executor != "inline", device=device)
+    for key, value in (("engine", draw.temperature), ("val", config.val.temperature)):
+        if why := refused_temperature(value, kind):
+            raise ConfigError(f"{key}.temperature={value:g}: {why}.")
     # The prompt of a later turn includes the turns before it.
     turns = config.tools.max_response_tokens if config.tools.offered else 0
     options: dict[str, Any] = {
@@ -282,9 +287,6 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
     }
     factory, workers = HF, draw.tensor_parallel
     if kind == "vllm":
-        for key, value in (("engine", draw.temperature), ("val", config.val.temperature)):
-            if why := refused_temperature(value):
-                raise ConfigError(f"{key}.temperature={value:g}: {why}; or set engine.rollout=hf.")
         factory = VLLM_ON_GPU if gpus or workers > 1 else VLLM
         options |= {
             "max_tokens": draw.max_tokens,

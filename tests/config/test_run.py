@@ -19,6 +19,14 @@ from dataflow.policy import SchedulingPolicy
 from pipelines import distill
 
 
+def test_runs_may_be_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse_overrides(RunConfig, ["runs=~/runs"]).runs == "/home/me/runs"
+    assert parse_overrides(RunConfig, ["runs=./~x"]).runs == "./~x"
+    with pytest.raises(ConfigError, match=r"^runs=~no-such-user/x: there is no such user; give \./ before a name"):
+        parse_overrides(RunConfig, ["runs=~no-such-user/x"])
+
+
 def test_defaults_are_valid_and_every_key_has_a_doc_line() -> None:
     config = parse_overrides(RunConfig, [])
     assert (config.steps, config.policy.preset, config.data.prompts, config.engine.n) == (30, "both", 32, 8)

@@ -289,10 +289,22 @@ def test_a_path_that_leads_to_no_file(
 
 FILE = """
 from dataflow.config.run import RunConfig, parse_overrides
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, Interrupted, RunError
 class Config(RunConfig): ...
 {text}
 """
+ODD = """class Odd(Exception):
+    def __str__(self):
+        raise SystemExit
+"""
+
+
+def _whole(body: str) -> str:
+    """Returns a pipeline file whose Config has a validator with this body."""
+    return (
+        f"from pydantic import model_validator\n{ODD}class Config(RunConfig):\n"
+        f"    @model_validator(mode='after')\n    def check(self):\n        {body}\ndef pipeline(config): ...\n"
+    )
 
 
 @pytest.mark.slow
@@ -318,6 +330,18 @@ class Config(RunConfig): ...
         ("raise BaseException", "cannot be loaded (line 5): BaseException"),
         ("import sys; sys.exit()", "cannot be loaded (line 5): SystemExit"),
         ("raise GeneratorExit", "cannot be loaded (line 5): GeneratorExit"),
+        ("raise KeyboardInterrupt", "cannot be loaded (line 5): KeyboardInterrupt"),
+        ("def pipeline(config): raise KeyboardInterrupt", "pipeline(config) raised KeyboardInterrupt (line 5)"),
+        ("def pipeline(config): raise RunError('a\\nb')", "pipeline(config) raised RunError: a b (line 5)"),
+        ("def pipeline(config): raise Interrupted('me')", "pipeline(config) raised Interrupted: me (line 5)"),
+        (
+            f"{ODD}def pipeline(config): raise Odd",
+            "pipeline(config) raised Odd: its __str__ raised SystemExit (line 8)",
+        ),
+        (_whole("raise SystemExit(3)"), "the configuration Config cannot be built: SystemExit: 3"),
+        (_whole("raise KeyboardInterrupt"), "the configuration Config cannot be built: KeyboardInterrupt."),
+        (_whole("raise Odd"), "the configuration Config cannot be built: Odd: its __str__ raised SystemExit"),
+        (_whole("return None"), "a validator of the whole class returned NoneType in place of it; return self"),
         (
             "class Config(RunConfig):\n    def model_post_init(self, _): raise TypeError('no')\n"
             "def pipeline(config): ...",
@@ -325,13 +349,37 @@ class Config(RunConfig): ...
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore:coroutine")
+@pytest.mark.filterwarnings("ignore:coroutine", "ignore:Returning anything other")
 def test_a_pipeline_file_that_is_none(refused: Said, tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(FILE.format(text=text))
     assert message in refused(pipeline=str(file))
     if "(line" not in message or "pipeline(config)" in text:
         assert main(["show", str(file)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "engine.temperature=1e-45",
+            "engine.temperature=1e-45: the logits divided by it are infinite; give 0 (greedy)",
+        ),
+        ("val.temperature=1e-7", "val.temperature=1e-07: the logits divided by it are infinite; give 0 (greedy)"),
+        ("executor=inline reward.actors=2", "reward.actors=2 needs processes of their own; use executor=ray, or one."),
+        ("reward.actors=100000", "reward.actors=100000: give a number of at most 65536."),
+        ("resume.allow=[polcy]", "resume.allow=[polcy]: unknown key 'polcy'; did you mean 'policy'?"),
+        ("resume.allow=[policy,lr]", "resume.allow=[lr]: unknown key 'lr'; did you mean 'trainer.lr'?"),
+        ("custom_reward_function.name=mine", "name is of a function, but custom_reward_function.path names no file"),
+        (
+            "custom_reward_function.reward_kwargs={a: 1}",
+            "reward_kwargs is of a function, but custom_reward_function.pa",
+        ),
+    ],
+)
+def test_settings_that_cannot_take_effect(refused: Said, arguments: str, message: str) -> None:
+    keys = re.split(r" (?=\w+[.=])", arguments)
+    assert message in refused("engine.rollout=hf", *keys)
 
 
 @pytest.mark.slow

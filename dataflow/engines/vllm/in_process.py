@@ -293,7 +293,7 @@ class VllmRollout:
                 f"rollout: max_tokens={sampling.max_tokens} is more than the {self.max_tokens} that the engine "
                 "was built for."
             )
-        if why := refused_temperature(sampling.temperature):
+        if why := refused_temperature(sampling.temperature, "vllm"):
             raise ConfigError(f"rollout: temperature={sampling.temperature}; {why}.")
 
     def _ids(self, prompts: Batch) -> list[list[int]]:
