@@ -48,6 +48,8 @@ POLICIES = ("baseline", "mini-batch", "off-policy", "both", "both+stream")
 STEPS = 6
 LATE_S = 1.0
 RESUMES = 8
+DRAWS = 5
+"""Runs of which one must be killed; those that end before are not counted."""
 SMALL = (
     f"steps={STEPS}", "policy.order=index", "checkpoint.every=2", "data.prompts=8", "engine.n=2",
     "engine.max_tokens=8", "data.max_prompt_length=200", "data.val_size=8", "reward.share_equal=false",
@@ -226,7 +228,12 @@ def trials(
     with tempfile.TemporaryDirectory() as place:
         for number, names, policy in ((n, v, p) for n in range(times) for v in victims for p in policies):
             whole = untouched(kept, policy, "judge" in names, kind)
-            row = measure(Path(place, f"{names}-{policy}-{number}"), names, policy, draw, whole, kind)
+            for draws in range(DRAWS):
+                row = measure(Path(place, f"{names}-{policy}-{number}-{draws}"), names, policy, draw, whole, kind)
+                if row["kills"]:
+                    break
+            else:
+                row["wrong"].append("it ended before each kill")
             print(f"{names} {policy}: {row['wrong'] or 'ok'}", file=sys.stderr, flush=True)
             yield row
 

@@ -81,7 +81,6 @@ class Record:
                 self.before = perfetto.read(self.directory / EVALUATIONS)
             except DataflowError as error:
                 logger.warning(f"the summary will not count the requests of earlier evaluations: {error}")
-        (self.directory / SUMMARY).unlink(missing_ok=True)  # of a run that had ended
         for row in read_metrics(self.directory / METRICS):
             self._take(row.pop("step"), {name: value for name, value in row.items() if value is not None})
 
@@ -107,6 +106,8 @@ class Record:
         self.trace.add(*(m for m in old.marks if m.args.get("step", 0) <= step))
         self.trace.add(*(level for level in old.levels if level.at <= end))
         self.evaluations = {at: value for at, value in self.evaluations.items() if at <= step}
+        # A process that is killed later leaves the summary to its supervisor, which keeps one that exists.
+        (self.directory / SUMMARY).unlink(missing_ok=True)
         self.steps, self.summary = step, {}
         meta = self.trace.meta
         for name in ("cut", "status"):

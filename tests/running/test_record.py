@@ -100,6 +100,18 @@ def test_the_summary_of_a_killed_run_counts_it_too(killed: Path) -> None:
     assert summary["status"] == "failed"
 
 
+def test_a_summary_is_of_the_last_attempt(killed: Path) -> None:
+    record = go_on(killed)
+    record.leave(1.0)  # as the trainer died
+    record.cut(POINT, frozenset({"rollout"}), AHEAD)
+    record.open(META)
+    for step in range(POINT + 1, STEPS + 1):
+        train(record, step)
+    assert finish(killed, "failed", STEPS + 2).startswith(f"stopped after {STEPS} of {STEPS + 2} steps")
+    record.leave(1.0)
+    record.close()
+
+
 def test_evaluations_after_the_checkpoint_are_not_counted(killed: Path) -> None:
     record = go_on(killed)
     evaluate(record, POINT)
