@@ -269,7 +269,13 @@ class TrainedModel:
             rows = mine.clamp(min=0).tolist()
             share[SHOWN] = NonTensorStack(*[NonTensorData(columns[SHOWN][row]) for row in rows])
         share["response_mask"][mine < 0] = 0
+        places = [
+            row[..., there.bool()] for row, there in zip(share["position_ids"], share["attention_mask"], strict=True)
+        ]
         share = left_right_2_no_padding(share)
+        if places[0].dim() == 2:
+            # [4, tokens] for images; of rows of equal length, verl's function takes the 4 for the number of tokens.
+            share["position_ids"] = tu.nested_tensor_from_tensor_list(places, ragged_idx=2)
         tu.assign_non_tensor(
             share,
             temperature=self.temperature,

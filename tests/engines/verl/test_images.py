@@ -115,6 +115,16 @@ def test_rollout_and_trainer_agree_with_transformers_and_depend_on_the_image(
     assert torch.allclose(again["rollout_log_probs"], trainer.old_log_probs(again)["old_log_probs"], atol=1e-4)
 
 
+def test_rows_of_equal_length_are_scored_as_others_are(model: Path, trainer: VerlTrainer) -> None:
+    engine = HfRollout(str(model), 64)
+    asyncio.run(engine.sync(trainer.weights(), 1))
+    batch = responses(engine, source(model, ROWS[:1]).all())
+    assert batch["attention_mask"].all()
+    old = trainer.old_log_probs(batch)["old_log_probs"]
+    assert torch.allclose(old, batch["rollout_log_probs"], atol=1e-4)
+    trainer.update(batch.merge(batch.like(old_log_probs=old, advantages=torch.ones(2, R))), last=True)
+
+
 def test_what_the_model_cannot_be_shown_is_one_sentence(model: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="data, row 1: the prompt has images, which the model does not take"):
         source(model, sees=False)
