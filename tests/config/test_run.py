@@ -20,8 +20,8 @@ from pipelines import distill
 
 
 def test_runs_may_be_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert parse_overrides(RunConfig, ["runs=~/runs"]).runs == "/home/me/runs"
+    monkeypatch.setenv("HOME", "/srv/me")
+    assert parse_overrides(RunConfig, ["runs=~/runs"]).runs == "/srv/me/runs"
     assert parse_overrides(RunConfig, ["runs=./~x"]).runs == "./~x"
     with pytest.raises(ConfigError, match=r"^runs=~no-such-user/x: there is no such user; give \./ before a name"):
         parse_overrides(RunConfig, ["runs=~no-such-user/x"])
