@@ -86,6 +86,8 @@ def check_images(config: RunConfig) -> None:
     if not takes_images(config.model.path or ""):
         return
     takes = f"model '{config.model.path}' takes images"
+    if config.engine.replicas > 1:
+        raise ConfigError(f"engine.replicas={config.engine.replicas}: {takes}, for which one engine samples; use 1.")
     workers = config.engine.tensor_parallel
     if workers > 1 and not config.ray.gpus_per_worker:
         raise ConfigError(

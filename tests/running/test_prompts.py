@@ -22,6 +22,7 @@ def configured(path: Path, kind: str, base: type[RunConfig] = RunConfig, **secti
 @pytest.mark.parametrize(
     ("base", "sections", "message"),
     [
+        (RunConfig, {"engine": {"replicas": 2}}, "engine.replicas=2: model .* one engine samples"),
         (RunConfig, {"engine": {"tensor_parallel": 2}}, "engine.tensor_parallel=2: model .* on a CPU; use 1"),
         (RunConfig, {"tools": {"names": ["calculator"]}}, "tools: model .* leave out the tools"),
         (ppo_critic.Config, {}, "critic: model .* a critic cannot read them yet"),
@@ -40,7 +41,7 @@ def test_what_cannot_take_images_is_named(
     "sections",
     [
         {"engine": {"rollout": "hf"}},
-        {"engine": {"rollout": "vllm", "replicas": 2}},
+        {"engine": {"rollout": "vllm"}},
         {"engine": {"rollout": "vllm", "tensor_parallel": 2}, "ray": {"gpus_per_worker": 1}},
     ],
 )
