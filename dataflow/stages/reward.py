@@ -7,7 +7,7 @@ from typing import Any
 from dataflow.batch import Batch
 from dataflow.graph import Hosted, Stage, TaskInfo, stage
 from dataflow.reward_agent import MAIN, GroupFilter, RewardAgent, Ticket, metric
-from dataflow.stages.validate import mean_scores
+from dataflow.stages.validate import accuracies, mean_scores
 
 _NOW = ("running", "waiting", "abandoned")
 """The agent's stats whose current values are logged with each step."""
@@ -90,8 +90,9 @@ def agent_stages(agent: Hosted, **options: Any) -> tuple[Stage, Stage]:
 async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo) -> Batch:
     """Scores the validation responses; queued training requests go first.
 
-    Logs verl's ``val-core/<data_source>/reward/mean@<n>``, where n is the number of responses per prompt. Samples that
-    the failure rule drops are left out of the means and counted as ``val-aux/failed``.
+    Logs verl's ``val-core/<data_source>/reward/mean@<n>``, where n is the number of responses per prompt; with ``acc``
+    instead of ``reward`` if the rewards have that column. Samples that the failure rule drops are left out of the means
+    and counted as ``val-aux/failed``.
     """
     step = f"val:{task.step}"
     task.note(requests=len(val_responses))
@@ -100,7 +101,8 @@ async def val_score(val_responses: Batch, *, agent: RewardAgent, task: TaskInfo)
     _mark(scores, agent.name, task, validation=True)
     scores = scores.merge(_requests(scores))
     # The scores come back in the order of group ids, which may not be that of the responses.
-    task.log(mean_scores(val_responses.select(scores.ids), scores["score"].tolist()))
+    name, numbers = accuracies(scores)
+    task.log(mean_scores(val_responses.select(scores.ids), numbers, name))
     if failed := scores.meta["step"]["failed"]:
         task.log({"val-aux/failed": failed})
     return scores

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from dataflow.batch import Batch
 from dataflow.graph import TaskInfo, stage
@@ -45,16 +48,39 @@ def scores_by(compute_score: Callable[..., Any], responses: Batch) -> list[float
     ]
 
 
-def mean_scores(responses: Batch, scores: Sequence[float]) -> dict[str, float]:
-    """Returns verl's ``val-core/<data_source>/reward/mean@<n>``, where n is the number of responses per prompt.
+def accuracies(scores: Batch) -> tuple[str, list[float]]:
+    """Returns what an evaluation is about, as in verl: ``acc`` where the rewards have it, the score elsewhere.
+
+    The score of the manager ``dapo`` has a penalty for the response's length, its ``acc`` has none.
+
+    Args:
+        scores: with the column ``score``; NaN for a sample without one.
+
+    Returns:
+        ``"acc"`` or ``"reward"``, and the number of each row. Samples with a score alone, such as those of
+        ``reward.on_failure=score:0``, count with it.
+    """
+    known = scores["score"].tolist()
+    own = scores["acc"] if "acc" in scores else [None] * len(known)
+    numbers = [float(value) if isinstance(value, (Real, np.bool_)) else None for value in own]
+    if all(number is None for number in numbers):
+        return "reward", known
+    return "acc", [
+        score if number is None or math.isnan(score) else number for number, score in zip(numbers, known, strict=True)
+    ]
+
+
+def mean_scores(responses: Batch, scores: Sequence[float], name: str = "reward") -> dict[str, float]:
+    """Returns verl's ``val-core/<data_source>/<name>/mean@<n>``, where n is the number of responses per prompt.
 
     Args:
         responses: with the column ``data_source``.
         scores: of each row; NaN is left out of the means.
+        name: of what is averaged; see :func:`accuracies`.
     """
     n = len(responses) // len(responses.ids)
     by_source: dict[str, list[float]] = {}
     for source, score in zip(responses["data_source"], scores, strict=True):
         by_source.setdefault(str(source), []).append(score)
     known = {source: [score for score in found if not math.isnan(score)] for source, found in sorted(by_source.items())}
-    return {f"val-core/{source}/reward/mean@{n}": sum(found) / len(found) for source, found in known.items() if found}
+    return {f"val-core/{source}/{name}/mean@{n}": sum(found) / len(found) for source, found in known.items() if found}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dataflow.batch import Batch
@@ -92,6 +93,24 @@ def test_validation_scores_by_source() -> None:
         many = TaskInfo(step=4)
         await val_score(responses([1, 2], n=3), agent=agent, task=many)
         assert many.metrics == {"val-core/openai/gsm8k/reward/mean@3": 1.5}
+        await agent.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("acc", [True, 1, np.float32(1.0), np.bool_(True)])
+def test_validation_is_about_the_accuracy_where_the_rewards_have_one(acc: Any) -> None:
+    def penalised(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
+        if ground_truth == "2":
+            raise ValueError("it has no score")
+        return {"score": -0.5, "acc": acc} if int(ground_truth) > 2 else -0.5
+
+    async def body() -> None:
+        agent = RewardAgent(penalised, on_failure="drop_sample", max_failed_share=1.0)
+        task = TaskInfo(step=3)
+        await val_score(responses([1, 2, 4], n=1), agent=agent, task=task)
+        assert task.metrics["val-core/openai/gsm8k/acc/mean@1"] == pytest.approx((1 - 0.5) / 2)
+        assert not [name for name in task.metrics if name.startswith("val-core/") and "/reward/" in name]
         await agent.close()
 
     asyncio.run(body())
