@@ -1,4 +1,4 @@
-"""Scheduling policies, and `expand`: the only place that knows what a policy means for the graph.
+"""Scheduling policies, and `expand`, which turns one into numbers of tasks, groups and steps; `Unroller` makes edges.
 
 Two integers make all of them: `split`, the number of parts in which a step's rewards are collected and used, and
 `max_staleness`, how many steps old the weights that generate a step's samples may be.
@@ -100,28 +100,38 @@ def _or(numbers: Sequence[int]) -> str:
     return f"{', '.join(head)} or {tail}" if head else tail
 
 
-def check_batch(prompts: int, mini_batches: int) -> None:
+def check_batch(prompts: int, mini_batches: int, key: str = "mini_batches") -> None:
     """Checks that whole groups fill the mini-batches evenly.
+
+    Args:
+        prompts: groups in a step.
+        mini_batches: optimizer steps in a step.
+        key: by which they were given, for the message.
 
     Raises:
         PolicyError: the message lists the valid numbers.
     """
     if mini_batches < 1 or prompts % mini_batches:
         raise PolicyError(
-            f"mini_batches={mini_batches} does not divide {prompts} prompt groups; use {_or(divisors(prompts))}."
+            f"{key}={mini_batches} does not divide {prompts} prompt groups; use {_or(divisors(prompts))}."
         )
 
 
-def check_split(policy: SchedulingPolicy, mini_batches: int) -> None:
+def check_split(policy: SchedulingPolicy, mini_batches: int, key: str = "mini_batches") -> None:
     """Checks that the policy's parts are made of whole mini-batches.
+
+    Args:
+        policy: whose ``split`` is the number of parts.
+        mini_batches: optimizer steps in a step.
+        key: by which they were given, for the message.
 
     Raises:
         PolicyError: the message lists the valid numbers.
     """
     if mini_batches < 1 or mini_batches % policy.split:
         raise PolicyError(
-            f"split={policy.split} does not divide mini_batches={mini_batches}; "
-            f"use split={_or(divisors(mini_batches))}."
+            f"policy.split={policy.split} does not divide {key}={mini_batches}; "
+            f"use policy.split={_or(divisors(mini_batches))}."
         )
 
 

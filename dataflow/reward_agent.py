@@ -25,7 +25,7 @@ from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.groups import GroupCalls, close_reward, usage_of
 from dataflow.rewards.hedge import parse_hedge
 from dataflow.rewards.jobs import Arguments, Jobs
-from dataflow.rewards.ledger.frozen import Frozen
+from dataflow.rewards.ledger.frozen_calls import FrozenCalls
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.limits import Limits, check_endpoints
 from dataflow.rewards.limits.queues import EndpointQueue, Limiter, QueueFactory
@@ -114,7 +114,7 @@ class RewardAgent:
         shared: QueueFactory | None = None,
         metrics: Metrics | None = None,
         sentinel: Sentinel | None = None,
-        frozen: Frozen | None = None,
+        frozen: FrozenCalls | None = None,
         name: str = MAIN,
     ) -> None:
         self.name, self._reward = name, compute_score
@@ -135,7 +135,7 @@ class RewardAgent:
         self._hedge_after = hedge_after
         self._decode, self._shared, self._metrics = decode, shared, metrics
         self._report_timer: asyncio.TimerHandle | None = None
-        self._sentinel, self._frozen = sentinel, frozen or Frozen()
+        self._sentinel, self._frozen = sentinel, frozen or FrozenCalls()
         counts = self.steps.counts
         self._jobs = Jobs(compute_score, self.limits, ledger, share_equal, scorer, counts, self._frozen, sentinel)
         # Bound to the event loop by the first submit.

@@ -332,7 +332,7 @@ def _work_until_a_wait(pipeline: Pipeline, seconds: Mapping[str, float]) -> dict
     """Returns for each stage the least seconds of work, its own included, before a remote wait downstream of it.
 
     Paths into later steps through carried state count: a weight sync leads to the next rollout and its rewards.
-    Infinity if there is no such wait: the stage fills gaps.
+    Infinity if there is no such wait: the stage fills idle intervals.
     """
     waits = {s.name for s in pipeline.stages if pipeline.resources[s.on] is None and not s.every}
     before: dict[str, list[str]] = {s.name: [] for s in pipeline.stages}

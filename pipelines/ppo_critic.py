@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dataflow.config import critic as critic_keys
 from dataflow.config.algorithm import AlgorithmConfig
@@ -51,6 +51,11 @@ class Config(RunConfig):
     )
     # A tiny model often repeats a response, a real one hardly ever. So each response is judged, as with a real model.
     reward: RewardConfig = Field(default_factory=lambda: RewardConfig(share_equal=False))
+
+    @model_validator(mode="after")
+    def _the_critic_fits(self) -> Config:
+        self.critic.check_mini_batches(self.policy.resolve(self.optimizer_steps), self.data.prompts)
+        return self
 
 
 def pipeline(config: Config) -> Pipeline:

@@ -125,7 +125,7 @@ WRONG = {
     "a split that does not fit": (
         lambda: graph_of(4, critic={"mini_batches": 2}),
         PolicyError,
-        "stage 'critic_update': split=4 does not divide mini_batches=2; use split=1 or 2.",
+        "stage 'critic_update': policy.split=4 does not divide mini_batches=2; use policy.split=1 or 2.",
     ),
     "groups that do not fit": (
         lambda: graph_of(critic={"mini_batches": 3}),

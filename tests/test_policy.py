@@ -48,11 +48,11 @@ def test_presets_are_two_integers():
         (lambda: check_batch(1, 2), "mini_batches=2 does not divide 1 prompt groups; use 1."),
         (
             lambda: check_split(SchedulingPolicy(split=3), 4),
-            "split=3 does not divide mini_batches=4; use split=1, 2 or 4.",
+            "policy.split=3 does not divide mini_batches=4; use policy.split=1, 2 or 4.",
         ),
         (
             lambda: graph_of(SchedulingPolicy(split=3)),
-            "split=3 does not divide mini_batches=4; use split=1, 2 or 4.",
+            "policy.split=3 does not divide mini_batches=4; use policy.split=1, 2 or 4.",
         ),
         (
             lambda: graph_of(SchedulingPolicy(), groups=6),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dataflow.config.keys import verl_keys
 from dataflow.config.keys.verl_keys import Meaning
 from dataflow.config.section import Beta, Section, Text
+
+if TYPE_CHECKING:
+    from dataflow.policy import SchedulingPolicy
 
 
 class CriticConfig(Section):
@@ -38,6 +41,18 @@ class CriticConfig(Section):
     """How far a prediction may move from the value that the advantages were made of, until the loss is clipped."""
     loss_agg_mode: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     """How token losses are aggregated."""
+
+    def check_mini_batches(self, policy: SchedulingPolicy, prompts: int) -> None:
+        """Checks that the critic's own mini-batches are of whole groups, and the policy's parts of whole mini-batches.
+
+        Raises:
+            PolicyError: the message lists the valid numbers.
+        """
+        from dataflow.policy import check_batch, check_split
+
+        if self.mini_batches is not None:
+            check_batch(prompts, self.mini_batches, "critic.mini_batches")
+            check_split(policy, self.mini_batches, "critic.mini_batches")
 
 
 _DYNAMIC = "micro-batches have a fixed number of rows, critic.micro_batch_size"

@@ -1,4 +1,4 @@
-"""The configuration of a run in its ``config.yaml``, from which the run can be repeated and resumed.
+"""The configuration of a run, and its ``config.yaml``, from which the run can be repeated and resumed.
 
 Besides all keys the file has a section ``origin``: the pipeline file with its hash, the git revision, and the versions
 of the packages that the run uses.
@@ -144,6 +144,8 @@ class Saved:
 
 def load(path: str | Path, overrides: Sequence[str]) -> tuple[ModuleType, BaseConfig]:
     """Returns a pipeline file and its configuration; those of a run, given its ``config.yaml``.
+
+    Every ``dataflow run`` and ``dataflow show`` goes through it, of a pipeline file and of a saved configuration alike.
 
     Raises:
         UserError: the file or an argument is wrong, in one sentence.

@@ -234,7 +234,7 @@ def simulate(
             account.leave_out(span)
 
     def on_step(step: int, metrics: dict[str, float]) -> None:
-        # A later gap is attributed to tasks at most a window of steps back.
+        # A later idle interval is attributed to tasks at most a window of steps back.
         keep = ends.pop(step - graph.ahead - 2, 0.0)
         if unlimited:
             trace.spans.clear()

@@ -12,7 +12,7 @@ from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError
-from dataflow.rewards.ledger.frozen import Frozen, FrozenCall
+from dataflow.rewards.ledger.frozen_calls import FrozenCall, FrozenCalls
 from dataflow.rewards.limits.queues import EndpointQueue, Limiter
 from dataflow.rewards.requests import GroupJob, Step, StepRequests
 from dataflow.rewards.steps import Steps
@@ -48,7 +48,7 @@ class GroupCalls:
         calls: Calls,
         limiter: Limiter,
         timeout_s: float | None,
-        frozen: Frozen,
+        frozen: FrozenCalls,
         steps: Steps,
     ) -> None:
         self._frozen = frozen

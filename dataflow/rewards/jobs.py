@@ -19,7 +19,7 @@ from loguru import logger
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.rewards.decode import Decode
-from dataflow.rewards.ledger.frozen import Frozen, FrozenCall
+from dataflow.rewards.ledger.frozen_calls import FrozenCall, FrozenCalls
 from dataflow.rewards.ledger.ledger import Answer, Ledger, key_of
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.records import Latencies
@@ -60,7 +60,7 @@ class Jobs:
         share_equal: bool,
         scorer: str,
         counts: Counter[str],
-        frozen: Frozen,
+        frozen: FrozenCalls,
         sentinel: Sentinel | None,
     ) -> None:
         self._frozen = frozen

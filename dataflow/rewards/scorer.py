@@ -67,7 +67,7 @@ class Scorer:
         self.counts: Counter[str] = Counter()
 
     def score(self, job: ScoringJob) -> None:
-        """Queues a new job; ``limiter.fill`` starts it."""
+        """Queues a job, new or after its backoff; ``limiter.fill`` starts it."""
         job.to(JobState.QUEUED)
         self._limiter.push(job)
 

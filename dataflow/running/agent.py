@@ -17,7 +17,7 @@ from dataflow.models.tokenizer import load_tokenizer
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.ledger.file import check_file
-from dataflow.rewards.ledger.frozen import FILE, Frozen
+from dataflow.rewards.ledger.frozen_calls import FILE, FrozenCalls
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.limits import Limits, check_endpoints
 from dataflow.rewards.naming import JUDGE, MAIN, file_of, keyed
@@ -102,7 +102,7 @@ def build_agent(
         scorer=_scorer(custom, default, options),
         metrics=RayMetrics(run, name) if in_ray_worker() else None,
         sentinel=_sentinel(options, retry.timeout_s, record, name),
-        frozen=Frozen(record),
+        frozen=FrozenCalls(record),
         name=name,
     )
 

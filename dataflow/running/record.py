@@ -1,7 +1,7 @@
 """The record of a run: its trace, metrics and evaluations, in files that grow during the run.
 
 A run that resumes from a checkpoint appends to the same files: what followed the checkpoint is cut off, and the time
-in between is a gap of the trace (``meta["gaps"]``).
+in between is a downtime of the trace (``meta["gaps"]``).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Record:
         """Opens the files; a trace that was cut goes into a new one, which replaces the old when it is whole.
 
         Args:
-            meta: of the trace; its gaps, its beginning and its checkpoints stay.
+            meta: of the trace; its downtimes, its beginning and its checkpoints stay.
 
         Raises:
             ConfigError: a backend of the metrics cannot be opened.

@@ -64,10 +64,10 @@ class Snapshot:
     seconds: float = 0.0
 
 
-async def _stage_checkpoint(
+async def _copy_first(
     *values: Any, service: Trained, store: Store, fields: Sequence[str], steps: int, task: TaskInfo
 ) -> Snapshot | None:
-    """Copies the first service's state to CPU memory; returns None if the previous checkpoint is still being written.
+    """Copies the first service (the first that a stage trains: the actor) to CPU memory.
 
     Args:
         values: the graph's states.
@@ -76,6 +76,9 @@ async def _stage_checkpoint(
         fields: names of the states.
         steps: of the run; the checkpoint of the last one waits for the previous one instead.
         task: gives the step.
+
+    Returns:
+        The copy; None if the previous checkpoint is still being written.
     """
     begin = clock.now()
     if not await service.snapshot(wait=task.step == steps):
@@ -96,7 +99,7 @@ async def _stage_checkpoint(
     return Snapshot(directory, dict(zip(fields, values, strict=True)), clock.now() - begin)
 
 
-async def _stage_further(snapshot: Snapshot | None, *_states: Any, service: Trained) -> Snapshot | None:
+async def _copy_further(snapshot: Snapshot | None, *_states: Any, service: Trained) -> Snapshot | None:
     """Copies another service's state, unless the checkpoint is left out; returns the snapshot with both."""
     if snapshot is None or snapshot.directory is None:
         return snapshot
@@ -211,7 +214,7 @@ def checkpoint_stages(stages: Sequence[Stage], *, every: int, store: Store, step
     (first, on), *others = _trained(stages)
     made = [
         _saving(
-            "stage_checkpoint", _stage_checkpoint, states, ("snapshot",), on, every,
+            "stage_checkpoint", _copy_first, states, ("snapshot",), on, every,
             service=first, store=store, fields=states, steps=steps,
         )
     ]  # fmt: skip
@@ -220,7 +223,7 @@ def checkpoint_stages(stages: Sequence[Stage], *, every: int, store: Store, step
         name = service.name
         made += [
             _saving(
-                f"stage_{name}_checkpoint", _stage_further, (last, *states), (f"{name}_snapshot",), its, every,
+                f"stage_{name}_checkpoint", _copy_further, (last, *states), (f"{name}_snapshot",), its, every,
                 service=service,
             ),
             _saving(

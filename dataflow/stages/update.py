@@ -16,7 +16,7 @@ from dataflow.stages.log_prob import bypassing
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedGroups:
     """The step whose updates made a model's weights, and the groups of this step trained on so far."""
 
     step: int = 0
@@ -24,7 +24,7 @@ class Trained:
     again: tuple[frozenset[int], ...] = ()
     """The groups that were trained on in the second epoch, the third and so on."""
 
-    def then(self, task: TaskInfo, batch: Batch, groups: int) -> Trained:
+    def then(self, task: TaskInfo, batch: Batch, groups: int) -> TrainedGroups:
         """Returns the record after one more mini-batch of a step with ``groups`` groups.
 
         Raises:
@@ -44,7 +44,11 @@ class Trained:
             raise RunError(
                 f"{task.stage}[{task.step}]: {len(short[0])} of {groups} groups were trained; none may be lost."
             )
-        return Trained(task.step, passes[0], tuple(passes[1:]))
+        return TrainedGroups(task.step, passes[0], tuple(passes[1:]))
+
+
+# Checkpoints of earlier versions hold records under this name.
+Trained = TrainedGroups
 
 
 def staleness(task: TaskInfo, batch: Batch) -> int:
@@ -100,7 +104,7 @@ def actor_update(
     warmup: int = 0,
     whiten: bool = False,
     task: TaskInfo,
-) -> Trained:
+) -> TrainedGroups:
     """Takes one optimizer step on the mini-batch's whole groups; returns the step's record of trained groups.
 
     Args:
@@ -126,7 +130,7 @@ def actor_update(
         batch = batch.merge(whitened(batch))
     lag = staleness(task, batch)
     record: Any = actor
-    trained = (record or Trained()).then(task, batch, groups)
+    trained = (record or TrainedGroups()).then(task, batch, groups)
     task.log({"staleness/mean": float(lag), "staleness/max": float(lag)})
     if task.step > warmup:
         task.log(_counted(trainer.update(batch, last=task.last), "actor", task, *columns))
@@ -152,7 +156,7 @@ def critic_update(
     value_model: Critic,
     groups: int,
     task: TaskInfo,
-) -> Trained:
+) -> TrainedGroups:
     """Takes one optimizer step of the critic on the mini-batch's whole groups; returns the step's record of groups.
 
     Args:
@@ -169,6 +173,6 @@ def critic_update(
     """
     batch = responses.merge(values, advantages)
     record: Any = critic
-    trained = (record or Trained()).then(task, batch, groups)
+    trained = (record or TrainedGroups()).then(task, batch, groups)
     task.log(_counted(value_model.update(batch, last=task.last), "critic", task, advantages))
     return trained

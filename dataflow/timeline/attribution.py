@@ -1,7 +1,8 @@
 """What the GPUs waited for. Pure: reads a trace and charges each idle second of a resource to one cause.
 
-Each gap is followed backwards from the task that ends it. The time since that task's last dependency finished is
-dispatch; the time that the dependency took is charged to the dependency's resource; and so on to the gap's begin.
+Each idle interval is followed backwards from the task that ends it. The time since that task's last dependency finished
+is dispatch; the time that the dependency took is charged to the dependency's resource; and so on to the interval's
+begin.
 So if an update waited a millisecond for its advantages, and these ten seconds for rewards, the cause is rewards.
 """
 
@@ -58,7 +59,7 @@ def exposed_waits(trace: Trace, resource: str = "gpu", window: tuple[float, floa
 
 
 def _waits(trace: Trace, near: Trace, resource: str, begin: float, end: float) -> list[Wait]:
-    """Returns the waits of an interval without gaps; ``near`` has at least the spans that end after its begin."""
+    """Returns the waits of an interval without downtime; ``near`` has at least the spans that end after its begin."""
     trained = trace.window[1]
     spans = near.on(resource)
     known = by_task(near.spans)
@@ -73,7 +74,7 @@ def _waits(trace: Trace, near: Trace, resource: str, begin: float, end: float) -
 
     starts: dict[float, Span] = {}
     for s in spans:
-        # An empty span does not end a gap, as `union` leaves it out.
+        # An empty span does not end an idle interval, as `union` leaves it out.
         if s.end > s.begin:
             starts.setdefault(s.begin, s)
 
@@ -123,7 +124,7 @@ def _walk(
     syncs: Collection[str],
     collects: Collection[str],
 ) -> list[Wait]:
-    """Splits a gap by cause, from its end back to its begin along the last dependency of each task."""
+    """Splits an interval by cause, from its end back to its begin along the last dependency of each task."""
 
     def cause_of(stage: str, where: str) -> str:
         if where == resource:
@@ -141,7 +142,7 @@ def _walk(
         if before is None or before.task in seen:
             stage = task.waited_for.partition("[")[0] if task else ""
             if task and stage and before is None:
-                # It left no span: the rest of the gap is charged to it, on the resource of its stage.
+                # It left no span: the rest of the interval is charged to it, on the resource of its stage.
                 cause, by = cause_of(stage, on.get(stage, stage)), task.waited_for
             pieces.append(Wait(begin, at, cause, name, by))
             break
@@ -218,7 +219,7 @@ def summary(trace: Trace) -> dict[str, Any]:
     return {
         "wall_s": wall,
         "resumed": trace.resumed,
-        "not_running_s": sum(gap.seconds for gap in trace.gaps),
+        "not_running_s": sum(down.seconds for down in trace.downtimes),
         "step_s": _step_s(trace),
         "after_training_s": trace.running_s(trained, until),
         "after_training_idle_s": sum(w.seconds for pool in pools for w in waits_after(trace, pool)) / len(pools),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dataflow.drawing.style import COLOURS, HATCHED, INK, PIXELS, WIDTH, colours, columns_that_fit, contrast, save
 from dataflow.errors import DataError
 from dataflow.timeline.attribution import exposed_waits, pool_waits, waits_after
-from dataflow.timeline.gaps import CUT, Axis, Gap
+from dataflow.timeline.downtime import CUT, Axis, Downtime
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes, looks
 from dataflow.timeline.text import extent, named, tick
 
@@ -68,7 +68,7 @@ def draw(
     for axis in axes[:-1]:
         axis.tick_params(labelbottom=False)
     since = "from the first task" if steps is None else f"from the first task of step {steps[0]}"
-    cut = f"; {CUT}" if any(p.time.gaps for p in panels) else ""
+    cut = f"; {CUT}" if any(p.time.downtimes for p in panels) else ""
     axes[-1].set_xlabel(f"seconds {since}{cut}", color=INK, fontsize=10)
     _legend(figure, handles, columns, total)
     if title:
@@ -82,7 +82,7 @@ class _Panel:
     def __init__(self, name: str, trace: Trace, steps: tuple[int, int] | None) -> None:
         self.name, self.trace = name, trace
         self.begin, self.end = extent(trace, steps)
-        self.time = Axis(trace.gaps, self.begin, self.end)
+        self.time = Axis(trace.downtimes, self.begin, self.end)
         spans = [s for s in trace.spans if s.end >= self.begin and s.begin <= self.end]
         of: dict[str, list[Mark]] = {}
         for mark in trace.marks:
@@ -135,17 +135,17 @@ class _Panel:
         wall_end = self.trace.window[1]
         if self.begin < wall_end <= self.end:
             axis.axvline(self.time.at(wall_end), color=INK, linewidth=1.2, linestyle=(0, (3, 2)))
-        for gap in self.time.gaps:
-            self._gap(axis, gap)
+        for down in self.time.downtimes:
+            self._downtime(axis, down)
         self._title(axis, reference)
 
-    def _gap(self, axis: Axes, gap: Gap) -> None:
-        """Draws a band of a fixed width over the cut, with the gap's length in it."""
-        at, room = self.time.at(gap.begin), self.height * 72 / (0.56 * _SMALL)  # characters that fit
+    def _downtime(self, axis: Axes, down: Downtime) -> None:
+        """Draws a band of a fixed width over the cut, with the downtime's length in it."""
+        at, room = self.time.at(down.begin), self.height * 72 / (0.56 * _SMALL)  # characters that fit
         points: dict[str, Any] = {"solid_capstyle": "butt", "zorder": 4}
         axis.axvline(at, color=_CUT, linewidth=_SMALL + 4.5, **points)
         axis.axvline(at, color="white", linewidth=_SMALL + 3, **points)
-        words = gap.length if len(gap.length) <= room else gap.length.removeprefix("not running ")
+        words = down.length if len(down.length) <= room else down.length.removeprefix("not running ")
         if len(words) <= room:
             look: dict[str, Any] = {"fontsize": _SMALL, "color": INK, "zorder": 5}
             axis.text(at, self.height / 2, words, rotation=90, ha="center", va="center", **look)
@@ -162,8 +162,8 @@ class _Panel:
             facts += f",  {busy},  exposed wait {sum(pool_waits(self.trace).values()):.1f} s"
         if (status := self.trace.meta.get("status", "finished")) != "finished":
             facts += f",  {status}"
-        for gap in self.time.gaps:
-            facts += f",  {gap.words}"
+        for down in self.time.downtimes:
+            facts += f",  {down.words}"
         axis.annotate(facts, xy=(1, 0), xycoords=name, xytext=(8, 0), textcoords="offset points", va="bottom",
                       fontsize=11, color=INK)  # fmt: skip
 
@@ -227,7 +227,7 @@ def _handles(panels: Sequence[_Panel], colour: Mapping[str, str]) -> list[Any]:
         stroke.set_label("rewards of a part complete")
         handles.append(stroke)
     handles.append(Line2D([], [], color=INK, linewidth=1.2, linestyle=(0, (3, 2)), label="end of training"))
-    if any(p.time.gaps for p in panels):
+    if any(p.time.downtimes for p in panels):
         handles.append(Patch(facecolor="white", edgecolor=_CUT, linewidth=1.2, label="not running"))
     return handles
 

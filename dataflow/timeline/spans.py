@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dataflow.graph import TaskId
-from dataflow.timeline.gaps import Gap, gaps, resumed
+from dataflow.timeline.downtime import Downtime, downtimes, resumed
 
 VERSION = 2
 """Version of the trace's content; newer versions are refused when a trace is read."""
@@ -163,9 +163,9 @@ class Trace:
         return self.running_s(*self.window)
 
     @property
-    def gaps(self) -> tuple[Gap, ...]:
+    def downtimes(self) -> tuple[Downtime, ...]:
         """The times between a kill and the resume, in which the run was not running; in order, without overlap."""
-        return gaps(self.meta)
+        return downtimes(self.meta)
 
     @property
     def resumed(self) -> list[int]:
@@ -174,12 +174,12 @@ class Trace:
 
     def running_s(self, begin: float, end: float) -> float:
         """Returns the seconds of ``begin..end`` in which the run was running."""
-        return end - begin - covered([(gap.begin, gap.end) for gap in self.gaps], begin, end)
+        return end - begin - covered([(down.begin, down.end) for down in self.downtimes], begin, end)
 
     def stretches(self, begin: float, end: float) -> list[tuple[float, float]]:
-        """Returns the parts of ``begin..end`` in which the run was running; the whole if there is no gap in it."""
-        cuts = [gap for gap in self.gaps if gap.begin < end and gap.end > begin]
-        starts, ends = [begin, *(gap.end for gap in cuts)], [*(gap.begin for gap in cuts), end]
+        """Returns the parts of ``begin..end`` in which the run was running; the whole if there is no downtime in it."""
+        cuts = [down for down in self.downtimes if down.begin < end and down.end > begin]
+        starts, ends = [begin, *(down.end for down in cuts)], [*(down.begin for down in cuts), end]
         return [(a, b) for a, b in zip(starts, ends, strict=True) if a < b or not cuts]
 
     @property
@@ -252,7 +252,7 @@ class Trace:
         return sorted(chosen, key=lambda s: (s.begin, s.end, s.step, s.stage, s.part))
 
     def busy(self, resource: str) -> float:
-        """Returns the seconds of :attr:`window`, gaps left out, in which at least one task was on the resource."""
+        """Returns the seconds of :attr:`window`, downtimes left out, in which at least one task was on the resource."""
         on = [(s.begin, s.end) for s in self.spans if s.resource == resource]
         return sum(covered(on, *stretch) for stretch in self.stretches(*self.window))
 

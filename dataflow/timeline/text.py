@@ -10,7 +10,7 @@ from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import DataError
 from dataflow.timeline.attribution import Wait, exposed_waits, summary, waits_after
 from dataflow.timeline.culprits import Culprit, culprits
-from dataflow.timeline.gaps import Axis
+from dataflow.timeline.downtime import Axis
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes, looks
 
 LETTERS = {
@@ -26,7 +26,7 @@ LETTERS = {
 
 _SPARE = "BDEHJKMNPTWXYZabcdefghijkmnpqrstuwxyz"  # O, I, o and l look like digits
 _BARS = "▁▂▃▄▅▆▇█"
-_GAP = "/"
+_DOWN = "/"
 
 
 def letters(stages: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
@@ -83,7 +83,7 @@ def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) 
     Returns:
         A title, a row for each lane of each resource, a row of rewards in flight, a time axis in seconds and
         a legend. A task is drawn as its letter, its step (and part) if they fit, then "="; the GPU's waits as "~".
-        The axis counts the time in which the run was running; "///" marks where a gap is cut out.
+        The axis counts the time in which the run was running; "///" marks where a downtime is cut out.
     """
     if not trace.spans:
         return f"{title(trace)}\n(no task ran)\n"
@@ -118,9 +118,9 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
 
     def broken(row: str) -> str:
         cells = list(row.ljust(columns))
-        for gap in axis.gaps:
-            a, b = column(gap.begin), column(gap.end)
-            cells[a:b] = _GAP * (b - a)
+        for down in axis.downtimes:
+            a, b = column(down.begin), column(down.end)
+            cells[a:b] = _DOWN * (b - a)
         return "".join(cells).rstrip()
 
     letter = letters(*looks([trace]))
@@ -149,9 +149,9 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
     shown_stages = [s for s in trace.stages if any(s == span.stage for _, lane, _ in rows for span in lane)]
     legend = [f"{letter[s]} {s}" for s in shown_stages] + [f"~ {' or '.join(trace.pools) or 'gpu'} waits"]
     legend += [f"█ {level} rewards{f' of {agent}' if several else ''} in flight" for agent, level in most.items()]
-    if axis.gaps:
-        sign = _GAP * max(1, column(axis.gaps[0].end) - column(axis.gaps[0].begin))
-        legend += [f"{sign} {gap.words}" for gap in axis.gaps] + ["(cut out of the axis)"]
+    if axis.downtimes:
+        sign = _DOWN * max(1, column(axis.downtimes[0].end) - column(axis.downtimes[0].begin))
+        legend += [f"{sign} {down.words}" for down in axis.downtimes] + ["(cut out of the axis)"]
     return Chart(drawn, broken(_axis(axis, columns)), legend, letter)
 
 
@@ -160,12 +160,12 @@ def _flight_row(agent: str, several: bool) -> str:
 
 
 def _cut(trace: Trace, begin: float, end: float, columns: int) -> Axis:
-    """Returns an axis on which each gap takes three columns, or one if there are too many gaps."""
-    axis = Axis(trace.gaps, begin, end)
+    """Returns an axis on which each downtime takes three columns, or one if there are too many downtimes."""
+    axis = Axis(trace.downtimes, begin, end)
     for each in (3, 1):
-        left = columns - each * len(axis.gaps)
-        if axis.gaps and left >= columns / 2:
-            return Axis(trace.gaps, begin, end, each * axis.running / left)
+        left = columns - each * len(axis.downtimes)
+        if axis.downtimes and left >= columns / 2:
+            return Axis(trace.downtimes, begin, end, each * axis.running / left)
     return axis
 
 
@@ -200,8 +200,8 @@ def idle_lines(trace: Trace) -> list[str]:
     """Returns a sentence for each GPU pool: how long it idled, by cause, and the longest wait of each cause.
 
     The causes are in descending order of their times, which sum to the idle time except for rounding. If tasks ran on
-    after training (a late validation), a sentence states for how long; each gap of a resumed run has a
-    sentence, too.
+    after training (a late validation), a sentence states for how long; each downtime of a resumed run has
+    a sentence, too.
     """
     lines = [_idle_line(trace, pool) for pool in trace.pools]
     if (after := trace.running_s(trace.window[1], trace.end)) >= 0.005:
@@ -209,7 +209,7 @@ def idle_lines(trace: Trace) -> list[str]:
         idle = {pool: sum(w.seconds for w in waits_after(trace, pool)) for pool in trace.pools}
         idle_parts = [f"{_pool(pool)} idle {_s(seconds)} s" for pool, seconds in idle.items() if seconds >= 0.005]
         lines.append(", ".join([f"after training {_s(after)} s until {last.task} ended", *idle_parts]))
-    return [*lines, *(f"{gap.length}: {gap.why}" if gap.why else gap.words for gap in trace.gaps)]
+    return [*lines, *(f"{down.length}: {down.why}" if down.why else down.words for down in trace.downtimes)]
 
 
 def _idle_line(trace: Trace, pool: str) -> str:

@@ -1,8 +1,8 @@
 """Writes the trace's file during the run: Trace Event JSON, one event per line, flushed after each task.
 
 It uses the array form of the format, whose end may be missing, so Perfetto and Chrome open the file of a killed process
-as well. What depends on the whole trace (gaps, waits, flows, requests in flight) is written when the file is closed;
-:func:`dataflow.timeline.perfetto.read` skips it.
+as well. What depends on the whole trace (downtimes, waits, flows, requests in flight) is written when the file is
+closed; :func:`dataflow.timeline.perfetto.read` skips it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, flows, in
 
 FORMAT = "dataflow"
 PID = 1
-TASK, REQUEST, WAIT, LEVEL, FLOW, GAP = "task", "request", "wait", "level", "flow", "gap"
+TASK, REQUEST, WAIT, LEVEL, FLOW, DOWNTIME = "task", "request", "wait", "level", "flow", "gap"
 
 # Key in an event's args -> attribute of the span or mark.
 SPAN = {k: k for k in ("stage", "step", "part", "parts", "resource", "waited_for")}
@@ -196,12 +196,20 @@ class TraceWriter:
     def _derived(self, trace: Trace) -> Iterator[dict[str, Any]]:
         if self.left_out:
             trace = _finite(trace)
-        if trace.gaps:
+        if trace.downtimes:
             tid = self._open("not running", 0)  # above all resources
-            for gap in trace.gaps:
-                ts, until = self._ticks(gap.begin, gap.end)
-                event = {"ph": "X", "cat": GAP, "name": gap.words, "pid": PID, "tid": tid, "ts": ts, "dur": until - ts}
-                yield {**event, "args": {"resumed": gap.step, "why": gap.why}}
+            for down in trace.downtimes:
+                ts, until = self._ticks(down.begin, down.end)
+                event = {
+                    "ph": "X",
+                    "cat": DOWNTIME,
+                    "name": down.words,
+                    "pid": PID,
+                    "tid": tid,
+                    "ts": ts,
+                    "dur": until - ts,
+                }
+                yield {**event, "args": {"resumed": down.step, "why": down.why}}
         for pool in trace.pools:
             if waits := [*exposed_waits(trace, pool), *waits_after(trace, pool)]:
                 # Right below the pool's own track.

@@ -10,7 +10,7 @@ import yaml
 
 from dataflow.config.critic import KEYS, hint
 from dataflow.config.keys.overrides import fields, parse_overrides
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, PolicyError
 from pipelines.gsm8k_grpo import Config as Grpo
 from pipelines.ppo_critic import Config
 
@@ -60,3 +60,27 @@ def test_a_pipeline_without_a_critic_names_the_one_that_has_it(key: str) -> None
 def test_values_out_of_range_are_refused(bad: str) -> None:
     with pytest.raises(ConfigError, match=bad.partition("=")[0]):
         parse_overrides(Config, [bad])
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (
+            ["policy=mini-batch", "critic.mini_batches=2"],
+            "policy.split=4 does not divide critic.mini_batches=2; use policy.split=1 or 2.",
+        ),
+        (
+            ["data.prompts=16", "critic.mini_batches=3"],
+            "critic.mini_batches=3 does not divide 16 prompt groups; use 1, 2, 4, 8 or 16.",
+        ),
+    ],
+)
+def test_mini_batches_that_do_not_fit_are_named_by_their_key(keys: list[str], sentence: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        parse_overrides(Config, keys)
+    assert str(caught.value) == sentence
+
+
+def test_mini_batches_of_its_own_that_fit() -> None:
+    config = parse_overrides(Config, ["policy=mini-batch", "policy.split=2", "critic.mini_batches=2"])
+    assert config.critic.mini_batches == 2

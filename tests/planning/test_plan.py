@@ -62,7 +62,7 @@ def test_a_plan_is_drawn(costs: str, tmp_path: Path, suffix: str, capsys: pytest
         (["reward.latency=nan"], "latency 'nan'"),
         (["policy=bothe"], "unknown policy 'bothe'; did you mean 'both'?"),
         (["policy="], "policy=: the name is missing"),
-        (["policy.split=3"], "split=3 does not divide mini_batches=4"),
+        (["policy.split=3"], "policy.split=3 does not divide mini_batches=4"),
         (["sweep=reward.concurency:1:4"], "did you mean 'reward.concurrency'?"),
         (["-o", "plan.pdf"], "no such kind, '.pdf'; give a name in .png, .svg, .html"),
         (["latency=3"], "unknown key 'latency'; did you mean 'reward.latency'?"),

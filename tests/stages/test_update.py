@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import RunError
 from dataflow.graph import TaskInfo
 from dataflow.runner import _reduce
-from dataflow.stages.update import Trained, actor_update, staleness, update_stage
+from dataflow.stages.update import TrainedGroups, actor_update, staleness, update_stage
 
 
 def samples(*groups: int, version: int | None = 0, **columns) -> Batch:
@@ -26,29 +27,29 @@ def info(step: int = 1, part: int = 0, parts: int = 2, max_staleness: int = 0) -
 
 
 def test_each_group_trains_once_per_step():
-    trained = Trained()
+    trained = TrainedGroups()
     for step in (1, 2):
         trained = trained.then(info(step, 0), samples(0, 3), 4)
-        assert trained == Trained(step, frozenset({0, 3}))
+        assert trained == TrainedGroups(step, frozenset({0, 3}))
         trained = trained.then(info(step, 1), samples(1, 2), 4)
-        assert trained == Trained(step, frozenset(range(4)))
+        assert trained == TrainedGroups(step, frozenset(range(4)))
 
 
 def test_each_epoch_trains_each_group_once():
-    trained = Trained()
+    trained = TrainedGroups()
     for part, (epoch, groups) in enumerate([(0, (0, 3)), (1, (0, 3)), (0, (1, 2)), (1, (1, 2))]):
         task = replace(info(1, part, parts=4), epoch=epoch, epochs=2)
         trained = trained.then(task, samples(*groups), 4)
         with pytest.raises(RunError, match=f"would be trained twice in epoch {epoch + 1} of this step"):
             trained.then(task, samples(*groups), 4)
-    assert trained == Trained(1, frozenset(range(4)), (frozenset(range(4)),))
-    assert trained.then(replace(info(2, 0, parts=4), epochs=2), samples(0), 4) == Trained(
+    assert trained == TrainedGroups(1, frozenset(range(4)), (frozenset(range(4)),))
+    assert trained.then(replace(info(2, 0, parts=4), epochs=2), samples(0), 4) == TrainedGroups(
         2, frozenset({0}), (frozenset(),)
     )
 
 
 def test_epochs_that_differ_in_groups_are_refused():
-    trained = Trained(1, frozenset({0, 1}), (frozenset({0}),))
+    trained = TrainedGroups(1, frozenset({0, 1}), (frozenset({0}),))
     with pytest.raises(RunError, match=r"group 2 is in epoch 2, but not in the one before"):
         trained.then(replace(info(1, 3, parts=4), epoch=1, epochs=2), samples(2), 2)
     with pytest.raises(RunError, match=r"1 of 3 groups were trained"):
@@ -56,13 +57,13 @@ def test_epochs_that_differ_in_groups_are_refused():
 
 
 def test_a_group_that_comes_twice_is_refused():
-    trained = Trained().then(info(1, 0), samples(0, 3), 4)
+    trained = TrainedGroups().then(info(1, 0), samples(0, 3), 4)
     with pytest.raises(RunError, match=r"actor_update\[1\]: group 3 would be trained twice in this step"):
         trained.then(info(1, 1), samples(1, 3), 4)
 
 
 def test_a_group_that_is_missing_at_the_end_is_an_error():
-    trained = Trained().then(info(1, 0), samples(0, 3), 4)
+    trained = TrainedGroups().then(info(1, 0), samples(0, 3), 4)
     with pytest.raises(RunError, match=r"actor_update\[1\]: 3 of 4 groups were trained; none may be lost"):
         trained.then(info(1, 1), samples(1), 4)
 
@@ -107,14 +108,14 @@ class Trainer:
 def test_an_update_trains_on_all_columns_and_logs():
     trainer = Trainer()
     stage = actor_update.bind(trainer=trainer, groups=4)
-    actor = Trained(2, frozenset(range(4)))
+    actor = TrainedGroups(2, frozenset(range(4)))
     for part, groups in enumerate([(2, 0), (1, 3)]):
         task = info(3, part, max_staleness=1)
         batch = samples(*groups, version=1)
         more = batch.like(old_log_probs=[0.0] * 4), batch.like(advantages=[0.0] * 4)
         actor = stage(batch, *more, actor, task=task, **stage.services)
         assert task.metrics == {"actor/pg_loss": 0.5, "staleness/mean": 1.0, "staleness/max": 1.0}
-    assert actor == Trained(3, frozenset(range(4)))
+    assert actor == TrainedGroups(3, frozenset(range(4)))
     names = ("advantages", "old_log_probs", "score")
     assert trainer.calls == [((2, 0), names, False), ((1, 3), names, True)]
 
@@ -154,7 +155,7 @@ def test_while_the_critic_learns_first_the_actor_stays_and_its_groups_still_coun
     for step in (1, 2, 3):
         task, batch = info(step, parts=1, max_staleness=2), samples(0, 1, version=0)
         actor = stage(batch, batch, batch, actor, task=task, **stage.services)
-        assert actor == Trained(step, frozenset({0, 1}))
+        assert actor == TrainedGroups(step, frozenset({0, 1}))
         assert ("actor/pg_loss" in task.metrics) == (step == 3)
         assert task.metrics["staleness/max"] == step - 1
     assert len(trainer.calls) == 1
@@ -189,3 +190,10 @@ def test_with_bypass_mode_the_update_reads_the_responses_in_place_of_the_old_log
     assert update_stage(AlgorithmConfig()) is actor_update
     update = update_stage(AlgorithmConfig(bypass_mode=True))
     assert [read.field for read in update.reads][:3] == ["responses", "responses", "advantages"]
+
+
+def test_a_record_of_an_earlier_version_can_be_read() -> None:
+    record = TrainedGroups(3, frozenset({0, 2}))
+    written = pickle.dumps(record, protocol=0)
+    assert b"TrainedGroups" in written
+    assert pickle.loads(written.replace(b"TrainedGroups", b"Trained")) == record

@@ -12,7 +12,7 @@ from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import RunError
 from dataflow.graph import Read, TaskInfo
 from dataflow.stages.advantage import advantage_stage
-from dataflow.stages.update import Trained, critic_update, whitened
+from dataflow.stages.update import TrainedGroups, critic_update, whitened
 from dataflow.stages.values import values
 
 
@@ -54,7 +54,7 @@ def test_the_critic_trains_each_group_once() -> None:
         task, batch = TaskInfo(4, "critic_update", part, 2), samples(*groups)
         critic = critic_update(batch, toy.values(batch), gains(batch), critic, value_model=toy, groups=4, task=task)
         assert task.metrics == {"critic/vf_loss": 0.5}
-    assert critic == Trained(4, frozenset(range(4)))
+    assert critic == TrainedGroups(4, frozenset(range(4)))
     assert [(ids, last) for ids, _, last in toy.calls] == [((2, 0), False), ((1, 3), True)]
     batch = samples(1)
     with pytest.raises(RunError, match=r"critic_update\[4\]: group 1 would be trained twice"):

@@ -140,7 +140,7 @@ def test_validation_amid_training_is_busy_time() -> None:
     assert trace.busy("gpu") == 4
 
 
-def test_a_window_may_cut_a_gap() -> None:
+def test_a_window_may_cut_an_idle_interval() -> None:
     trace = step(
         task("rollout[1]", "gpu", 0, 1),
         task("reward_collect[1]", "reward", 1, 6, "rollout[1]"),

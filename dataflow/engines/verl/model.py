@@ -188,10 +188,10 @@ class TrainedModel:
         metrics = {f"{self.name}/lr": self._lr()}
         slots = self._slots(columns["attention_mask"])
         metrics |= self._imbalance(columns["attention_mask"], slots)
-        share = self._share(columns, slots)
-        tu.assign_non_tensor(share, update_lr_scheduler=last, **options)
+        rows = self._rank_rows(columns, slots)
+        tu.assign_non_tensor(rows, update_lr_scheduler=last, **options)
         with self._left_free():
-            found = tu.get(self.worker.train_batch(share), "metrics")
+            found = tu.get(self.worker.train_batch(rows), "metrics")
         found.pop("lr", None)  # that of the next step, present only if the scheduler stepped
         return metrics | _reduce(found, self.name)
 
@@ -203,14 +203,14 @@ class TrainedModel:
         from verl.workers.utils.padding import no_padding_2_padding
 
         slots = self._slots(batch["attention_mask"])
-        share = self._share(inputs_of(batch), slots)
-        tu.assign_non_tensor(share, compute_loss=False, **options)
+        rows = self._rank_rows(inputs_of(batch), slots)
+        tu.assign_non_tensor(rows, compute_loss=False, **options)
         with self._left_free():
-            output = worker.infer_batch(share)
+            output = worker.infer_batch(rows)
         mask = batch["response_mask"]
         columns = {}
         for name in names:
-            mine = no_padding_2_padding(tu.get(output, name), share).float()
+            mine = no_padding_2_padding(tu.get(output, name), rows).float()
             columns[name] = self._gather(mine, slots).masked_fill(mask == 0, 0.0)
         return columns
 
@@ -254,7 +254,7 @@ class TrainedModel:
         found = log_seqlen_unbalance(attention_mask.sum(dim=1).tolist(), ranks, "global_seqlen")
         return {name: float(value) for name, value in found.items()}
 
-    def _share(self, columns: Mapping[str, Any], slots: np.ndarray) -> TensorDict:
+    def _rank_rows(self, columns: Mapping[str, Any], slots: np.ndarray) -> TensorDict:
         """Returns this rank's rows in the form of verl's engine: jagged, without padding."""
         from tensordict import NonTensorData, NonTensorStack, TensorDict
         from verl.utils import tensordict_utils as tu

@@ -226,13 +226,13 @@ def _ends(trace: Trace, stage: str | None) -> tuple[float, ...]:
 def _dispatch(trace: Trace) -> dict[str, float]:
     """Returns stage -> mean seconds from when its tasks could begin to when they did, while the run was running."""
     by_task = {s.task: s for s in trace.spans}
-    gaps: dict[str, list[float]] = {}
+    delays: dict[str, list[float]] = {}
     before: dict[str, float] = {}
     slots = trace.meta.get("resources") or {}
     for s in sorted(trace.spans, key=lambda s: (s.begin, s.end)):
         waited = by_task.get(s.waited_for)
         if waited is not None:
             busy = before.get(s.resource, 0.0) if slots.get(s.resource) == 1 else 0.0
-            gaps.setdefault(s.stage, []).append(max(0.0, trace.running_s(max(busy, waited.end), s.begin)))
+            delays.setdefault(s.stage, []).append(max(0.0, trace.running_s(max(busy, waited.end), s.begin)))
         before[s.resource] = max(before.get(s.resource, 0.0), s.end)
-    return {stage: statistics.fmean(of) for stage, of in gaps.items()}
+    return {stage: statistics.fmean(of) for stage, of in delays.items()}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.page import BUTTONS, FAINT, INK, LINE
 from dataflow.drawing.style import HATCHED, contrast
-from dataflow.timeline.gaps import CUT
+from dataflow.timeline.downtime import CUT
 from dataflow.timeline.page.tracks import Columns, Sheet
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ THEMED: dict[tuple[str, str], tuple[str, str]] = {
     ("arrow-glyph", "fill_color"): ("#5C4300", "#FFE9B0"),
     ("step-glyph", "line_color"): ("#777777", "#9A9A9A"),
     ("number-glyph", "text_color"): FAINT,
-    ("gap-edge-glyph", "line_color"): FAINT,
-    ("gap-glyph", "line_color"): ("#FFFFFF", "#161616"),
-    ("gap-label-glyph", "text_color"): INK,
+    ("downtime-edge-glyph", "line_color"): FAINT,
+    ("downtime-glyph", "line_color"): ("#FFFFFF", "#161616"),
+    ("downtime-label-glyph", "text_color"): INK,
     ("window", "fill_color"): ("#0072B2", "#9CCBEA"),
     ("window", "line_color"): ("#0072B2", "#9CCBEA"),
 }
@@ -208,7 +208,7 @@ def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], pa
         border_fill_color=None,
         outline_line_color=None,
         min_border_left=80,
-        x_axis_label="seconds from the first task" + (f"; {CUT}" if sheet.gaps["at"] else ""),
+        x_axis_label="seconds from the first task" + (f"; {CUT}" if sheet.downtimes["at"] else ""),
     )
     made.toolbar.logo = None
     middles = [(row.top + row.bottom) / 2 for row in sheet.rows]
@@ -307,12 +307,12 @@ def _cuts(made: figure, sheet: Sheet, over: Mapping[str, Any]) -> Any:
     """Draws a band of a fixed width over each cut; returns the renderer that has tooltips."""
     from bokeh.models import ColumnDataSource
 
-    source = ColumnDataSource(_arrays(sheet.gaps), name="gaps")
+    source = ColumnDataSource(_arrays(sheet.downtimes), name="downtimes")
     where = {"x0": "at", "x1": "at", "y0": "top", "y1": "bottom", "source": source}
-    edge = made.segment(**where, line_width=_CUT, name="gap-edge", **over)
-    edge.glyph.name = "gap-edge-glyph"
-    band = made.segment(**where, line_width=_CUT - 2, line_dash=[5, 2], name="gap", **over)
-    band.glyph.name = "gap-glyph"
+    edge = made.segment(**where, line_width=_CUT, name="downtime-edge", **over)
+    edge.glyph.name = "downtime-edge-glyph"
+    band = made.segment(**where, line_width=_CUT - 2, line_dash=[5, 2], name="downtime", **over)
+    band.glyph.name = "downtime-glyph"
     return band
 
 
@@ -329,9 +329,9 @@ def _texts(made: figure, over: Mapping[str, Any]) -> None:
                         x_offset=-3, **over)  # fmt: skip
     numbers.glyph.name = "number-glyph"
     cuts = made.text("x", "y", "text", source=ColumnDataSource({"x": [], "y": [], "text": []}, name="cuts"),
-                     text_align="left", text_baseline="middle", text_font_size="11px", name="gap-label",
+                     text_align="left", text_baseline="middle", text_font_size="11px", name="downtime-label",
                      x_offset=-_CUT / 2, **over)  # fmt: skip
-    cuts.glyph.name = "gap-label-glyph"
+    cuts.glyph.name = "downtime-label-glyph"
 
 
 def _overview(sheet: Sheet, spans: Any, main: figure) -> figure:
@@ -391,7 +391,7 @@ def script_facts(sheet: Sheet, colour: Mapping[str, str], samples: Mapping[str, 
     """
     words = {
         source: {name: values for name, values in getattr(sheet, source).items() if name not in _TYPE_OF}
-        for source in (*_SOURCES, "gaps")
+        for source in (*_SOURCES, "downtimes")
     }
     return {
         "runs": sheet.names,

@@ -42,7 +42,7 @@ const timeline = (() => {
       ["GPUs waited", d.idle[i] > 0 ? time(d.idle[i]) : "not at all"],
       ["click", textOf(d, i) ? "opens its text" : ""],
     ])],
-    gaps: [(d, i) => d.words[i], (d, i) => lines([["after", at(d.at[i])], ["why", d.why[i]]])],
+    downtimes: [(d, i) => d.words[i], (d, i) => lines([["after", at(d.at[i])], ["why", d.why[i]]])],
     band: [(d, i) => d.count[i] + " reward requests in flight", (d, i, most) =>
       lines([["at", at(d.begin[i])], ["at most", most]])],
   }
@@ -153,7 +153,7 @@ const timeline = (() => {
   }
 
   function cuts(scale) {
-    const d = columns("gaps"), x = [], y = [], text = []
+    const d = columns("downtimes"), x = [], y = [], text = []
     const last = {} // run -> pixels of the end of the words before
     for (let i = 0; i < d.at.length; i++) {
       const at = d.at[i] * scale, before = last[d.run[i]] ?? -Infinity

@@ -12,7 +12,7 @@ from typing import Any
 from dataflow.drawing.duration import seconds
 from dataflow.timeline.agents import agents_of, causes_of
 from dataflow.timeline.culprits import Culprit, culprits, place_of
-from dataflow.timeline.gaps import Axis
+from dataflow.timeline.downtime import Axis
 from dataflow.timeline.page.tracks import Versions
 from dataflow.timeline.spans import Trace, called
 from dataflow.timeline.text import extent
@@ -150,10 +150,10 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
     ]
     if (total := facts.get("total_s")) is not None:
         rows.append(["", f"<small>{seconds(total)} in all, with start, evaluations and end</small>"])
-    for gap in trace.gaps:
-        resumed = "" if gap.step is None else f", resumed from step {gap.step}"
-        why = f" <small>{escape(gap.why)}</small>" if gap.why else ""
-        rows.append(["not running", f"{seconds(gap.seconds)}{resumed}{why}"])
+    for down in trace.downtimes:
+        resumed = "" if down.step is None else f", resumed from step {down.step}"
+        why = f" <small>{escape(down.why)}</small>" if down.why else ""
+        rows.append(["not running", f"{seconds(down.seconds)}{resumed}{why}"])
     if (after := numbers.get("after_training_s", 0.0)) >= 0.05:
         idle = seconds(numbers["after_training_idle_s"])
         rows.append(["after training", f"{seconds(after)} <small>GPUs idle for {idle} of it</small>"])
@@ -181,7 +181,7 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
 
 
 def _waits(trace: Trace, samples: str = "") -> str:
-    axis = Axis(trace.gaps, *extent(trace))
+    axis = Axis(trace.downtimes, *extent(trace))
     found = culprits(trace)[:LONGEST]
     if not found:
         return _card("longest waits", "<p>The GPUs never waited.</p>" if trace.pools else "")

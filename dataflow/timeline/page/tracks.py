@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from dataflow.timeline.attribution import Wait
 from dataflow.timeline.culprits import Culprit, culprits, last_requests, place_of
-from dataflow.timeline.gaps import Axis
+from dataflow.timeline.downtime import Axis
 from dataflow.timeline.page.critical import critical_path
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes
 from dataflow.timeline.text import extent
@@ -33,7 +33,7 @@ _PATH = ("run", "begin", "end", "top", "bottom", "stage", "step", "task", "from_
 _WAITS = ("run", "begin", "end", "top", "bottom", "step", "pool", "cause", "task", "who")
 _BANDS = ("begin", "end", "top", "bottom", "count")
 _REQUESTS = ("run", "begin", "end", "y", "step", "group", "to_x", "to_y", "idle", "who", "task")
-_GAPS = ("run", "at", "top", "bottom", "y", "length", "words", "why")
+_DOWNTIMES = ("run", "at", "top", "bottom", "y", "length", "words", "why")
 _STEPS = ("run", "at", "top", "bottom", "y", "step")
 
 
@@ -71,7 +71,7 @@ class Sheet:
         requests: per mini-batch, the reward request that ended last, the task that needed it, and for how long GPUs
             were ``idle`` because of it.
         steps: the end of each step's training.
-        gaps: where the time in which a run was not running is cut out.
+        downtimes: where the time in which a run was not running is cut out.
     """
 
     names: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Sheet:
     most: list[int] = field(default_factory=list)
     requests: Columns = field(default_factory=lambda: _columns(_REQUESTS))
     steps: Columns = field(default_factory=lambda: _columns(_STEPS))
-    gaps: Columns = field(default_factory=lambda: _columns(_GAPS))
+    downtimes: Columns = field(default_factory=lambda: _columns(_DOWNTIMES))
 
 
 def sheet(traces: Mapping[str, Trace]) -> Sheet:
@@ -116,7 +116,7 @@ class _Run:
     def __init__(self, made: Sheet, trace: Trace) -> None:
         self.made, self.trace = made, trace
         self.index = len(made.names) - 1
-        self.time = Axis(trace.gaps, *extent(trace))
+        self.time = Axis(trace.downtimes, *extent(trace))
         self.at = self.time.at
         made.longest = max(made.longest, self.time.length)
         self.stage = {name: i for i, name in enumerate(made.stages)}
@@ -139,10 +139,10 @@ class _Run:
         self._path()
         for step, at in step_ends(self.trace).items():
             _add(made.steps, self.index, self.at(at), top, made.height, top - STRIP / 2, step)
-        for gap in self.time.gaps:
-            why = gap.why or gap.words
-            _add(made.gaps, self.index, self.at(gap.begin), top, made.height, top - STRIP - HEAD / 2, gap.length,
-                 gap.words, why)  # fmt: skip
+        for down in self.time.downtimes:
+            why = down.why or down.words
+            _add(made.downtimes, self.index, self.at(down.begin), top, made.height, top - STRIP - HEAD / 2, down.length,
+                 down.words, why)  # fmt: skip
 
     def _row(self, resource: str, versions: Versions, tries: Mapping[str, Mapping[tuple[int, int], str]]) -> None:
         made, top = self.made, self.made.height

@@ -117,15 +117,15 @@ class Watch:
             self.pinged, self.held = now, (0, now)
             return
         if not lock_free:
-            self.judge(now - self.pinged, "lock")
+            self.decide(now - self.pinged, "lock")
             return
         call = self.slot(0)[2]
         if call != self.held[0]:
             self.held = (call, now)
         if call:
-            self.judge(now - self.held[1], "loop")
+            self.decide(now - self.held[1], "loop")
 
-    def judge(self, frozen_s: float, what: str) -> None:
+    def decide(self, frozen_s: float, what: str) -> None:
         signalled = self.signalled() if frozen_s >= _GRACE_S else 0
         if not signalled and (self.after_s is None or frozen_s < self.after_s):
             return

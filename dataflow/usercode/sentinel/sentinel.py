@@ -3,7 +3,7 @@
 A function that keeps Python's lock (a regular expression that backtracks, a C extension) stops every thread of its
 process, with the event loop and the signal handlers. Only another process can detect that. The sentinel reads from a
 page of shared memory which thread runs which call, records the responsible sample, and ends the process. A restarted
-reward agent fails that sample by the failure rule (:mod:`dataflow.rewards.ledger.frozen`).
+reward agent fails that sample by the failure rule (:mod:`dataflow.rewards.ledger.frozen_calls`).
 
 The sentinel's side is process.py.
 """

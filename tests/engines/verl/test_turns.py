@@ -11,7 +11,7 @@ import pytest
 
 from dataflow.errors import DataflowError
 from dataflow.graph import TaskInfo
-from dataflow.stages.checkpoint import FAILED, _stage_checkpoint, write_checkpoint
+from dataflow.stages.checkpoint import FAILED, _copy_first, write_checkpoint
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(120)]
 
@@ -98,7 +98,7 @@ def test_a_directory_that_cannot_be_made_costs_one_checkpoint(trained: SimpleNam
     async def save(step: int) -> dict[str, float]:
         task = TaskInfo(step, "write_checkpoint")
         common = {"service": state, "store": Full(), "steps": 9}
-        snapshot = await _stage_checkpoint(fields=(), task=task, **common)
+        snapshot = await _copy_first(fields=(), task=task, **common)
         assert snapshot is not None
         await write_checkpoint(snapshot, folder="trainer", task=task, **common)
         return task.metrics

@@ -19,7 +19,7 @@ from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.running.saving.checkpoints import checkpoint_store
 from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.stages.reward import reward_collect, reward_request
-from dataflow.stages.update import Trained, staleness
+from dataflow.stages.update import TrainedGroups, staleness
 
 GROUPS, SAMPLES = 4, 2
 HERE = Path(os.environ.get("TOY_LOGS", "."))
@@ -102,10 +102,10 @@ def draw(
 
 
 @stage(writes="actor", on="gpu", role="trains", splittable=True)
-def train(actor: Latest | None, responses: Batch, rewards: Batch, *, trainer: Model, task: TaskInfo) -> Trained:
+def train(actor: Latest | None, responses: Batch, rewards: Batch, *, trainer: Model, task: TaskInfo) -> TrainedGroups:
     batch = responses.merge(rewards)
     staleness(task, batch)
-    trained = (actor or Trained()).then(task, batch, GROUPS)
+    trained = (actor or TrainedGroups()).then(task, batch, GROUPS)
     trainer.update([int(score) for score in batch["score"]])
     note("trained", f"{task.step} {batch.ids}")
     return trained

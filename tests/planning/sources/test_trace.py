@@ -63,10 +63,12 @@ def test_the_time_in_which_a_run_was_not_running_is_no_cost() -> None:
     killed.spans = [s for s in killed.spans if s.begin < after]
     killed.spans += [replace(s, begin=s.begin + 3600, end=s.end + 3600) for s in late]
     found, unknowing = of_trace(trace, "a run", PlanConfig()), of_trace(killed, "a run", PlanConfig())
-    assert max(unknowing.dispatch_s.values()) > 100  # a share of the hour, if the trace does not say that it was a gap
+    assert (
+        max(unknowing.dispatch_s.values()) > 100
+    )  # a share of the hour, if the trace does not say that it was a downtime
     killed.meta |= {"gaps": [[after, after + 3600, "resumed from step 4"]], "resumed": [4]}
     told = of_trace(killed, "a run", PlanConfig())
-    # The one wait that the gap cuts counts only up to the gap.
+    # The one wait that the downtime cuts counts only up to the downtime.
     assert told.dispatch_s == pytest.approx(found.dispatch_s, rel=0.02)
     assert told.times.keys() == found.times.keys()
     assert told.logged is not None

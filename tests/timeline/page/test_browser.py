@@ -298,12 +298,12 @@ def test_a_followed_page_comes_anew_by_itself_and_shows_what_it_showed(browser: 
     assert [url for url in asked if not url.startswith((server.url, "data:"))] == []
 
 
-def test_a_gap_is_cut_out_of_the_axis_and_tells_of_itself(opened: Open) -> None:
+def test_a_downtime_is_cut_out_of_the_axis_and_tells_of_itself(opened: Open) -> None:
     tab = opened({"plain": resumed(killed=False), "resumed": resumed()})
     words = "not running 3 h 12 min, resumed from step 2"
     assert tab.evaluate("timeline.model('cuts').data.text") == [words]
     assert tab.evaluate("timeline.model('seconds-range').end") < 40
-    (top,), (bottom,) = data(tab, "gaps", "top"), data(tab, "gaps", "bottom")
+    (top,), (bottom,) = data(tab, "downtimes", "top"), data(tab, "downtimes", "bottom")
     tab.mouse.move(*spot(tab, 26, (top + bottom) / 2))
     tab.get_by_text(words).first.wait_for()
     tab.get_by_text(WHY).first.wait_for()

@@ -20,7 +20,7 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.errors import RunError
 from dataflow.reward_agent import RewardAgent
-from dataflow.rewards.ledger.frozen import Frozen
+from dataflow.rewards.ledger.frozen_calls import FrozenCalls
 from dataflow.usercode.sentinel.sentinel import Sentinel
 from tests.usercode.sentinel import frozen_calls
 
@@ -79,7 +79,7 @@ def test_a_frozen_process_is_ended_and_the_sample_is_named(programs: dict[str, P
     assert f"sample 1 of group 7 of step val:3: '{named}' (frozen_calls.py:" in said
     assert (LOOP if function == "blocks_the_loop" else LOCK) in said
     assert "reward.manager=remote" in said
-    frozen = Frozen(program.record)
+    frozen = FrozenCalls(program.record)
     assert named in frozen.sample("val:3", 7, 1, b"12345678 of this request")
     assert not frozen.sample("val:3", 7, 0, b"87654321 of another")
 
@@ -114,7 +114,7 @@ def test_a_frozen_run_fails_with_one_sentence(programs: dict[str, Program]) -> N
     assert said.endswith("; run it again.\n")
     assert len(said.splitlines()) == 1
     assert json.loads((program.run / "summary.json").read_text())["status"] == "failed"
-    assert Frozen(program.record).sample("val:3", 7, 1, b"12345678 of this request")
+    assert FrozenCalls(program.record).sample("val:3", 7, 1, b"12345678 of this request")
 
 
 def test_a_signal_to_a_frozen_run_is_reported_in_one_sentence(programs: dict[str, Program]) -> None:

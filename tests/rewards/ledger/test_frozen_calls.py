@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
-from dataflow.rewards.ledger.frozen import Frozen
+from dataflow.rewards.ledger.frozen_calls import FrozenCalls
 from dataflow.usercode.sentinel.sentinel import Kind
 
 FACTS = {"kind": Kind.SCORE, "step": 1, "group": 0, "sample": 2, "key": "", "story": "it froze"}
@@ -32,7 +32,7 @@ def test_a_line_that_cannot_be_read_is_left_out_and_counted(tmp_path: Path, bad:
     said: list[str] = []
     sink = logger.add(said.append, format="{message}", level="WARNING")
     try:
-        frozen = Frozen(path)
+        frozen = FrozenCalls(path)
     finally:
         logger.remove(sink)
     assert [frozen.sample(1, 0, sample, None) for sample in (2, 3, 4)] == ["it froze", "it froze", ""]

@@ -15,7 +15,7 @@ from dataflow.running.reporting.tracking import step_metrics
 from dataflow.timeline import perfetto
 from dataflow.timeline.attribution import Wait, exposed_waits, pool_waits, summary, waits_after
 from dataflow.timeline.culprits import culprits
-from dataflow.timeline.gaps import Axis, Gap, gaps
+from dataflow.timeline.downtime import Axis, Downtime, downtimes
 from dataflow.timeline.page.critical import critical_path
 from dataflow.timeline.page.html import page
 from dataflow.timeline.page.tracks import sheet
@@ -43,12 +43,12 @@ K save_checkpoint  ~ gpu waits  █ 4 rewards in flight
 """Without its title."""
 
 
-def test_gaps_are_typed() -> None:
+def test_downtimes_are_typed() -> None:
     trace = resumed()
-    assert trace.gaps == (Gap(26, 26 + KILLED_S, WHY, 2),)
-    assert trace.gaps[0].words == "not running 3 h 12 min, resumed from step 2"
+    assert trace.downtimes == (Downtime(26, 26 + KILLED_S, WHY, 2),)
+    assert trace.downtimes[0].words == "not running 3 h 12 min, resumed from step 2"
     assert trace.resumed == [2]
-    assert Trace().gaps == ()
+    assert Trace().downtimes == ()
 
 
 @pytest.mark.parametrize(
@@ -62,23 +62,26 @@ def test_gaps_are_typed() -> None:
         [[0, float("nan")], [float("-inf"), 3], [0, 10**400], {"begin": 1}],
     ],
 )
-def test_what_is_no_gap_is_left_out(listed: Any) -> None:
-    assert gaps({"gaps": listed, "resumed": listed}) == ()
+def test_what_is_no_downtime_is_left_out(listed: Any) -> None:
+    assert downtimes({"gaps": listed, "resumed": listed}) == ()
     trace = resumed(killed=False)
     trace.meta |= {"gaps": listed, "resumed": listed}
     assert trace.wall == 39
     assert "///" not in gantt(trace)
 
 
-def test_steps_that_do_not_correspond_to_the_gaps_are_left_out() -> None:
-    assert gaps({"gaps": [[1, 2, 7]], "resumed": [3, 4]}) == (Gap(1, 2),)
-    assert gaps({"gaps": [[1, 2, "why"], [4, 5]], "resumed": ["3", 4]}) == (Gap(1, 2, "why"), Gap(4, 5, "", 4))
+def test_steps_that_do_not_correspond_to_the_downtimes_are_left_out() -> None:
+    assert downtimes({"gaps": [[1, 2, 7]], "resumed": [3, 4]}) == (Downtime(1, 2),)
+    assert downtimes({"gaps": [[1, 2, "why"], [4, 5]], "resumed": ["3", 4]}) == (
+        Downtime(1, 2, "why"),
+        Downtime(4, 5, "", 4),
+    )
     assert Trace(meta={"resumed": [3, "x", True, 4]}).resumed == [3, 4]
 
 
 def test_a_run_that_went_on_twice_from_one_checkpoint_has_one_gap() -> None:
     meta = {"gaps": [[5, 9, "first"], [5, 30, "second"], [40, 50, ""]], "resumed": [2, 2, 4]}
-    assert gaps(meta) == (Gap(5, 30, "second", 2), Gap(40, 50, "", 4))
+    assert downtimes(meta) == (Downtime(5, 30, "second", 2), Downtime(40, 50, "", 4))
 
 
 def test_the_figures_are_those_of_the_same_run_without_the_kill() -> None:
@@ -95,7 +98,7 @@ def test_the_figures_are_those_of_the_same_run_without_the_kill() -> None:
     assert cut["wall_s"] == pytest.approx(39)
 
 
-def test_a_wait_over_a_gap_is_cut_and_each_side_keeps_its_cause() -> None:
+def test_a_wait_over_a_downtime_is_cut_and_each_side_keeps_its_cause() -> None:
     trace = Trace(
         [
             Span("rollout", 1, 0, 1, "gpu", 0, 4),
@@ -116,7 +119,7 @@ def test_a_wait_over_a_gap_is_cut_and_each_side_keeps_its_cause() -> None:
     ]
 
 
-def test_a_gap_after_training_is_no_wait_after_it() -> None:
+def test_a_downtime_after_training_is_no_wait_after_it() -> None:
     trace = Trace(
         [Span("rollout", 1, 0, 1, "gpu", 0, 4), Span("val", 1, 0, 1, "reward", 50, 53, {"optional": True})],
         meta={"gaps": [[5, 50, ""]]},
@@ -138,10 +141,10 @@ def test_busy_time_and_waits_add_up_to_the_time_in_which_it_ran(
     waits = exposed_waits(trace)
     assert trace.busy("gpu") + sum(w.seconds for w in waits) == pytest.approx(trace.wall, abs=1e-6)
     for wait in waits:
-        assert all(wait.end <= gap.begin or wait.begin >= gap.end for gap in trace.gaps)
+        assert all(wait.end <= down.begin or wait.begin >= down.end for down in trace.downtimes)
 
 
-def test_the_metrics_of_a_step_leave_the_gap_out() -> None:
+def test_the_metrics_of_a_step_leave_the_downtime_out() -> None:
     cut, whole = step_metrics(resumed(), 3), step_metrics(resumed(killed=False), 3)
     assert cut == pytest.approx(whole)
     assert cut["timing_s/step"] == pytest.approx(13)
@@ -160,18 +163,18 @@ def test_the_summary_says_that_it_was_resumed() -> None:
     assert pool_waits(resumed()) == pytest.approx(made["exposed_wait_by_cause"])
 
 
-def test_an_axis_leaves_gaps_out_and_leaves_room_for_their_marks() -> None:
-    axis = Axis([Gap(10, 110), Gap(120, 130), Gap(500, 600)], 5, 140, wide=2)
-    assert (axis.running, axis.length, len(axis.gaps)) == (25, 29, 2)
+def test_an_axis_leaves_downtimes_out_and_leaves_room_for_their_marks() -> None:
+    axis = Axis([Downtime(10, 110), Downtime(120, 130), Downtime(500, 600)], 5, 140, wide=2)
+    assert (axis.running, axis.length, len(axis.downtimes)) == (25, 29, 2)
     assert [axis.at(t) for t in (5, 10, 60, 110, 115, 120, 130, 140)] == [0, 5, 6, 7, 12, 17, 19, 29]
     assert [axis.after(s) for s in (0, 4, 6, 15, 16, 25)] == [0, 4, 8, 17, 20, 29]
-    within = Axis([Gap(10, 110)], 60, 120)
+    within = Axis([Downtime(10, 110)], 60, 120)
     assert (within.running, within.at(60), within.at(110), within.at(120)) == (10, 0, 0, 10)
 
 
 @given(st.lists(st.tuples(st.floats(0, 90), st.floats(0.1, 30)), max_size=4), st.floats(0, 5), st.floats(0, 100))
 def test_an_axis_never_goes_back(cuts: list[tuple[float, float]], wide: float, time: float) -> None:
-    axis = Axis(gaps({"gaps": [[a, a + long] for a, long in cuts]}), 0, 100, wide)
+    axis = Axis(downtimes({"gaps": [[a, a + long] for a, long in cuts]}), 0, 100, wide)
     assert axis.at(0) <= axis.at(time) + 1e-9
     assert axis.at(time) <= axis.at(min(100, time + 1)) + 1e-9
     assert axis.at(100) == pytest.approx(axis.length, abs=1e-9)
@@ -188,7 +191,7 @@ def test_the_text_marks_the_cut() -> None:
     assert idle_lines(resumed())[-1] == f"not running 3 h 12 min: {WHY}"
 
 
-def test_many_gaps_leave_the_tasks_their_room() -> None:
+def test_many_downtimes_leave_the_tasks_their_room() -> None:
     trace = resumed(killed=False)
     trace.meta["gaps"] = [[i / 2 + 0.1, i / 2 + 0.2, ""] for i in range(70)]
     row = gantt(trace, width=72).splitlines()[1]
@@ -201,9 +204,9 @@ def test_many_gaps_leave_the_tasks_their_room() -> None:
 def test_the_page_cuts_its_axis(tmp_path: Path) -> None:
     drawn = sheet({"plain": resumed(killed=False), "resumed": resumed()})
     assert drawn.longest == pytest.approx(39)
-    assert drawn.gaps["run"] == [1]
-    assert drawn.gaps["at"] == [26]
-    assert drawn.gaps["words"] == ["not running 3 h 12 min, resumed from step 2"]
+    assert drawn.downtimes["run"] == [1]
+    assert drawn.downtimes["at"] == [26]
+    assert drawn.downtimes["words"] == ["not running 3 h 12 min, resumed from step 2"]
     begins = [b for run, b in zip(drawn.spans["run"], drawn.spans["begin"], strict=True) if run == 1]
     assert max(begins) == pytest.approx(38)
     page(resumed(), tmp_path / "run.html")
@@ -231,11 +234,11 @@ def test_perfetto_gets_a_track_of_its_own_that_is_read_back_as_meta(tmp_path: Pa
     perfetto.write(trace, path)
     events = json.loads(path.read_text())
     trace_format.check(events)
-    (gap,) = [e for e in events if e.get("cat") == "gap"]
-    assert gap["name"] == "not running 3 h 12 min, resumed from step 2"
-    assert (gap["ts"], gap["dur"]) == (26_000_000, round(KILLED_S * 1e6))
+    (down,) = [e for e in events if e.get("cat") == "gap"]
+    assert down["name"] == "not running 3 h 12 min, resumed from step 2"
+    assert (down["ts"], down["dur"]) == (26_000_000, round(KILLED_S * 1e6))
     (track,) = [e for e in events if e["name"] == "thread_name" and e["args"]["name"] == "not running"]
-    assert track["tid"] == gap["tid"]
+    assert track["tid"] == down["tid"]
     read = perfetto.read(path)
     assert read == trace
-    assert read.gaps == trace.gaps
+    assert read.downtimes == trace.downtimes

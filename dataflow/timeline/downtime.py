@@ -1,4 +1,4 @@
-"""The times in which a run was not running, between a kill and its resume, and an axis that leaves them out. Pure."""
+"""Downtimes, in which a run was not running, from a kill to its resume, and an axis that leaves them out. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CUT = "time in which a run was not running is cut out"
 
 
 @dataclass(frozen=True)
-class Gap:
+class Downtime:
     """An interval in which a run was not running.
 
     Attributes:
@@ -37,7 +37,7 @@ class Gap:
     def length(self) -> str:
         """A name for its mark.
 
-        >>> Gap(40, 11560).length
+        >>> Downtime(40, 11560).length
         'not running 3 h 12 min'
         """
         return f"not running {seconds(self.seconds)}"
@@ -46,17 +46,17 @@ class Gap:
     def words(self) -> str:
         """A description for people.
 
-        >>> Gap(40, 11560, step=12).words
+        >>> Downtime(40, 11560, step=12).words
         'not running 3 h 12 min, resumed from step 12'
         """
         resumed = self.why if self.step is None else f"resumed from step {self.step}"
         return f"{self.length}, {resumed}" if resumed else self.length
 
 
-def gaps(meta: Mapping[str, Any]) -> tuple[Gap, ...]:
-    """Returns the gaps that a trace's meta lists, in order of time.
+def downtimes(meta: Mapping[str, Any]) -> tuple[Downtime, ...]:
+    """Returns the downtimes that a trace's meta lists, in order of time.
 
-    Entries that are no interval are left out. Entries that overlap or touch become one gap, with the words of the
+    Entries that are no interval are left out. Entries that overlap or touch become one downtime, with the words of the
     later: a run that was killed again before its next checkpoint resumed twice from the same one.
     """
     listed = meta.get("gaps")
@@ -65,15 +65,15 @@ def gaps(meta: Mapping[str, Any]) -> tuple[Gap, ...]:
     given = meta.get("resumed")
     # The two lists correspond, unless one of them was edited.
     steps = list(given) if isinstance(given, list | tuple) and len(given) == len(listed) else [None] * len(listed)
-    found = [gap for one, step in zip(listed, steps, strict=True) if (gap := _gap(one, step)) is not None]
-    merged: list[Gap] = []
-    for gap in sorted(found, key=lambda g: (g.begin, g.end)):
-        if merged and gap.begin <= merged[-1].end:
+    found = [down for one, step in zip(listed, steps, strict=True) if (down := _downtime(one, step)) is not None]
+    merged: list[Downtime] = []
+    for down in sorted(found, key=lambda g: (g.begin, g.end)):
+        if merged and down.begin <= merged[-1].end:
             last = merged[-1]
-            later = gap if gap.end >= last.end else last
+            later = down if down.end >= last.end else last
             merged[-1] = replace(later, begin=last.begin)
         else:
-            merged.append(gap)
+            merged.append(down)
     return tuple(merged)
 
 
@@ -83,14 +83,14 @@ def resumed(meta: Mapping[str, Any]) -> list[int]:
     return [step for step in given if _is_step(step)] if isinstance(given, list | tuple) else []
 
 
-def _gap(one: Any, step: Any) -> Gap | None:
+def _downtime(one: Any, step: Any) -> Downtime | None:
     if not isinstance(one, list | tuple) or len(one) < 2:
         return None
     begin, end, *more = one
     if not (_is_time(begin) and _is_time(end) and begin < end):
         return None
     why = more[0] if more and isinstance(more[0], str) else ""
-    return Gap(float(begin), float(end), why, step if _is_step(step) else None)
+    return Downtime(float(begin), float(end), why, step if _is_step(step) else None)
 
 
 def _is_time(value: Any) -> bool:
@@ -105,30 +105,30 @@ def _is_step(value: Any) -> bool:
 
 
 class Axis:
-    """Places times on an axis without gaps: it counts the seconds in which the run was running.
+    """Places times on an axis without downtimes: it counts the seconds in which the run was running.
 
     Args:
-        all_gaps: of the run, in order of time.
+        all_downtimes: of the run, in order of time.
         begin, end: the part of the run that is shown, in seconds from its first task.
         wide: length of the mark at each cut, in seconds of the axis.
 
     Attributes:
-        gaps: those between shown tasks.
+        downtimes: those between shown tasks.
         running: seconds in which the run was running, from begin to end.
         length: of the axis, in seconds: the running time and the marks.
     """
 
-    def __init__(self, all_gaps: Iterable[Gap], begin: float, end: float, wide: float = 0.0) -> None:
+    def __init__(self, all_downtimes: Iterable[Downtime], begin: float, end: float, wide: float = 0.0) -> None:
         self.begin, self.end, self.wide = begin, end, wide
-        self.gaps: Sequence[Gap] = [g for g in all_gaps if g.begin < end and g.end > begin]
-        self.running = end - begin - sum(min(g.end, end) - max(g.begin, begin) for g in self.gaps)
-        self.length = self.running + wide * len(self.gaps)
+        self.downtimes: Sequence[Downtime] = [g for g in all_downtimes if g.begin < end and g.end > begin]
+        self.running = end - begin - sum(min(g.end, end) - max(g.begin, begin) for g in self.downtimes)
+        self.length = self.running + wide * len(self.downtimes)
 
     def at(self, time: float) -> float:
-        """Returns the position of a time, in seconds of the axis; times within a gap are placed within its mark."""
+        """Returns the position of a time, in seconds of the axis; one within a downtime is placed within its mark."""
         place = time - self.begin
-        for gap in self.gaps:
-            begin, end = max(gap.begin, self.begin), min(gap.end, self.end)
+        for down in self.downtimes:
+            begin, end = max(down.begin, self.begin), min(down.end, self.end)
             if time <= begin:
                 break
             passed = min(time, end) - begin
@@ -137,5 +137,5 @@ class Axis:
 
     def after(self, running: float) -> float:
         """Returns the position of the time at which the run has been running for ``running`` seconds since begin."""
-        before = sum(self.at(gap.begin) - i * self.wide < running for i, gap in enumerate(self.gaps))
+        before = sum(self.at(down.begin) - i * self.wide < running for i, down in enumerate(self.downtimes))
         return running + before * self.wide

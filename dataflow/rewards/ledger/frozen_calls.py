@@ -21,7 +21,7 @@ class FrozenCall(RewardFailed):
     retry = False
 
 
-class Frozen:
+class FrozenCalls:
     """The calls that froze the agent's earlier processes.
 
     Args:
