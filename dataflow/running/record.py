@@ -117,12 +117,22 @@ class Record:
                 f"{self.directory / 'trace.json'} ends in step {known}, but the checkpoint is of step {step}: timeline "
                 "and summary leave out what is missing."
             )
+        if unscored := self._unscored(step):
+            logger.warning(
+                f"no evaluation of step {', '.join(map(str, unscored))}: not all of its responses were scored when the "
+                f"run ended, and the weights are those of step {step} now."
+            )
         lost = f", and {last - end:.1f} s of work after it were lost" if last > end else ""
         meta["gaps"] = [*meta.get("gaps", ()), [end, last, f"resumed from step {step}{lost}"]]
         meta["resumed"] = [*meta.get("resumed", ()), step]
         if self._tracker is not None:
             self._tracker.close()
             self._tracker = None
+
+    def _unscored(self, step: int) -> list[int]:
+        """Returns the steps before a checkpoint whose evaluations were due, and have no result."""
+        often = {each["every"] for each in self.trace.declared if each["role"] == "validates" and each.get("every")}
+        return sorted({at for every in often for at in range(every, step, every)} - self.evaluations.keys())
 
     # --- writing --------------------------------------------------------------------------------------------
 

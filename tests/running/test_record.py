@@ -12,6 +12,7 @@ import pytest
 from dataflow.running.directory import remove_temporary
 from dataflow.running.record import Backends, Record
 from dataflow.running.remains import EVALUATIONS, finish
+from dataflow.testing import grpo_pipeline
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Mark, Span
 from tests.rigs.checkpoints import Child, logged
@@ -125,6 +126,25 @@ def test_evaluations_after_the_checkpoint_are_not_counted(killed: Path) -> None:
 def test_evaluations_that_cannot_be_read_are_left_out(killed: Path) -> None:
     (killed / EVALUATIONS).write_text("[1")
     assert facts(go_on(killed))["rewards"]["requested"] == POINT
+
+
+def test_an_evaluation_that_was_not_scored_before_the_kill_is_said(tmp_path: Path) -> None:
+    pipeline = grpo_pipeline(val_every=1)
+    record = Record(tmp_path, Backends([]))
+    record.open({**META, "job": {"pipeline": pipeline.facts()}})
+    evaluate(record)
+    record.begin(100.0)
+    for step in range(1, STEPS + 1):
+        train(record, step)
+    evaluate(record, 2)  # those of steps 1 and 3 are still being scored
+    for point, sentence in ((4, "no evaluation of step 1, 3: "), (2, "no evaluation of step 1: "), (1, None)):
+        with logged() as warnings:
+            record.cut(point, frozenset(), 0)
+        assert [sentence in text for text in warnings if sentence] == [True] * bool(sentence), warnings
+        assert sentence or not warnings
+    record.open(META)
+    record.leave(1.0)
+    record.close()
 
 
 def test_a_trace_that_ends_before_the_checkpoint_is_said(killed: Path) -> None:
