@@ -173,7 +173,7 @@ class JudgeConfig(Section):
     client: Literal["aiohttp", "openai"] = "aiohttp"
     """HTTP client; openai is that package's own, at about eight times the CPU time."""
     max_tokens: Annotated[int, Field(gt=0, le=2**63 - 1)] | None = None
-    """Budget of the run in tokens, prompts and replies; when it is spent the run stops. Null for none."""
+    """Budget of the run in tokens, prompts and replies; the next request after it stops the run. Null for none."""
     max_cost: PositiveFloat | None = None
     """Budget of the run in the currency of price_per_million; null for none."""
     price_per_million: tuple[NonNegativeFloat, NonNegativeFloat] | None = None

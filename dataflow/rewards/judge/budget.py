@@ -15,7 +15,7 @@ from dataflow.rewards.judge.errors import JudgeError
 CHARACTERS = 4
 """Characters of text that count as one token in estimates."""
 
-_CACHE = "with reward.cache=runs/NAME/rewards.sqlite the next run reuses the answers of this one"
+_RESUMED = "a run that is resumed does not pay again for the answers in its ledger"
 
 
 class BudgetSpent(JudgeError):
@@ -71,7 +71,9 @@ class Budget:
         return (prompt * self._prices[0] + completion * self._prices[1]) / 1e6
 
     def check(self) -> None:
-        """Raises if the budget is used up; called before each request. Requests in flight are not affected.
+        """Raises if the budget is used up; called before each request.
+
+        Requests in flight when it is used up count, too, so it can be exceeded by as many calls as were in flight.
 
         Raises:
             BudgetSpent: the budget is used up.
@@ -88,7 +90,7 @@ class Budget:
         return BudgetSpent(
             message,
             retry=False,
-            fix=f"raise {key}; {_CACHE}",
+            fix=f"raise {key}; {_RESUMED}",
         )
 
     def count(self, usage: Any, prompt_characters: int, reply_characters: int) -> int | None:
