@@ -242,8 +242,8 @@ class RunConfig(BaseConfig):
     def job(self) -> dict[str, Any]:
         """See :meth:`BaseConfig.job`."""
         main, *others = sources_of(self)
-        agents = {source.name: {"concurrency": source.options.concurrency} for source in others}
-        known = {"responses": self.engine.n, "concurrency": main.options.concurrency}
+        agents = {source.name: _limits(source.options) for source in others}
+        known = {"responses": self.engine.n, **_limits(main.options)}
         return {**super().job(), **known, **({"agents": agents} if agents else {})}
 
     @field_validator("*", mode="wrap")
@@ -326,3 +326,8 @@ class RunConfig(BaseConfig):
                 f"engine.n={self.engine.n}: the scores of one response are all equal, so algorithm.filter_groups would "
                 "leave every group out; give 2 or more."
             )
+
+
+def _limits(agent: RewardConfig) -> dict[str, float | None]:
+    """Returns the limits of a reward agent that a plan needs."""
+    return {"concurrency": agent.concurrency, "rpm": agent.rpm, "tpm": agent.tpm}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dataflow.timeline.spans import Trace
 
 MAIN = "reward"
@@ -52,6 +54,21 @@ def causes_of(trace: Trace) -> dict[str, str]:
 def concurrency_of(trace: Trace, agent: str) -> int | None:
     """Returns the agent's requests in flight at most, as the run's configuration has them; None if it does not."""
     job = trace.meta.get("job") or {}
-    own = (job.get("agents") or {}).get(agent) or {}
-    found = own.get("concurrency") or job.get("concurrency")
+    found = _limits_of(trace, agent).get("concurrency") or job.get("concurrency")
     return int(found) if found else None
+
+
+def rates_of(trace: Trace, agent: str) -> tuple[float | None, float | None]:
+    """Returns the agent's requests and tokens a minute at most, as the run's configuration has them; None for no limit.
+
+    Traces of earlier versions do not say them.
+    """
+    limits = _limits_of(trace, agent)
+    rpm, tpm = (float(limits[name]) if limits.get(name) else None for name in ("rpm", "tpm"))
+    return rpm, tpm
+
+
+def _limits_of(trace: Trace, agent: str) -> dict[str, Any]:
+    job = trace.meta.get("job") or {}
+    agents = job.get("agents") or {}
+    return dict(agents.get(agent, job))

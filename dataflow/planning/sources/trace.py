@@ -15,7 +15,7 @@ from dataflow.planning.roles import Roles
 from dataflow.planning.workload import Measured, Rewards, Validation, Workload
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
-from dataflow.timeline.agents import concurrency_of
+from dataflow.timeline.agents import concurrency_of, rates_of
 from dataflow.timeline.spans import Span, Trace
 
 
@@ -72,7 +72,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     agent = collector.on if collector is not None else "reward"
     spread = bool(config.balance_batch)
     rewards, known = _service(trace, agent, (None, roles.collect), config.reward, spread)
-    said.insert(0, f"stage times and {known} reward latencies are those of the run.")
+    said[:0] = [f"stage times and {known} reward latencies are those of the run.", *_rates(trace, agent, config.reward)]
     if cut := trace.meta.get("cut"):
         said.append(f"the run is {cut}.")
     validation = None
@@ -132,7 +132,15 @@ def _service(
     if plan.latency is not None:
         distribution = parse_distribution(plan.latency, f"{agent}.latency")
     concurrency = plan.concurrency or concurrency_of(trace, agent) or 64
-    return Rewards(distribution, concurrency, plan.rpm, plan.agent, scattered), len(latencies)
+    rpm = plan.rpm or rates_of(trace, agent)[0]
+    return Rewards(distribution, concurrency, rpm, plan.agent, scattered), len(latencies)
+
+
+def _rates(trace: Trace, agent: str, plan: RewardPlan) -> list[str]:
+    """Returns what is assumed of the limits a minute that an agent had in the run."""
+    rpm, tpm = rates_of(trace, agent)
+    said = [f"{agent}.rpm={rpm:g} is the run's."] if rpm and plan.rpm is None else []
+    return said + ([f"{agent}.tpm={tpm:g} of the run is not simulated."] if tpm else [])
 
 
 def _beside(trace: Trace, pipeline: Pipeline, roles: Roles, config: PlanConfig, said: list[str]) -> dict[str, Rewards]:
@@ -154,7 +162,7 @@ def _beside(trace: Trace, pipeline: Pipeline, roles: Roles, config: PlanConfig, 
         own, known = _service(trace, agent, (None, collect), plan, bool(config.balance_batch))
         if known or plan.latency is not None:
             found[collect] = own
-            said.append(f"agent '{agent}': {known} latencies are those of the run.")
+            said += [f"agent '{agent}': {known} latencies are those of the run.", *_rates(trace, agent, plan)]
     return found
 
 
