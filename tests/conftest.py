@@ -231,3 +231,14 @@ def _engine_for_the_cpu() -> Iterator[None]:
         from dataflow.engines.verl.cpu import NAME
 
         assert engine.device_name == NAME, "call dataflow.engines.verl.cpu.install() before verl's trainer is imported"
+
+
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    """The messages of warnings and errors that are logged during the test."""
+    from loguru import logger
+
+    messages: list[str] = []
+    sink = logger.add(lambda line: messages.append(line.record["message"]), level="WARNING")
+    yield messages
+    logger.remove(sink)

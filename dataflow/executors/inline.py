@@ -20,7 +20,8 @@ from dataflow.executors.calling import answer, make_chunk, method_of, prepare
 from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
 from dataflow.system import clock
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import is_ours, message_of
+from dataflow.usercode.failures import is_ours, message_of, readable
+from dataflow.usercode.forks import OneProcess, in_one_process
 
 
 class InlineExecutor:
@@ -60,7 +61,7 @@ class InlineExecutor:
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         if asyncio.iscoroutinefunction(task.stage.fn):
-            self._waiters[task.id] = asyncio.create_task(self._wait(task, call, values))
+            self._waiters[task.id] = asyncio.create_task(OneProcess(self._wait(task, call, values)))
         else:
             self._queue.append((task, call, values))
 
@@ -97,12 +98,13 @@ class InlineExecutor:
         begin = self.now()
         try:
             arguments, keywords, info = self._prepare(task, call, values)
-            result = own_copy(task.stage.fn(*arguments, **keywords))
+            with in_one_process():
+                result = own_copy(task.stage.fn(*arguments, **keywords))
             done = Done(task.id, *answer(task.stage, call, info, arguments, result, begin, self.now()))
         except BaseException as error:
             if is_ours(error):
                 raise
-            done = Done(task.id, error=error)
+            done = Done(task.id, error=readable(error))
         self._events.put_nowait(done)
 
     async def _wait(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
@@ -114,7 +116,7 @@ class InlineExecutor:
         except BaseException as error:
             if is_ours(error):
                 raise
-            done = Done(task.id, error=error)
+            done = Done(task.id, error=readable(error))
         self._waiters.pop(task.id, None)
         self._events.put_nowait(done)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -19,8 +18,8 @@ from dataflow.rewards.steps import Steps
 from dataflow.rewards.user.results import read_scores, read_usage
 from dataflow.system import clock
 from dataflow.usercode.calls import Call, Calls
-from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import Contained, UserExit, is_ours, message_of
+from dataflow.usercode.copies import is_awaitable, is_coroutine, own_copy
+from dataflow.usercode.failures import Contained, Unreadable, UserExit, attempt, message_of, readable
 from dataflow.usercode.load import describe, name_of, raised
 from dataflow.usercode.sentinel.sentinel import Kind
 
@@ -98,16 +97,14 @@ class GroupCalls:
         if call.error is not None:
             self._steps.fail(state, raised(where, function, call.error), call.error)
             return
-        try:
-            for request, score in zip(requests, read_scores(call.result, len(requests)), strict=True):
-                request.score = score
-        except BaseException as error:  # the result may be an object of the user's own class
-            if is_ours(error):
-                raise
+        scores, error = attempt(read_scores, call.result, len(requests))  # it may be of the user's own class
+        if error is not None:
             what = message_of(error) if type(error) is ValueError else f"what cannot be read: {describe(error)}"
             fix = f"return a list of {len(requests)} finite numbers"
             self._steps.fail(state, f"{where}: '{name_of(function)}' returned {what}; {fix}.", error)
             return
+        for request, score in zip(requests, scores, strict=True):
+            request.score = score
         self._steps.arrive(state, group)
 
     def log(self, step: Step, rewards: Batch) -> None:
@@ -158,17 +155,15 @@ def usage_of(reward: Any, tokens: int) -> Mapping[str, float]:
         DataflowError: it raised an error, or returned something else than finite numbers.
     """
     usage = getattr(reward, "usage", None)
-    try:
-        used = usage() if callable(usage) else {"tokens": tokens}
-    except BaseException as error:
-        if is_ours(error):
-            raise
+    used, error = attempt(usage) if callable(usage) else ({"tokens": tokens}, None)
+    if error is not None:
         raise DataflowError(raised("reward agent: stats", usage, error)) from error
-    try:
-        return read_usage(used)
-    except ValueError as error:
-        what = f"reward agent: stats: '{name_of(usage)}' returned {error}"
+    read, error = attempt(read_usage, used)
+    if error is not None:
+        what = message_of(error) if type(error) is ValueError else f"what cannot be read: {describe(error)}"
+        what = f"reward agent: stats: '{name_of(usage)}' returned {what}"
         raise DataflowError(f"{what}; return finite numbers by name.") from error
+    return dict(read)
 
 
 async def close_reward(reward: Any) -> None:
@@ -180,18 +175,21 @@ async def close_reward(reward: Any) -> None:
     close = getattr(reward, "close", None)
     if not callable(close):
         return
-    try:
-        if not inspect.isawaitable(ending := close()):
+    ending, error = attempt(close)
+    if error is None:
+        if not is_awaitable(ending):
             return
-        task = asyncio.ensure_future(Contained(ending) if inspect.iscoroutine(ending) else ending)
-        if (await asyncio.wait([task], timeout=_CLOSE_S))[0]:
-            task.result()
+        task = asyncio.ensure_future(Contained(ending) if is_coroutine(ending) else ending)
+        if not (await asyncio.wait([task], timeout=_CLOSE_S))[0]:
+            task.cancel()
+            logger.warning("reward agent: '{}' has not closed within {:g} s.", name_of(reward), _CLOSE_S)
             return
-    except BaseException as error:
-        own = isinstance(error, DataflowError) and not isinstance(error, UserExit)
-        if own or is_ours(error):
-            raise
-        what = error.__cause__ if isinstance(error, UserExit) and error.__cause__ is not None else error
-        raise DataflowError(raised("reward agent", close, what)) from error
-    task.cancel()
-    logger.warning("reward agent: '{}' has not closed within {:g} s.", name_of(reward), _CLOSE_S)
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    if error is None:
+        return
+    error = readable(error)
+    if isinstance(error, UserExit) and error.__cause__ is not None:
+        error = error.__cause__
+    elif isinstance(error, DataflowError) and not isinstance(error, Unreadable):
+        raise error
+    raise DataflowError(raised("reward agent", close, error)) from error

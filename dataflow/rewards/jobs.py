@@ -27,8 +27,8 @@ from dataflow.rewards.requests import Failed, Outcome, Request, Scored, ScoringJ
 from dataflow.rewards.user.results import read_amount, tokens_used
 from dataflow.system import clock
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import is_ours
-from dataflow.usercode.load import name_of, raised
+from dataflow.usercode.failures import attempt, message_of
+from dataflow.usercode.load import describe, name_of, raised
 from dataflow.usercode.sentinel.sentinel import Kind, Sentinel
 
 _ADMITTED = 64  # rows admitted before the event loop runs something else
@@ -285,22 +285,20 @@ def _result_of(method: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     Raises:
         RewardFailed: it raised an error.
     """
-    try:
-        return method(**own_copy(arguments))
-    except BaseException as error:
-        if is_ours(error):
-            raise
+    result, error = attempt(method, **own_copy(arguments))
+    if error is not None:
         raise RewardFailed(raised("before a request is sent", method, error).rstrip(".")) from error
+    return result
 
 
 def _estimate(method: Callable[..., Any], arguments: dict[str, Any]) -> int:
     """Returns the tokens that a request is expected to use."""
-    try:
-        return int(read_amount(_result_of(method, arguments)))
-    except ValueError as error:
-        raise RewardFailed(
-            f"before a request is sent: '{name_of(method)}' returned {error}; return a number of 0 or more"
-        ) from error
+    amount, error = attempt(read_amount, _result_of(method, arguments))
+    if error is not None:
+        what = message_of(error) if type(error) is ValueError else f"what cannot be read: {describe(error)}"
+        fix = "return a number of 0 or more"
+        raise RewardFailed(f"before a request is sent: '{name_of(method)}' returned {what}; {fix}") from error
+    return int(amount)
 
 
 def _stamp(request: Request, job: ScoringJob, end: float) -> None:

@@ -21,7 +21,7 @@ from dataflow.system import clock
 from dataflow.system.redaction import redact_known
 from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import attribute_of, is_ours, message_of, parts_of
+from dataflow.usercode.failures import attempt, attribute_of, is_ours, message_of, parts_of
 from dataflow.usercode.load import describe, fix_of, is_async, name_of
 from dataflow.usercode.sentinel.sentinel import Kind
 
@@ -123,7 +123,7 @@ class Scorer:
     def _on_freed(self, job: ScoringJob, queue: EndpointQueue, call: Call) -> None:
         error = call.error
         overloaded = error is not None and is_overload(error)
-        used = tokens_used(call.result) if isinstance(call.result, Mapping) else None
+        used = _tokens_of(call.result)
         extra_tokens = 0 if used is None else used - job.tokens
         self._limiter.release(queue, call.begin, overloaded, extra_tokens, error)
         # The call itself is kept until its time-out; its result need not be.
@@ -172,11 +172,10 @@ class Scorer:
             return  # its other call may still succeed
         self._stop_timer(job)
         now = self._calls.loop.time()
-        try:
-            again = attribute_of(error, "fatal") is not True and self._is_worth_retrying(job, error)
-        except BaseException as own:
-            if is_ours(own):
-                raise
+        again, own = False, None
+        if attribute_of(error, "fatal") is not True:
+            again, own = attempt(self._is_worth_retrying, job, error)
+        if own is not None:
             self._give_up(job, own, f"the predicate for retries raised {describe(own)}")
             return
         if not again or job.tries >= self._retry.tries:
@@ -251,6 +250,14 @@ class Scorer:
         if job.tries > 1 or isinstance(error, TimeoutError):
             verb += f" (last: {job.last_s:.1f} s)"
         return f"{name} {verb}{'; ' + why if why else ''}; {fix_of(error)}."
+
+
+def _tokens_of(result: Any) -> int | None:
+    """Returns the tokens that a result of any kind states; None if it states none that can be read."""
+    if not issubclass(type(result), Mapping):
+        return None
+    used, error = attempt(tokens_used, result)
+    return None if error is not None else used
 
 
 def _brief(error: BaseException) -> str:

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import inspect
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
+from loguru import logger
+
 from dataflow.system import clock
 from dataflow.system.redaction import redact_error
+from dataflow.usercode.copies import is_awaitable, is_coroutine
 from dataflow.usercode.failures import is_interrupt, readable
+from dataflow.usercode.forks import OneProcess, end_if_forked, generation
 from dataflow.usercode.load import is_async
 from dataflow.usercode.loop import CallMarker, protect, user_code
 from dataflow.usercode.threads import OnIdle, Threads
 from dataflow.usercode.watchdog import Watchdog
 
+REMIND_S = 600.0
+"""Seconds after which a call without a time-out that is still running is logged; then twice as many, and so on."""
 GRACE_S = 1.0
 """Seconds that a cancelled task may take to end before its call is abandoned."""
 
@@ -151,7 +156,7 @@ class Call:
     def _thread_ended(self, result: Any, error: BaseException | None) -> None:
         if self._on_done is None:
             _discard(result)
-        elif error is None and inspect.isawaitable(result):
+        elif error is None and is_awaitable(result):
             self._await(result)  # a sync function returned a coroutine: run it on the loop
             return
         self._end(result, error)
@@ -166,6 +171,8 @@ class Call:
         if sentinel is not None and mark is not None:
             marked = sentinel.stepped(running, mark)
             context.run(user_code.set, (sentinel, mark))
+        else:
+            marked = OneProcess(running)
         self._task = asyncio.Task(marked, loop=self._calls.loop, context=context)
         self._task.add_done_callback(self._cancelled)
 
@@ -191,7 +198,7 @@ async def _for_ever() -> None:
 
 def _discard(result: Any) -> None:
     """Closes a coroutine that will not be awaited, which avoids Python's warning."""
-    if inspect.iscoroutine(result):
+    if is_coroutine(result):
         result.close()
 
 
@@ -224,6 +231,7 @@ class Calls:
         self._timeouts = Timeouts(self.loop)
         self._lookout = self.loop.create_task(_for_ever())
         self._watchdog = Watchdog(self.loop, self.live, within=Call._run.__code__)
+        self._reminder: asyncio.TimerHandle | None = None
 
     def start(
         self,
@@ -251,6 +259,8 @@ class Calls:
         self.live.add(call)
         if timeout_s is not None:
             self._timeouts.add(call, timeout_s)
+        elif self._reminder is None:
+            self._reminder = self.loop.call_later(REMIND_S, self._remind, REMIND_S)
         try:
             if is_async(function) if awaits is None else awaits:
                 self._watchdog.watch()
@@ -262,6 +272,21 @@ class Calls:
                 raise
             self.loop.call_soon(call._end, None, error)
         return call
+
+    def _remind(self, seconds: float) -> None:
+        """Logs that calls without a time-out have been running for ``seconds``, and looks again later."""
+        self._reminder = None
+        if not self.live:
+            return
+        now = time.perf_counter()
+        count = sum(now - call._clock > seconds - 1 for call in self.live)  # the clocks may differ a little
+        if count:
+            logger.warning(
+                f"Calls that have had no answer for {seconds / 60:.0f} minutes, and that no time-out ends: {count}. "
+                "Set reward.timeout (or tools.timeout), or find out what delays them."
+            )
+            seconds *= 2
+        self._reminder = self.loop.call_later(seconds / 2 if count else seconds, self._remind, seconds)
 
     def loop_ends(self) -> bool:
         """Whether all tasks are being cancelled, as asyncio.run does at its end."""
@@ -276,13 +301,14 @@ class Calls:
 
     def _in_thread(self, call: Call, function: Callable[..., Any], keywords: Mapping[str, Any]) -> OnIdle:
         result, error = None, None
-        sentinel, mark = self.sentinel, call._mark
+        since, sentinel, mark = generation(), self.sentinel, call._mark
         if sentinel is not None and mark is not None:
             sentinel.enter(mark)
         try:
             result = function(**keywords)
         except BaseException as raised:  # reported to the caller; the thread takes the next call
             error = raised
+        end_if_forked(since)
         if sentinel is not None and mark is not None:
             sentinel.leave()
         return partial(self._post, call, result, error)
@@ -311,6 +337,8 @@ class Calls:
             if call._timer is not None:
                 call._timer.cancel()
         self._timeouts.close()
+        if self._reminder is not None:
+            self._reminder.cancel()
         self._watchdog.close()
         self._threads.close()
         self._lookout.cancel()

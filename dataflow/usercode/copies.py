@@ -10,6 +10,8 @@ import copy
 import dataclasses
 import pickle
 import sys
+from collections.abc import Awaitable
+from inspect import CO_ITERABLE_COROUTINE
 from types import AsyncGeneratorType, CoroutineType, GeneratorType, MappingProxyType
 from typing import Any
 
@@ -32,6 +34,18 @@ def readable_once(value: Any) -> str | None:
     if isinstance(value, CoroutineType):
         value.close()  # else Python warns that nobody awaited it
     return _ONCE.get(type(value))
+
+
+def is_coroutine(value: Any) -> bool:
+    """As ``inspect.iscoroutine``, which also reads ``value.__class__``: that of a user's object may raise."""
+    return issubclass(type(value), CoroutineType)
+
+
+def is_awaitable(value: Any) -> bool:
+    """As ``inspect.isawaitable``, which also reads ``value.__class__``: that of a user's object may raise."""
+    if type(value) is GeneratorType:
+        return bool(value.gi_code.co_flags & CO_ITERABLE_COROUTINE)
+    return issubclass(type(value), Awaitable)
 
 
 def own_copy(value: Any) -> Any:

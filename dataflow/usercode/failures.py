@@ -11,12 +11,13 @@ import pickle
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.system.redaction import redact
 from dataflow.system.stopping import stopping
+from dataflow.usercode.forks import OneProcess, in_one_process
 
 LONGEST = 2000
 """Characters of a message that are kept."""
@@ -74,6 +75,21 @@ def readable(error: BaseException, chained: bool = True) -> BaseException:
         name = type.__dict__["__name__"].__get__(type(error))
         return Unreadable(f"{name}, which cannot be read")
     return error
+
+
+def attempt(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Any, BaseException | None]:
+    """Calls a sync function of the user's; returns its result, and the exception that it raised, made readable.
+
+    What the caller raises then has no unreadable exception as its context, which an ``except`` block would set.
+    """
+    try:
+        with in_one_process():
+            return function(*arguments, **keywords), None
+    except BaseException as raised:
+        if is_ours(raised):
+            raise
+        error = raised
+    return None, readable(error)
 
 
 def message_of(error: BaseException) -> str:
@@ -183,32 +199,25 @@ def is_ours(error: BaseException) -> bool:
     return is_interrupt(error) or is_cancelled(error)
 
 
-class Contained(Coroutine[Any, Any, Any]):
+class Contained(OneProcess):
     """Wraps a coroutine of user code that runs as a task, where SystemExit would end the event loop.
 
     SystemExit and KeyboardInterrupt become a :class:`UserExit`.
     """
 
-    def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
-        self._inner = inner
+    __slots__ = ()
 
     def send(self, value: Any) -> Any:
         try:
-            return self._inner.send(value)
+            return super().send(value)
         except (SystemExit, KeyboardInterrupt) as error:
             raise self._instead(error) from error
 
     def throw(self, *raised: Any) -> Any:
         try:
-            return self._inner.throw(*raised)
+            return super().throw(*raised)
         except (SystemExit, KeyboardInterrupt) as error:
             raise self._instead(error) from error
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._inner.__await__()
 
     def _instead(self, error: BaseException) -> BaseException:
         if is_interrupt(error):

@@ -22,6 +22,7 @@ from dataflow.system import clock
 from dataflow.system.children import restore_path
 from dataflow.system.redaction import redact_logs
 from dataflow.usercode.failures import Contained
+from dataflow.usercode.forks import in_one_process
 
 
 class Host:
@@ -85,9 +86,10 @@ class Host:
         begin = clock.now()
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
-        result = stage.fn(*arguments, **keywords)
-        if asyncio.iscoroutine(result):
-            result = asyncio.run(result)
+        with in_one_process():
+            result = stage.fn(*arguments, **keywords)
+            if asyncio.iscoroutine(result):
+                result = asyncio.run(result)
         return _packed(answer(stage, call, info, arguments, result, begin, clock.now()), keep, held)
 
     @answering

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from dataflow.usercode.copies import own_copy
+from dataflow.usercode.failures import is_interrupt
 from dataflow.usercode.numeric import kind_of, real_number
 
 MOST = float.fromhex("0x1.fffffep+127")
@@ -74,7 +75,9 @@ def tokens_used(columns: Mapping[str, Any]) -> int | None:
         return tokens if tokens >= 0 else None
     try:
         number = read_number(tokens)
-    except ValueError:  # a column of that name may be anything, such as the tokens themselves
+    except BaseException as error:  # a column of that name may be anything, such as the tokens themselves
+        if is_interrupt(error):
+            raise
         return None
     return int(number) if number >= 0 and number.is_integer() else None
 

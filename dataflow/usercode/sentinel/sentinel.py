@@ -32,6 +32,7 @@ from loguru import logger
 
 from dataflow.errors import RunError
 from dataflow.system.supervisor import channel
+from dataflow.usercode.forks import end_if_forked, generation
 from dataflow.usercode.load import MACHINERY
 from dataflow.usercode.sentinel import process as sentinel_process
 from dataflow.usercode.sentinel.process import MARK, SLOT, THREAD
@@ -274,10 +275,12 @@ class Sentinel:
     @contextmanager
     def inside(self, mark: bytes) -> Iterator[None]:
         """Marks the block as user code."""
+        since = generation()
         self.enter(mark)
         try:
             yield
         finally:
+            end_if_forked(since)
             self.leave()
 
     def stepped(self, coroutine: Coroutine[Any, Any, Any], mark: bytes) -> Stepped:
@@ -286,15 +289,16 @@ class Sentinel:
 
 
 class Stepped(Coroutine[Any, Any, Any]):
-    """A coroutine of user code, marked in each of its steps on the event loop."""
+    """A coroutine of user code, marked in each of its steps on the event loop; none continues in a forked process."""
 
-    __slots__ = ("_inner", "_mark", "_page", "_send")
+    __slots__ = ("_inner", "_mark", "_page", "_send", "_since")
 
     def __init__(self, inner: Coroutine[Any, Any, Any], page: mmap.mmap, mark: bytes) -> None:
         self._inner = inner
         self._send = inner.send
         self._page = page
         self._mark = mark
+        self._since = generation()
 
     def send(self, value: Any) -> Any:
         page = self._page
@@ -302,6 +306,7 @@ class Stepped(Coroutine[Any, Any, Any]):
         try:
             return self._send(value)
         finally:
+            end_if_forked(self._since)  # before the page, which both processes share
             page[_LOOP_CALL] = _IDLE
 
     def throw(self, *raised: Any) -> Any:
@@ -310,6 +315,7 @@ class Stepped(Coroutine[Any, Any, Any]):
         try:
             return self._inner.throw(*raised)
         finally:
+            end_if_forked(self._since)
             page[_LOOP_CALL] = _IDLE
 
     def close(self) -> None:
