@@ -23,15 +23,18 @@ from dataflow.config.section import Section, Text
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.naming import MAIN
 
+Rate = Annotated[float, Field(ge=0.001)]
+"""Per minute; below, a single request would wait for most of a day."""
+
 
 class EndpointConfig(Section):
     """Limits of one endpoint, in addition to those of section reward."""
 
     concurrency: PositiveInt | None = None
     """Requests in flight there; null for reward.concurrency."""
-    rpm: PositiveFloat | None = None
+    rpm: Rate | None = None
     """Requests that may begin there in any minute; null for no limit."""
-    tpm: PositiveFloat | None = None
+    tpm: Rate | None = None
     """Tokens that may be sent for there in any minute; null for no limit."""
     adaptive: bool = False
     """Lower its concurrency on 429, 503, 529 and time-outs, and raise it again afterwards."""
@@ -44,9 +47,9 @@ class RewardConfig(Section):
 
     concurrency: PositiveInt = 64
     """Reward requests in flight."""
-    rpm: PositiveFloat | None = None
+    rpm: Rate | None = None
     """Requests that may begin in any minute; null for no limit."""
-    tpm: PositiveFloat | None = None
+    tpm: Rate | None = None
     """Tokens that may be sent for in any minute; null for no limit."""
     adaptive: bool = False
     """Lower the concurrency on 429, 503, 529 and time-outs, and raise it again afterwards."""

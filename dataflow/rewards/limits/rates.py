@@ -11,9 +11,25 @@ import math
 from bisect import bisect_right, insort
 
 from aiolimiter import AsyncLimiter
+from loguru import logger
 
 _REQUEST_BURST_S, _TOKEN_BURST_S = 1.0, 5.0
 """Burst, in seconds of the rate. Larger for tokens, since one request may use more than a second's worth."""
+
+
+_LONG_S = 60.0
+"""Seconds that a rate may hold up one request without a warning."""
+_SPANS = ((31_557_600.0, "years"), (86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
+
+
+def _span(seconds: float) -> str:
+    """Returns a long duration in its largest unit.
+
+    >>> _span(5400.0)
+    '1.5 hours'
+    """
+    unit, name = next((unit, name) for unit, name in _SPANS if seconds >= unit or unit == 60)
+    return f"{seconds / unit:.3g} {name}"
 
 
 class Rates:
@@ -30,15 +46,27 @@ class Rates:
     def __init__(self, rpm: float | None, tpm: float | None) -> None:
         self._requests = None if rpm is None else Meter(rpm, _REQUEST_BURST_S)
         self._tokens = None if tpm is None else Meter(tpm, _TOKEN_BURST_S)
+        self._warned = False
+        if rpm is not None:
+            self._check(60 / rpm, f"rpm={rpm:g} allows one request")
+        self._tpm = tpm
         self._turn = asyncio.Lock()
 
     async def acquire(self, tokens: int) -> None:
         """Waits for a permit to begin one request; :meth:`begin` or :meth:`drop` must follow."""
+        if self._tpm is not None and not self._warned:
+            self._check(tokens * 60 / self._tpm, f"tpm={self._tpm:g} allows one request of {tokens:,} tokens")
         await self._turn.acquire()
         if self._requests is not None:
             await self._requests.wait(1)
         if self._tokens is not None:
             await self._tokens.wait(tokens)
+
+    def _check(self, seconds: float, what: str) -> None:
+        """Warns once if one request takes up more than :data:`_LONG_S` of the rate."""
+        if seconds > _LONG_S and not self._warned:
+            self._warned = True
+            logger.warning("reward agent: the limit {} in {}; raise it if you did not mean that.", what, _span(seconds))
 
     def begin(self, tokens: int) -> None:
         """Uses the permit, for no more tokens than it was acquired for."""
