@@ -33,6 +33,12 @@ IMAGES = "images"
 """verl's column of a prompt's images, and that of the rows here."""
 
 
+_FORMS = (
+    "give a question and an answer ending in '#### N', or verl's columns: prompt (chat messages), data_source, "
+    "reward_model (with ground_truth)"
+)
+
+
 def load_rows(path: Path, image_key: str = IMAGES) -> tuple[list[dict[str, Any]], list[str]]:
     """Reads a data file.
 
@@ -90,7 +96,7 @@ def _read_jsonl(path: Path, image_key: str) -> tuple[list[dict[str, Any]], list[
             label = f"{path}, line {number}"
             problem = _parsed(line, label)
             if not isinstance(problem, dict):
-                raise DataError(f"{label}: this is not a JSON object with a question and an answer.")
+                raise DataError(f"{label}: this is not a JSON object; {_FORMS}.")
             problems.append(problem)
             labels.append(label)
     except OSError as e:
@@ -239,7 +245,7 @@ def _verl_row(problem: Mapping[str, Any], index: int, source: str, label: str) -
     for key in ("question", "answer"):
         value = problem.get(key)
         if not isinstance(value, str) or not value.strip():
-            raise DataError(f"{label}: the problem has no {key!r}; it needs a question and an answer, both text.")
+            raise DataError(f"{label}: the problem has no {key!r} as text; {_FORMS}.")
         _check_text(value, label)
     question, answer = problem["question"], problem["answer"]
     if "####" not in answer:

@@ -9,6 +9,7 @@ import pytest
 
 import dataflow
 from dataflow.cli import main
+from dataflow.data.rows import load_rows
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -48,6 +49,15 @@ def test_files_make_targets_and_commands_it_names_exist(page: str) -> None:
         with pytest.raises(SystemExit) as end:
             main([command, "--help"])
         assert end.value.code == 0, command
+
+
+def test_the_rows_that_the_tour_shows_can_be_read(tmp_path: Path) -> None:
+    block = re.search(r"```jsonl\n(.*?)```", (ROOT / "docs" / "tour.md").read_text(), re.DOTALL)
+    assert block is not None
+    (tmp_path / "train.jsonl").write_text(block[1])
+    rows, _labels = load_rows(tmp_path / "train.jsonl")
+    assert [row["reward_model"]["ground_truth"] for row in rows] == ["7", "hello"]
+    assert rows[1]["extra_info"]["level"] == 1
 
 
 def test_the_readme_fits_on_one_screen() -> None:
