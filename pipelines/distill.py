@@ -53,8 +53,8 @@ class Config(RunConfig):
         **{f"algorithm.{key}": ADVANTAGES for key in ("adv_estimator", "gamma", "lam", "whiten")},
         "algorithm.use_kl_in_reward": f"{ADVANTAGES}, and algorithm.use_kl_loss adds a KL term to the loss",
         "algorithm.filter_groups.enable": REWARDS,
-        "custom_reward_function.path": REWARDS,
-        "reward.extra_groups": REWARDS,
+        **dict.fromkeys(("custom_reward_function", "reward", "judge"), REWARDS),
+        "samples.every": "it keeps no samples",
     }
 
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)

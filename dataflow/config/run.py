@@ -180,7 +180,8 @@ class RunConfig(BaseConfig):
     """Keys of earlier versions, and their present names."""
 
     unread: ClassVar[Mapping[str, str]] = {}
-    """Keys that no stage of the pipeline reads, and what it does instead; values other than the default are refused."""
+    """Keys, and whole sections, that no stage reads, and what the pipeline does instead; others than the default are
+    refused."""
 
     imports: ClassVar[tuple[str, ...]] = ("torch",)  # of which batches are made
 
@@ -287,8 +288,13 @@ class RunConfig(BaseConfig):
         for key, instead in self.unread.items():
             *path, name = key.split(".")
             section = functools.reduce(getattr, path, self)
-            if getattr(section, name) != type(section).model_fields[name].get_default(call_default_factory=True):
-                raise ConfigError(f"{key} has no effect in this pipeline: {instead}; leave it out.")
+            value = getattr(section, name)
+            default = type(section).model_fields[name].get_default(call_default_factory=True)
+            if value == default:
+                continue
+            if isinstance(value, Section):
+                key += next(f".{n}" for n in type(value).model_fields if getattr(value, n) != getattr(default, n))
+            raise ConfigError(f"{key} has no effect in this pipeline: {instead}; leave it out.")
 
     def _check_estimator(self) -> None:
         n, estimator = self.engine.n, self.algorithm.adv_estimator

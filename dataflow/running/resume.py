@@ -162,9 +162,15 @@ def check_changes(before: BaseConfig, after: BaseConfig, directory: Path) -> Non
     for key, old, new in changes(values_of(before), values_of(after)):
         if not any(f"{key}.".startswith(f"{name}.") for name in allowed):
             raise ConfigError(
-                f"{key}={new}: the run '{directory}' has {key}={old}, and with another value it would be another run; "
+                f"{key}={_text(new)}: the run '{directory}' has {key}={_text(old)}, and with another value it would be "
+                "another run; "
                 f"leave it out, or allow it with resume.allow=[{key}]."
             )
+
+
+def _text(value: Any) -> Any:
+    """Returns a value as a command line has it."""
+    return "null" if value is None else value
 
 
 def _of_agents(config: BaseConfig) -> Iterator[str]:

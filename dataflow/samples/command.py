@@ -89,7 +89,10 @@ def _directory(run: str) -> Path:
         near = nearest(run, [str(p) for p in path.parent.glob("*")]) if path.parent.is_dir() else ""
         raise DataError(f"no run at '{run}': there is no such directory{near or '; give a run (runs/NAME).'}")
     if not (path / "samples").is_dir():
-        raise DataError(f"run '{run}' has no samples; they are kept with samples.every=1, from the first step on.")
+        raise DataError(
+            f"run '{run}' has no samples: pipelines with the stages of dataflow.stages.samples keep them, with "
+            "samples.every=1 from the first step on."
+        )
     return path / "samples"
 
 

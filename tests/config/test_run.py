@@ -370,6 +370,9 @@ def test_dynamic_sampling_that_could_leave_nothing_out_is_refused(overrides: lis
         ("algorithm.use_kl_in_reward=true", "algorithm.use_kl_loss adds a KL term to the loss; leave it out."),
         ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.enable has no effect"),
         ("custom_reward_function.path=own.py", "it has no reward agent; leave it out."),
+        ("reward.rpm=5", "reward.rpm has no effect in this pipeline: it has no reward agent"),
+        ("judge.model=m", "judge.model has no effect in this pipeline"),
+        ("samples.every=5", "samples.every has no effect in this pipeline: it keeps no samples"),
     ],
 )
 def test_a_key_that_no_stage_of_the_pipeline_reads_is_refused(given, words):
