@@ -88,6 +88,11 @@ class Stopping:
             on_stop()
 
     @property
+    def stops(self) -> bool:
+        """Whether a signal is ending this process's command: one was received, and the handlers are still in use."""
+        return self._depth > 0 and self.received is not None
+
+    @property
     def exit_code(self) -> int:
         """The exit code of a shell for a command that the signal ended; that of SIGINT if there was none."""
         return 128 + (self.received or signal.SIGINT)

@@ -175,7 +175,7 @@ def is_interrupt(error: BaseException) -> bool:
     # By type: isinstance() also reads __class__, which the exception may override.
     if not issubclass(type(error), KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
-    if stopping.received is not None or signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if stopping.stops or signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         return True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from dataflow.errors import DataflowError, RewardFailed
 from dataflow.reward_agent import Retry, RewardAgent
 from dataflow.rewards.user.worker import read_reply, reply_of
+from dataflow.system.stopping import stopping
 from tests.faults.rig.samples import run, samples
 
 pytestmark = pytest.mark.timeout(60)
@@ -199,6 +202,14 @@ def test_whatever_compute_score_raises_fails_that_sample_alone(
             await agent.close()
 
     run(body())
+
+
+def test_a_signal_that_ended_an_earlier_command_makes_no_exception_a_signal() -> None:
+    with pytest.raises(KeyboardInterrupt), stopping:
+        os.kill(os.getpid(), signal.SIGINT)
+    test_whatever_compute_score_raises_fails_that_sample_alone(
+        sync_raise, Unreadable, "Unreadable: its __str__ raised Own"
+    )
 
 
 class Methods:

@@ -34,6 +34,17 @@ def test_the_first_signal_interrupts_and_further_ones_do_not(stopping: Stopping,
     assert stopping.exit_code == 128 + number
 
 
+def test_a_signal_stops_the_command_that_it_ends_alone() -> None:
+    installed = Stopping()
+    with installed:
+        assert not installed.stops
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        assert installed.stops
+    assert not installed.stops
+    assert installed.exit_code == 130
+
+
 def test_deferred_a_signal_calls_what_is_set_once(stopping: Stopping) -> None:
     called: list[str] = []
     with stopping.deferred():
