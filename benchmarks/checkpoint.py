@@ -67,9 +67,12 @@ def pipeline(config: Any) -> Pipeline:
 def blocking(copying: Stage, writing: Stage) -> Stage:
     """Returns one stage that does what two do."""
 
+    assert copying.host is not None
+    folder = copying.host.name
+
     async def save(*states: Any, fields: Any, task: TaskInfo, **services: Any) -> None:
         snapshot = await copying.fn(*states, fields=fields, task=task, **services)
-        await writing.fn(snapshot, task=task, **services)
+        await writing.fn(snapshot, folder=folder, task=task, **services)
 
     return replace(copying, name="save", fn=save, writes=())
 
