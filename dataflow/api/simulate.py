@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataflow.api.notebook import outside_a_loop
 from dataflow.api.trace import Trace
 from dataflow.errors import ConfigError, nearest
-from dataflow.executors.virtual import Costs, End, VirtualExecutor, chunks_of
+from dataflow.executors.virtual import Costs, End, VirtualExecutor, chunks_of, groups_by_index
 from dataflow.graph import Task, TaskGraph
 from dataflow.runner import Runner
 from dataflow.usercode.numeric import kind_of, real_number
@@ -37,8 +37,7 @@ class StepSeconds(Costs):
         i, stage = task.id, task.stage
         seconds = self._seconds[i.stage]
         if stage.collects:
-            each = task.take or self._groups
-            chosen = tuple(range(i.part * each, (i.part + 1) * each))
+            chosen = groups_by_index(task, self._groups)
             if self._requests:
                 return End(max(now, self._requested[i.step] + seconds * (i.part + 1) / i.parts), groups=chosen)
             return End(now + seconds / i.parts, groups=chosen)

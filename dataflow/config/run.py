@@ -180,8 +180,7 @@ class RunConfig(BaseConfig):
     """Keys of earlier versions, and their present names."""
 
     unread: ClassVar[Mapping[str, str]] = {}
-    """Keys, and whole sections, that no stage reads, and what the pipeline does instead; others than the default are
-    refused."""
+    """Keys and sections that no stage reads, and why; a value other than the default is refused."""
 
     imports: ClassVar[tuple[str, ...]] = ("torch",)  # of which batches are made
 

@@ -31,6 +31,17 @@ class End:
     chunks: tuple[tuple[float, tuple[int, ...] | None], ...] = ()
 
 
+def groups_by_index(task: Task, groups: int) -> tuple[int, ...]:
+    """Returns the groups of a collecting task's part, of a step whose groups are taken in the order of their ids.
+
+    Args:
+        task: the task.
+        groups: number of groups in a step.
+    """
+    each = task.take or groups
+    return tuple(range(task.id.part * each, (task.id.part + 1) * each))
+
+
 def chunks_of(
     task: Task, groups: int, begin: float, end: float, ends: Sequence[float] = ()
 ) -> tuple[tuple[float, tuple[int, ...] | None], ...]:

@@ -28,8 +28,8 @@ def advise(workload: Workload, rows: Sequence[Prediction], policies: Mapping[str
     best = min(whole, key=lambda row: row.total_s)
     base = best.total_s / (1 + best.change)
     policy = policies[best.policy]
-    fastest = min(rows, key=lambda row: row.total_s)
     if best.change < -0.005:
+        fastest = min(rows, key=lambda row: row.total_s)
         first = fastest if fastest.total_s < best.total_s * (1 - LEAST) else best
         rest = "" if first is best else f"; without streaming, {best.policy} is: {best.step_s:.4g} s"
         said = [
@@ -53,7 +53,8 @@ def _on_policy(
     """Returns a sentence on the fastest policy that trains on samples of the newest weights alone."""
     changes = {row.policy: row.change for row in rows if not policies[row.policy].max_staleness}
     streamed = f"mini-batch{STREAM}"
-    changes[streamed] = total_s(simulate(workload, preset(streamed, workload.mini_batches))[0]) / base - 1
+    if streamed not in changes:
+        changes[streamed] = total_s(simulate(workload, preset(streamed, workload.mini_batches))[0]) / base - 1
     name = min(changes, key=lambda name: changes[name])
     if changes[name] > -LEAST:
         return "strictly on-policy, nothing is faster than baseline."

@@ -8,7 +8,7 @@ from random import Random
 
 from dataflow.distribution import Distribution
 from dataflow.errors import ConfigError
-from dataflow.executors.virtual import Costs, End, chunks_of
+from dataflow.executors.virtual import Costs, End, chunks_of, groups_by_index
 from dataflow.graph import Task, TaskGraph, TaskId
 from dataflow.planning.reward_service import Delivery, RewardService
 from dataflow.planning.workload import Rewards, Workload
@@ -78,10 +78,8 @@ class WorkloadCosts(Costs):
         if (agent := self._by_request.get(i.stage)) is not None:
             agent.submit(load, i.step, range(load.prompts) if groups is None else groups, end)
         if task.stage.collects:
-            if groups is None:  # it forms the parts without an agent, such as a teacher: by index
-                size = task.take or load.prompts
-                groups = tuple(range(i.part * size, (i.part + 1) * size))
-            return End(end, begin, groups=groups)
+            # None if it forms the parts without an agent, such as a teacher.
+            return End(end, begin, groups=groups_by_index(task, load.prompts) if groups is None else groups)
         return End(end, begin, chunks=chunks_of(task, load.prompts, begin, end, load.ends))
 
     def advance(self, until: float) -> tuple[TaskId, End] | None:

@@ -19,8 +19,8 @@ from dataflow.rewards.user.results import read_scores, read_usage
 from dataflow.system import clock
 from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import is_awaitable, is_coroutine, own_copy
-from dataflow.usercode.failures import Contained, Unreadable, UserExit, attempt, message_of, readable
-from dataflow.usercode.load import describe, name_of, raised
+from dataflow.usercode.failures import Contained, Unreadable, UserExit, attempt, readable
+from dataflow.usercode.load import describe, name_of, raised, why_unreadable
 from dataflow.usercode.sentinel.sentinel import Kind
 
 _CLOSE_S = 10.0  # time limit of close
@@ -99,9 +99,8 @@ class GroupCalls:
             return
         scores, error = attempt(read_scores, call.result, len(requests))  # it may be of the user's own class
         if error is not None:
-            what = message_of(error) if type(error) is ValueError else f"what cannot be read: {describe(error)}"
             fix = f"return a list of {len(requests)} finite numbers"
-            self._steps.fail(state, f"{where}: '{name_of(function)}' returned {what}; {fix}.", error)
+            self._steps.fail(state, f"{where}: '{name_of(function)}' returned {why_unreadable(error)}; {fix}.", error)
             return
         for request, score in zip(requests, scores, strict=True):
             request.score = score
@@ -160,8 +159,7 @@ def usage_of(reward: Any, tokens: int) -> Mapping[str, float]:
         raise DataflowError(raised("reward agent: stats", usage, error)) from error
     read, error = attempt(read_usage, used)
     if error is not None:
-        what = message_of(error) if type(error) is ValueError else f"what cannot be read: {describe(error)}"
-        what = f"reward agent: stats: '{name_of(usage)}' returned {what}"
+        what = f"reward agent: stats: '{name_of(usage)}' returned {why_unreadable(error)}"
         raise DataflowError(f"{what}; return finite numbers by name.") from error
     return dict(read)
 

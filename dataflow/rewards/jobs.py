@@ -27,8 +27,8 @@ from dataflow.rewards.requests import Failed, Outcome, Request, Scored, ScoringJ
 from dataflow.rewards.user.results import read_amount, tokens_used
 from dataflow.system import clock
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import attempt, message_of
-from dataflow.usercode.load import describe, name_of, raised
+from dataflow.usercode.failures import attempt
+from dataflow.usercode.load import name_of, raised, why_unreadable
 from dataflow.usercode.sentinel.sentinel import Kind, Sentinel
 
 _ADMITTED = 64  # rows admitted before the event loop runs something else
@@ -295,9 +295,8 @@ def _estimate(method: Callable[..., Any], arguments: dict[str, Any]) -> int:
     """Returns the tokens that a request is expected to use."""
     amount, error = attempt(read_amount, _result_of(method, arguments))
     if error is not None:
-        what = message_of(error) if type(error) is ValueError else f"what cannot be read: {describe(error)}"
-        fix = "return a number of 0 or more"
-        raise RewardFailed(f"before a request is sent: '{name_of(method)}' returned {what}; {fix}") from error
+        what = f"before a request is sent: '{name_of(method)}' returned {why_unreadable(error)}"
+        raise RewardFailed(f"{what}; return a number of 0 or more") from error
     return int(amount)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,8 @@ from dataflow.system import clock
 from dataflow.system.redaction import redact_known
 from dataflow.usercode.calls import Call, Calls
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import attempt, attribute_of, is_ours, message_of, parts_of
-from dataflow.usercode.load import describe, fix_of, is_async, name_of
+from dataflow.usercode.failures import attempt, attribute_of, is_ours, parts_of
+from dataflow.usercode.load import describe, fix_of, is_async, name_of, why_unreadable
 from dataflow.usercode.sentinel.sentinel import Kind
 
 
@@ -123,7 +123,7 @@ class Scorer:
     def _on_freed(self, job: ScoringJob, queue: EndpointQueue, call: Call) -> None:
         error = call.error
         overloaded = error is not None and is_overload(error)
-        used = _tokens_of(call.result)
+        used = tokens_used(call.result)
         extra_tokens = 0 if used is None else used - job.tokens
         self._limiter.release(queue, call.begin, overloaded, extra_tokens, error)
         # The call itself is kept until its time-out; its result need not be.
@@ -140,8 +140,7 @@ class Scorer:
             except BaseException as bad:  # reading it may run the user's code: a tensor's, a mapping's
                 if is_ours(bad):
                     raise
-                known = type(bad) is ValueError
-                error = BadScore(message_of(bad) if known else f"what cannot be read: {describe(bad)}")
+                error = BadScore(why_unreadable(bad))
             else:
                 self._hedge.answered(self._latency_s(job, call))
                 self._finish(job, Scored(score, extras, "hedged" if hedge else ""))
@@ -250,14 +249,6 @@ class Scorer:
         if job.tries > 1 or isinstance(error, TimeoutError):
             verb += f" (last: {job.last_s:.1f} s)"
         return f"{name} {verb}{'; ' + why if why else ''}; {fix_of(error)}."
-
-
-def _tokens_of(result: Any) -> int | None:
-    """Returns the tokens that a result of any kind states; None if it states none that can be read."""
-    if not issubclass(type(result), Mapping):
-        return None
-    used, error = attempt(tokens_used, result)
-    return None if error is not None else used
 
 
 def _brief(error: BaseException) -> str:

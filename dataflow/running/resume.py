@@ -163,8 +163,7 @@ def check_changes(before: BaseConfig, after: BaseConfig, directory: Path) -> Non
         if not any(f"{key}.".startswith(f"{name}.") for name in allowed):
             raise ConfigError(
                 f"{key}={_text(new)}: the run '{directory}' has {key}={_text(old)}, and with another value it would be "
-                "another run; "
-                f"leave it out, or allow it with resume.allow=[{key}]."
+                f"another run; leave it out, or allow it with resume.allow=[{key}]."
             )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from dataflow.errors import DataflowError, nearest
 from dataflow.executors.base import Chunk, Done, StageCall
-from dataflow.executors.virtual import Costs, End, VirtualExecutor, chunks_of
+from dataflow.executors.virtual import Costs, End, VirtualExecutor, chunks_of, groups_by_index
 from dataflow.graph import Carried, Grain, Lag, Latest, Pipeline, Read, Stage, Task, TaskGraph, TaskId, stage
 from dataflow.policy import SchedulingPolicy, divisors, expand
 from dataflow.runner import Runner
@@ -260,8 +260,7 @@ class SteadyCosts(Costs):
         i = task.id
         if task.stage.collects:
             if groups is None:
-                each = task.take or self.groups
-                groups = tuple(range(i.part * each, (i.part + 1) * each))
+                groups = groups_by_index(task, self.groups)
             last = (max(groups) + 1) / self.groups
             return End(max(now, self._requested(task) + self._latency(task) * last), groups=groups)
         if i.stage not in self.seconds:

@@ -21,7 +21,7 @@ from dataflow.system import clock
 from dataflow.system.redaction import redact_error
 from dataflow.usercode.copies import is_awaitable, is_coroutine
 from dataflow.usercode.failures import is_interrupt, readable
-from dataflow.usercode.forks import OneProcess, end_if_forked, generation
+from dataflow.usercode.forks import OneProcess, in_one_process
 from dataflow.usercode.load import is_async
 from dataflow.usercode.loop import CallMarker, protect, user_code
 from dataflow.usercode.threads import OnIdle, Threads
@@ -301,14 +301,14 @@ class Calls:
 
     def _in_thread(self, call: Call, function: Callable[..., Any], keywords: Mapping[str, Any]) -> OnIdle:
         result, error = None, None
-        since, sentinel, mark = generation(), self.sentinel, call._mark
+        sentinel, mark = self.sentinel, call._mark
         if sentinel is not None and mark is not None:
             sentinel.enter(mark)
         try:
-            result = function(**keywords)
+            with in_one_process():
+                result = function(**keywords)
         except BaseException as raised:  # reported to the caller; the thread takes the next call
             error = raised
-        end_if_forked(since)
         if sentinel is not None and mark is not None:
             sentinel.leave()
         return partial(self._post, call, result, error)

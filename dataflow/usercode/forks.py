@@ -29,13 +29,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_Generation.next)
 
 
-def generation() -> int:
-    """Returns a number that is higher in a process that this one forks."""
-    return _Generation.number
-
-
-def end_if_forked(since: int) -> None:
-    """Ends this process if it was forked after :func:`generation` had returned ``since``."""
+def _end_if_forked(since: int) -> None:
+    """Ends this process if it was forked when the number of forks was ``since``."""
     if _Generation.number != since:
         with suppress(OSError):
             os.write(2, _WORDS)
@@ -45,11 +40,11 @@ def end_if_forked(since: int) -> None:
 @contextmanager
 def in_one_process() -> Iterator[None]:
     """Ends a process that the block has forked and that leaves the block, by a return or an exception."""
-    since = generation()
+    since = _Generation.number
     try:
         yield
     finally:
-        end_if_forked(since)
+        _end_if_forked(since)
 
 
 class OneProcess(Coroutine[Any, Any, Any]):
@@ -59,20 +54,19 @@ class OneProcess(Coroutine[Any, Any, Any]):
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
         self._inner = inner
-        self._since = generation()
+        self._since = _Generation.number
 
     def send(self, value: Any) -> Any:
         try:
             return self._inner.send(value)
         finally:
-            if _Generation.number != self._since:
-                end_if_forked(self._since)
+            _end_if_forked(self._since)
 
     def throw(self, *raised: Any) -> Any:
         try:
             return self._inner.throw(*raised)
         finally:
-            end_if_forked(self._since)
+            _end_if_forked(self._since)
 
     def close(self) -> None:
         self._inner.close()

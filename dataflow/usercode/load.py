@@ -93,6 +93,11 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
+def why_unreadable(error: BaseException) -> str:
+    """Returns why a value of the user's cannot be read: the words of our ValueError, or what its own code raised."""
+    return message_of(error) if type(error) is ValueError else f"what cannot be read: {describe(error)}"
+
+
 def describe(error: BaseException) -> str:
     """Returns an exception on one line: its type, message, and file and line in the user's code.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from dataflow.usercode.copies import own_copy
-from dataflow.usercode.failures import is_interrupt
+from dataflow.usercode.failures import attempt
 from dataflow.usercode.numeric import kind_of, real_number
 
 MOST = float.fromhex("0x1.fffffep+127")
@@ -66,19 +66,26 @@ def read_scores(scores: Any, count: int) -> list[float]:
         raise ValueError(f"{what} that cannot be read ({type(error).__name__})") from error
 
 
-def tokens_used(columns: Mapping[str, Any]) -> int | None:
-    """Returns the tokens that a call used, by its column ``tokens``; None if that is not an integer of 0 or more."""
+def tokens_used(result: Any) -> int | None:
+    """Returns the tokens that a call used, by the column ``tokens`` of its result, which may be of any kind.
+
+    Returns:
+        None if there is no such column, or it is not an integer of 0 or more: it may be anything, such as the tokens
+        themselves.
+    """
+    if not issubclass(type(result), Mapping):
+        return None
+    used, error = attempt(_tokens_of, result)
+    return None if error is not None else used
+
+
+def _tokens_of(columns: Mapping[str, Any]) -> int | None:
     tokens = columns.get("tokens")
     if tokens is None or isinstance(tokens, bool):
         return None
     if type(tokens) is int:
         return tokens if tokens >= 0 else None
-    try:
-        number = read_number(tokens)
-    except BaseException as error:  # a column of that name may be anything, such as the tokens themselves
-        if is_interrupt(error):
-            raise
-        return None
+    number = read_number(tokens)
     return int(number) if number >= 0 and number.is_integer() else None
 
 

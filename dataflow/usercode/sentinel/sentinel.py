@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from loguru import logger
 
 from dataflow.errors import RunError
 from dataflow.system.supervisor import channel
-from dataflow.usercode.forks import end_if_forked, generation
+from dataflow.usercode.forks import OneProcess, in_one_process
 from dataflow.usercode.load import MACHINERY
 from dataflow.usercode.sentinel import process as sentinel_process
 from dataflow.usercode.sentinel.process import MARK, SLOT, THREAD
@@ -275,12 +275,11 @@ class Sentinel:
     @contextmanager
     def inside(self, mark: bytes) -> Iterator[None]:
         """Marks the block as user code."""
-        since = generation()
         self.enter(mark)
         try:
-            yield
+            with in_one_process():
+                yield
         finally:
-            end_if_forked(since)
             self.leave()
 
     def stepped(self, coroutine: Coroutine[Any, Any, Any], mark: bytes) -> Stepped:
@@ -288,38 +287,31 @@ class Sentinel:
         return Stepped(coroutine, self._page, mark)
 
 
-class Stepped(Coroutine[Any, Any, Any]):
-    """A coroutine of user code, marked in each of its steps on the event loop; none continues in a forked process."""
+class Stepped(OneProcess):
+    """A coroutine of user code that is marked in each of its steps on the event loop.
 
-    __slots__ = ("_inner", "_mark", "_page", "_send", "_since")
+    A forked process ends before it could change the page, which both processes share.
+    """
+
+    __slots__ = ("_mark", "_page")
 
     def __init__(self, inner: Coroutine[Any, Any, Any], page: mmap.mmap, mark: bytes) -> None:
-        self._inner = inner
-        self._send = inner.send
+        super().__init__(inner)
         self._page = page
         self._mark = mark
-        self._since = generation()
 
     def send(self, value: Any) -> Any:
         page = self._page
         page[_LOOP_MARK] = self._mark
         try:
-            return self._send(value)
+            return super().send(value)
         finally:
-            end_if_forked(self._since)  # before the page, which both processes share
             page[_LOOP_CALL] = _IDLE
 
     def throw(self, *raised: Any) -> Any:
         page = self._page
         page[_LOOP_MARK] = self._mark
         try:
-            return self._inner.throw(*raised)
+            return super().throw(*raised)
         finally:
-            end_if_forked(self._since)
             page[_LOOP_CALL] = _IDLE
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._inner.__await__()
