@@ -110,7 +110,7 @@ class Balance:
         for (replica, call), jobs in calls.items():
             dispatch = Dispatch(next(self._keys), replica, {(job.group, job.index): job for job in jobs})
             self._sent |= {job.id: (dispatch, job) for job in jobs}
-            prompts = {job.group: (job.prompt, job.shown) for job in jobs}
+            prompts = {job.group: job.prompt for job in jobs}
             draw = replica.actor.draw.options(num_returns="streaming")
             dispatch.reading = asyncio.ensure_future(
                 self._read(dispatch, draw.remote(dispatch.key, prompts, call.sampling, call.seed))

@@ -107,8 +107,7 @@ class Replicas:
         """Reads the model's tokenizer and configuration while the engines start."""
         from dataflow.engines.vocabulary import read_vocabulary
 
-        self.vocabulary, config = read_vocabulary(model)
-        self._sees = hasattr(config, "vision_config")
+        self.vocabulary, _config = read_vocabulary(model)
 
     def _wait_for(self, built: Sequence[concurrent.futures.Future[None]]) -> None:
         done, late = concurrent.futures.wait(built, _BUILD_S, concurrent.futures.FIRST_EXCEPTION)
@@ -124,14 +123,11 @@ class Replicas:
 
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
         """See :meth:`RolloutEngine.generate`. Closing the generator aborts its samples on all replicas."""
-        from dataflow.engines.samples import shown_of
-
         ids = self._checked(prompts, sampling)
-        shown = shown_of(prompts, self._sees)
         call, inbox = SamplingCall(sampling, seed), asyncio.Queue[Sample | Exception]()
         jobs = [
-            Job(group, index, prompt, call, inbox, one)
-            for group, prompt, one in zip(prompts.ids, ids, shown, strict=True)
+            Job(group, index, prompt, call, inbox)
+            for group, prompt in zip(prompts.ids, ids, strict=True)
             for index in range(sampling.n)
         ]
         async with contextlib.aclosing(self._queue.draw(jobs)) as samples:

@@ -42,32 +42,20 @@ class Replica:
         self._cancelled: set[int] = set()
 
     async def draw(
-        self, key: int, prompts: Mapping[int, tuple[list[int], Any]], sampling: Sampling, seed: int | tuple[int, ...]
+        self, key: int, prompts: Mapping[int, list[int]], sampling: Sampling, seed: int | tuple[int, ...]
     ) -> AsyncIterator[tuple[list[Sample], dict[str, float]]]:
-        """Samples these groups, or a turn; yields the samples finished since the last yield, and the engine's stats.
-
-        Args:
-            key: of the call.
-            prompts: token ids of each group, and what they show beside text.
-            sampling: how to draw.
-            seed: of the groups, or the tuple of a turn.
-        """
+        """Samples these groups, or a turn; yields the samples finished since the last yield, and the engine's stats."""
         if key in self._cancelled:  # the cancellation overtook this call
             self._cancelled.discard(key)
             return
         ended: asyncio.Queue[Sample | None] = asyncio.Queue()
 
         async def turn(seed: tuple[int, ...]) -> None:
-            ((prompt, _shown),) = prompts.values()
+            (prompt,) = prompts.values()
             ended.put_nowait(await self.engine.sample(prompt, sampling, seed))
 
         async def groups(seed: int) -> None:
-            from dataflow.engines.samples import SHOWN
-
-            columns = {"prompt_ids": [prompt for prompt, _shown in prompts.values()]}
-            if shown := [one for _prompt, one in prompts.values() if one is not None]:
-                columns[SHOWN] = shown
-            batch = Batch(list(prompts), columns)
+            batch = Batch(list(prompts), {"prompt_ids": list(prompts.values())})
             samples: Any = self.engine.generate(batch, sampling, seed)
             async with contextlib.aclosing(samples):
                 async for sample in samples:
