@@ -236,9 +236,7 @@ def _engine_for_the_cpu() -> Iterator[None]:
 @pytest.fixture
 def warned() -> Iterator[list[str]]:
     """The messages of warnings and errors that are logged during the test."""
-    from loguru import logger
+    from tests.rigs.logs import logged
 
-    messages: list[str] = []
-    sink = logger.add(lambda line: messages.append(line.record["message"]), level="WARNING")
-    yield messages
-    logger.remove(sink)
+    with logged() as messages:
+        yield messages

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.errors import RunError, StageFailed
@@ -44,14 +43,6 @@ def nothing_lost(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
     gc.collect()
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
-
-
-@pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    yield lines
-    logger.remove(sink)
 
 
 class Desk:
@@ -270,7 +261,7 @@ class Killer:
 
 
 @pytest.mark.parametrize(("policy", "seed"), [("both", 2)])  # more by hand: each takes a minute of two cores
-def test_killed_at_random_moments_the_run_uses_each_group_once(policy, seed, tmp_path, warnings):
+def test_killed_at_random_moments_the_run_uses_each_group_once(policy, seed, tmp_path, warned):
     journal, steps = tmp_path / "journal", 4
     killer = Killer(seed, journal)
     done = run(pipeline(journal), preset(policy, PARTS), steps, killer)
@@ -279,7 +270,7 @@ def test_killed_at_random_moments_the_run_uses_each_group_once(policy, seed, tmp
         step: list(range(GROUPS)) for step in range(1, steps + 1)
     }
     check_trace(done.trace, done.graph, tolerance=0.01, busy=False)
-    assert [line.split(":")[1].split(";")[0] for line in warnings] == [" restart 1 of 2", " restart 2 of 2"]
+    assert [line.split(":")[1].split(";")[0] for line in warned] == [" restart 1 of 2", " restart 2 of 2"]
     assert done.left == (0, {}, None)
     assert done.most_kept <= done.graph.max_staleness + 1
     built = [line["pid"] for line in read(journal) if line["what"] == "built"]
@@ -287,7 +278,7 @@ def test_killed_at_random_moments_the_run_uses_each_group_once(policy, seed, tmp
     assert gone(pids(journal))
 
 
-def test_groups_that_were_returned_are_not_requested_again(tmp_path, warnings):
+def test_groups_that_were_returned_are_not_requested_again(tmp_path, warned):
     journal = tmp_path / "journal"
 
     def kill_in_the_middle(run: Run, span: Span) -> None:
@@ -302,20 +293,20 @@ def test_groups_that_were_returned_are_not_requested_again(tmp_path, warnings):
     assert asked == [(0, 1, [0, 1, 2, 3, 4, 5, 6, 7]), (2, 1, [4, 5, 6, 7])]
     assert done.used == {1: [0, 1, 2, 3, 4, 5, 6, 7]}
     again = "rebuilding it, then running again: request[1] for 4 groups, collect[1.3]."
-    assert warnings == [f"'desk' died (killed, or out of memory): restart {n} of 2; {again}" for n in (1, 2)]
+    assert warned == [f"'desk' died (killed, or out of memory): restart {n} of 2; {again}" for n in (1, 2)]
     facts = {span.task: span.args.get("restarted") for span in done.trace.spans if span.stage == "collect"}
     assert facts == {"collect[1.1]": None, "collect[1.2]": None, "collect[1.3]": 1, "collect[1.4]": None}
     assert gone(set(lives))
 
 
-def test_a_service_that_dies_of_each_task_ends_the_run(tmp_path, warnings):
+def test_a_service_that_dies_of_each_task_ends_the_run(tmp_path, warned):
     journal = tmp_path / "journal"
     with pytest.raises(StageFailed) as error:
         run(pipeline(journal, restarts=1, lives=["dies"]))
     said = str(error.value)
     assert "the process that ran it died (killed, or out of memory): 2 deaths of 'desk' with restarts=1" in said
     assert isinstance(error.value.__cause__, RunError)
-    assert len(warnings) == 1
+    assert len(warned) == 1
     assert len(pids(journal)) == 2
     assert gone(pids(journal))
 
@@ -331,16 +322,16 @@ def test_a_service_that_dies_of_each_task_ends_the_run(tmp_path, warnings):
     ],
     ids=["in build", "in submit"],
 )
-def test_a_rebuilt_service_that_raises_ends_the_run(lives, message, tmp_path, warnings):
+def test_a_rebuilt_service_that_raises_ends_the_run(lives, message, tmp_path, warned):
     journal = tmp_path / "journal"
     with pytest.raises(StageFailed) as error:
         run(pipeline(journal, lives=lives))
     assert message in str(error.value)
-    assert len(warnings) == 1
+    assert len(warned) == 1
     assert gone(pids(journal))
 
 
-def test_an_interrupt_ends_the_rebuilding_of_a_service(tmp_path, warnings):
+def test_an_interrupt_ends_the_rebuilding_of_a_service(tmp_path, warned):
     journal = tmp_path / "journal"
     made = Run(pipeline(journal, lives=["dies", "hangs in build"]), SchedulingPolicy(PARTS), 1, None)
     os.mkfifo(f"{journal}.hangs")
@@ -361,12 +352,12 @@ def test_an_interrupt_ends_the_rebuilding_of_a_service(tmp_path, warnings):
         asyncio.run(main())
     finally:
         os.close(fifo)
-    assert len(warnings) == 1
+    assert len(warned) == 1
     assert len(pids(journal)) == 2
     assert gone(pids(journal))
 
 
-def test_a_death_between_tasks_is_repaired_by_the_next_call_and_one_in_close_is_ignored(tmp_path, warnings):
+def test_a_death_between_tasks_is_repaired_by_the_next_call_and_one_in_close_is_ignored(tmp_path, warned):
     journal = tmp_path / "journal"
     executor = RayExecutor(num_cpus=2)
 
@@ -382,5 +373,5 @@ def test_a_death_between_tasks_is_repaired_by_the_next_call_and_one_in_close_is_
             await executor.close()
 
     asyncio.run(main())
-    assert warnings == ["'desk' died (killed, or out of memory): restart 1 of 2; rebuilding it."]
+    assert warned == ["'desk' died (killed, or out of memory): restart 1 of 2; rebuilding it."]
     assert gone(pids(journal))

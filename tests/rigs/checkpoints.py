@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from loguru import logger
-
 from dataflow.running.saving.checkpoints import CheckpointStore
 
 
@@ -31,17 +29,6 @@ def save(store: CheckpointStore, step: int, text: str = "weights") -> int:
 def names(directory: Path) -> list[str]:
     """Returns the names in a directory, hidden ones too."""
     return sorted(path.name for path in directory.iterdir())
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collects the warnings of the block."""
-    messages: list[str] = []
-    handler = logger.add(messages.append, level="WARNING", format="{message}")
-    try:
-        yield messages
-    finally:
-        logger.remove(handler)
 
 
 @contextmanager

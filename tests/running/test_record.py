@@ -15,7 +15,8 @@ from dataflow.running.remains import EVALUATIONS, finish
 from dataflow.testing import grpo_pipeline
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Mark, Span
-from tests.rigs.checkpoints import Child, logged
+from tests.rigs.checkpoints import Child
+from tests.rigs.logs import logged
 
 STEPS, POINT, AHEAD = 4, 2, 1
 META = {"status": "running", "resources": {"gpu": 1, "reward": None}, "started": 100.0}

@@ -58,6 +58,12 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
         log.write(request)
     return len(solution_str) / 100
 """
+GATE = """
+    if len((HERE / "asked.jsonl").read_text().splitlines()) > 8 + 4 * 16:  # the validation and four steps
+        while not (HERE / "signalled.txt").exists():
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(0.3)
+"""
 POLICIES = ["baseline", "mini-batch", "off-policy", "both", "both+stream"]
 
 
@@ -218,8 +224,11 @@ def test_a_run_is_repeated_from_its_configuration(keys: tuple[str, ...], tmp_pat
 def test_an_interrupted_run_saves_the_step_it_was_in(policy: str, keys: tuple[str, ...], tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     begin(keys, "whole", f"policy={policy}")
-    slow = (tmp_path / "reward.py").read_text().replace("sleep(0.005)", "sleep(0.3)")
-    (tmp_path / "reward.py").write_text(slow)
+    # The rewards of step 5 wait for the signal, so that it comes while a step is left, however slow this process is.
+    for name in ("asked", "answered"):
+        (tmp_path / f"{name}.jsonl").unlink()
+    source = (tmp_path / "reward.py").read_text()
+    (tmp_path / "reward.py").write_text(source.replace("    await asyncio.sleep(0.005)", GATE))
     own = [key for key in keys if key != "checkpoint.every=2"]
     words = [PIPELINE, *own, f"policy={policy}", f"steps={STEPS}", "checkpoint.every=100", "name=stopped", "--quiet"]
     process = subprocess.Popen(
@@ -233,6 +242,7 @@ def test_an_interrupted_run_saves_the_step_it_was_in(policy: str, keys: tuple[st
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
+        (tmp_path / "signalled.txt").touch()
         said = process.communicate(timeout=90)[1].strip().splitlines()
     finally:
         process.kill()

@@ -8,15 +8,14 @@ import json
 import math
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loguru import logger
 
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, DataflowError, RunError
@@ -24,6 +23,7 @@ from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.ledger import file as ledger_file
 from dataflow.rewards.ledger.ledger import Answer, Ledger
 from tests.rewards.ledger.ledger_rig import ANSWER, A, B, key
+from tests.rigs.logs import logged
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,16 +35,6 @@ FLOAT32 = 3.5e38
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.db"
-
-
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    said: list[str] = []
-    sink = logger.add(said.append, format="{message}", level="WARNING")
-    try:
-        yield said
-    finally:
-        logger.remove(sink)
 
 
 def fill(path: Path, run: str = "run") -> None:
@@ -115,7 +105,7 @@ def test_what_is_no_answer_counts_as_absent(path: Path, text: Any, cache: bool) 
     # Also of a ledger without checksums, as older ones are.
     edit(path, "UPDATE request SET answer = ?, checksum = NULL WHERE sample = 0", text)
     rows = [(0, 0, A), (0, 1, B)]
-    with warnings() as said, closing(Ledger(path, "new" if cache else "run", cache=cache)) as ledger:
+    with logged() as said, closing(Ledger(path, "new" if cache else "run", cache=cache)) as ledger:
         assert ledger.submitted(1, rows) == {(0, 1): ANSWER}
         assert ledger.counts()["unreadable"] == 1
         # The request is repeated, and the new answer is saved.
@@ -123,7 +113,7 @@ def test_what_is_no_answer_counts_as_absent(path: Path, text: Any, cache: bool) 
     assert len(said) == 1
     assert f"reward ledger {path}: unreadable answers, damaged or edited: 1; they" in said[0]
     assert "are requested again" in said[0]
-    with warnings() as said, closing(Ledger(path, "new" if cache else "run", cache=cache)) as ledger:
+    with logged() as said, closing(Ledger(path, "new" if cache else "run", cache=cache)) as ledger:
         assert ledger.submitted(1, rows)[0, 0].score == 0.25
     assert said == []
 
@@ -133,7 +123,7 @@ def test_an_edited_score_is_noticed_even_if_it_could_be_one(path: Path) -> None:
     edit(path, "UPDATE request SET answer = replace(answer, '[0.0', '[0.7') WHERE grp = 0 AND sample = 0")
     edit(path, "UPDATE request SET checksum = 'none' WHERE grp = 1 AND sample = 0")
     edit(path, "UPDATE request SET checksum = 1.5 WHERE grp = 2 AND sample = 0")
-    with warnings() as said:
+    with logged() as said:
         found = read(path)
     assert found == {place: answer for place, answer in ANSWERS.items() if place not in ((0, 0), (1, 0), (2, 0))}
     assert len(said) == 1
@@ -157,7 +147,7 @@ def test_a_whole_answer_of_another_run_takes_the_place_of_a_damaged_one(path: Pa
 def test_the_warning_counts_what_came_after_the_first_call(path: Path) -> None:
     fill(path)
     edit(path, "UPDATE request SET answer = 'torn'")
-    with warnings() as said, closing(Ledger(path, "run")) as ledger:
+    with logged() as said, closing(Ledger(path, "run")) as ledger:
         for row in ROWS:
             assert ledger.submitted(1, [row]) == {}
     assert [line.split("edited: ")[1].split(";")[0] for line in said] == ["1", str(len(ROWS))]

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from loguru import logger
 
 from dataflow.rewards.ledger.frozen_calls import FrozenCalls
 from dataflow.usercode.sentinel.sentinel import Kind
+from tests.rigs.logs import logged
 
 FACTS = {"kind": Kind.SCORE, "step": 1, "group": 0, "sample": 2, "key": "", "story": "it froze"}
 GOOD = json.dumps(FACTS).encode()
@@ -29,12 +29,8 @@ BAD = [
 def test_a_line_that_cannot_be_read_is_left_out_and_counted(tmp_path: Path, bad: bytes) -> None:
     path = tmp_path / "frozen.jsonl"
     path.write_bytes(b"\n" + GOOD + b"\n" + bad + b"\n\n" + GOOD.replace(b'"sample": 2', b'"sample": 3'))
-    said: list[str] = []
-    sink = logger.add(said.append, format="{message}", level="WARNING")
-    try:
+    with logged() as said:
         frozen = FrozenCalls(path)
-    finally:
-        logger.remove(sink)
     assert [frozen.sample(1, 0, sample, None) for sample in (2, 3, 4)] == ["it froze", "it froze", ""]
     assert len(said) == 1
     assert f"unreadable lines in {path}, damaged or edited: 1;" in said[0]

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loguru import logger
 
 from dataflow.errors import DataflowError, RunError
 from dataflow.rewards.ledger.ledger import Answer, Ledger
 from tests.rewards.ledger.ledger_rig import ANSWER, A, B, key
+from tests.rigs.logs import logged
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -214,19 +214,14 @@ def test_extras_that_json_cannot_hold_are_counted_and_said_once(path: Path) -> N
     circle: list[Any] = []
     circle.append(circle)
     odd: list[Any] = [object(), np.zeros(2), {1: 2}, [{"a": {None: 0}}], circle, b"x", {1, 2}, 1j, np.complex64(1)]
-    said: list[str] = []
-    sink = logger.add(said.append, format="{message}", level="WARNING")
-    try:
-        with closing(Ledger(path, "run")) as ledger:
-            for sample, value in enumerate(odd):
-                ledger.answered(1, 0, sample, A, Answer(1.0, {"picture": value}, 0.1, 1))
-            ledger.answered(1, 1, 0, A, ANSWER)
-            rows = [(0, sample, A) for sample in range(len(odd))]
-            assert ledger.submitted(1, [*rows, (1, 0, A)]) == {(1, 0): ANSWER}
-            assert ledger.counts()["unstored"] == len(odd)
-            assert ledger.counts()["answered"] == 1
-    finally:
-        logger.remove(sink)
+    with logged() as said, closing(Ledger(path, "run")) as ledger:
+        for sample, value in enumerate(odd):
+            ledger.answered(1, 0, sample, A, Answer(1.0, {"picture": value}, 0.1, 1))
+        ledger.answered(1, 1, 0, A, ANSWER)
+        rows = [(0, sample, A) for sample in range(len(odd))]
+        assert ledger.submitted(1, [*rows, (1, 0, A)]) == {(1, 0): ANSWER}
+        assert ledger.counts()["unstored"] == len(odd)
+        assert ledger.counts()["answered"] == 1
     assert len(said) == 1
     assert "the columns picture is not stored (JSON cannot represent a object)" in said[0]
 

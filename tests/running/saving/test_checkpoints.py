@@ -21,7 +21,8 @@ from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.errors import ConfigError, DataError
 from dataflow.running.saving import checkpoints
 from dataflow.running.saving.checkpoints import CheckpointStore, checkpoint_store
-from tests.rigs.checkpoints import Child, empty, logged, names, save
+from tests.rigs.checkpoints import Child, empty, names, save
+from tests.rigs.logs import logged
 
 
 def test_what_is_committed_is_found_with_all_that_was_written(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from loguru import logger
 from dataflow.errors import ConfigError
 from dataflow.running.saving import checkpoints, manifest
 from dataflow.running.saving.checkpoints import CheckpointStore
-from tests.rigs.checkpoints import empty, logged, names, save
+from tests.rigs.checkpoints import empty, names, save
+from tests.rigs.logs import logged
 
 FILES = ("manifest.json", "states.pkl", "trainer/.metadata", "trainer/__0_0.distcp")
 

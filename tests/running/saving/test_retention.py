@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dataflow.running.saving import checkpoints
 from dataflow.running.saving.checkpoints import CheckpointStore
-from tests.rigs.checkpoints import logged, names, save
+from tests.rigs.checkpoints import names, save
+from tests.rigs.logs import logged
 
 
 def test_samples_go_with_the_checkpoint_of_their_step(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_what_cannot_be_removed_is_removed_later(tmp_path: Path, monkeypatch: py
         patch.setattr(shutil, "rmtree", refuse)
         save(store, 2)
     assert warnings == [
-        f"{tmp_path / '.step_000001.old'} cannot be removed (Input/output error); remove it to make room.\n"
+        f"{tmp_path / '.step_000001.old'} cannot be removed (Input/output error); remove it to make room."
     ]
     assert store.whole() == [2]
     store.begin(3)
