@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from dataflow.config.section import Section, Text
+from dataflow.config.served import PromptConfig, ServedModelConfig
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.naming import MAIN
 
@@ -89,6 +90,10 @@ class RewardConfig(Section):
     """Python file that defines the manager."""
     manager_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of the manager."""
+    model: Text | None = None
+    """Name of the reward model (reward.models) that scores; null for the only one if there is one, else for none."""
+    models: dict[str, ServedModelConfig] = Field(default_factory=dict)
+    """Reward models of the run by name, for all its agents."""
     router_address: Text | None = None
     """Passed to a reward function as reward_router_address if it has that parameter."""
     model_tokenizer: Text | None = None
@@ -146,7 +151,7 @@ class CustomRewardConfig(Section):
     """Keyword arguments it is called with besides verl's four."""
 
 
-class JudgeConfig(Section):
+class JudgeConfig(PromptConfig):
     """The HTTP judge of the default reward."""
 
     url: Text | list[Text] | None = None
@@ -155,24 +160,6 @@ class JudgeConfig(Section):
     """Model name in the requests."""
     api_key_env: Text | None = None
     """Environment variable that holds the API key."""
-    method: Literal["strict", "flexible"] = "strict"
-    """Where the default prompt tells the judge to find the answer: on a line '#### <number>', or the last number."""
-    template: Text | None = None
-    """User message with {question}, {reference} and {response}, or a .txt or .md file with it; null for the default."""
-    system: Text | None = None
-    """System message, also a template; null for the default, or for none if template is given."""
-    score_pattern: Text | None = None
-    """Regular expression that matches the reply once; its group is the score; null for a line 'Score: <number>'."""
-    score_range: tuple[float, float] = (0.0, 1.0)
-    """Lowest and highest score that the judge may give."""
-    normalize: bool = True
-    """Map that range to 0..1."""
-    temperature: NonNegativeFloat | None = 0.0
-    """Temperature of the judge; null sends none."""
-    max_tokens_reply: PositiveInt | None = None
-    """Longest reply; null for the server's own limit."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Further keys of the request's body."""
     client: Literal["aiohttp", "openai"] = "aiohttp"
     """HTTP client; openai is that package's own, at about eight times the CPU time."""
     max_tokens: Annotated[int, Field(gt=0, le=2**63 - 1)] | None = None

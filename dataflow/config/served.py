@@ -1,0 +1,84 @@
+"""The configuration of reward models: those that a run serves, and those served elsewhere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from dataflow.config.section import Section, Text
+from dataflow.errors import ConfigError
+
+
+class PromptConfig(Section):
+    """The prompt of a judge, and how its reply is read."""
+
+    method: Literal["strict", "flexible"] = "strict"
+    """Where the default prompt tells the judge to find the answer: on a line '#### <number>', or the last number."""
+    template: Text | None = None
+    """User message with {question}, {reference} and {response}, or a .txt or .md file with it; null for the default."""
+    system: Text | None = None
+    """System message, also a template; null for the default, or for none if template is given."""
+    score_pattern: Text | None = None
+    """Regular expression that matches the reply once; its group is the score; null for a line 'Score: <number>'."""
+    score_range: tuple[float, float] = (0.0, 1.0)
+    """Lowest and highest score that the judge may give."""
+    normalize: bool = True
+    """Map that range to 0..1."""
+    temperature: NonNegativeFloat | None = 0.0
+    """Temperature of the judge; null sends none."""
+    max_tokens_reply: PositiveInt | None = None
+    """Longest reply; null for the server's own limit."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further keys of the request's body."""
+
+
+class ServedModelConfig(Section):
+    """A reward model: served by the run, or elsewhere (url)."""
+
+    path: Text | None = None
+    """Directory of the model; required unless url is given."""
+    url: Text | list[Text] | None = None
+    """Base URL of a server that runs elsewhere, or of several equal ones; null serves the model in this run."""
+    kind: Literal["classify", "pooling", "chat"] = "classify"
+    """How it scores: classify and pooling return the raw score of a classification head, chat is a judge."""
+    engine: Literal["vllm", "hf"] = "vllm"
+    """What serves it: vllm, or transformers (hf) for tiny models of kind classify or pooling."""
+    replicas: PositiveInt = 1
+    """Servers, each with the whole model."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of one server."""
+    gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of each GPU's memory that a server takes."""
+    max_num_seqs: PositiveInt = 64
+    """Requests in flight at one server."""
+    max_model_len: PositiveInt | None = None
+    """Longest input of a request, in tokens; null for the model's own limit."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Precision; auto takes the model's on a GPU, float32 on a CPU."""
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further options of vllm serve, such as {enforce_eager: true}."""
+    placement: Literal["own", "colocated"] = "own"
+    """own: on GPUs of its own; colocated: on those of trainer and engine, asleep except between rollout and update."""
+    template: Text | None = None
+    """Chat template, a Jinja file; null for the model's own."""
+    prompt: PromptConfig = Field(default_factory=PromptConfig)
+    """The rubric of kind chat, and how its reply is read."""
+    normalize: Literal["none", "sigmoid", "running"] = "none"
+    """What becomes of the raw score: nothing, its sigmoid, or its distance from the running mean in deviations."""
+    routing: Literal["least", "prefix"] = "least"
+    """Which server takes a request: that with the fewest in flight, or that which had the same prompt before."""
+    timeout: PositiveFloat = 60.0
+    """Seconds that a server may take for a request; the request then goes to another server."""
+    start_timeout: PositiveFloat = 600.0
+    """Seconds that a server may take to start."""
+    restarts: NonNegativeInt = 3
+    """How often its servers, counted together, may be restarted after they died."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> ServedModelConfig:
+        if (self.path is None) == (self.url is None) and self.path is None:
+            raise ConfigError("it has neither path nor url; give path=DIR to serve it, or the url of its server.")
+        if self.engine == "hf" and self.kind == "chat" and self.url is None:
+            raise ConfigError("engine=hf serves kind classify and pooling; give engine=vllm for kind=chat.")
+        return self
