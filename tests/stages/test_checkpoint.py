@@ -22,6 +22,7 @@ from dataflow.running.saving.checkpoints import CheckpointStore
 from dataflow.stages.checkpoint import FAILED, Snapshot, checkpoint_stages, write_checkpoint
 from dataflow.testing import SteadyCosts, check_trace, grpo_pipeline, simulate
 from dataflow.timeline.spans import Span, Trace
+from tests.rigs.benchmarks import benchmark
 from tests.rigs.critic import hosted, ppo_pipeline
 
 STEPS = 9
@@ -275,3 +276,18 @@ def test_a_disk_that_fails_costs_one_checkpoint(tmp_path: Path, missing: str, ca
     assert found is not None
     assert found.step == 2
     assert not list(tmp_path.glob(".step*")), "what was written of it is removed"
+
+
+def test_the_stage_that_blocks_in_the_benchmark_saves_what_the_two_stages_save(tmp_path: Path) -> None:
+    store, trainer = CheckpointStore(tmp_path), Toy()
+    stages = hosted(grpo_pipeline().stages)
+    saves = {s.name: s for s in checkpoint_stages(stages, every=2, store=store, steps=9)}
+    with benchmark("checkpoint") as module:
+        blocks = module.blocking(saves["stage_checkpoint"], saves["write_checkpoint"])
+    task = TaskInfo(2, blocks.name)
+    asyncio.run(blocks.fn(*range(len(blocks.reads)), **{**blocks.services, "service": trainer}, task=task))
+    found = store.newest()
+    assert found is not None
+    assert found.states() == dict(zip(blocks.services["fields"], range(len(blocks.reads)), strict=True))
+    assert (found.trainer / "state").read_text() == "weights"
+    assert task.metrics[FAILED] == 0
