@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable
 
 from loguru import logger
 
 from dataflow.errors import RunError
 from dataflow.rewards.judge.server import BACKLOG, JudgeProcess, start_judge
+from dataflow.system.kept import KeptServer
 from dataflow.system.loopback import ADDRESS
 
 RESTARTS = 3
@@ -33,59 +33,39 @@ class JudgeKeeper:
 
     def __init__(self, latency: str, time_scale: float, seed: int, on_lost: Callable[[RunError], None]) -> None:
         self._arguments = (latency, time_scale, seed)
-        self._on_lost = on_lost
         self._listener = socket.create_server((ADDRESS, 0), backlog=BACKLOG)
         self.url = f"http://{ADDRESS}:{self._listener.getsockname()[1]}"
         self.deaths = 0
-        self._closed = False
-        self._lock = threading.Lock()
-        self._process: JudgeProcess
-        self._watcher = threading.Thread(target=self._watch, name="judge keeper", daemon=True)
+        self._server = KeptServer("judge keeper", self._start, self._on_death, on_lost)
 
     @property
     def pid(self) -> int:
         """Process id of the current server."""
-        return self._process.pid
+        return self._server.process.pid
 
     def __enter__(self) -> JudgeKeeper:
         try:
-            self._start()
+            self._server.open()
         except BaseException:
             self._listener.close()
             raise
-        self._watcher.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._closed = True
-        self._process.close()
-        self._watcher.join()
+        self._server.close()
         self._listener.close()
 
-    def _start(self) -> None:
-        self._process = start_judge(*self._arguments, listener=self._listener.fileno())
+    def _start(self) -> JudgeProcess:
+        return start_judge(*self._arguments, listener=self._listener.fileno())
 
-    def _watch(self) -> None:
-        while True:
-            self._process.wait()
-            # Held during a restart, so that close() ends the new server, not the dead one.
-            with self._lock:
-                if self._closed:
-                    return
-                self._process.close()
-                self.deaths += 1
-                try:
-                    if self.deaths > RESTARTS:
-                        raise RunError(
-                            f"the run's own judge died {self.deaths} times (killed, or out of memory); free memory, or "
-                            "set judge.url to a judge that runs elsewhere."
-                        )
-                    logger.warning(
-                        f"the run's own judge died (killed, or out of memory): restart {self.deaths} of {RESTARTS}; "
-                        "requests in flight are retried."
-                    )
-                    self._start()
-                except RunError as error:
-                    self._on_lost(error)
-                    return
+    def _on_death(self, _process: JudgeProcess) -> None:
+        self.deaths += 1
+        if self.deaths > RESTARTS:
+            raise RunError(
+                f"the run's own judge died {self.deaths} times (killed, or out of memory); free memory, or "
+                "set judge.url to a judge that runs elsewhere."
+            )
+        logger.warning(
+            f"the run's own judge died (killed, or out of memory): restart {self.deaths} of {RESTARTS}; "
+            "requests in flight are retried."
+        )

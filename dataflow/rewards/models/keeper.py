@@ -1,0 +1,144 @@
+"""The servers of one reward model, each restarted at its address when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
+from pathlib import Path
+
+from loguru import logger
+
+from dataflow.errors import RunError
+from dataflow.rewards.models.server import ModelServer, Port
+from dataflow.system.kept import KeptServer
+from dataflow.system.loopback import ADDRESS
+
+
+class ModelServers:
+    """Starts the equal servers of one reward model and restarts those that die; a context manager.
+
+    Its begin does not wait for them: ``ready`` does. A request at a server that is being restarted fails at once with a
+    refused connection.
+
+    Args:
+        name: of the model.
+        command: returns the command line of a server at a port.
+        replicas: number of servers.
+        logs: directory of their logs, ``NAME-0.log`` and so on.
+        environment: all variables of a server.
+        start_s: seconds that a server may take to answer.
+        restarts: of all servers together.
+        on_lost: called from another thread when a server cannot be started or restarted.
+
+    Attributes:
+        urls: of the servers; they do not change.
+        restarted: restarts so far.
+        ready: done when each server has answered; its exception is that of a start that failed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[int], Sequence[str]],
+        replicas: int,
+        *,
+        logs: Path,
+        environment: Mapping[str, str],
+        start_s: float,
+        restarts: int,
+        on_lost: Callable[[RunError], None],
+    ) -> None:
+        self.name = name
+        self.restarted = 0
+        self.ready: Future[None] = Future()
+        self._most = restarts
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._started: set[int] = set()
+        self._logs = [logs / f"{name}-{number}.log" for number in range(replicas)]
+        self._ports: list[Port] = []
+        self._servers: list[KeptServer[ModelServer]] = []
+        with contextlib.ExitStack() as stack:
+            for number, log in enumerate(self._logs):
+                port = Port()
+                stack.callback(port.close)
+                self._ports.append(port)
+                start = partial(
+                    ModelServer,
+                    command(port.number),
+                    port.number,
+                    log,
+                    environment,
+                    start_s,
+                    partial(self._on_ready, number),
+                )
+                on_death = partial(self._on_death, number)
+                self._servers.append(KeptServer(f"keeper of {log.stem}", start, on_death, self._lose))
+            stack.pop_all()
+        self.urls = [f"http://{ADDRESS}:{port.number}" for port in self._ports]
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the process groups of the servers."""
+        return [server.process.pid for server in self._servers]
+
+    @property
+    def words(self) -> str:
+        """How many servers have answered."""
+        return f"reward model '{self.name}': {len(self._started)} of {len(self._servers)} servers answer"
+
+    def __enter__(self) -> ModelServers:
+        opened = []
+        try:
+            for server in self._servers:
+                server.open()
+                opened.append(server)
+        except BaseException:
+            self._close(opened)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close(self._servers)
+
+    def _close(self, servers: Sequence[KeptServer[ModelServer]]) -> None:
+        # Side by side, as each may take seconds.
+        threads = [threading.Thread(target=server.close) for server in servers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for port in self._ports:
+            port.close()
+
+    def _on_ready(self, number: int) -> None:
+        with self._lock:
+            self._started.add(number)
+            all_there = len(self._started) == len(self._servers)
+        if all_there:
+            with contextlib.suppress(InvalidStateError):  # after a restart it was ready before
+                self.ready.set_result(None)
+
+    def _on_death(self, number: int, server: ModelServer) -> None:
+        what, reason = f"reward model '{self.name}'", server.reason()
+        with self._lock:
+            if number not in self._started:
+                raise RunError(f"{what}: server {number} did not start ({reason}); see {self._logs[number]}.")
+            if self.restarted >= self._most:
+                raise RunError(
+                    f"{what}: server {number} ended ({reason}), after {self.restarted} restarts "
+                    f"(reward.models.{self.name}.restarts={self._most}); see {self._logs[number]}."
+                )
+            self.restarted += 1
+        logger.warning(
+            f"{what}: server {number} ended ({reason}): restart {self.restarted} of {self._most}; "
+            "requests in flight there are sent again."
+        )
+
+    def _lose(self, error: RunError) -> None:
+        with contextlib.suppress(InvalidStateError):
+            self.ready.set_exception(error)
+        self._on_lost(error)
