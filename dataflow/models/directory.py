@@ -34,6 +34,11 @@ _TABLES = {
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": "models/auto/modeling_auto.py",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "models/auto/modeling_auto.py",
 }
+HEADS = {
+    "classify": ("ForSequenceClassification",),
+    "pooling": ("ForSequenceClassification", "ForTokenClassification"),
+}
+"""Ends of the architectures' names that have the head which a kind of reward model needs."""
 
 
 def check_files(path: Path) -> None:
@@ -45,16 +50,55 @@ def check_files(path: Path) -> None:
     Raises:
         ModelError: one of them is missing, cannot be read, or belongs to another kind of model.
     """
+    _check_present(path)
+    _check_kind(path, _json(path, "config.json"))
+    _check_json(path)
+    headers(path)
+
+
+def check_classifier(path: Path, kind: str, engine: str = "vllm") -> None:
+    """Checks a reward model's files as :func:`check_files` does, and that it has a head which scores.
+
+    transformers and vLLM give a model without one a head with random weights, and score with that.
+
+    Args:
+        path: of the model's directory.
+        kind: ``classify`` or ``pooling``, see :data:`HEADS`.
+        engine: what serves it; only ``vllm`` has reward models of its own (``Qwen2ForRewardModel``), for ``pooling``.
+
+    Raises:
+        ModelError: see there; or it has no such head.
+    """
+    if not path.is_dir():
+        raise ModelError(f"model {path} does not exist; give the directory of a Hugging Face model.")
+    _check_present(path)
+    config = _json(path, "config.json")
+    architectures = config.get("architectures")
+    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    ends = (*HEADS[kind], "RewardModel") if (kind, engine) == ("pooling", "vllm") else HEADS[kind]
+    if not any(name.endswith(ends) for name in names):
+        raise ModelError(
+            f"model {path} has no classification head: it is a {', '.join(names) or 'model without architectures'}; "
+            f"give one whose config.json names an architecture that ends in {' or '.join(ends)}, or take kind=chat."
+        )
+    _check_json(path)
+    if engine == "hf":
+        _check_own_code(path, config)
+    if engine == "hf" or not config.get("quantization_config"):
+        headers(path)
+
+
+def _check_present(path: Path) -> None:
     if not (path / "config.json").is_file():
         raise ModelError(f"model {path} has no config.json; give a directory that save_pretrained has written.")
     if not any((path / name).is_file() for name in TOKENIZERS):
         raise ModelError(f"model {path} has no tokenizer (tokenizer.json); save the tokenizer with the model.")
-    config = _json(path, "config.json")
-    _check_kind(path, config)
+
+
+def _check_json(path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "generation_config.json"):
         if (path / name).is_file():
             _json(path, name)
-    headers(path)
 
 
 def headers(path: Path) -> dict[str, tuple[list[int], str]]:
@@ -173,17 +217,21 @@ def room_of(path: str | Path) -> Room:
     return Room(number("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), number("vocab_size"))
 
 
+def _check_own_code(path: Path, config: Mapping[str, Any]) -> None:
+    if config.get("auto_map"):
+        raise ModelError(
+            f"model {path} has Python code of its own (auto_map in config.json), which is not run; give a model "
+            "that is part of transformers."
+        )
+
+
 def _others(names: list[Any]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
     kind, architectures = config.get("model_type"), config.get("architectures")
-    if config.get("auto_map"):
-        raise ModelError(
-            f"model {path} has Python code of its own (auto_map in config.json), which is not run; give a model "
-            "that is part of transformers."
-        )
+    _check_own_code(path, config)
     if not isinstance(kind, str) or not kind:
         raise ModelError(f"model {path}: config.json has no model_type; save the model again with save_pretrained.")
     causal = _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
