@@ -11,7 +11,8 @@ import ast
 import importlib.util
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -141,9 +142,6 @@ def check_weights(path: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    report = logging.getLogger("transformers")
-    before = report.level
-    report.setLevel(logging.ERROR)  # transformers prints a table of missing weights
     try:
         config = AutoConfig.from_pretrained(path)
         held = {
@@ -153,22 +151,21 @@ def check_weights(path: Path) -> None:
             MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if config.model_type in VISION else MODEL_FOR_CAUSAL_LM_MAPPING
         )
         kind: Any = table[type(config)]
-        _model, info = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict=held,
-            device_map="meta",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        with without_report():
+            _model, info = kind.from_pretrained(
+                None,
+                config=config,
+                state_dict=held,
+                device_map="meta",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
     except ModelError:
         raise
     # For a wrong value, the architecture's own code may raise any exception.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ModelError(f"model {path}: its config.json describes no model that can be built ({reason}).") from error
-    finally:
-        report.setLevel(before)
     if wrong := sorted(info["mismatched_keys"]):
         name, have, want = wrong[0]
         raise ModelError(
@@ -184,6 +181,18 @@ def check_weights(path: Path) -> None:
             f"model {path}: weight '{unused[0]}' belongs to no layer that config.json describes, and is left out"
             f"{_others(unused)}"
         )
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """Keeps transformers from printing a table of missing weights when it loads a model."""
+    report = logging.getLogger("transformers")
+    before = report.level
+    report.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        report.setLevel(before)
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from dataflow.errors import ConfigError, ModelError
-from dataflow.models.directory import room_of
+from dataflow.models.directory import room_of, without_report
 from dataflow.models.tokenizer import load_tokenizer
 
 
@@ -121,20 +119,15 @@ class HfModel:
         self._model.to(self._device)
 
     def _load(self) -> Any:
-        report = logging.getLogger("transformers")
-        before = report.level
-        report.setLevel(logging.ERROR)  # transformers prints a table of missing weights
+        self._per_token = _per_token(self._path)
+        kind = AutoModelForTokenClassification if self._per_token else AutoModelForSequenceClassification
         try:
-            config = AutoConfig.from_pretrained(self._path)
-            self._per_token = _per_token(self._path)
-            kind = AutoModelForTokenClassification if self._per_token else AutoModelForSequenceClassification
-            model, info = kind.from_pretrained(self._path, config=config, dtype=self._dtype, output_loading_info=True)
+            with without_report():
+                model, info = kind.from_pretrained(self._path, dtype=self._dtype, output_loading_info=True)
         # For a wrong value, the architecture's own code may raise any exception.
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise ModelError(f"model {self._path} cannot be loaded with transformers ({reason}).") from error
-        finally:
-            report.setLevel(before)
         if missing := sorted(info["missing_keys"]):
             raise ModelError(
                 f"model {self._path}: weight '{missing[0]}' is in none of its files, and would be random; save the "
