@@ -27,8 +27,10 @@ from dataflow.rewards.hedge import parse_hedge
 from dataflow.rewards.jobs import Arguments, Jobs
 from dataflow.rewards.ledger.frozen_calls import FrozenCalls
 from dataflow.rewards.ledger.ledger import Ledger
+from dataflow.rewards.limits.endpoint_queue import EndpointQueue, QueueFactory
 from dataflow.rewards.limits.limits import Limits, check_endpoints
-from dataflow.rewards.limits.queues import EndpointQueue, Limiter, QueueFactory
+from dataflow.rewards.limits.queues import Limiter
+from dataflow.rewards.limits.router import pooled, router_of
 from dataflow.rewards.naming import MAIN, metric
 from dataflow.rewards.records import latency_summary
 from dataflow.rewards.remote.metrics import Metrics, in_ray_worker
@@ -122,13 +124,14 @@ class RewardAgent:
         self._post_process = post_process_scores or getattr(compute_score, "post_process_scores", None)
         if isinstance(compute_score, type) or not callable(self._function):
             raise ConfigError(f"compute_score={compute_score!r}; give a function or an object with compute_score.")
-        self.limits = limits or Limits()
         self.retry = retry or Retry()
         self.ledger = ledger
         self.steps = Steps(parse_rule(on_failure), max_failed_share, self._on_cancel, self._on_end, name)
         parse_hedge(hedge_after)
         check_methods(compute_score)
-        check_endpoints(compute_score, self.limits)
+        self._router = router_of(compute_score)
+        check_endpoints(compute_score, limits or Limits())
+        self.limits = pooled(limits or Limits(), self._router)
         if self.retry.predicate is None and callable(predicate := getattr(compute_score, "retry_on", None)):
             self.retry = replace(self.retry, predicate=predicate)
         self._max_abandoned = self.limits.concurrency if max_abandoned is None else max_abandoned
@@ -213,7 +216,7 @@ class RewardAgent:
         if self.steps.loop is not None:
             self.steps.bind(self._open)
         batch = await self.steps.collect(step, k, order, last, groups)
-        batch.meta["limits"] = self._limiter.changes()
+        batch.meta["limits"] = self._scorer.limit_changes()
         self._groups.log(step, batch)
         if self.ledger is not None:
             self.ledger.collected(step, batch.ids)
@@ -267,6 +270,7 @@ class RewardAgent:
             self._limiter.close()
             # User code may ignore its cancellation, which must not keep the process alive.
             await self._calls.close()
+            await self._scorer.close()
         try:
             if self.ledger is not None:
                 await asyncio.to_thread(self.ledger.close)
@@ -277,8 +281,6 @@ class RewardAgent:
                 if self._sentinel is not None and self.steps.loop is not None:
                     await asyncio.to_thread(self._end_processes, self._sentinel)
 
-    # --- the way of a request -----------------------------------------------------------------------------------
-
     def _open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Makes what runs on the agent's event loop."""
         if self._sentinel is not None:
@@ -286,7 +288,8 @@ class RewardAgent:
         retry, on_bug = self.retry, self.steps.on_bug
         calls = self._calls = Calls(self._on_abandoned, on_bug, self._sentinel)
         limiter = self._limiter = Limiter(self.limits, self._start, self._shared, on_bug)
-        self._scorer = Scorer(self._function, calls, limiter, retry, self._hedge_after, self._on_outcome)
+        options = retry, self._hedge_after, self._on_outcome, self._router
+        self._scorer = Scorer(self._function, calls, limiter, *options)
         post, log = self._post_process, getattr(self._reward, "log", None)
         self._groups = GroupCalls(post, log, calls, limiter, retry.timeout_s, self._frozen, self.steps)
 
@@ -372,8 +375,6 @@ class RewardAgent:
             name, limit = name_of(self._function), f"more than reward.max_abandoned={self._max_abandoned} allows"
             fix = "give its own requests a time-out, or raise reward.timeout"
             self.steps.halt(f"{count} calls of '{name}' keep running after their time is over, {limit}; {fix}.", None)
-
-    # --- metrics, the user's object -----------------------------------------------------------------------------
 
     def _report_soon(self) -> None:
         """Schedules a report to the metrics, which covers all changes until then."""

@@ -22,6 +22,7 @@ from dataflow.rewards.decode import Decode
 from dataflow.rewards.ledger.frozen_calls import FrozenCall, FrozenCalls
 from dataflow.rewards.ledger.ledger import Answer, Ledger, key_of
 from dataflow.rewards.limits.limits import Limits
+from dataflow.rewards.limits.router import router_of
 from dataflow.rewards.records import Latencies
 from dataflow.rewards.requests import Failed, Outcome, Request, Scored, ScoringJob, StepRequests
 from dataflow.rewards.user.results import read_amount, tokens_used
@@ -65,7 +66,9 @@ class Jobs:
     ) -> None:
         self._frozen = frozen
         self._sentinel = sentinel
-        self._endpoint = getattr(reward, "endpoint", None) if limits.endpoints else None
+        self._router = router_of(reward)
+        named = limits.endpoints and self._router is None
+        self._endpoint = getattr(reward, "endpoint", None) if named else None
         rated = any(each.tpm is not None for each in (limits, *limits.endpoints.values()))
         self._tokens = getattr(reward, "tokens", None) if rated else None
         self._unmetered = rated and self._tokens is None
@@ -149,6 +152,8 @@ class Jobs:
                 mark = self._sentinel.mark(Kind.SCORE, state.key, request.group, request.sample, key)
                 with self._sentinel.inside(mark):
                     self._measure(job)
+        if self._router is not None:
+            job.prefers = self._router.prefers(job.arguments)
         if shared is not None:
             self._by_key[shared] = job
         request.job = job

@@ -25,7 +25,7 @@ BESIDE = "beside:"
 """Begins the name of a step whose requests have the priority of a training step: ``beside:3`` goes with step 3."""
 Order = Literal["arrival", "index"]
 
-NOTES = ("queued_s", "held_by", "throttled")
+NOTES = ("queued_s", "held_by", "throttled", "endpoint", "resent")
 """Keys that a request's notes may have."""
 _NO_WAIT_S = 0.01
 
@@ -135,6 +135,12 @@ class ScoringJob:
     endpoint: str = ""
     tokens: int = 0
     """Estimate of the tokens that a call uses."""
+    prefers: str = ""  # see Queued
+    avoids: tuple[str, ...] = ()
+    server: str = ""
+    """The endpoint of the call that answered, or of the last one; "" if it has no limits of its own."""
+    resent: int = 0
+    """Calls that went to another server since one failed; they are no tries."""
     state: JobState = JobState.NEW
     begin: float = 0.0
     """When its first call began, in seconds of ``clock.now()``."""
@@ -176,22 +182,22 @@ class ScoringJob:
 
     @property
     def notes(self) -> Mapping[str, Any] | None:
-        """What delayed it, for the trace: ``queued_s`` and ``held_by`` (for waits of 10 ms or more), ``throttled``."""
+        """Facts for the trace, by :data:`NOTES`: what it waited for (10 ms or more), its server, what went wrong."""
         queued_s = self.begin - self.queued_at
-        if queued_s < _NO_WAIT_S and not self.throttled:
+        if queued_s < _NO_WAIT_S and not self.throttled and not self.server:
             return None
         held = {"queued_s": int(queued_s * 1000) / 1000, "held_by": self.held_by} if queued_s >= _NO_WAIT_S else {}
-        return {**held, "throttled": self.throttled} if self.throttled else held
+        more = {"throttled": self.throttled, "endpoint": self.server, "resent": self.resent}
+        return held | {name: value for name, value in more.items() if value}
 
 
 @dataclass(eq=False, slots=True)
 class Scored:
-    """Outcome of a job that got its score."""
+    """Outcome of a job that got its score; for ``source`` see :attr:`Request.source`."""
 
     score: float
     extras: dict[str, Any]
     source: str = ""
-    """See :attr:`Request.source`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -215,6 +221,8 @@ class GroupJob:
     priority: tuple[int, int, int]
     endpoint: str = ""
     tokens: int = 0
+    prefers: str = ""
+    avoids: tuple[str, ...] = ()
 
     @property
     def wanted(self) -> bool:

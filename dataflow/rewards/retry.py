@@ -134,6 +134,22 @@ def is_overload(error: BaseException) -> bool:
     return is_timeout(error) or is_throttle(error)
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether a server did not answer a call as it should: a time-out, a broken connection, or a status 5xx.
+
+    A server that rejects a request for its load, or whose answer cannot be used, is not lost.
+    """
+    for one in causes_of(error):
+        lost, status = attribute_of(one, "lost"), status_of(one)
+        if isinstance(lost, bool):
+            return lost
+        if status is not None:
+            return status >= 500 and status not in THROTTLED
+        if isinstance(one, TimeoutError | ConnectionError) or _is_one(one, _TRANSPORT):
+            return True
+    return False
+
+
 def is_throttle(error: BaseException) -> bool:
     """Whether the service rejected a request for its rate or load, with a status such as 429."""
     return any(status_of(one) in THROTTLED for one in parts_of(error))

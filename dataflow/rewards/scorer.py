@@ -13,7 +13,9 @@ from functools import partial
 from typing import Any
 
 from dataflow.rewards.hedge import Hedge
-from dataflow.rewards.limits.queues import EndpointQueue, Limiter
+from dataflow.rewards.limits.endpoint_queue import EndpointQueue
+from dataflow.rewards.limits.queues import Limiter
+from dataflow.rewards.limits.router import Router
 from dataflow.rewards.requests import Failed, JobState, Outcome, Scored, ScoringJob
 from dataflow.rewards.retry import Retry, is_overload, is_throttle, is_timeout, retry_after_s, status_of
 from dataflow.rewards.user.results import read_result, tokens_used
@@ -43,6 +45,7 @@ class Scorer:
         hedge_after: how long a first call may take before a second one is sent, see
             :func:`~dataflow.rewards.hedge.parse_hedge`; None never sends one.
         on_outcome: called once for each job that is not cancelled, when it is done.
+        router: of the servers among which the limiter chooses.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Scorer:
         retry: Retry,
         hedge_after: str | float | None,
         on_outcome: Callable[[ScoringJob, Outcome], None],
+        router: Router | None = None,
     ) -> None:
         self._function = function
         self._is_async = is_async(function)
@@ -64,6 +68,9 @@ class Scorer:
         self._first_s = min(limits_s, default=None)
         self._hedge = Hedge(hedge_after)
         self._on_outcome = on_outcome
+        self._router = router
+        if router is not None:
+            router.open(limiter.queues, retry.deadline_s)
         self.counts: Counter[str] = Counter()
 
     def score(self, job: ScoringJob) -> None:
@@ -94,6 +101,7 @@ class Scorer:
             self.counts["hedged"] += 1
         else:
             job.tries += 1
+        job.server = queue.name
         call = self._calls.start(
             self._function,
             own_copy(job.arguments),  # a try must not see what an earlier one, or another sample's, changed
@@ -102,6 +110,7 @@ class Scorer:
             timeout_s=timeout_s,
             awaits=self._is_async,
             mark=self._mark(job),
+            endpoint=queue.name,
         )
         job.live[call] = hedge
         threshold_s = None if hedge else self._hedge.after_s
@@ -115,6 +124,16 @@ class Scorer:
         calls, job.live = job.live, {}
         for call in calls:
             call.cancel()
+
+    def limit_changes(self) -> list[tuple[float, str, int]]:
+        """Returns (seconds of ``clock.now()``, endpoint, limit) of each change since the last call."""
+        changes = self._limiter.changes()
+        return changes if self._router is None else sorted(changes + self._router.take_changes())
+
+    async def close(self) -> None:
+        """Ends what the router of the servers runs."""
+        if self._router is not None:
+            await self._router.close()
 
     def _finish(self, job: ScoringJob, outcome: Outcome) -> None:
         self.cancel(job)
@@ -143,6 +162,9 @@ class Scorer:
                 error = BadScore(why_unreadable(bad))
             else:
                 self._hedge.answered(self._latency_s(job, call))
+                job.server = queue.name
+                if self._router is not None:
+                    self._router.answered(queue.name)
                 self._finish(job, Scored(score, extras, "hedged" if hedge else ""))
                 return
         self._on_failed(job, queue, call, error)
@@ -167,21 +189,25 @@ class Scorer:
                 job.throttled += 1
             if pause_s:
                 queue.pause(pause_s)
+        elsewhere = self._router is not None and self._router.failed(queue.name, error)
         if job.live:
             return  # its other call may still succeed
         self._stop_timer(job)
         now = self._calls.loop.time()
+        if elsewhere and self._resend(job, queue, now):
+            return
         again, own = False, None
         if attribute_of(error, "fatal") is not True:
             again, own = attempt(self._is_worth_retrying, job, error)
         if own is not None:
             self._give_up(job, own, f"the predicate for retries raised {describe(own)}")
             return
-        if not again or job.tries >= self._retry.tries:
+        tries = job.tries - job.resent
+        if not again or tries >= self._retry.tries:
             self._give_up(job, error)
             return
         # A hedge that is still queued becomes the next try.
-        wait_s = 0.0 if job.queued else self._retry.wait_s(job.tries, error)
+        wait_s = 0.0 if job.queued else self._retry.wait_s(tries, error)
         if now + wait_s >= job.deadline:
             self._give_up(job, error, f"its deadline of {self._retry.deadline_s:g} s leaves no time for another")
             return
@@ -192,6 +218,23 @@ class Scorer:
         else:
             job.to(JobState.BACKOFF)
             job.timer = self._calls.loop.call_later(wait_s, self._queue_again, job)
+
+    def _resend(self, job: ScoringJob, queue: EndpointQueue, now: float) -> bool:
+        """Queues a job for another server; returns False if each had its call in this try, or the deadline passed."""
+        assert self._router is not None
+        others = len(self._router.names) - 1
+        if job.resent >= others * (job.tries - job.resent) or now >= job.deadline:
+            return False
+        job.resent += 1
+        self._router.counts["resent"] += 1
+        job.avoids = (queue.name,)
+        if job.queued:  # a hedge, which becomes this call
+            job.to(JobState.QUEUED)
+            self._watch_deadline(job)
+        else:
+            job.to(JobState.BACKOFF)
+            self._queue_again(job)
+        return True
 
     def _mark(self, job: ScoringJob) -> bytes | None:
         sentinel = self._calls.sentinel
@@ -232,6 +275,7 @@ class Scorer:
         job.timer = None
         if job.state is JobState.RUNNING:
             job.to(JobState.HEDGING)
+            job.avoids = (job.server,)
             self._limiter.push(job)
             self._limiter.fill()
 

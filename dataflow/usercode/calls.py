@@ -23,7 +23,7 @@ from dataflow.usercode.copies import is_awaitable, is_coroutine
 from dataflow.usercode.failures import is_interrupt, readable
 from dataflow.usercode.forks import OneProcess, in_one_process
 from dataflow.usercode.load import is_async
-from dataflow.usercode.loop import CallMarker, protect, user_code
+from dataflow.usercode.loop import CallMarker, call_endpoint, protect, user_code
 from dataflow.usercode.threads import OnIdle, Threads
 from dataflow.usercode.watchdog import Watchdog
 
@@ -50,6 +50,7 @@ class Call:
         begin: when it began, in seconds of ``clock.now()``.
         seconds: how long it took.
         ended: whether the code has ended.
+        endpoint: which was chosen for it, see :data:`~dataflow.usercode.loop.call_endpoint`.
     """
 
     __slots__ = (
@@ -64,13 +65,17 @@ class Call:
         "_timer",
         "begin",
         "ended",
+        "endpoint",
         "error",
         "result",
         "seconds",
     )
 
-    def __init__(self, calls: Calls, on_done: OnCall, on_freed: OnCall, mark: bytes | None = None) -> None:
+    def __init__(
+        self, calls: Calls, on_done: OnCall, on_freed: OnCall, mark: bytes | None = None, endpoint: str = ""
+    ) -> None:
         self._calls = calls
+        self.endpoint = endpoint
         self._mark = mark
         self._on_done: OnCall | None = on_done
         self._on_freed: OnCall | None = on_freed
@@ -166,6 +171,8 @@ class Call:
         # In a context of its own: the end of one call starts the next, which must not see its variables.
         # Not through the loop's task factory: _run() catches what must not escape from this task.
         context, running = self._calls.context.copy(), self._run(awaitable)
+        if self.endpoint:
+            context.run(call_endpoint.set, self.endpoint)
         sentinel, mark = self._calls.sentinel, self._mark
         marked: Any = running
         if sentinel is not None and mark is not None:
@@ -243,6 +250,7 @@ class Calls:
         timeout_s: float | None = None,
         awaits: bool | None = None,
         mark: bytes | None = None,
+        endpoint: str = "",
     ) -> Call:
         """Calls ``function(**keywords)``; returns at once.
 
@@ -254,8 +262,9 @@ class Calls:
             timeout_s: None for no time-out.
             awaits: whether the function is async; None looks.
             mark: identifies the call to the sentinel.
+            endpoint: of the call, which an async function may look up.
         """
-        call = Call(self, on_done, on_freed, mark)
+        call = Call(self, on_done, on_freed, mark, endpoint)
         self.live.add(call)
         if timeout_s is not None:
             self._timeouts.add(call, timeout_s)

@@ -42,6 +42,10 @@ user_code: contextvars.ContextVar[tuple[CallMarker | None, bytes] | None] = cont
 """In the context of user code: what marks it, and its mark."""
 
 
+call_endpoint: contextvars.ContextVar[str] = contextvars.ContextVar("dataflow_call_endpoint", default="")
+"""In the context of an async call: the endpoint that was chosen for it when it started."""
+
+
 def protect(loop: asyncio.AbstractEventLoop) -> None:
     """Keeps user code from ending a loop: by SystemExit in a task that it starts, or by ``stop()``.
 

@@ -59,10 +59,12 @@ class JudgeError(Exception):
         retry: whether another try may succeed.
         retry_after: seconds to wait before it, if the server states them.
         fatal: whether the error ends the run, whatever the failure rule.
+        lost: whether the server did not answer as it should; None leaves that to ``status``.
         fix: what the user can do.
     """
 
     fatal = False
+    lost: bool | None = None
     fix = "see that the judge at judge.url is up and replies with one line 'Score: <0..1>'"
 
     def __init__(
@@ -135,12 +137,16 @@ def broken(url: str, error: BaseException, timeout: float | None) -> JudgeError:
             return JudgeTimeout(f"{url} could not be reached within {CONNECT_S:g} s")
         return JudgeTimeout(f"{url} did not answer within {timeout:g} s (judge.timeout)")
     if any(type(one).__name__ in ("ClientPayloadError", "IncompleteReadError") for one in chain):
-        return JudgeError(f"{url}: the connection broke in the middle of the reply", fix=_UP)
+        failure = JudgeError(f"{url}: the connection broke in the middle of the reply", fix=_UP)
+        failure.lost = True
+        return failure
     # The root cause says most: openai wraps it in 'Connection error.', or even in a time-out.
     root = chain[-1]
     message = f"{url}: {type(root).__name__}: {short(str(root))}".rstrip(": ")
     fix, again = _fix_of(url, root)
-    return JudgeError(message, retry=again, fix=fix)
+    failure = JudgeError(message, retry=again, fix=fix)
+    failure.lost = again
+    return failure
 
 
 def _fix_of(url: str, error: BaseException) -> tuple[str, bool]:

@@ -13,13 +13,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
-from zlib import crc32
 
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.judge.budget import Budget, BudgetSpent, estimate
 from dataflow.rewards.judge.chat import COMPLETIONS, make_chat
 from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout, short
 from dataflow.rewards.judge.prompt import RULES, prompt_of, question_of, response_of
+from dataflow.rewards.limits.router import Router, Routing
 from dataflow.system.redaction import keep_secret, redact, redact_reply
 
 __all__ = ["BudgetSpent", "Judge", "JudgeError", "JudgeTimeout"]
@@ -64,6 +64,12 @@ class Judge:
         max_tokens: budget of this object, prompts and replies together; :class:`BudgetSpent` ends the run after it.
         max_cost: the same as a cost, in the currency of ``price_per_million``.
         price_per_million: of prompt tokens and of reply tokens.
+        slots: calls in flight at one server; None for the agent's limits.
+        routing: which server grades a response, see :class:`~dataflow.rewards.limits.router.Router`.
+        what: what the servers are, for messages.
+
+    Attributes:
+        router: of the servers; None for a single one without ``slots``.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -90,6 +96,9 @@ class Judge:
         max_tokens: int | None = None,
         max_cost: float | None = None,
         price_per_million: Sequence[float] | None = None,
+        slots: int | None = None,
+        routing: Routing = "least",
+        what: str = "the judge",
     ) -> None:
         if method not in RULES:
             hint = nearest(method, RULES) or f"; give {' or '.join(RULES)}."
@@ -105,6 +114,10 @@ class Judge:
             logins.append(login)
         self._urls = _addresses(self._given)
         self.url = self._urls[0]
+        self._address = dict(zip(self._given, self._urls, strict=True))
+        self.router: Router | None = None
+        if len(self._urls) > 1 or slots is not None:
+            self.router = Router(self._given, slots, routing, _prompt_of, what)
         self.timeout = timeout
         self._system, self._user = prompt_of(template, system, method)
         self._pattern, self._low, self._high = _score_rule(score_pattern, score_range)
@@ -135,12 +148,11 @@ class Judge:
             BudgetSpent: the budget is used up.
         """
         self._budget.check()
-        url = self._urls[self._server(solution_str)]
         values = _values(solution_str, ground_truth, extra_info)
         chat = [{"role": "user", "content": self._user.fill(values)}]
         if self._system is not None:
             chat.insert(0, {"role": "system", "content": self._system.fill(values)})
-        raw = await self._chat.send(url, f"{self._head}{json.dumps(chat)}}}".encode())
+        url, raw = await self._send(f"{self._head}{json.dumps(chat)}}}".encode())
         content, usage, cut = _read_reply(url, raw)
         text = content if isinstance(content, str) else ""
         tokens = self._budget.count(usage, sum(len(turn["content"]) for turn in chat), len(text))
@@ -155,19 +167,22 @@ class Judge:
         columns: dict[str, Any] = {"score": score, "explanation": _shortened(text)}
         return columns if tokens is None else {**columns, "tokens": tokens}
 
-    def _server(self, response: str) -> int:
-        if len(self._urls) == 1:
-            return 0
-        return crc32(str(response).encode(errors="surrogatepass")) % len(self._urls)
+    async def _send(self, body: bytes) -> tuple[str, bytes]:
+        """Returns the address of the server that was called, and its reply."""
+        if self.router is None:
+            return self.url, await self._chat.send(self.url, body)
+        name = self.router.server()
+        url = self._address[name]
+        return url, await self.router.guarded(name, self._chat.send(url, body))
 
     @property
     def endpoints(self) -> list[str]:
-        """The names that :meth:`endpoint` returns: the urls as given, without passwords."""
+        """The names of the servers: the urls as given, without passwords."""
         return list(self._given)
 
-    def endpoint(self, solution_str: str, **_arguments: Any) -> str:
-        """Returns the url, as given, of the server that grades this response; always the same for one response."""
-        return self._given[self._server(solution_str)]
+    def endpoint(self, **_arguments: Any) -> str:
+        """Returns the name of the only server; of several ones the router chooses one when a call starts."""
+        return self._given[0]
 
     def count_before(self, calls: int, tokens: int, reply_characters: int) -> None:
         """See :meth:`dataflow.rewards.judge.budget.Budget.count_before`."""
@@ -183,12 +198,16 @@ class Judge:
         return estimate(prompt) + (self._reply_tokens or self._budget.reply_tokens())
 
     def usage(self) -> dict[str, float]:
-        """See :meth:`dataflow.rewards.judge.budget.Budget.usage`."""
-        return self._budget.usage()
+        """See :meth:`dataflow.rewards.judge.budget.Budget.usage`; with several servers also their router's counts."""
+        return self._budget.usage() | ({} if self.router is None else self.router.counts)
 
     async def close(self) -> None:
         """Closes the connections."""
         await self._chat.close()
+
+
+def _prompt_of(arguments: Mapping[str, Any]) -> str:
+    return question_of(arguments.get("extra_info"))
 
 
 def _values(solution: str, truth: Any, extra_info: Mapping[str, Any] | None) -> dict[str, str]:

@@ -22,6 +22,7 @@ class Limits:
         adaptive: lowers the limit on 429 and time-outs, and raises it by one for each round without them.
         floor: smallest value of an adaptive limit.
         endpoints: limits of single endpoints of a reward object with ``endpoint``, within the limits of all calls.
+        pool: endpoints of equal servers, one of which takes a call when it starts; each has limits in ``endpoints``.
 
     Raises:
         ConfigError: a number out of range.
@@ -33,6 +34,7 @@ class Limits:
     adaptive: bool = False
     floor: int = 1
     endpoints: Mapping[str, Limits] = field(default_factory=dict)
+    pool: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
@@ -54,17 +56,18 @@ def check_endpoints(reward: Any, limits: Limits) -> None:
     """Checks that limits of endpoints name endpoints of the reward object; others would limit nothing.
 
     Args:
-        reward: its method ``endpoint`` returns where a request is sent; ``endpoints`` may list all names.
+        reward: its method ``endpoint`` returns where a request is sent; ``endpoints`` may list all names, and must if
+            the server is chosen when a call starts.
         limits: limits of all calls and of single endpoints.
 
     Raises:
         ConfigError: it has no method ``endpoint``, or no endpoint of that name.
     """
-    if limits.endpoints and not callable(getattr(reward, "endpoint", None)):
+    known = getattr(reward, "endpoints", None)
+    if limits.endpoints and known is None and not callable(getattr(reward, "endpoint", None)):
         first = next(iter(limits.endpoints))
         fix = "give it a method endpoint(**arguments), or limit all calls (reward.concurrency, reward.rpm, reward.tpm)"
         raise ConfigError(f"reward.endpoints={{{first}: ...}}: the reward does not say which endpoint it calls; {fix}.")
-    known = getattr(reward, "endpoints", None)
     if not isinstance(known, list | tuple):
         return
     for name in limits.endpoints:

@@ -2,6 +2,9 @@
 
 Each endpoint has a queue in order of priority, the oldest step first. A free slot goes to the item with the best
 priority of all queues that may start one. Nothing polls: queues are checked when an item or a limit changes.
+
+Where several equal servers form a pool (``Limits.pool``), an item waits in the queues of all of them, and takes the
+first slot that is free: that of the emptiest server, relative to its limit. So the server is chosen when a call starts.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ import asyncio
 import heapq
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from dataflow.rewards.limits.endpoint_queue import EndpointQueue, Queued, QueueFactory
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.pause import Pause
 from dataflow.rewards.limits.rates import Rates
@@ -19,78 +23,8 @@ from dataflow.system import clock
 
 BACK_OFF = 0.7
 """Factor of an adaptive limit when the service is overloaded."""
-
-
-class Queued(Protocol):
-    """An item of a queue. One with a smaller priority starts first; one that is not ``wanted`` any more is skipped."""
-
-    priority: tuple[int, int, int]
-    endpoint: str
-    tokens: int
-
-    @property
-    def wanted(self) -> bool: ...
-
-
-class EndpointQueue(Protocol):
-    """Items that wait for one endpoint, and the calls in flight there.
-
-    Attributes:
-        name: of the endpoint; empty for that of all items without one.
-        limit: current limit of calls in flight; a float, since it grows by fractions.
-        running: calls in flight.
-        waited_s: seconds that items at the head waited for a rate limit.
-        overloads: calls that ended since the service was overloaded.
-        paused_until: end of its last pause, in seconds of ``clock.now()``; 0 without one.
-    """
-
-    name: str
-    limit: float
-    running: int
-    waited_s: float
-    overloads: int
-
-    @property
-    def paused_until(self) -> float: ...
-
-    def push(self, item: Queued) -> None:
-        """Adds an item."""
-
-    def ready(self) -> Queued | None:
-        """Returns the item that may start now, if any."""
-
-    def pop(self) -> None:
-        """Removes the item that :meth:`ready` returned, and counts it as running."""
-
-    def end(self, begun: float, overloaded: bool, extra_tokens: int, error: BaseException | None) -> None:
-        """Counts a call as ended.
-
-        Args:
-            begun: when it began, in seconds of ``clock.now()``.
-            overloaded: whether it ended since the service was overloaded.
-            extra_tokens: tokens it used beyond its estimate.
-            error: its error, if it failed.
-        """
-
-    def pause(self, seconds: float) -> None:
-        """Starts nothing for a while, as the server asked."""
-
-    def refresh(self) -> None:
-        """Called when items or slots elsewhere have changed."""
-
-    def waiting(self) -> int:
-        """Returns the number of queued items that are wanted."""
-
-    def take_changes(self) -> list[tuple[float, int]]:
-        """Returns (seconds of ``clock.now()``, limit) of each change since the last call."""
-
-    def close(self) -> None:
-        """Releases timers, tasks and connections."""
-
-
-QueueFactory = Callable[[str, Limits, Callable[[], None], Callable[[Exception], None]], EndpointQueue]
-"""Makes the queue of an endpoint, from its name, its limits, and two callbacks: ``on_change`` when an item may have
-become ready, ``on_bug`` when queued items can no longer start."""
+PREFERENCE = 0.25
+"""Share of a server's slots by which the server that an item prefers may be fuller than another."""
 
 
 def _rates(limits: Limits) -> tuple[Rates, ...]:
@@ -137,6 +71,7 @@ class LocalQueue:
 
     def push(self, item: Queued) -> None:
         self._sequence += 1
+        self._head()  # removes what other servers of a pool have started, also while this one starts nothing
         heapq.heappush(self._heap, (*item.priority, self._sequence, item))
         self._wake.set()
 
@@ -172,7 +107,7 @@ class LocalQueue:
             self._wake.set()
 
     def waiting(self) -> int:
-        return sum(entry[-1].wanted for entry in self._heap)
+        return len({id(entry[-1]) for entry in self._heap if entry[-1].wanted})
 
     def take_changes(self) -> list[tuple[float, int]]:
         changes, self._changes = self._changes, []
@@ -181,6 +116,10 @@ class LocalQueue:
     def pause(self, seconds: float) -> None:
         self._pause.extend(seconds)
         self.refresh()
+
+    def resume(self) -> None:
+        self._pause.cancel()
+        self._resume()
 
     @property
     def paused_until(self) -> float:
@@ -285,6 +224,8 @@ class Limiter:
                 rates = common if own is limits else _rates(own) + common
                 self.queues[name] = LocalQueue(name, own, rates, self.fill, report)
         self._all = list(self.queues.values())
+        # The server of shared limits chooses for all agents.
+        self._pool = [] if shared is not None else [self.queues[name] for name in limits.pool]
         self._local: LocalQueue | None = None
 
     def queue_of(self, endpoint: str) -> EndpointQueue:
@@ -293,7 +234,11 @@ class Limiter:
 
     def push(self, item: Queued) -> None:
         """Queues an item; :meth:`fill` starts it."""
-        self.queue_of(item.endpoint).push(item)
+        if self._pool and not item.endpoint:
+            for queue in self._pool:
+                queue.push(item)
+        else:
+            self.queue_of(item.endpoint).push(item)
 
     def push_local(self, item: Queued) -> None:
         """Queues an item that needs a slot but no service: rates, pauses and lowered limits do not apply to it."""
@@ -312,7 +257,13 @@ class Limiter:
                 best: tuple[tuple[int, int, int], EndpointQueue, Queued] | None = None
                 for queue in self._all:
                     item = queue.ready()
-                    if item is not None and (best is None or item.priority < best[0]):
+                    if item is None:
+                        continue
+                    if (
+                        best is None
+                        or item.priority < best[0]
+                        or (item is best[2] and _is_better(queue, best[1], item))
+                    ):
                         best = item.priority, queue, item
                 if best is None:
                     return
@@ -361,7 +312,9 @@ class Limiter:
 
     def waiting(self) -> int:
         """Returns the number of queued items that are wanted."""
-        return sum(queue.waiting() for queue in self._all)
+        alone = sum(queue.waiting() for queue in self._all if queue not in self._pool)
+        # An item of the pool waits in all of its queues.
+        return alone + max((queue.waiting() for queue in self._pool), default=0)
 
     def changes(self) -> list[tuple[float, str, int]]:
         """Returns (seconds of ``clock.now()``, endpoint, limit) of each change of a limit since the last call."""
@@ -371,6 +324,19 @@ class Limiter:
         """Closes all queues."""
         for queue in self.queues.values():
             queue.close()
+
+
+def _is_better(queue: EndpointQueue, other: EndpointQueue, item: Queued) -> bool:
+    """Whether an item that two servers of a pool could take should go to the first."""
+    return _fullness(queue, item) < _fullness(other, item)
+
+
+def _fullness(queue: EndpointQueue, item: Queued) -> float:
+    """Returns the share of a server's slots that are taken, changed by what the item prefers."""
+    share = queue.running / max(1.0, queue.limit)
+    if queue.name in item.avoids:
+        return share + 1.0
+    return share - PREFERENCE if queue.name == item.prefers else share
 
 
 def _raise(error: Exception) -> None:

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from dataflow.errors import DataflowError
+from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.limits import Limits
-from dataflow.rewards.limits.queues import EndpointQueue, Limiter
+from dataflow.rewards.limits.queues import Limiter
 from dataflow.system import clock
 
 _HELLO_BYTES = 4096
@@ -95,6 +96,8 @@ class _Request:
     endpoint: str
     priority: tuple[int, int, int]
     tokens: int
+    prefers: str = ""
+    avoids: tuple[str, ...] = ()
     wanted: bool = True
     queue: EndpointQueue | None = None
 
@@ -108,6 +111,8 @@ class _Holder:
     requests: dict[int, _Request] = field(default_factory=dict)
     """Waiting and granted requests, by the number that the agent gave them."""
     grants: list[int] = field(default_factory=list)
+    placed: list[tuple[int, str]] = field(default_factory=list)
+    """Grants of a pool, each with the server that was chosen."""
     levels: list[tuple[float, str, int]] = field(default_factory=list)
     waited_s: dict[str, float] = field(default_factory=dict)
     """Rate-limit waits sent to it, by endpoint."""
@@ -192,9 +197,13 @@ class LimitServer:
         for number in message.get("drops", ()):
             self._end(holder, number, dropped=True)
         for endpoint, seconds in message.get("pauses", ()):
-            self._limiter.queue_of(endpoint).pause(seconds)
-        for number, endpoint, priority, tokens in message.get("wants", ()):
-            request = _Request(holder, number, endpoint, tuple(priority), tokens)
+            queue = self._limiter.queue_of(endpoint)
+            if seconds:
+                queue.pause(seconds)
+            else:
+                queue.resume()
+        for number, endpoint, priority, tokens, prefers, avoids in message.get("wants", ()):
+            request = _Request(holder, number, endpoint, tuple(priority), tokens, prefers, tuple(avoids))
             holder.requests[number] = request
             self._limiter.push(request)
         # Read once: the second call of a message must not seem to have begun after the cut that the first one caused.
@@ -228,7 +237,11 @@ class LimitServer:
 
     def _grant(self, request: _Request, queue: EndpointQueue) -> None:
         request.queue = queue
-        request.holder.grants.append(request.number)
+        request.wanted = False  # in the other queues of a pool
+        if queue.name == request.endpoint or queue.name not in self.limits.pool:
+            request.holder.grants.append(request.number)
+        else:
+            request.holder.placed.append((request.number, queue.name))
         self._send_soon(request.holder)
 
     def _send_levels(self) -> None:
@@ -249,6 +262,8 @@ class LimitServer:
             message: Message = {"grants": holder.grants, "levels": holder.levels}
             if waited_s != holder.waited_s:
                 message["waited_s"] = holder.waited_s = waited_s
+            if holder.placed:
+                message["placed"], holder.placed = holder.placed, []
             holder.grants, holder.levels = [], []
             holder.wire.send(message)
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from dataflow.errors import DataflowError, RewardFailed
+from dataflow.rewards.limits.endpoint_queue import Queued
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.pause import Pause
-from dataflow.rewards.limits.queues import Queued
 from dataflow.rewards.limits.server import Address, LimitServer, Message, Wire
 from dataflow.system import clock
 from dataflow.system.redaction import redact_logs
@@ -79,7 +79,7 @@ class SharedLimits:
         """Requests a grant for an item."""
         self._number += 1
         self._waiting[self._number] = queue, item
-        self.send("wants", [self._number, queue.name, self._priority(item), item.tokens])
+        self.send("wants", [self._number, queue.name, self._priority(item), item.tokens, item.prefers, item.avoids])
 
     def _priority(self, item: Queued) -> tuple[int, int, int]:
         """Returns the item's priority among all agents, each of which counts a step's requests from its first."""
@@ -111,11 +111,19 @@ class SharedLimits:
             if queue := self._queues.get(endpoint):
                 queue.waited_s = seconds
         granted = [(number, *self._waiting.pop(number)) for number in message["grants"] if number in self._waiting]
+        for number, endpoint in message.get("placed", ()):  # of a pool, whose server is chosen only now
+            if number in self._waiting:
+                granted.append((number, self._queues[endpoint], self._waiting.pop(number)[1]))
         for number, queue, item in granted:
             queue.grant(number, item)
         if not all(item.wanted for _number, _queue, item in granted):
             self._drop_unwanted()
         self._on_change()
+
+    def request_again(self, number: int, item: Queued) -> None:
+        """Gives a grant back that cannot be used, as its server starts nothing for now, and requests another."""
+        self.send("drops", number)
+        self.request(self._queues[item.endpoint], item)
 
     def _drop_unwanted(self) -> None:
         """Removes cancelled items; their cancellation is noticed only when one of them is granted."""
@@ -174,6 +182,7 @@ class SharedQueue:
         self.overloads = 0
         self._changes: list[tuple[float, int]] = []
         self._shared = shared
+        self._on_change = on_change
         self._pause = Pause(on_change)
         self._granted: deque[tuple[int, Queued]] = deque()
         self._running: deque[int] = deque()
@@ -184,6 +193,8 @@ class SharedQueue:
     def grant(self, number: int, item: Queued) -> None:
         """Adds an item that the server lets start."""
         self._granted.append((number, item))
+        if self._pause.active:
+            self._return_grants()
 
     def set_limit(self, at: float, limit: int) -> None:
         """Takes over a change of the job's limit."""
@@ -209,6 +220,21 @@ class SharedQueue:
     def pause(self, seconds: float) -> None:
         self._pause.extend(seconds)
         self._shared.send("pauses", [self.name, seconds])
+        self._return_grants()
+
+    def _return_grants(self) -> None:
+        """Returns the grants of items that another server of the pool may take."""
+        for number, item in [entry for entry in self._granted if entry[1].endpoint != self.name]:
+            self._granted.remove((number, item))
+            if item.wanted:
+                self._shared.request_again(number, item)
+            else:
+                self._shared.send("drops", number)
+
+    def resume(self) -> None:
+        self._pause.cancel()
+        self._shared.send("pauses", [self.name, 0])
+        self._on_change()
 
     @property
     def paused_until(self) -> float:

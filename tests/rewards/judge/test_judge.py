@@ -399,14 +399,8 @@ def test_replicas_share_the_requests_and_endpoint_tells_which() -> None:
         return urls, judge
 
     urls, judge = asyncio.run(body())
-    arguments = {"data_source": "d", "ground_truth": "7", "extra_info": None, "reward_router_address": None}
-    assert [judge.endpoint(solution_str=text, **arguments) for text in texts] == [came[text] for text in texts]
-    spread = Counter(came.values())
-    assert set(spread) == set(urls)
-    assert min(spread.values()) > 70
-    again = Judge(urls, template="{response}")
-    assert all(again.endpoint(solution_str=text) == came[text] for text in texts)
-    assert Judge("http://h:1/v1").endpoint(solution_str="\ud800") == "http://h:1/v1"
+    assert judge.endpoints == urls
+    assert Counter(came.values()) == dict.fromkeys(urls, 100)
 
 
 def test_addresses() -> None:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.limits import Limits
-from dataflow.rewards.limits.queues import EndpointQueue, Limiter
+from dataflow.rewards.limits.queues import Limiter
 from dataflow.system import clock
 
 MINUTE = 60.0 - 1e-4
@@ -22,6 +23,8 @@ class Item:
     priority: tuple[int, int, int]
     endpoint: str = ""
     tokens: int = 0
+    prefers: str = ""
+    avoids: tuple[str, ...] = ()
     wanted: bool = True
     seconds: float = 0.0
     """How long it will run."""

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from dataflow.errors import ConfigError
+from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.limits import Limits
-from dataflow.rewards.limits.queues import BACK_OFF, EndpointQueue, Limiter
+from dataflow.rewards.limits.queues import BACK_OFF, Limiter
 from dataflow.system import clock
 from tests.rewards.limits.limit_rig import Item, Rig
 from tests.rigs.virtual_time import run_virtual

@@ -18,8 +18,9 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import RewardAgent
+from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.limits import Limits
-from dataflow.rewards.limits.queues import EndpointQueue, Limiter
+from dataflow.rewards.limits.queues import Limiter
 from dataflow.rewards.limits.server import Address, LimitServer, Wire
 from dataflow.rewards.limits.shared import SharedLimits
 from dataflow.system import clock
@@ -42,6 +43,8 @@ class Item:
     priority: tuple[int, int, int]
     endpoint: str = ""
     tokens: int = 0
+    prefers: str = ""
+    avoids: tuple[str, ...] = ()
     wanted: bool = True
     begun: float = 0.0
 

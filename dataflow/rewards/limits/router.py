@@ -1,0 +1,317 @@
+"""Router: which of several equal servers takes part, and what happens to the calls of one that does not answer.
+
+The limiter chooses the server of a call when the call starts (:mod:`~dataflow.rewards.limits.queues`). The router
+pauses the queue of a server that fails:
+
+* After a time-out, a broken connection or a status 5xx it gets no further call until ``GET /health`` has answered.
+* If that does not answer, or calls failed :data:`FAILURES` times in a row, the server is *ejected*: its calls in flight
+  are given up, so that they go to the other servers at once, and it is probed at growing intervals. The first probe
+  that is answered readmits it.
+* A failed call goes to another server at once, which is none of its request's tries. With no other server it is.
+* If all servers have been ejected for ``patience_s``, calls start nevertheless: they fail, and the failure rule
+  applies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from urllib.parse import urlsplit
+from zlib import crc32
+
+from loguru import logger
+
+from dataflow.rewards.limits.endpoint_queue import EndpointQueue
+from dataflow.rewards.limits.limits import Limits
+from dataflow.rewards.retry import is_lost
+from dataflow.system import clock
+from dataflow.usercode.failures import attribute_of
+from dataflow.usercode.loop import call_endpoint
+
+if TYPE_CHECKING:
+    import aiohttp
+
+FAILURES = 3
+"""Failed calls in a row after which a server is ejected although its health check answers."""
+_HOLD_S = 4.0
+"""A paused queue is paused for this many times the interval of the probes: if the process of its router dies, other
+processes use the server again."""
+
+Routing = Literal["least", "prefix"]
+T = TypeVar("T")
+
+
+class ServerGivenUp(ConnectionError):
+    """The server of a call was ejected while the call was in flight."""
+
+    fix = "see the log of that server; raise the time-out if it was only slow"
+
+
+@dataclass(frozen=True)
+class Probing:
+    """How ejected servers are probed.
+
+    Attributes:
+        first_s: interval before the second probe; it doubles with each further one.
+        most_s: longest interval.
+        limit_s: seconds that an answer may take.
+        patience_s: after so long without any server calls start nevertheless.
+    """
+
+    first_s: float = 0.5
+    most_s: float = 30.0
+    limit_s: float = 5.0
+    patience_s: float = 600.0
+
+
+@dataclass(eq=False)
+class _Server:
+    name: str
+    health: str
+    queue: EndpointQueue | None = None
+    failures: int = 0
+    """Calls that failed in a row."""
+    interval_s: float = 0.0
+    """Of its probes; kept until a call succeeds, so that one that fails again is probed less often."""
+    ejected_at: float = math.inf
+    watch: asyncio.Task[None] | None = None
+    """Probes it while it gets no calls."""
+    calls: set[asyncio.Timeout] = field(default_factory=set)
+    """Of its calls in flight."""
+
+    @property
+    def ejected(self) -> bool:
+        return self.ejected_at < math.inf
+
+
+class Router:
+    """The health of equal servers, for the agent that calls them; an agent finds it as the reward's ``router``.
+
+    Args:
+        urls: base addresses of the servers, which are also their names.
+        slots: calls in flight at one server; None for the agent's limit.
+        routing: ``least`` takes the emptiest server; ``prefix`` the one that had the same prompt before, unless it is
+            much fuller.
+        prompt_of: returns the prompt of a call from its arguments, for ``prefix``.
+        what: what the servers are, for messages.
+        probing: how ejected servers are probed.
+
+    Attributes:
+        counts: ``resent`` calls and ``ejections`` so far.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        slots: int | None = None,
+        routing: Routing = "least",
+        prompt_of: Callable[[Mapping[str, Any]], str] | None = None,
+        what: str = "the judge",
+        probing: Probing | None = None,
+    ) -> None:
+        self.names = tuple(urls)
+        self._servers = {url: _Server(url, _health_of(url)) for url in self.names}
+        self._slots = slots
+        self._prompt_of = prompt_of if routing == "prefix" and len(self.names) > 1 else None
+        self._what = what
+        self._probing = probing or Probing()
+        self._turn = itertools.cycle(self.names)
+        self._changes: list[tuple[float, str, int]] = []
+        self._session: aiohttp.ClientSession | None = None
+        self._patience: asyncio.TimerHandle | None = None
+        self.counts = {"resent": 0, "ejections": 0}
+
+    # --- the choice of a server ---------------------------------------------------------------------------------
+
+    def limits(self, limits: Limits) -> Limits:
+        """Returns limits with the servers as their pool; those without limits of their own have ``slots``."""
+        most = min(self._slots or limits.concurrency, limits.concurrency)
+        own = Limits(most, adaptive=limits.adaptive, floor=min(limits.floor, most))
+        endpoints = {name: _at_most(limits.endpoints.get(name, own), most) for name in self.names}
+        return replace(limits, endpoints=endpoints, pool=self.names)
+
+    def prefers(self, arguments: Mapping[str, Any]) -> str:
+        """Returns the server that should take a call with these arguments, or "" for any."""
+        if self._prompt_of is None:
+            return ""
+        prompt = self._prompt_of(arguments)
+        return self.names[crc32(prompt.encode(errors="surrogatepass")) % len(self.names)]
+
+    def server(self) -> str:
+        """Returns the server that the limiter chose for the current call; outside of an agent the next in turn."""
+        chosen = call_endpoint.get()
+        return chosen if chosen in self._servers else next(self._turn)
+
+    # --- failures and probes ------------------------------------------------------------------------------------
+
+    def open(self, queues: Mapping[str, EndpointQueue], patience_s: float | None = None) -> None:
+        """Takes the queues of the servers, on the event loop that calls them."""
+        for server in self._servers.values():
+            server.queue = queues[server.name]
+        if patience_s is not None:
+            self._probing = replace(self._probing, patience_s=patience_s)
+
+    async def guarded(self, name: str, sending: Awaitable[T]) -> T:
+        """Awaits a call to a server, and gives it up when the server is ejected.
+
+        Raises:
+            ServerGivenUp: the server was ejected.
+        """
+        server = self._servers[name]
+        try:
+            async with asyncio.timeout(None) as limit:
+                server.calls.add(limit)
+                try:
+                    return await sending
+                finally:
+                    server.calls.discard(limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        raise ServerGivenUp(f"{name} was given up: it did not answer other calls, nor GET /health")
+
+    def answered(self, name: str) -> None:
+        """Takes note of a call that a server answered."""
+        server = self._servers.get(name)
+        if server is not None and (server.failures or server.interval_s):
+            server.failures, server.interval_s = 0, 0.0
+
+    def failed(self, name: str, error: BaseException) -> bool:
+        """Takes note of a failed call; returns whether another server should be called at once."""
+        server = self._servers.get(name)
+        if server is None or server.queue is None or not is_lost(error):
+            return False
+        server.failures += 1
+        if server.watch is None:
+            self._suspend(server)
+            server.watch = asyncio.get_running_loop().create_task(self._probe_until_answered(server, error))
+        return any(other is not server and other.watch is None for other in self._servers.values())
+
+    async def _probe_until_answered(self, server: _Server, error: BaseException) -> None:
+        probing, why = self._probing, await self._probe(server)
+        if why or server.failures >= FAILURES:
+            self._eject(server, why or f"{server.failures} calls in a row failed, the last with {_brief(error)}")
+            while True:
+                server.interval_s = min(2 * server.interval_s or probing.first_s, probing.most_s)
+                if self._patience is not None or not self._all_ejected():
+                    self._suspend(server)
+                await asyncio.sleep(server.interval_s)
+                if not await self._probe(server):
+                    break
+            self._readmit(server)
+        server.watch = None
+        assert server.queue is not None
+        server.queue.resume()
+
+    def _suspend(self, server: _Server) -> None:
+        assert server.queue is not None
+        server.queue.pause(_HOLD_S * (self._probing.limit_s + server.interval_s))
+
+    def _eject(self, server: _Server, why: str) -> None:
+        server.ejected_at = clock.now()
+        self.counts["ejections"] += 1
+        self._changes.append((server.ejected_at, server.name, 0))
+        logger.warning(
+            f"{self._what}: server {server.name} takes no calls until it answers GET /health: {why}; its "
+            f"{len(server.calls)} calls in flight go to other servers."
+        )
+        now = asyncio.get_running_loop().time()
+        for call in tuple(server.calls):
+            call.reschedule(now)
+        if self._all_ejected():
+            self._patience = asyncio.get_running_loop().call_later(self._probing.patience_s, self._try_anyway)
+
+    def _all_ejected(self) -> bool:
+        return all(server.ejected for server in self._servers.values())
+
+    def _try_anyway(self) -> None:
+        """Lets calls start although no server has answered: they fail, and their requests end."""
+        self._patience = None
+        seconds = self._probing.patience_s
+        logger.warning(f"{self._what}: no server has answered for {seconds:g} s; calls are tried nevertheless.")
+        for server in self._servers.values():
+            if server.queue is not None:
+                server.queue.resume()
+
+    def _readmit(self, server: _Server) -> None:
+        seconds = clock.now() - server.ejected_at
+        server.ejected_at = math.inf
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        # One more failure ejects it again.
+        server.failures = FAILURES - 1
+        assert server.queue is not None
+        self._changes.append((clock.now(), server.name, int(server.queue.limit)))
+        logger.info(f"{self._what}: server {server.name} answers again, after {seconds:.1f} s.")
+
+    async def _probe(self, server: _Server) -> str:
+        """Returns why the health check of a server failed; "" if it was answered."""
+        import aiohttp
+
+        if self._session is None:
+            # A new connection for each probe: an old one may be open to a process that hangs or is gone.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        limit = aiohttp.ClientTimeout(total=self._probing.limit_s)
+        try:
+            async with self._session.get(server.health, timeout=limit, allow_redirects=False) as reply:
+                # A server elsewhere may have no such page, or want a key for it; but it answers.
+                return f"GET {server.health} answered {reply.status}" if reply.status >= 500 else ""
+        except TimeoutError:
+            return f"GET {server.health} was not answered within {self._probing.limit_s:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            return f"GET {server.health}: {_brief(error)}"
+
+    # --- reports ------------------------------------------------------------------------------------------------
+
+    def take_changes(self) -> list[tuple[float, str, int]]:
+        """Returns (seconds of ``clock.now()``, server, its limit: 0 while it is ejected) of each change since then."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    async def close(self) -> None:
+        """Ends the probes."""
+        if self._patience is not None:
+            self._patience.cancel()
+        probes = [server.watch for server in self._servers.values() if server.watch is not None]
+        for probe in probes:
+            probe.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+
+def router_of(reward: Any) -> Router | None:
+    """Returns the router of a reward object, if it has one."""
+    found = attribute_of(reward, "router")
+    return found if isinstance(found, Router) else None
+
+
+def pooled(limits: Limits, router: Router | None) -> Limits:
+    """Returns limits with the servers of a router as their pool, if there is one."""
+    return limits if router is None else router.limits(limits)
+
+
+def _at_most(limits: Limits, concurrency: int) -> Limits:
+    most = min(limits.concurrency, concurrency)
+    return replace(limits, concurrency=most, floor=min(limits.floor, most))
+
+
+def root_of(url: str) -> str:
+    """Returns the address of a server without path."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def _health_of(url: str) -> str:
+    return f"{root_of(url)}/health"
+
+
+def _brief(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}".rstrip(": ")

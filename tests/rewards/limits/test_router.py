@@ -1,0 +1,316 @@
+"""The router over HTTP on loopback: the choice of a server, ejection, and calls that go to another server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from dataflow.batch import Batch
+from dataflow.errors import RewardFailed
+from dataflow.reward_agent import Limits, Retry, RewardAgent
+from dataflow.rewards.judge.errors import JudgeError
+from dataflow.rewards.judge.judge import Judge
+from dataflow.rewards.limits.router import FAILURES, Probing, Router, ServerGivenUp
+from dataflow.rewards.limits.server import LimitServer
+from dataflow.rewards.limits.shared import SharedLimits
+from dataflow.rewards.retry import is_lost
+from tests.rigs.reward_servers import FakeServer, servers
+
+pytestmark = pytest.mark.timeout(60)
+
+FAST = Probing(first_s=0.02, most_s=0.1, limit_s=0.2, patience_s=30.0)
+AT_ONCE = Retry(tries=2, timeout_s=20.0, deadline_s=30.0, backoff_s=0.01, max_backoff_s=0.01)
+
+
+def samples(count: int, size: int = 1) -> Batch:
+    return Batch(
+        [row // size for row in range(count)],
+        {
+            "response_text": [f"response {row}" for row in range(count)],
+            "data_source": ["d"] * count,
+            "ground_truth": ["1"] * count,
+            "extra_info": [{"question": f"question {row // size}"} for row in range(count)],
+        },
+    )
+
+
+def judge_of(
+    found: list[FakeServer], slots: int = 4, timeout: float = 20.0, probing: Probing = FAST, **how: Any
+) -> Judge:
+    judge = Judge([server.url for server in found], timeout=timeout, slots=slots, **how)
+    assert judge.router is not None
+    judge.router = Router(judge.endpoints, slots, how.get("routing", "least"), judge.router._prompt_of, probing=probing)
+    return judge
+
+
+def agent_of(judge: Judge, concurrency: int = 64, retry: Retry = AT_ONCE, **how: Any) -> RewardAgent:
+    return RewardAgent(judge, limits=Limits(concurrency), retry=retry, **how)
+
+
+def run(body: Coroutine[Any, Any, Any]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(50):
+            return await body
+
+    return asyncio.run(limited())
+
+
+def places(rewards: Batch) -> Counter[str]:
+    return Counter(record["endpoint"] for record in rewards.meta["records"])
+
+
+def one(_body: dict[str, Any]) -> float:
+    return 1.0
+
+
+def test_a_call_takes_the_emptiest_server_and_its_record_names_it() -> None:
+    async def body() -> None:
+        async with servers(3, score=one) as found:
+            for server in found:
+                server.hang()
+            agent = agent_of(judge_of(found, slots=2))
+            agent.submit(1, samples(8))
+            for server in found:
+                await server.until(2)
+            assert [server.running for server in found] == [2, 2, 2]
+            found[1].answering.set()  # the others are full: it gets all that wait
+            await found[1].until(4)
+            for server in found:
+                server.answering.set()
+            rewards = await agent.collect(1)
+            assert places(rewards) == {found[0].url: 2, found[1].url: 4, found[2].url: 2}
+            assert [server.most for server in found] == [2, 2, 2]
+            assert agent.stats()["limit"] == {"": 64, **{server.url: 2 for server in found}}
+            await agent.close()
+
+    run(body())
+
+
+def test_with_prefix_routing_a_prompt_goes_to_one_server_while_that_is_not_full() -> None:
+    async def body() -> None:
+        async with servers(2, score=one) as found:
+            agent = agent_of(judge_of(found, slots=128, routing="prefix"), concurrency=256)
+            agent.submit(1, samples(40, size=5))
+            rewards = await agent.collect(1)
+            by_group: dict[int, set[str]] = {}
+            for record in rewards.meta["records"]:
+                by_group.setdefault(record["group"], set()).add(record["endpoint"])
+            assert all(len(at) == 1 for at in by_group.values())
+            assert len(places(rewards)) == 2
+            for server in found:
+                server.hang()
+            agent.submit(2, samples(60, size=60))  # one prompt: the other server helps
+            await asyncio.gather(*(server.until(len(server.bodies) + 1) for server in found))
+            for server in found:
+                server.answering.set()
+            assert min(places(await agent.collect(2)).values()) >= 8
+            await agent.close()
+
+    run(body())
+
+
+def test_the_calls_of_a_server_that_dies_go_to_another_at_once_and_cost_no_try() -> None:
+    async def body() -> None:
+        async with servers(2, score=one) as found:
+            for server in found:
+                server.hang()
+            agent = agent_of(judge_of(found), retry=Retry(tries=1, timeout_s=20.0))
+            agent.submit(1, samples(8))
+            for server in found:
+                await server.until(4)
+            await found[0].stop()
+            found[1].answering.set()
+            rewards = await agent.collect(1)
+            assert rewards["score"].tolist() == [1.0] * 8
+            assert places(rewards) == {found[1].url: 8}
+            assert sorted(record.get("resent", 0) for record in rewards.meta["records"]) == [0] * 4 + [1] * 4
+            stats = agent.stats()
+            assert (stats["resent"], stats["ejections"], stats["failed"]) == (4, 1, 0)
+            changes = [(endpoint, limit) for _at, endpoint, limit in rewards.meta["limits"]]
+            assert changes == [(found[0].url, 0)]
+            await found[0].start()  # at the same port, as after a restart
+            rewards = await agent_until(agent, found[0])
+            assert (found[0].url, 4) in [(endpoint, limit) for _at, endpoint, limit in rewards.meta["limits"]]
+            await agent.close()
+
+    run(body())
+
+
+async def agent_until(agent: RewardAgent, server: FakeServer) -> Batch:
+    """Submits steps until a server has answered one of their calls; returns the rewards of the last."""
+    step, bodies = 1, len(server.bodies)
+    changes: list[Any] = []
+    while len(server.bodies) == bodies:
+        step += 1
+        agent.submit(step, samples(8))
+        rewards = await agent.collect(step)
+        changes += rewards.meta["limits"]
+    rewards.meta["limits"] = changes
+    return rewards
+
+
+def test_a_server_that_hangs_is_ejected_at_the_first_time_out_with_all_its_calls() -> None:
+    async def body() -> None:
+        async with servers(2, score=one) as found:
+            found[0].hang()
+            agent = agent_of(judge_of(found, timeout=0.5), retry=Retry(tries=1, timeout_s=20.0))
+            agent.submit(1, samples(40))
+            begin = asyncio.get_running_loop().time()
+            rewards = await agent.collect(1)
+            assert rewards["score"].tolist() == [1.0] * 40
+            assert places(rewards) == {found[1].url: 40}
+            assert asyncio.get_running_loop().time() - begin < 10
+            assert (len(found[0].bodies), agent.stats()["resent"]) == (4, 4)
+            found[0].answering.set()
+            await agent_until(agent, found[0])
+            await agent.close()
+
+    run(body())
+
+
+def test_a_slow_server_that_answers_its_health_check_keeps_its_other_calls() -> None:
+    async def body() -> None:
+        async with servers(2, score=one) as found:
+            judge = judge_of(found)
+            agent = agent_of(judge)
+            agent.submit(1, samples(1))
+            await agent.collect(1)
+            assert judge.router is not None
+            name = found[0].url
+            assert judge.router.failed(name, TimeoutError())
+            assert agent._limiter.queues[name].ready() is None
+            while judge.router._servers[name].watch is not None:
+                await asyncio.sleep(0)
+            assert (found[0].probes, agent.stats()["ejections"]) == (1, 0)
+            agent.submit(2, samples(2))
+            assert len(places(await agent.collect(2))) == 2
+            await agent.close()
+
+    run(body())
+
+
+def test_a_server_that_only_fails_is_ejected_although_it_is_healthy() -> None:
+    async def body() -> None:
+        async with servers(2, score=one) as found:
+            found[0].status = 500
+            agent = agent_of(judge_of(found, slots=1), retry=Retry(tries=1, timeout_s=20.0))
+            for step in range(1, 30):
+                agent.submit(step, samples(2))
+                rewards = await agent.collect(step)
+                assert places(rewards) == {found[1].url: 2}
+                if agent.stats()["ejections"]:
+                    break
+            assert len(found[0].bodies) == FAILURES
+            await agent.close()
+
+    run(body())
+
+
+def test_a_status_4xx_is_neither_resent_nor_retried() -> None:
+    async def body() -> None:
+        async with servers(2, score=one) as found:
+            for server in found:
+                server.status = 400
+            agent = agent_of(judge_of(found))
+            agent.submit(1, samples(1))
+            with pytest.raises(RewardFailed, match=r"answered 400: out of order"):
+                await agent.collect(1)
+            assert sum(len(server.bodies) for server in found) == 1
+            assert sum(server.probes for server in found) == 0
+            await agent.close()
+
+    run(body())
+
+
+def test_requests_wait_while_no_server_answers_and_go_on_when_one_is_back() -> None:
+    async def body() -> None:
+        async with servers(2, score=one) as found:
+            for server in found:
+                server.hang()
+            agent = agent_of(judge_of(found))
+            agent.submit(1, samples(20))
+            for server in found:
+                await server.until(4)
+            for server in found:
+                await server.stop()
+            waiting = asyncio.ensure_future(agent.collect(1))
+            while agent.stats()["ejections"] < 2:
+                await asyncio.sleep(0.01)
+            await found[1].start()
+            rewards = await waiting
+            assert rewards["score"].tolist() == [1.0] * 20
+            assert places(rewards) == {found[1].url: 20}
+            await agent.close()
+
+    run(body())
+
+
+def test_with_no_server_for_long_requests_fail_with_a_sentence(logged: list[str]) -> None:
+    async def body() -> None:
+        async with servers(2, score=one) as found:
+            pass  # they are gone
+        retry = Retry(tries=2, timeout_s=1.0, deadline_s=1.0, backoff_s=0.01, max_backoff_s=0.01)
+        agent = agent_of(judge_of(found), 2, retry, on_failure="drop_sample", max_failed_share=0.9)
+        agent.submit(1, samples(30))
+        with pytest.raises(RewardFailed, match=r"see that the judge at judge\.url is up"):
+            await agent.collect(1)
+        assert any("no server has answered for 1 s" in line for line in logged)
+        await agent.close()
+
+    run(body())
+
+
+def test_agents_with_shared_limits_share_the_slots_of_each_server() -> None:
+    async def body() -> None:
+        async with servers(2, score=one) as found:
+            for server in found:
+                server.hang()
+            judges = [judge_of(found, slots=3) for _ in range(2)]
+            agents = [agent_of(judge) for judge in judges]
+            limits = LimitServer(agents[0].limits)
+            address = await limits.open()
+            for number, agent in enumerate(agents):
+                agent.share_limits(SharedLimits(address, f"agent {number}").queue)
+                agent.submit(1, samples(20))
+            for server in found:
+                await server.until(3)
+            assert [server.running for server in found] == [3, 3]
+            await found[0].stop()
+            found[1].answering.set()
+            for agent in agents:
+                rewards = await agent.collect(1)
+                assert places(rewards) == {found[1].url: 20}
+            assert found[1].most == 3
+            await found[0].start()
+            await agent_until(agents[0], found[0])
+            for agent in agents:
+                await agent.close()
+            await limits.close()
+
+    run(body())
+
+
+def test_a_hedge_goes_to_another_server() -> None:
+    async def body() -> None:
+        async with servers(2, score=one) as found:
+            found[0].hang()
+            agent = agent_of(judge_of(found), hedge_after=0.05)
+            agent.submit(1, samples(1))
+            rewards = await agent.collect(1)
+            assert rewards.meta["records"][0] | {"begin": 0, "end": 0} == {
+                "group": 0, "sample": 0, "begin": 0, "end": 0, "how": "hedged", "endpoint": found[1].url,
+            }  # fmt: skip
+            await agent.close()
+
+    run(body())
+
+
+def test_which_errors_are_of_a_lost_server() -> None:
+    lost = [TimeoutError(), ConnectionResetError(), ServerGivenUp("x"), JudgeError("x", status=500)]
+    assert all(map(is_lost, lost))
+    busy = [JudgeError("x", status=status) for status in (400, 429, 503)]
+    assert not any(map(is_lost, [ValueError(), JudgeError("no score"), *busy]))
