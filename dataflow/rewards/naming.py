@@ -10,7 +10,8 @@ MAIN = "reward"
 JUDGE = "dataflow.rewards.judge.judge:Judge"
 """What scores where the configuration names no reward function."""
 
-_KEY = re.compile(r"(?<![\w./'\"-])(reward|judge|custom_reward_function)\.(?=[a-z_]+)(?!py\b|sqlite\b)")
+_KEY = re.compile(r"(?<![\w./'\"-])(reward|judge|custom_reward_function)\.(?=[a-z_]+)(?!py\b|sqlite\b|models\b)")
+"""Keys of the sections of an agent; ``reward.models`` holds those of all agents."""
 
 
 def keyed(message: str, agent: str) -> str:

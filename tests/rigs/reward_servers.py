@@ -95,7 +95,9 @@ class FakeServer:
         if request.path == "/classify":
             return web.json_response({"data": [{"probs": [self.score(body)]}], "usage": {"total_tokens": 7}})
         if request.path == "/pooling":
-            return web.json_response({"data": [{"data": [self.score(body)]}], "usage": {"total_tokens": 7}})
+            score: Any = self.score(body)
+            data = score if isinstance(score, list) else [score]
+            return web.json_response({"data": [{"data": data}], "usage": {"total_tokens": 7}})
         message = {"message": {"content": f"Score: {self.score(body):g}"}}
         return web.json_response({"choices": [message], "usage": {"prompt_tokens": 3, "total_tokens": 5}})
 

@@ -6,21 +6,20 @@ call of ``compute_score`` is one request: the agent retries, times out and limit
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from dataflow.errors import ConfigError, nearest
+from dataflow.rewards.judge.address import addresses, without_login
 from dataflow.rewards.judge.budget import Budget, BudgetSpent, estimate
-from dataflow.rewards.judge.chat import COMPLETIONS, make_chat
+from dataflow.rewards.judge.chat import make_chat
 from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout, short
 from dataflow.rewards.judge.prompt import RULES, prompt_of, question_of, response_of
 from dataflow.rewards.limits.router import Router, Routing
-from dataflow.system.redaction import keep_secret, redact, redact_reply
+from dataflow.system.redaction import keep_secret, redact_reply
 
 __all__ = ["BudgetSpent", "Judge", "JudgeError", "JudgeTimeout"]
 
@@ -109,10 +108,10 @@ class Judge:
                 raise ConfigError(f"judge.{name}={number}; give a number above 0.")
         given = [url] if isinstance(url, str) else list(url)
         self._given, logins = [], []
-        for address, login in map(_without_login, given):
+        for address, login in map(without_login, given):
             self._given.append(address)
             logins.append(login)
-        self._urls = _addresses(self._given)
+        self._urls = addresses(self._given)
         self.url = self._urls[0]
         self._address = dict(zip(self._given, self._urls, strict=True))
         self.router: Router | None = None
@@ -214,49 +213,6 @@ def _values(solution: str, truth: Any, extra_info: Mapping[str, Any] | None) -> 
     """Returns what the placeholders of the templates stand for."""
     response = response_of(solution, extra_info)
     return {"question": question_of(extra_info), "reference": str(truth), "response": response}
-
-
-def _without_login(url: str) -> tuple[str, str]:
-    """Returns an address without user name and password, and the header that replaces them, or ""."""
-    try:
-        parts = urlsplit(url)
-        user, password = parts.username, parts.password
-    except (ValueError, AttributeError):  # not an address, which _addresses() reports
-        return url, ""
-    if user is None and password is None:
-        return url, ""
-    login = f"{unquote(user or '')}:{unquote(password or '')}"
-    encoded = base64.b64encode(login.encode()).decode()
-    # Some servers take a key as the user name.
-    for secret in (password or user, unquote(password or user or ""), encoded):
-        keep_secret(secret)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), f"Basic {encoded}"
-
-
-def _addresses(urls: list[str]) -> list[str]:
-    """Returns the full addresses of the servers."""
-    if not urls:
-        raise ConfigError("judge.url=[] names no server; give http://host:port.")
-    full = []
-    for url in urls:
-        try:
-            parts = urlsplit(url)
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-            good = good and url.isascii() and url.isprintable() and " " not in url
-            (parts.hostname or "").encode("idna")  # raises for parts that are empty or too long
-        except (ValueError, AttributeError):
-            good = False
-        if not good:
-            raise ConfigError(f"judge.url={redact(str(url))} is not an address; give http://host:port.")
-        if parts.query or parts.fragment:
-            address = parts._replace(query="", fragment="").geturl()
-            fix = "remove what follows the path; put a key into the variable that judge.api_key_env names"
-            raise ConfigError(f"judge.url={address}?...: an address with a query is not supported; {fix}.")
-        base = url.rstrip("/")
-        full.append(base if base.endswith(COMPLETIONS) else f"{base.removesuffix('/v1')}/v1{COMPLETIONS}")
-    if len(set(full)) != len(full):
-        raise ConfigError(f"judge.url={urls} names a server twice; give each once.")
-    return full
 
 
 def _score_rule(pattern: str, limits: Sequence[float]) -> tuple[re.Pattern[str], float, float]:

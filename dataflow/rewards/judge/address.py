@@ -1,0 +1,62 @@
+"""The addresses of servers: from what the user gives, without passwords, to that of a request."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from urllib.parse import unquote, urlsplit
+
+from dataflow.errors import ConfigError
+from dataflow.rewards.judge.chat import COMPLETIONS
+from dataflow.system.redaction import keep_secret, redact
+
+
+def without_login(url: str) -> tuple[str, str]:
+    """Returns an address without user name and password, and the header that replaces them, or ""."""
+    try:
+        parts = urlsplit(url)
+        user, password = parts.username, parts.password
+    except (ValueError, AttributeError):  # not an address, which addresses() reports
+        return url, ""
+    if user is None and password is None:
+        return url, ""
+    login = f"{unquote(user or '')}:{unquote(password or '')}"
+    encoded = base64.b64encode(login.encode()).decode()
+    # Some servers take a key as the user name.
+    for secret in (password or user, unquote(password or user or ""), encoded):
+        keep_secret(secret)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), f"Basic {encoded}"
+
+
+def addresses(urls: Sequence[str], path: str = f"/v1{COMPLETIONS}") -> list[str]:
+    """Returns the full addresses of servers.
+
+    Args:
+        urls: ``http://host:port``, with or without ``/v1`` or all of the path.
+        path: of the requests.
+
+    Raises:
+        ConfigError: there is no url, one is not an address, or one is given twice.
+    """
+    if not urls:
+        raise ConfigError("judge.url=[] names no server; give http://host:port.")
+    full = []
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            good = good and url.isascii() and url.isprintable() and " " not in url
+            (parts.hostname or "").encode("idna")  # raises for parts that are empty or too long
+        except (ValueError, AttributeError):
+            good = False
+        if not good:
+            raise ConfigError(f"judge.url={redact(str(url))} is not an address; give http://host:port.")
+        if parts.query or parts.fragment:
+            address = parts._replace(query="", fragment="").geturl()
+            fix = "remove what follows the path; put a key into the variable that judge.api_key_env names"
+            raise ConfigError(f"judge.url={address}?...: an address with a query is not supported; {fix}.")
+        base = url.rstrip("/")
+        full.append(base if base.endswith(path.removeprefix("/v1")) else f"{base.removesuffix('/v1')}{path}")
+    if len(set(full)) != len(full):
+        raise ConfigError(f"judge.url={urls} names a server twice; give each once.")
+    return full

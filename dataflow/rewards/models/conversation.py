@@ -1,0 +1,100 @@
+"""Conversation: the input of a reward model, made of the prompt and the response of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dataflow.chat import text_of
+from dataflow.errors import ConfigError
+from dataflow.files import decoded
+from dataflow.models.directory import room_of
+from dataflow.models.tokenizer import load_tokenizer
+from dataflow.rewards.judge.prompt import question_of
+from dataflow.usercode.failures import attempt
+from dataflow.usercode.load import describe
+
+
+def messages_of(solution: str, extra_info: Mapping[str, Any] | None) -> list[dict[str, str]]:
+    """Returns the chat that is scored: the prompt's messages, then the response.
+
+    Args:
+        solution: the response as text.
+        extra_info: of the sample; ``raw_prompt`` holds the messages of the prompt (without it the question is one), and
+            ``conversation`` those that follow it, if the response has several turns.
+    """
+    facts = extra_info or {}
+    prompt, turns = facts.get("raw_prompt"), facts.get("conversation")
+    chat = [{"role": "user", "content": question_of(facts)}] if prompt is None else list(prompt)
+    chat += [{"role": "assistant", "content": solution}] if turns is None else list(turns)
+    return [{"role": str(turn.get("role", "user")), "content": text_of(turn.get("content", ""))} for turn in chat]
+
+
+class Renderer:
+    """Turns chats into token ids, with the tokenizer and the chat template of the reward model.
+
+    Special tokens that the tokenizer adds to a text are there once, whether or not the template writes them, too. A
+    longer input loses tokens at its left, after the special tokens at its begin.
+
+    Args:
+        path: of the model's directory.
+        template: file of another chat template.
+        limit: longest input in tokens; None for the model's positions.
+        key: of the model's section, for messages.
+
+    Raises:
+        ConfigError: there is no tokenizer, no template, or no number of positions.
+    """
+
+    def __init__(self, path: str, template: str | None, limit: int | None, key: str) -> None:
+        directory = Path(path).expanduser()
+        self._tokenizer = load_tokenizer(str(directory), f"{key}.path")
+        self._template = None if template is None else _read(template, key)
+        if self._template is None and not getattr(self._tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"{key}.path={path}: the tokenizer has no chat template; give {key}.template, a Jinja file."
+            )
+        positions = room_of(directory).positions
+        if limit is None and positions is None:
+            raise ConfigError(f"{key}.path={path}: config.json does not say how long an input may be; give "
+                              f"{key}.max_model_len.")  # fmt: skip
+        self.limit = min(number for number in (limit, positions) if number is not None)
+        plain, special = self._encode("x", False), self._encode("x", True)
+        begin = next((at for at in range(len(special)) if special[at : at + len(plain)] == plain), 0)
+        self._begin, self._end = special[:begin], special[begin + len(plain) :]
+
+    def __call__(self, chat: list[dict[str, str]]) -> tuple[list[int], int]:
+        """Returns the token ids of a chat, and how many were cut off.
+
+        Raises:
+            ValueError: the template cannot be applied to the chat.
+        """
+        text, error = attempt(
+            self._tokenizer.apply_chat_template,
+            chat,
+            tokenize=False,
+            chat_template=self._template,
+            add_generation_prompt=False,
+        )
+        if error is not None:
+            raise ValueError(f"the chat template cannot be applied to the conversation: {describe(error)}") from error
+        ids = self._encode(str(text), False)
+        begin, end = self._begin, self._end
+        if begin and ids[: len(begin)] != begin:
+            ids = begin + ids
+        if end and ids[-len(end) :] != end:
+            ids = ids + end
+        cut = max(0, len(ids) - self.limit)
+        return (begin + ids[len(begin) + cut :] if cut else ids), cut
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+
+def _read(path: str, key: str) -> str:
+    try:
+        return decoded(Path(path).expanduser().read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}.template={path} cannot be read ({error}); give a Jinja file.") from error

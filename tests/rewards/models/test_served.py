@@ -1,0 +1,230 @@
+"""The reward object of a served model: what it sends, what it makes of a reply, and what it says of errors."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.batch import Batch
+from dataflow.errors import ConfigError
+from dataflow.reward_agent import Limits, Retry, RewardAgent
+from dataflow.rewards.judge.errors import JudgeError
+from dataflow.rewards.models.conversation import Renderer, messages_of
+from dataflow.rewards.models.served import ServedReward
+from dataflow.rewards.naming import keyed
+from tests.rigs.reward_servers import FakeServer, servers
+
+pytestmark = pytest.mark.timeout(90)
+
+WORDS = ["<s>", "</s>", "<u>", "<a>", "one", "two", "three", "four", "five", "six", "ten", "unknown"]
+PLAIN = "{% for m in messages %}{{ '<u> ' if m.role == 'user' else '<a> ' }}{{ m.content }} {% endfor %}"
+WITH_BOS = "<s> " + PLAIN
+QUESTION = {"raw_prompt": [{"role": "user", "content": "one two"}]}
+
+
+def model(path: Path, template: str | None = WITH_BOS, positions: int | None = 64, ends: bool = False) -> str:
+    """Saves a tokenizer of whole words that begins each text with <s>, and ends it with </s> if it should."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="unknown"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    single = "<s> $A </s>" if ends else "<s> $A"
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 0), ("</s>", 1)])
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "unknown"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **names)
+    tokenizer.save_pretrained(path)
+    (path / "config.json").write_text("{}" if positions is None else f'{{"max_position_embeddings": {positions}}}')
+    return str(path)
+
+
+def words(ids: Sequence[int]) -> str:
+    return " ".join(WORDS[number] for number in ids)
+
+
+def run(body: Coroutine[Any, Any, Any]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(60):
+            return await body
+
+    return asyncio.run(limited())
+
+
+def ask(server: dict[str, Any] | None = None, text: str = "three four", **options: Any) -> tuple[Any, Any]:
+    """Returns the columns, or the error, and the request's path and body."""
+
+    async def body() -> tuple[Any, Any]:
+        async with servers(1, **(server or {})) as (one,):
+            reward = ServedReward("rm", [one.url], **options)
+            try:
+                columns = await reward.compute_score("d", text, "7", QUESTION)
+            except JudgeError as error:
+                columns = error
+            await reward.close()
+            return columns, one.bodies[0]
+
+    return run(body())
+
+
+def score(number: float) -> dict[str, Any]:
+    return {"score": lambda _body: number}
+
+
+@pytest.mark.parametrize("template", [PLAIN, WITH_BOS])
+def test_the_conversation_is_sent_as_token_ids_with_one_begin(tmp_path: Path, template: str) -> None:
+    columns, (path, body) = ask(score(-3.25), path=model(tmp_path, template))
+    assert (path, body["model"], body["use_activation"]) == ("/classify", "rm", False)
+    assert words(body["input"][0]) == "<s> <u> one two <a> three four"
+    assert columns == {"score": -3.25, "tokens": 7, "truncated": 0}
+
+
+def test_a_tokenizer_that_ends_a_text_ends_it_once(tmp_path: Path) -> None:
+    for name, template in (("plain", PLAIN), ("ended", WITH_BOS + "</s>")):
+        render = Renderer(model(tmp_path / name, template, ends=True), None, None, "k")
+        ids, _cut = render(messages_of("three", QUESTION))
+        assert words(ids) == "<s> <u> one two <a> three </s>"
+
+
+def test_a_long_input_loses_its_begin_and_says_so(tmp_path: Path, logged: list[str]) -> None:
+    async def body() -> None:
+        async with servers(1) as (one,):
+            reward = ServedReward("rm", one.url, path=model(tmp_path, positions=6))
+            for text in ("three four five", "three", "three four five six"):
+                columns = await reward.compute_score("d", text, "7", QUESTION)
+                assert columns["truncated"] == max(0, len(text.split()) - 1)
+            assert words(one.bodies[0][1]["input"][0]) == "<s> two <a> three four five"
+            assert reward.usage()["truncated"] == 2
+            assert reward.tokens(solution_str="x" * 1000) == 6
+            await reward.close()
+
+    run(body())
+    assert sum("an input has 2 tokens more than its 6" in line for line in logged) == 1
+    assert sum("WARNING" in line for line in logged) == 1
+
+
+def test_a_template_and_a_limit_replace_those_of_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "rm.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }} {% endfor %}ten")
+    options = {"path": model(tmp_path / "m", None), "template": str(file), "max_model_len": 4}
+    columns, (_path, body) = ask(**options)
+    assert words(body["input"][0]) == "<s> three four ten"
+    assert columns["truncated"] == 2
+
+
+def test_without_a_path_the_server_renders_the_messages() -> None:
+    columns, (path, body) = ask(score(0.5), kind="pooling")
+    assert path == "/pooling"
+    assert body["messages"] == [*QUESTION["raw_prompt"], {"role": "assistant", "content": "three four"}]
+    assert "input" not in body
+    assert columns == {"score": 0.5, "tokens": 7}
+
+
+def test_turns_and_images_become_text() -> None:
+    image = [{"type": "image", "image": b""}, {"type": "text", "text": "red?"}]
+    facts = {"raw_prompt": [{"role": "user", "content": image}], "conversation": [{"role": "tool", "content": "2"}]}
+    assert messages_of("x", facts) == [
+        {"role": "user", "content": "<image>red?"},
+        {"role": "tool", "content": "2"},
+    ]
+    assert messages_of("x", {"question": "q?"})[0] == {"role": "user", "content": "q?"}
+
+
+def test_a_sigmoid_keeps_the_raw_score() -> None:
+    columns, _sent = ask(score(-2.0), normalize="sigmoid")
+    assert columns["score"] == pytest.approx(1 / (1 + math.exp(2)))
+    assert columns["raw_score"] == -2.0
+    assert ask(score(-1e4), normalize="sigmoid")[0]["score"] == 0.0
+
+
+def test_a_token_level_head_is_read_at_the_last_token() -> None:
+    columns, _sent = ask({"score": lambda _body: [[1.0], [2.0]]}, kind="pooling")
+    assert columns["score"] == 2.0
+    columns, _sent = ask({"score": lambda _body: [1.0, 2.0]}, kind="pooling")
+    assert "answered 2 numbers, where a score is one" in str(columns)
+
+
+def test_chat_is_a_judge_with_the_keys_of_its_prompt() -> None:
+    prompt = {"template": "Rate {response}", "score_range": (0, 10), "score_pattern": None, "system": None}
+    columns, (path, body) = ask(score(5.0), kind="chat", prompt=prompt)
+    assert path == "/v1/chat/completions"
+    assert (body["model"], body["messages"]) == ("rm", [{"role": "user", "content": "Rate three four"}])
+    assert (columns["score"], columns["tokens"]) == (0.5, 5)
+
+
+@pytest.mark.parametrize(
+    ("server", "options", "words", "fix", "retry"),
+    [
+        ({"status": 400}, {}, "answered 400: out of order", r"only with reward\.models\.rm\.path", False),
+        ({"status": 404}, {}, "answered 404", r"--served-model-name", False),
+        ({"status": 500}, {}, "answered 500", "log of the server", True),
+        (score(math.nan), {}, "a score that is nan", r"reward\.models\.rm\.dtype", False),
+        ({"status": 404}, {"kind": "chat"}, "answered 404", r"correct reward\.models\.rm\.url or reward", False),
+        (score(7.0), {"kind": "chat"}, "Score: 7", r"'Score: <0\.\.1>'", True),
+    ],
+)
+def test_errors_name_the_server_and_the_keys_of_the_model(
+    server: dict[str, Any], options: dict[str, Any], words: str, fix: str, retry: bool
+) -> None:
+    error, _sent = ask(server, **options)
+    assert isinstance(error, JudgeError)
+    assert words in str(error)
+    assert error.retry is retry
+    assert re.search(fix, error.fix)
+    assert "judge." not in f"{error} {error.fix}"
+
+
+def test_bad_options_are_one_sentence(tmp_path: Path) -> None:
+    address = "http://127.0.0.1:1"
+    for options, message in (
+        ({"template": "x.jinja"}, r"reward\.models\.rm\.template=x\.jinja: without reward\.models\.rm\.path"),
+        ({"path": str(tmp_path / "none")}, r"reward\.models\.rm\.path: no tokenizer can be loaded"),
+        ({"path": model(tmp_path / "a", None)}, r"has no chat template; give reward\.models\.rm\.template"),
+        ({"path": model(tmp_path / "b", positions=None)}, r"give reward\.models\.rm\.max_model_len"),
+        ({"url": "nowhere"}, r"reward\.models\.rm\.url=nowhere is not an address"),
+        ({"url": []}, r"reward\.models\.rm\.url=\[\] names no server"),
+        ({"kind": "chat", "prompt": {"template": "x"}}, r"reward\.models\.rm\.prompt\.template has no {response}"),
+        ({"normalize": "running"}, r"reward\.models\.rm\.normalize=running is not built; give none or sigmoid"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ServedReward("rm", **{"url": address, **options})
+    ServedReward("rm", None, path=model(tmp_path / "c"))  # before its servers run
+
+
+def test_an_agent_keeps_the_keys_of_models_in_its_messages() -> None:
+    assert keyed("raise reward.models.rm.timeout or reward.tries.", "style") == (
+        "raise reward.models.rm.timeout or style.tries."
+    )
+
+
+def test_no_score_is_lost_when_a_server_dies_in_mid_flight(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with servers(2) as found:
+            reward = ServedReward("rm", [one.url for one in found], path=model(tmp_path), slots=4)
+            agent = RewardAgent(reward, limits=Limits(8), retry=Retry(tries=1, timeout_s=30.0))
+            found[0].hang()
+            texts = [" ".join(["three"] * (1 + row % 5)) for row in range(40)]
+            columns = {"response_text": texts, "data_source": ["d"] * 40, "ground_truth": ["1"] * 40}
+            agent.submit(1, Batch(range(40), {**columns, "extra_info": [QUESTION] * 40}))
+            await found[0].until(4)
+            await found[0].stop()
+            rewards = await agent.collect(1)
+            assert rewards["score"].tolist() == [5.0 + len(text.split()) for text in texts]
+            assert {record["endpoint"] for record in rewards.meta["records"]} == {found[1].url}
+            assert agent.stats()["tokens"] == sum(rewards["tokens"])
+            await agent.close()
+
+    run(body())
+
+
+def test_a_server_has_a_name(tmp_path: Path) -> None:
+    one = FakeServer(port=5)
+    reward = ServedReward("rm", [f"http://user:secret@127.0.0.1:{one.port}/v1"])
+    assert reward.endpoints == ["http://127.0.0.1:5/v1"]
+    asyncio.run(reward.close())
