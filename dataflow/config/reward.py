@@ -225,6 +225,29 @@ def sources_of(config: Any) -> Iterator[Source]:
             yield Source(name, section, section.custom_reward_function, section.judge)
 
 
+def model_of(config: Any, source: Source) -> str | None:
+    """Returns the name of the reward model that an agent's requests go to; None if it has none.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+        source: the agent's sections.
+    """
+    if source.options.model is not None:
+        return source.options.model
+    models, others = config.reward.models, [each for each in sources_of(config) if each.name != MAIN]
+    taken = {other.options.model for other in others}
+    alone = source.name == MAIN and len(models) == 1 and taken.isdisjoint(models)
+    return next(iter(models)) if alone and source.custom.path is None and source.judge.url is None else None
+
+
+def concurrency_of(config: Any, source: Source) -> int:
+    """Returns an agent's requests in flight at most: by default as many as the servers of its model take at once."""
+    model = config.reward.models.get(model_of(config, source))
+    if model is None or "concurrency" in source.options.model_fields_set:
+        return source.options.concurrency
+    return int(model.servers * model.max_num_seqs)
+
+
 def source_of(config: Any, name: str) -> Source:
     """Returns the sections of a reward agent.
 

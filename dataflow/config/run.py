@@ -29,7 +29,16 @@ from dataflow.config.base import BaseConfig, PolicyConfig, dump_yaml, values_of
 from dataflow.config.keys import verl_keys
 from dataflow.config.keys.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
-from dataflow.config.reward import CustomRewardConfig, JudgeConfig, RewardConfig, SourceConfig, sources_of
+from dataflow.config.reward import (
+    CustomRewardConfig,
+    JudgeConfig,
+    RewardConfig,
+    Source,
+    SourceConfig,
+    concurrency_of,
+    model_of,
+    sources_of,
+)
 from dataflow.config.samples import SamplesConfig
 from dataflow.config.section import Beta, Section, Text
 from dataflow.config.tools import ToolsConfig
@@ -242,9 +251,14 @@ class RunConfig(BaseConfig):
     def job(self) -> dict[str, Any]:
         """See :meth:`BaseConfig.job`."""
         main, *others = sources_of(self)
-        agents = {source.name: _limits(source.options) for source in others}
-        known = {"responses": self.engine.n, **_limits(main.options)}
-        return {**super().job(), **known, **({"agents": agents} if agents else {})}
+        agents = {source.name: _limits(self, source) for source in others}
+        models = {
+            name: {"replicas": model.servers, "slots": model.max_num_seqs, "placement": model.placement,
+                   "servers": list(model.urls)}
+            for name, model in self.reward.models.items()
+        }  # fmt: skip
+        known = {"responses": self.engine.n, **_limits(self, main), "agents": agents, "models": models}
+        return {**super().job(), **{key: value for key, value in known.items() if value != {}}}
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -333,6 +347,9 @@ class RunConfig(BaseConfig):
             )
 
 
-def _limits(agent: RewardConfig) -> dict[str, float | None]:
-    """Returns the limits of a reward agent that a plan needs."""
-    return {"concurrency": agent.concurrency, "rpm": agent.rpm, "tpm": agent.tpm}
+def _limits(config: RunConfig, source: Source) -> dict[str, Any]:
+    """Returns what a plan needs to know of a reward agent: its limits, and its reward model if it has one."""
+    limits = {"concurrency": concurrency_of(config, source), "rpm": source.options.rpm, "tpm": source.options.tpm}
+    model = model_of(config, source)
+    given = "concurrency" in source.options.model_fields_set
+    return limits if model is None else {**limits, "model": model, "concurrency_given": given}

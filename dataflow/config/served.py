@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -74,6 +75,18 @@ class ServedModelConfig(Section):
     """Seconds that a server may take to start."""
     restarts: NonNegativeInt = 3
     """How often its servers, counted together, may be restarted after they died."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers' addresses without passwords, where they are known."""
+        given = [self.url] if isinstance(self.url, str) else self.url or ()
+        parts = map(urlsplit, given)
+        return tuple(each._replace(netloc=each.netloc.rpartition("@")[2]).geturl() for each in parts)
+
+    @property
+    def servers(self) -> int:
+        """Number of its servers, here or elsewhere."""
+        return len(self.urls) or self.replicas
 
     @model_validator(mode="after")
     def _one_place(self) -> ServedModelConfig:

@@ -92,6 +92,12 @@ def _about_the_bound(workload: Workload, policy: SchedulingPolicy, best: Predict
             changed = replace(rewards, rpm=float(wanted))
             why = f"{calls:,} calls at {rewards.rpm:,.0f} a minute"
             turn = f"{wanted:,} a minute"
+        elif rewards.servers is not None:
+            servers = rewards.servers
+            wanted = math.ceil(servers.replicas * load / gpu)
+            changed = rewards.with_replicas(wanted)
+            why = f"{calls:,} calls on {servers.replicas} server{'s' * (servers.replicas > 1)} of '{servers.model}'"
+            turn = f"{wanted:,} servers (reward.models.{servers.model}.replicas)"
         else:
             wanted = math.ceil(calls * each / gpu)
             changed = replace(rewards, concurrency=wanted)

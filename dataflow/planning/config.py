@@ -13,6 +13,15 @@ from dataflow.errors import ConfigError
 DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 
 
+class ModelPlan(Section):
+    """The servers of a reward model, where they are to differ from those of the run."""
+
+    replicas: PositiveInt | None = None
+    """Servers."""
+    max_num_seqs: PositiveInt | None = None
+    """Requests in flight at one server."""
+
+
 class RewardPlan(Section):
     """The reward service."""
 
@@ -26,6 +35,13 @@ class RewardPlan(Section):
     """continuous keeps every slot busy; per-step finishes one step's requests before it begins the next."""
     fit: bool = True
     """Scale the latency to match the waits in a baseline's log."""
+
+
+class MainRewardPlan(RewardPlan):
+    """The service of the agent that is named reward, and the reward models of all agents."""
+
+    models: dict[str, ModelPlan] = Field(default_factory=dict)
+    """Reward models of the run by name: reward.models.rm.replicas=2."""
 
 
 class ValidationPlan(Section):
@@ -71,7 +87,7 @@ class PlanConfig(Section):
     """Engine and trainer on the same GPUs (colocated) or on separate ones (disaggregated); null: as in the source."""
     policy: PolicyConfig | None = None
     """An additional policy to predict."""
-    reward: RewardPlan = Field(default_factory=RewardPlan)
+    reward: MainRewardPlan = Field(default_factory=MainRewardPlan)
     agents: dict[str, RewardPlan] = Field(default_factory=dict)
     """Further reward agents, by name, each with the keys of reward but fit: {style: {concurrency: 16}}."""
     validation: ValidationPlan = Field(default_factory=ValidationPlan)

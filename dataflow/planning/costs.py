@@ -11,6 +11,7 @@ from dataflow.errors import ConfigError
 from dataflow.executors.virtual import Costs, End, chunks_of, groups_by_index
 from dataflow.graph import Task, TaskGraph, TaskId
 from dataflow.planning.reward_service import Delivery, RewardService
+from dataflow.planning.servers.service import ServerService
 from dataflow.planning.workload import Rewards, Workload
 
 FIT_RUNS = 40
@@ -34,6 +35,8 @@ class WorkloadCosts(Costs):
         def service(spec: Rewards) -> RewardService:
             if unlimited:
                 return RewardService(None)
+            if spec.servers is not None:
+                return ServerService(spec.servers, spec.concurrency, spec.rpm, spec.agent == "per-step")
             return RewardService(spec.concurrency, spec.rpm, spec.agent == "per-step")
 
         self.service = service(workload.rewards)
@@ -128,7 +131,10 @@ class _Agent:
         """Least seconds that the service needs for the requests, with all slots busy."""
         rpm = self.spec.rpm
         rated = (self.requests - max(1.0, rpm / 60.0)) * 60.0 / rpm if rpm else 0.0
-        return max(self.requests_s / self.spec.concurrency, rated)
+        servers, each = self.spec.servers, self.spec.latency.mean
+        if servers is None or not each:
+            return max(self.requests_s / self.spec.concurrency, rated)
+        return max(self.requests_s / each * servers.seconds(self.spec.concurrency), rated)
 
     def submit(self, load: Workload, step: int, groups: Sequence[int], at: float) -> None:
         """Sends the requests of some groups of a step."""

@@ -285,13 +285,17 @@ class Sweep:
 def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
     """Returns knob and values of ``reward.concurrency:64:2048`` (doubling) or ``mini_batches:1:16`` (divisors).
 
-    Each reward agent has the knobs of reward under its own name.
+    Each reward agent has the knobs of reward under its own name, and each served reward model ``replicas``.
 
     Raises:
         ConfigError: an unknown knob, or a range without a value.
     """
     knob, *ends = text.split(":")
-    knobs = [*(f"{agent}.{limit}" for agent in workload.agents for limit in _LIMITS), "mini_batches"]
+    knobs = [
+        *(f"{agent}.{limit}" for agent in workload.agents for limit in _LIMITS),
+        *_models(workload),
+        "mini_batches",
+    ]
     if knob not in knobs:
         raise ConfigError(f"sweep={text}: no knob is named '{knob}'{nearest(knob, knobs)} (knobs: {', '.join(knobs)}).")
     try:
@@ -310,13 +314,22 @@ def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
         values.append(values[-1] * 2)
     if high > low:
         values.append(high)
-    return knob, tuple(math.floor(v) if knob.endswith(".concurrency") else v for v in values)
+    whole = knob.endswith((".concurrency", ".replicas"))
+    return knob, tuple(math.floor(v) if whole else v for v in values)
+
+
+def _models(workload: Workload) -> dict[str, str]:
+    """Returns the knob of each reward model's number of servers: the agent that it scores for."""
+    servers = {agent: workload.service_of(agent).servers for agent in workload.agents}
+    return {f"reward.models.{of.model}.replicas": agent for agent, of in servers.items() if of is not None}
 
 
 def turned(workload: Workload, knob: str, value: float) -> Workload:
     """Returns the workload with a knob set to a value."""
     if knob == "mini_batches":
         return replace(workload, mini_batches=int(value))
+    if (agent := _models(workload).get(knob)) is not None:
+        return workload.with_service(agent, workload.service_of(agent).with_replicas(int(value)))
     agent, _, limit = knob.rpartition(".")
     of = workload.service_of(agent)
     changed = replace(of, concurrency=int(value)) if limit == "concurrency" else replace(of, rpm=value)

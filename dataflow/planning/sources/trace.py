@@ -10,12 +10,14 @@ from pathlib import Path
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.graph import Pipeline
-from dataflow.planning.config import PlanConfig, RewardPlan
+from dataflow.planning.config import ModelPlan, PlanConfig, RewardPlan
 from dataflow.planning.roles import Roles
+from dataflow.planning.servers.fit import fit
+from dataflow.planning.servers.law import Servers
 from dataflow.planning.workload import Measured, Rewards, Validation, Workload
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
-from dataflow.timeline.agents import concurrency_of, rates_of
+from dataflow.timeline.agents import agents_of, concurrency_of, fills_servers, model_of, rates_of
 from dataflow.timeline.spans import Span, Trace
 
 
@@ -71,7 +73,9 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     collector = pipeline.collector
     agent = collector.on if collector is not None else "reward"
     spread = bool(config.balance_batch)
+    _check_models(trace, config, source)
     rewards, known = _service(trace, agent, (None, roles.collect), config.reward, spread)
+    rewards = _served(trace, agent, rewards, config, config.reward, said)
     said[:0] = [f"stage times and {known} reward latencies are those of the run.", *_rates(trace, agent, config.reward)]
     if cut := trace.meta.get("cut"):
         said.append(f"the run is {cut}.")
@@ -136,6 +140,60 @@ def _service(
     return Rewards(distribution, concurrency, rpm, plan.agent, scattered), len(latencies)
 
 
+def _check_models(trace: Trace, config: PlanConfig, source: str) -> None:
+    """Checks that the run served the reward models of ``reward.models``.
+
+    Raises:
+        ConfigError: it did not.
+    """
+    models = [found[0] for agent in agents_of(trace) if (found := model_of(trace, agent)) is not None]
+    if unknown := [name for name in config.reward.models if name not in models]:
+        guess = nearest(unknown[0], models) or f"; it has {', '.join(models) or 'none'}."
+        raise ConfigError(f"reward.models.{unknown[0]}: the run of {source} has no reward model of this name{guess}")
+
+
+def _served(
+    trace: Trace, agent: str, rewards: Rewards, config: PlanConfig, plan: RewardPlan, said: list[str]
+) -> Rewards:
+    """Returns an agent's service with the servers of its reward model, if it has one and its times are those of the
+    run; adds what is assumed of them."""
+    found = model_of(trace, agent)
+    if found is None or plan.latency is not None:
+        return rewards
+    (name, facts), own = found, config.reward.models.get(found[0], ModelPlan())
+    asked = [m for m in trace.marks if m.name == "reward" and m.resource == agent]
+    before, slots = int(facts["replicas"]), int(facts["slots"])
+    if before > 1 and not any("endpoint" in m.args for m in asked):
+        said.append(f"model '{name}': the trace does not say which server had a request, so its servers are not told.")
+        return rewards
+    fitted = fit(asked, slots)
+    if fitted is None:
+        return rewards
+    law, alone = fitted
+    known = concurrency_of(trace, agent) or rewards.concurrency
+    filled = plan.concurrency is None and rewards.concurrency == before * slots and fills_servers(trace, agent)
+    servers = Servers(name, own.replicas or before, own.max_num_seqs or slots, law, filled)
+    if filled:
+        rewards = replace(rewards, concurrency=servers.replicas * servers.slots)
+    way = "a batch of n" if law.batches else "a request beside n - 1 others"
+    said.append(
+        f"model '{name}': {servers.replicas} server{'s' * (servers.replicas > 1)} of {servers.slots} requests, "
+        f"{rewards.concurrency} in flight in all; {way} takes {law.base:.3g} + {law.each:.3g} n seconds, as in the run."
+    )
+    before_n, n = Servers(name, before, slots, law).busiest(known), servers.busiest(rewards.concurrency)
+    if law.known and n > 1.5 * before_n:
+        said.append(
+            f"model '{name}': {n} requests in flight at a server are more than the {before_n} of the run; their "
+            "time is extrapolated."
+        )
+    if not law.known:
+        said.append(
+            f"model '{name}': its servers always had the same number of requests in flight, so that their time with "
+            "another one is a guess; a run with more requests a step than fit into them says more."
+        )
+    return replace(rewards, latency=Distribution("empirical", values=alone), servers=servers)
+
+
 def _rates(trace: Trace, agent: str, plan: RewardPlan) -> list[str]:
     """Returns what is assumed of the limits a minute that an agent had in the run."""
     rpm, tpm = rates_of(trace, agent)
@@ -161,7 +219,7 @@ def _beside(trace: Trace, pipeline: Pipeline, roles: Roles, config: PlanConfig, 
         plan = config.agents.get(agent, RewardPlan())
         own, known = _service(trace, agent, (None, collect), plan, bool(config.balance_batch))
         if known or plan.latency is not None:
-            found[collect] = own
+            found[collect] = _served(trace, agent, own, config, plan, said)
             said += [f"agent '{agent}': {known} latencies are those of the run.", *_rates(trace, agent, plan)]
     return found
 

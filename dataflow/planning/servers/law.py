@@ -1,0 +1,64 @@
+"""How long a server takes for a request, by the number of requests that it has in flight. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Law:
+    """Seconds of a request or of a batch: ``base + each * n``.
+
+    Attributes:
+        base, each: in seconds.
+        batches: n is the size of a batch: a server computes all requests that wait as one batch, and those that come
+            meanwhile as the next one. Otherwise n requests in flight share the server, and each takes so long.
+        first: requests that a batch of an idle server begins with, although more come at the same time.
+        known: whether a run showed the times of several n; if not, ``base`` is 0, as of a server that is never idle.
+    """
+
+    base: float
+    each: float
+    batches: bool = False
+    first: int = 1
+    known: bool = True
+
+    def seconds(self, n: float) -> float:
+        """Returns the seconds of a request beside which ``n - 1`` others are in flight, or those of a batch of n."""
+        return self.base + self.each * n
+
+    def scaled(self, factor: float) -> Law:
+        """Returns the law of times ``factor`` times as long."""
+        return replace(self, base=self.base * factor, each=self.each * factor)
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The servers of a reward model.
+
+    Attributes:
+        model: its name.
+        replicas: number of servers.
+        slots: requests in flight at one server at most.
+        law: of each server.
+        filled: whether as many requests are in flight as all servers take, whatever their number.
+    """
+
+    model: str
+    replicas: int
+    slots: int
+    law: Law
+    filled: bool = False
+
+    def busiest(self, concurrency: int) -> int:
+        """Returns the most requests that are in flight at one server, if all servers have equally many."""
+        return max(1, min(self.slots, -(-concurrency // self.replicas)))
+
+    def seconds(self, concurrency: int) -> float:
+        """Returns the least seconds by which one request extends the work of all servers, kept full."""
+        n = self.busiest(concurrency)
+        return self.law.seconds(n) / n / min(self.replicas, concurrency)
+
+    def with_replicas(self, replicas: int) -> Servers:
+        """Returns another number of equal servers."""
+        return replace(self, replicas=replicas)
