@@ -6,6 +6,7 @@ several agents has a section of type :class:`SourceConfig` for each further one;
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -91,7 +92,7 @@ class RewardConfig(Section):
     manager_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of the manager."""
     model: Text | None = None
-    """Name of the reward model (reward.models) that scores; null for the only one if there is one, else for none."""
+    """Name of the reward model (reward.models) that scores; null: agent reward takes the only one if no other does."""
     models: dict[str, ServedModelConfig] = Field(default_factory=dict)
     """Reward models of the run by name, for all its agents."""
     router_address: Text | None = None
@@ -120,6 +121,16 @@ class RewardConfig(Section):
 
         parse_hedge(after)
         return after
+
+    @field_validator("models")
+    @classmethod
+    def _models_have_names_of_files(cls, models: dict[str, ServedModelConfig]) -> dict[str, ServedModelConfig]:
+        for name in models:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
+                raise ConfigError(
+                    f"reward.models: '{name}' is no name of a reward model; give letters, digits, - and _, such as rm."
+                )
+        return models
 
     @model_validator(mode="after")
     def _extra_groups_fit_the_rule(self) -> RewardConfig:
@@ -194,6 +205,15 @@ class SourceConfig(RewardConfig):
 
     custom_reward_function: CustomRewardConfig = Field(default_factory=CustomRewardConfig)
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
+
+    @field_validator("models")
+    @classmethod
+    def _models_are_of_section_reward(cls, models: dict[str, ServedModelConfig]) -> dict[str, ServedModelConfig]:
+        if name := next(iter(models), None):
+            raise ConfigError(
+                f"models.{name}: the models of all agents are in section reward; give it there, and here model={name}."
+            )
+        return models
 
 
 class Source(NamedTuple):

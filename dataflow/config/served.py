@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from dataflow.config.section import Section, Text
-from dataflow.errors import ConfigError
 
 
 class PromptConfig(Section):
@@ -88,10 +88,34 @@ class ServedModelConfig(Section):
         """Number of its servers, here or elsewhere."""
         return len(self.urls) or self.replicas
 
+    def client_options(self, name: str) -> dict[str, Any]:
+        """Returns the keyword arguments of :class:`~dataflow.rewards.models.served.ServedReward`.
+
+        Args:
+            name: of the model.
+        """
+        keys = ("path", "kind", "template", "max_model_len", "routing", "timeout", "normalize")
+        url = [self.url] if isinstance(self.url, str) else self.url
+        own = self.model_dump(include={*keys, "prompt"})
+        return {"name": name, "url": url, "slots": self.max_num_seqs, **own}
+
+    def server_options(self) -> dict[str, Any]:
+        """Returns the keyword arguments of :func:`~dataflow.rewards.models.server.server_command` about the model."""
+        keys = {"kind", "engine", "dtype", "tensor_parallel", "gpu_memory", "max_num_seqs", "max_model_len"}
+        paths = {key: None if value is None else str(Path(value).expanduser())
+                 for key, value in (("path", self.path), ("template", self.template))}  # fmt: skip
+        return {**self.model_dump(include=keys | {"engine_kwargs"}), **paths, "sleeps": self.placement == "colocated"}
+
     @model_validator(mode="after")
     def _one_place(self) -> ServedModelConfig:
         if (self.path is None) == (self.url is None) and self.path is None:
-            raise ConfigError("it has neither path nor url; give path=DIR to serve it, or the url of its server.")
+            raise ValueError("give path=DIR to serve it in this run, or the url of its server")
         if self.engine == "hf" and self.kind == "chat" and self.url is None:
-            raise ConfigError("engine=hf serves kind classify and pooling; give engine=vllm for kind=chat.")
+            raise ValueError("engine=hf serves kind classify and pooling; give engine=vllm for kind=chat")
+        if self.engine == "hf" and self.url is None:
+            for key, default in (("tensor_parallel", 1), ("engine_kwargs", {})):
+                if getattr(self, key) != default:
+                    raise ValueError(f"{key} has no effect with engine=hf, which has one GPU; leave it out")
+        if self.kind != "chat" and self.prompt != PromptConfig():
+            raise ValueError(f"prompt has no effect with kind={self.kind}; leave it out, or give kind=chat")
         return self

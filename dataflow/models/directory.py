@@ -70,12 +70,7 @@ def check_classifier(path: Path, kind: str, engine: str = "vllm") -> None:
     Raises:
         ModelError: see there; or it has no such head.
     """
-    if not path.is_dir():
-        raise ModelError(f"model {path} does not exist; give the directory of a Hugging Face model.")
-    _check_present(path)
-    config = _json(path, "config.json")
-    architectures = config.get("architectures")
-    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    config, names = _architectures(path)
     ends = (*HEADS[kind], "RewardModel") if (kind, engine) == ("pooling", "vllm") else HEADS[kind]
     if not any(name.endswith(ends) for name in names):
         raise ModelError(
@@ -87,6 +82,48 @@ def check_classifier(path: Path, kind: str, engine: str = "vllm") -> None:
         _check_own_code(path, config)
     if engine == "hf" or not config.get("quantization_config"):
         headers(path)
+
+
+def check_chat(path: Path) -> None:
+    """Checks a chat model's files as far as a server needs them; it may be quantized.
+
+    Args:
+        path: of the model's directory.
+
+    Raises:
+        ModelError: one of them is missing or cannot be read, or the model does not write.
+    """
+    config, names = _architectures(path)
+    if not any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names):
+        raise ModelError(
+            f"model {path} does not write: it is a {', '.join(names) or 'model without architectures'}; give one whose "
+            "config.json names an architecture that ends in ForCausalLM, or take kind=classify."
+        )
+    _check_json(path)
+    if not config.get("quantization_config"):
+        headers(path)
+
+
+def has_chat_template(path: Path) -> bool:
+    """Whether the tokenizer in a model's directory has a chat template.
+
+    Raises:
+        ModelError: its configuration cannot be read.
+    """
+    if any((path / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    name = "tokenizer_config.json"
+    return bool((path / name).is_file() and _json(path, name).get("chat_template"))
+
+
+def _architectures(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Returns the configuration of a model that shall be served, and its architectures."""
+    if not path.is_dir():
+        raise ModelError(f"model {path} does not exist; give the directory of a Hugging Face model.")
+    _check_present(path)
+    config = _json(path, "config.json")
+    names = config.get("architectures")
+    return config, [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _check_present(path: Path) -> None:

@@ -9,6 +9,8 @@ MAIN = "reward"
 """The agent that every run has a section for; its messages do not name it."""
 JUDGE = "dataflow.rewards.judge.judge:Judge"
 """What scores where the configuration names no reward function."""
+SERVED = "dataflow.rewards.models.served:ServedReward"
+"""What scores with a reward model of the run (``reward.models``)."""
 
 _KEY = re.compile(r"(?<![\w./'\"-])(reward|judge|custom_reward_function)\.(?=[a-z_]+)(?!py\b|sqlite\b|models\b)")
 """Keys of the sections of an agent; ``reward.models`` holds those of all agents."""

@@ -20,7 +20,8 @@ from dataflow.rewards.ledger.file import check_file
 from dataflow.rewards.ledger.frozen_calls import FILE, FrozenCalls
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.limits import Limits, check_endpoints
-from dataflow.rewards.naming import JUDGE, MAIN, file_of, keyed
+from dataflow.rewards.models.served import ServedReward
+from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of, keyed
 from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.user.build import build_manager, find_manager
@@ -32,8 +33,11 @@ if TYPE_CHECKING:
     from dataflow.config.reward import RewardConfig
     from dataflow.rewards.remote.agent import RemoteAgent
 
-_ASIDE = ("url", "api_key_env", "timeout", "client", "max_tokens", "max_cost", "price_per_million", "max_reply_bytes")
-"""Options of a judge that change how it is called, but not its prompt."""
+_ASIDE = ("url", "api_key_env", "timeout", "client", "max_tokens", "max_cost", "price_per_million", "max_reply_bytes",
+          "slots", "routing")  # fmt: skip
+"""Options of a judge or reward model that change how it is called, but not its prompt."""
+_TEXTS = (".py", ".txt", ".md", ".jinja")
+"""Files whose content is part of what scores."""
 _UNUSED: Mapping[str, Any] = {"name": "compute_score", "reward_kwargs": {}}
 """What section custom_reward_function holds if no function is given."""
 
@@ -181,6 +185,10 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
         judged = Judge(**{**kwargs, "url": "http://127.0.0.1" if url is None else url})
         if url is not None:
             check_endpoints(judged, limits_of(options))
+    elif default["target"] == SERVED:
+        served = ServedReward(**kwargs)
+        if kwargs["url"] is not None:
+            check_endpoints(served, limits_of(options))
     else:
         find_reward(default["target"])
 
@@ -218,16 +226,28 @@ def _scorer(custom: Mapping[str, Any] | None, default: Mapping[str, Any], option
         ]
     else:
         kwargs = {name: value for name, value in (default.get("kwargs") or {}).items() if name not in _ASIDE}
-        what = [default["target"], {name: _content(value) for name, value in kwargs.items()}]
+        what = [default["target"], _content(kwargs)]
     return json.dumps([what, manager], sort_keys=True, default=repr)
 
 
 def _content(value: Any) -> Any:
-    """Returns a hash of the file that a value names, or the value itself if it names none."""
-    if not isinstance(value, str) or not value.endswith((".py", ".txt", ".md")):
+    """Returns a hash of the file or the model that a value names, or the value itself if it names none."""
+    if isinstance(value, Mapping):
+        return {name: _model(each) if name == "path" else _content(each) for name, each in value.items()}
+    if not isinstance(value, str) or not value.endswith(_TEXTS):
         return value
     file = Path(value).expanduser()
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else value
+
+
+def _model(path: Any) -> Any:
+    """Returns names, sizes and times of the files of the model in a directory; the path itself if there is none."""
+    directory = Path(str(path)).expanduser()
+    if path is None or not directory.is_dir():
+        return path
+    files = sorted(file for file in directory.iterdir() if file.is_file())
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return [str(path), hashlib.sha256(json.dumps(facts).encode()).hexdigest()]
 
 
 def _ledger(options: RewardConfig, run: str, path: str | None) -> Ledger | None:

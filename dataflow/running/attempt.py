@@ -6,7 +6,7 @@ A run has one attempt, and another one after each death of a service that only a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 from loguru import logger
@@ -40,6 +40,7 @@ class Attempt:
         inputs: input fields of the pipeline, a function of the step each.
         record: of the run.
         progress: shows the progress.
+        ready: waits for what the run has started elsewhere and the first step needs.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class Attempt:
         inputs: Mapping[str, Callable[[int], Any]],
         record: Record,
         progress: Progress,
+        ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._config = config
         self._graph = graph
         self._inputs = inputs
         self._record = record
         self._progress = progress
+        self._ready = ready
         self._executor = self._make_executor()
         self._hosts = graph.pipeline.hosts()
         self._runner: Runner | None = None
@@ -79,6 +82,9 @@ class Attempt:
         graph, executor, record = self._graph, self._executor, self._record
         with self._progress.phase("starting workers"):
             await executor.open(graph.pipeline)
+        if self._ready is not None:
+            with self._progress.phase("starting reward models"):
+                await self._ready()
         restored = Restored()
         if point is not None:
             with self._progress.phase(f"restoring step {point.step}"):

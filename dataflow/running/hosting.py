@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.config.reward import RewardConfig, source_of
+from dataflow.config.reward import RewardConfig, concurrency_of, model_of, source_of
 from dataflow.engines.choice import refused_temperature, rollout_engine
 from dataflow.errors import ConfigError
 from dataflow.models.directory import room_of
 from dataflow.models.tiny import check_model
-from dataflow.rewards.naming import JUDGE, MAIN, file_of
+from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
@@ -191,21 +191,25 @@ def check_reader(config: Any, path: str, key: str) -> None:
 
 
 def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Hosted:
-    """Returns the host of a reward agent: of the user's reward function, else of a default one, else of the judge.
+    """Returns the host of a reward agent: of the user's function, else of a reward model, a default or the judge.
 
     Args:
         config: a :class:`~dataflow.config.run.RunConfig`.
         name: of the agent and of its host: ``reward``, or a section of type
             :class:`~dataflow.config.reward.SourceConfig`.
-        default: a function or class, as ``"package.module:name"``, in place of the judge.
+        default: a function or class, as ``"package.module:name"``, that scores if no reward model does.
 
     Raises:
         ConfigError: the configuration has no such agent, or it needs Ray and the run does not use it.
     """
-    _name, options, custom, judge = source_of(config, name)
+    source = source_of(config, name)
+    _name, options, custom, judge = source
     if options.actors > 1 and config.executor == "inline":
         raise ConfigError(f"{name}.actors={options.actors} needs processes of their own; use executor=ray, or one.")
     own = {"target": JUDGE, "kwargs": judge.client_options()} if default is None else {"target": default}
+    if (model := model_of(config, source)) in config.reward.models and not custom.path:
+        own = {"target": SERVED, "kwargs": config.reward.models[model].client_options(model)}
+        options = options.model_copy(update={"concurrency": concurrency_of(config, source)})
     return Hosted(
         name,
         REWARD,

@@ -33,6 +33,11 @@ MAY_CHANGE = (
     "samples", "steps", "tracking", "trainer.restarts", "trainer.threads", "trainer.world_size", "val",
 )  # fmt: skip
 """Keys and sections that change neither the samples nor what is trained on them."""
+MODEL_MAY_CHANGE = (
+    "gpu_memory", "max_num_seqs", "placement", "replicas", "restarts", "routing", "start_timeout", "tensor_parallel",
+    "timeout", "url",
+)  # fmt: skip
+"""The same of a reward model: keys of ``reward.models.NAME``."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,11 @@ def _text(value: Any) -> Any:
 
 def _of_agents(config: BaseConfig) -> Iterator[str]:
     """Yields the keys of further reward agents that may change: those that may of agent reward."""
-    for source in sources_of(config) if isinstance(config, RunConfig) else ():
+    if not isinstance(config, RunConfig):
+        return
+    for model in config.reward.models:
+        yield from (f"reward.models.{model}.{key}" for key in MODEL_MAY_CHANGE)
+    for source in sources_of(config):
         if source.name != MAIN:
             yield from (f"{source.name}.{key.removeprefix('reward.')}" for key in MAY_CHANGE if _is_of_agent(key))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -72,6 +72,7 @@ class Session:
             check_directory(self.config)
         self._lost: RunError | None = None
         self._cancel: Callable[[], object] | None = None
+        self._ready: Callable[[], Awaitable[None]] | None = None
         self.expand()  # before the model is made, so that an invalid policy fails at once
         self._check_reward()
         self.inputs = self._inputs()
@@ -95,6 +96,10 @@ class Session:
 
     def _check_reward(self) -> None:
         agents, pipeline = self._agents, self.graph.pipeline
+        if isinstance(self.config, RunConfig) and self.config.reward.models:
+            from dataflow.running.served_models import check_models
+
+            check_models(self.config, agents)
         if not agents:
             return
         from dataflow.distribution import parse_distribution
@@ -203,7 +208,7 @@ class Session:
             )
             try:
                 point = self._point()
-                with self._judges():
+                with self._judges(), self._models():
                     self._train(point)
             except BaseException:
                 with contextlib.suppress(RunError):  # the first error counts
@@ -254,6 +259,18 @@ class Session:
                 judge.url = stack.enter_context(keeper).url
             yield
 
+    @contextlib.contextmanager
+    def _models(self) -> Iterator[None]:
+        """Serves the reward models that have no address; the agents find the addresses in their sections."""
+        if not isinstance(self.config, RunConfig) or not self.config.reward.models:
+            yield
+            return
+        from dataflow.running.served_models import ServedModels
+
+        with ServedModels(self.config, self.directory, self._lose) as served:
+            self._ready = served.ready if len(served) else None
+            yield
+
     def _lose(self, error: RunError) -> None:
         """Ends the run with an error; may be called from any thread."""
         self._lost = error
@@ -269,7 +286,7 @@ class Session:
         record = self.record
         # Again, as the judge's address is known now. Of a run that has made its steps the last one's graph says enough.
         graph = self.expand(first=min(point.step + 1, self.config.steps) if point else 1)
-        attempt = Attempt(self.config, graph, self.inputs, record, self.progress)
+        attempt = Attempt(self.config, graph, self.inputs, record, self.progress, self._ready)
         stopping.calls(partial(loop.call_soon_threadsafe, attempt.interrupt, main))
         try:
             record.open(self._meta())

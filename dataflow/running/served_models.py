@@ -1,0 +1,156 @@
+"""The reward models that a run serves: checked before anything starts, and served while the run trains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from loguru import logger
+
+from dataflow.config.reward import model_of, source_of
+from dataflow.config.run import RunConfig
+from dataflow.config.served import ServedModelConfig
+from dataflow.engines.choice import vllm_device
+from dataflow.errors import ConfigError, ModelError, RunError, nearest
+from dataflow.files import no_file
+from dataflow.models.directory import check_chat, check_classifier, has_chat_template, room_of
+from dataflow.rewards.models.keeper import ModelServers
+from dataflow.rewards.models.server import server_command, server_environment
+from dataflow.rewards.naming import keyed
+
+LOGS = "servers"
+"""Directory of the servers' logs in a run's directory."""
+SAID_S = 30.0
+"""Seconds after which a start that takes long is said, again and again."""
+
+
+def check_models(config: RunConfig, agents: Iterable[str]) -> None:
+    """Checks the reward models of a run, without starting anything.
+
+    Args:
+        config: of the run.
+        agents: names of its reward agents.
+
+    Raises:
+        ConfigError: a model cannot be served, an agent names one that is not there, or no agent uses one.
+    """
+    models, used = config.reward.models, set[str]()
+    for name in agents:
+        source = source_of(config, name)
+        scorer = model_of(config, source)
+        if scorer is not None and scorer not in models:
+            words = keyed(f"reward.model={scorer}: there is no reward model of that name", name)
+            raise ConfigError(f"{words}{nearest(scorer, models) or f'; give reward.models.{scorer}.path.'}")
+        used |= set(models) if source.custom.path else {scorer} if scorer else set()
+    for name, model in models.items():
+        if name not in used:
+            raise ConfigError(
+                f"reward.models.{name}: no reward agent uses it; give reward.model={name}, or leave it out."
+            )
+        if model.url is None:
+            try:
+                _check_model(model, "cuda" if config.ray.gpus_per_worker else "cpu")
+            except (ConfigError, ModelError) as error:
+                raise ConfigError(f"reward.models.{name}: {error}") from error
+
+
+def _check_model(model: ServedModelConfig, device: str) -> None:
+    path = Path(str(model.path)).expanduser()
+    if model.kind == "chat":
+        check_chat(path)
+    else:
+        check_classifier(path, model.kind, model.engine)
+    if model.template is None:
+        if not has_chat_template(path):
+            raise ConfigError(f"model {path} has no chat template; give template, a Jinja file.")
+    elif (why := no_file(Path(model.template).expanduser())) is not None:
+        raise ConfigError(f"template={model.template}: {why}; give a Jinja file.")
+    positions = room_of(path).positions
+    if model.max_model_len is not None and positions is not None and model.max_model_len > positions:
+        raise ConfigError(f"max_model_len={model.max_model_len}: model {path} reads {positions} tokens; lower it.")
+    if model.tensor_parallel > 1 and device == "cpu":
+        raise ConfigError(f"tensor_parallel={model.tensor_parallel}: this run has no GPUs (ray.gpus_per_worker=0).")
+    if model.engine == "vllm" and (found := vllm_device()) != device:
+        there = "is not installed" if found is None else f"that is installed is for {_DEVICES[found]}"
+        raise ConfigError(
+            f"vLLM {there}, and this run serves its models on {_DEVICES[device]}; pip install "
+            f"'dataflow-rl[{'cpu' if device == 'cpu' else 'gpu'}]', give engine=hf for a tiny classifier, or the url "
+            "of a server."
+        )
+    if device == "cuda":
+        raise ConfigError(
+            "servers on GPUs are not started by a run yet; start them with vllm serve, and give their url."
+        )
+
+
+_DEVICES = {"cpu": "the CPU", "cuda": "GPUs"}
+
+
+class ServedModels:
+    """The servers of the reward models that have no address; a context manager, which writes the addresses there.
+
+    Args:
+        config: of the run.
+        directory: of the run, for the servers' logs.
+        on_lost: called from any thread when a model cannot be served any more.
+    """
+
+    def __init__(self, config: RunConfig, directory: Path, on_lost: Callable[[RunError], None]) -> None:
+        self._models = [
+            (model, _servers(name, model, config, directory / LOGS, on_lost))
+            for name, model in config.reward.models.items()
+            if model.url is None
+        ]
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> ServedModels:
+        with contextlib.ExitStack() as stack:
+            for model, servers in self._models:
+                stack.enter_context(servers)
+                model.url = list(servers.urls)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    async def ready(self) -> None:
+        """Waits until all servers answer.
+
+        Raises:
+            RunError: one did not start.
+        """
+        left: Any = {asyncio.wrap_future(servers.ready) for _model, servers in self._models}
+        while left:
+            done, left = await asyncio.wait(left, timeout=SAID_S, return_when=asyncio.FIRST_EXCEPTION)
+            for each in done:
+                each.result()
+            if left:
+                waited = [servers.words for _model, servers in self._models if not servers.ready.done()]
+                logger.info(f"{'; '.join(waited)}: the others are starting")
+
+
+def _servers(
+    name: str, model: ServedModelConfig, config: RunConfig, logs: Path, on_lost: Callable[[RunError], None]
+) -> ModelServers:
+    device = "cuda" if config.ray.gpus_per_worker else "cpu"
+    return ModelServers(
+        name,
+        partial(server_command, name, device=device, **model.server_options()),
+        model.replicas,
+        logs=logs,
+        environment=server_environment(device, config.trainer.threads),
+        start_s=model.start_timeout,
+        restarts=model.restarts,
+        on_lost=on_lost,
+    )

@@ -1,0 +1,179 @@
+"""Which reward models a run serves, and the sentences about those that it cannot serve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from dataflow.config.keys.overrides import parse_overrides
+from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.reward import concurrency_of, model_of, source_of
+from dataflow.errors import ConfigError
+from dataflow.rewards.naming import JUDGE, SERVED
+from dataflow.running import served_models
+from dataflow.running.agent import _scorer
+from dataflow.running.hosting import reward_host
+from dataflow.running.resume import check_changes
+from dataflow.running.served_models import check_models
+
+PIPELINE = load_pipeline_file(Path(__file__).parents[2] / "pipelines" / "two_judges.py")
+AGENTS = ("reward", "rule")
+FUNCTION = "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n"
+
+
+def save_model(path: Path, architecture: str, template: str | None = "{{ messages }}", **config: Any) -> Path:
+    """Writes as much of a model as the checks read."""
+    path.mkdir()
+    facts = {"model_type": "qwen2", "architectures": [architecture], "max_position_embeddings": 512, **config}
+    (path / "config.json").write_text(json.dumps(facts))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template} if template else {}))
+    save_file({"score.weight": np.zeros((1, 4), dtype=np.float32)}, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture
+def rm(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "rm", "Qwen2ForSequenceClassification")
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "chat", "Qwen2ForCausalLM", quantization_config={"quant_method": "awq"})
+
+
+@pytest.fixture(autouse=True)
+def _vllm_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_models, "vllm_device", lambda: "cpu")
+
+
+def config(*keys: str) -> Any:
+    return parse_overrides(PIPELINE.Config, ["name=a", *keys])
+
+
+def scorers(found: Any) -> list[str]:
+    """Returns what scores for each agent."""
+    hosts = [reward_host(found), reward_host(found, "rule", default=PIPELINE.RULE)]
+    return [host.options["default"]["target"] for host in hosts]
+
+
+def test_the_only_model_scores_for_agent_reward_unless_another_agent_names_it(rm: Path, tmp_path: Path) -> None:
+    only = f"reward.models.rm.path={rm}"
+    assert scorers(config()) == [JUDGE, PIPELINE.RULE]
+    assert scorers(config(only)) == [SERVED, PIPELINE.RULE]
+    assert scorers(config(only, "rule.model=rm")) == [JUDGE, SERVED]
+    assert scorers(config(only, "rule.model=rm", "reward.model=rm")) == [SERVED, SERVED]
+    assert scorers(config(only, "judge.url=http://judge", "rule.model=rm")) == [JUDGE, SERVED]
+    (tmp_path / "own.py").write_text(FUNCTION)
+    own = config(only, f"custom_reward_function.path={tmp_path / 'own.py'}")
+    assert model_of(own, source_of(own, "reward")) is None
+
+
+def test_a_client_knows_its_servers_and_how_many_requests_they_take(rm: Path) -> None:
+    found = config(f"reward.models.rm.path={rm}", "reward.models.rm.replicas=3", "reward.models.rm.max_num_seqs=5")
+    host = reward_host(found)
+    assert host.options["options"].concurrency == 15
+    kwargs = host.options["default"]["kwargs"]
+    assert (kwargs["name"], kwargs["url"], kwargs["path"], kwargs["slots"]) == ("rm", None, str(rm), 5)
+    assert set(kwargs) - {"name", "url", "path", "slots"} == {
+        "kind",
+        "template",
+        "max_model_len",
+        "routing",
+        "timeout",
+        "normalize",
+        "prompt",
+    }
+    found.reward.models["rm"].url = ["http://a", "http://b"]
+    assert reward_host(found).options["default"]["kwargs"]["url"] == ["http://a", "http://b"]
+    given = config(f"reward.models.rm.path={rm}", "reward.concurrency=7")
+    assert concurrency_of(given, source_of(given, "reward")) == 7
+
+
+def test_models_that_can_be_served_pass(rm: Path, chat: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    bare = save_model(tmp_path / "bare", "Qwen2ForTokenClassification", template=None)
+    models = {
+        "a": {"path": str(rm), "engine": "hf", "max_model_len": 512},
+        "b": {"path": str(chat), "kind": "chat", "prompt": {"score_pattern": "(1)"}},
+        "c": {"path": str(bare), "kind": "pooling", "template": str(tmp_path / "t.jinja")},
+        "d": {"url": "http://elsewhere", "kind": "pooling"},
+    }
+    found = config(f"reward.models={json.dumps(models)}", "reward.model=a", "rule.model=b")
+    (tmp_path / "own.py").write_text(FUNCTION)
+    with pytest.raises(ConfigError, match=r"^reward.models.c: no reward agent uses it; give reward.model=c, or leave"):
+        check_models(found, AGENTS)
+    found.rule.custom_reward_function.path = str(tmp_path / "own.py")
+    check_models(found, AGENTS)
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "words"),
+    [
+        ({"path": "no"}, (), "reward.models.m: model no does not exist"),
+        ({"path": "CHAT"}, (), "has no classification head: it is a Qwen2ForCausalLM"),
+        ({"path": "RM", "kind": "chat"}, (), "does not write: it is a Qwen2ForSequenceClassification"),
+        ({"path": "BARE"}, (), "has no chat template; give template"),
+        ({"path": "BARE", "template": "no.jinja"}, (), "template=no.jinja: there is no such file"),
+        ({"path": "RM", "max_model_len": 513}, (), "reads 512 tokens; lower it"),
+        ({"path": "RM", "tensor_parallel": 2}, (), "tensor_parallel=2: this run has no GPUs"),
+        ({"path": "RM"}, ("ray.gpus_per_worker=1",), "serves its models on GPUs"),
+        ({"path": "RM"}, ("rule.model=mm",), "rule.model=mm: there is no reward model of that name; did you mean 'm'?"),
+        ({"path": "RM"}, ("rule.model=style",), "of that name; give reward.models.style.path."),
+        ({"path": "RM"}, ("judge.url=http://judge",), "reward.models.m: no reward agent uses it"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_one_sentence(
+    model: dict[str, Any], keys: tuple[str, ...], words: str, rm: Path, chat: Path, tmp_path: Path
+) -> None:
+    bare = save_model(tmp_path / "bare", "AForSequenceClassification", None)
+    places = {"RM": str(rm), "CHAT": str(chat), "BARE": str(bare)}
+    given = {key: places.get(value, value) if isinstance(value, str) else value for key, value in model.items()}
+    with pytest.raises(ConfigError) as error:
+        check_models(config(f"reward.models={json.dumps({'m': given})}", *keys), AGENTS)
+    assert words in str(error.value)
+    assert str(error.value).endswith((".", "?"))
+
+
+@pytest.mark.parametrize(("found", "words"), [(None, "vLLM is not installed"), ("cuda", "installed is for GPUs")])
+def test_without_vllm_for_this_device_a_sentence(
+    found: str | None, words: str, rm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_models, "vllm_device", lambda: found)
+    with pytest.raises(ConfigError, match=words):
+        check_models(config(f"reward.models.rm.path={rm}"), AGENTS)
+    check_models(config(f"reward.models.rm.path={rm}", "reward.models.rm.engine=hf"), AGENTS)
+
+
+def test_where_a_model_is_served_may_change_when_a_run_resumes(rm: Path) -> None:
+    before = config(f"reward.models.rm.path={rm}")
+    for key in ("replicas=2", "url=http://rm", "timeout=9", "gpu_memory=0.5", "max_num_seqs=9", "routing=prefix"):
+        check_changes(before, config(f"reward.models.rm.path={rm}", f"reward.models.rm.{key}"), Path("a"))
+    for key in ("kind=pooling", "normalize=sigmoid", "template=t.jinja", "engine=hf", "dtype=float16"):
+        with pytest.raises(ConfigError, match="it would be another run"):
+            check_changes(before, config(f"reward.models.rm.path={rm}", f"reward.models.rm.{key}"), Path("a"))
+
+
+def test_rewards_are_known_again_by_what_scores_not_by_where_it_runs(rm: Path, tmp_path: Path) -> None:
+    def scorer(*keys: str, url: list[str] | None = None) -> str:
+        found = config(f"reward.models.rm.path={rm}", *keys)
+        found.reward.models["rm"].url = url
+        options = reward_host(found).options
+        return _scorer(None, options["default"], options["options"])
+
+    first = scorer()
+    assert scorer("reward.models.rm.replicas=2", "reward.models.rm.timeout=9", url=["http://x"]) == first
+    template = tmp_path / "t.jinja"
+    template.write_text("a")
+    other = scorer(f"reward.models.rm.template={template}")
+    template.write_text("b")
+    texts = {first, other, scorer(f"reward.models.rm.template={template}"), scorer("reward.models.rm.kind=pooling")}
+    texts.add(scorer("reward.models.rm.normalize=sigmoid"))
+    assert len(texts) == 5
+    save_file({"score.weight": np.zeros((1, 5), dtype=np.float32)}, rm / "model.safetensors")
+    assert scorer() not in texts
