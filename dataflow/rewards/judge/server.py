@@ -209,8 +209,16 @@ def start_judge(
     return start_server([*arguments, "--listener", str(listener)], deadline_s, inherits=(listener,))
 
 
-def start_server(arguments: Sequence[str], deadline_s: float, inherits: Sequence[int] = ()) -> JudgeProcess:
+def start_server(
+    arguments: Sequence[str], deadline_s: float, inherits: Sequence[int] = (), what: str = "the judge server"
+) -> JudgeProcess:
     """Starts a process that calls :func:`serve`.
+
+    Args:
+        arguments: its command line.
+        deadline_s: seconds for its start.
+        inherits: descriptors that stay open in it.
+        what: it is, for messages.
 
     Raises:
         RunError: it did not start within ``deadline_s``.
@@ -235,7 +243,7 @@ def start_server(arguments: Sequence[str], deadline_s: float, inherits: Sequence
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines()
             reason = lines[-1] if lines else f"no answer within {deadline_s:g} s"
-            raise RunError(f"the judge server did not start: {reason}.") from error
+            raise RunError(f"{what} did not start: {reason}.") from error
     return JudgeProcess(process, url)
 
 

@@ -274,6 +274,10 @@ class Router:
         changes, self._changes = self._changes, []
         return changes
 
+    def health(self) -> dict[str, bool]:
+        """Returns which servers are not ejected."""
+        return {server.name: not server.ejected for server in self._servers.values()}
+
     async def close(self) -> None:
         """Ends the probes."""
         if self._patience is not None:

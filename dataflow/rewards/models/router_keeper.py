@@ -1,0 +1,80 @@
+"""The run's HTTP router, restarted when it dies, behind a socket that stays open."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from dataflow.errors import RunError
+from dataflow.rewards.judge.server import BACKLOG, JudgeProcess, start_server
+from dataflow.system.children import command
+from dataflow.system.kept import KeptServer
+from dataflow.system.loopback import ADDRESS
+
+RESTARTS = 3
+_START_S = 30.0
+
+
+class RouterKeeper:
+    """Starts the HTTP router of a run and restarts it when it dies; a context manager.
+
+    Connections made during a restart wait for the new process. Requests in flight break, which clients retry.
+
+    Args:
+        models: options of a :class:`~dataflow.rewards.models.http_router.RoutedModel`, by name; others are ignored.
+        on_lost: called from another thread when the router cannot be restarted.
+
+    Attributes:
+        address: of the router, ``host:port``, as verl passes it to functions.
+        url: the same with ``http://``.
+        deaths: of its processes so far.
+    """
+
+    def __init__(self, models: Mapping[str, Mapping[str, Any]], on_lost: Callable[[RunError], None]) -> None:
+        self._models = models
+        self._listener = socket.create_server((ADDRESS, 0), backlog=BACKLOG)
+        self.address = f"{ADDRESS}:{self._listener.getsockname()[1]}"
+        self.url = f"http://{self.address}"
+        self.deaths = 0
+        self._server = KeptServer("router keeper", self._start, self._on_death, on_lost)
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the current router."""
+        return self._server.process.pid
+
+    def __enter__(self) -> RouterKeeper:
+        with self._stack:
+            self._stack.callback(self._listener.close)
+            # Not on the command line, which others can read: an address may hold a password.
+            directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dataflow-router-"))
+            self._file = Path(directory) / "models.json"
+            self._file.write_text(json.dumps(self._models))
+            self._server.open()
+            self._stack.callback(self._server.close)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self) -> JudgeProcess:
+        listener = self._listener.fileno()
+        options = ["--models", str(self._file), "--listener", str(listener)]
+        arguments = command("dataflow.rewards.models.http_router", *options)
+        return start_server(arguments, _START_S, (listener,), "the router of the reward models")
+
+    def _on_death(self, _process: JudgeProcess) -> None:
+        self.deaths += 1
+        what = "the router of the reward models died (killed, or out of memory)"
+        if self.deaths > RESTARTS:
+            raise RunError(f"{what}, after {RESTARTS} restarts; free memory, and resume the run.")
+        logger.warning(f"{what}: restart {self.deaths} of {RESTARTS}; requests in flight break, and are retried.")
