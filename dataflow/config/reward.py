@@ -86,7 +86,7 @@ class RewardConfig(Section):
     cache: Text | None = None
     """Ledger file shared with other runs, whose answers are used again."""
     manager: Text = "naive"
-    """Reward manager: naive, dapo, rate_limited or remote; with manager_path the class in that file."""
+    """Reward manager: naive, dapo, rate_limited, remote or sandbox; with manager_path the class in that file."""
     manager_path: Text | None = None
     """Python file that defines the manager."""
     manager_kwargs: dict[str, Any] = Field(default_factory=dict)

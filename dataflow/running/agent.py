@@ -24,7 +24,7 @@ from dataflow.rewards.models.served import ServedReward
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of, keyed
 from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
-from dataflow.rewards.user.build import build_manager, find_manager
+from dataflow.rewards.user.build import build_manager, find_manager, scores_alone
 from dataflow.rewards.user.function import CONTEXT, build_reward, find_reward, load_reward
 from dataflow.system.redaction import keep_secrets, redact_logs
 from dataflow.usercode.sentinel.sentinel import REWARDS, Sentinel, Watched
@@ -74,13 +74,13 @@ def build_agent(
     if in_ray_worker():
         redact_logs()
     keep_secrets([custom, default, options.manager_kwargs])
+    reward: Any = None
     if custom is not None and custom.get("path"):
         kwargs = custom.get("reward_kwargs") or {}
         found = load_reward(custom["path"], custom.get("name") or "compute_score", kwargs)
-    else:
-        kwargs = default.get("kwargs") or {}
-        found = find_reward(default["target"])
-    reward = build_reward(found, kwargs, context=_context(options))
+        reward = build_reward(found, kwargs, context=_context(options))
+    elif not scores_alone(options.manager, options.manager_path):
+        reward = build_reward(find_reward(default["target"]), default.get("kwargs") or {}, context=_context(options))
     # Several agents that share a ledger (reward.cache) each count what they paid for alone.
     kept = _ledger(options, run if name == MAIN else f"{run}/{name}", ledger)
     if kept is not None and (count_before := getattr(reward, "count_before", None)) is not None:
@@ -173,6 +173,11 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
     if options.cache is not None:
         check_file(Path(options.cache).expanduser().absolute())
     if custom.get("path"):
+        if scores_alone(options.manager, options.manager_path):
+            raise ConfigError(
+                f"reward.manager={options.manager} scores without a function, and custom_reward_function.path names "
+                "one; leave one of the two out."
+            )
         load_reward(custom["path"], custom["name"], custom["reward_kwargs"], _configured(options))
         return
     if unused := [key for key, value in _UNUSED.items() if custom.get(key, value) != value]:
@@ -180,7 +185,9 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
             f"custom_reward_function.{unused[0]} is of a function, but custom_reward_function.path names no file; "
             "give it, or leave both out to score without one."
         )
-    if default["target"] == JUDGE:
+    if scores_alone(options.manager, options.manager_path):
+        build_manager(options.manager, None, **options.manager_kwargs)
+    elif default["target"] == JUDGE:
         url = kwargs.get("url")
         judged = Judge(**{**kwargs, "url": "http://127.0.0.1" if url is None else url})
         if url is not None:

@@ -26,6 +26,7 @@ from dataflow.files import replaced, written
 from dataflow.graph import Hosted, TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.rewards.naming import JUDGE
+from dataflow.rewards.user.build import scores_alone
 from dataflow.running.attempt import Attempt
 from dataflow.running.directory import check_directory, locked, make_directory, remove_directory, remove_temporary
 from dataflow.running.hosting import REWARD
@@ -86,11 +87,12 @@ class Session:
 
     @property
     def _stand_ins(self) -> dict[str, JudgeConfig]:
-        """The judges that the run has to start: those of agents with no function of their own and no address."""
+        """The judges that the run has to start: those with no address, of agents that nothing else scores for."""
         found = {}
         for name, host in self._agents.items():
             source = source_of(self.config, name)
-            if host.options["default"]["target"] == JUDGE and not source.custom.path and source.judge.url is None:
+            alone = source.custom.path or scores_alone(source.options.manager, source.options.manager_path)
+            if host.options["default"]["target"] == JUDGE and not alone and source.judge.url is None:
                 found[name] = source.judge
         return found
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dataflow.errors import ConfigError, nearest
+from dataflow.rewards.user import sandbox as _sandbox  # noqa: F401 - registers its manager
 from dataflow.rewards.user.managers import MANAGERS
 from dataflow.rewards.user.verl_manager import VerlManager
 from dataflow.usercode.copies import own_options
@@ -46,6 +47,11 @@ def build_manager(
     if not callable(getattr(manager, "compute_score", None)):
         raise ConfigError(f"{what}: class '{kind.__name__}' has neither compute_score nor verl's run_single.")
     return manager
+
+
+def scores_alone(name: str, path: str | None = None) -> bool:
+    """Whether a manager scores by itself, so that no function, judge or model of the run is used."""
+    return path is None and bool(getattr(MANAGERS.get(name), "alone", False))
 
 
 def find_manager(name: str, path: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
