@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from loguru import logger
-
 from dataflow.rewards.sandbox.outcome import Outcome, SandboxError, Status
 
 JAIL = Path(__file__).with_name("jail.py")
@@ -190,6 +188,8 @@ def _warn(why: str) -> None:
     if why in _warned:
         return
     _warned.add(why)
+    from loguru import logger  # it takes a while to import, and most processes never warn
+
     logger.warning(
         f"sandbox: this system gives programs no namespaces of their own ({why}): they can reach the network, read "
         "this user's processes, and write wherever this user can; run them at a service (manager_kwargs.url)."

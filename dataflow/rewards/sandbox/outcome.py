@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dataflow.errors import DataError, RewardFailed
 from dataflow.system.redaction import redact
@@ -38,21 +38,20 @@ class SandboxError(RewardFailed):
         fix: what the user can do.
     """
 
+    status: int | None = None
+    retry = True
+    retry_after: float | None = None
     fix = "see the log of the sandbox service, or lower manager_kwargs.max_concurrent"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int | None = None,
-        retry: bool = True,
-        retry_after: float | None = None,
-        fix: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, **attributes: Any) -> None:
         super().__init__(redact(message))
-        self.status, self.retry, self.retry_after = status, retry, retry_after
-        if fix:
-            self.fix = fix
+        vars(self).update(attributes)
+
+
+def short(text: str) -> str:
+    """Returns a text on one line of at most 200 characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= 200 else line[:197] + "..."
 
 
 class BadCases(DataError):

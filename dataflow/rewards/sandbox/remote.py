@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge.errors import short
 from dataflow.rewards.retry import Retry, may_pass, read_retry_after
-from dataflow.rewards.sandbox.outcome import Outcome, SandboxError, Status
+from dataflow.rewards.sandbox.outcome import Outcome, SandboxError, Status, short
 
 if TYPE_CHECKING:
     import aiohttp

@@ -58,11 +58,8 @@ def _nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def run(source: str, stdin: str = "", isolate: bool = True, timeout: float = LONG) -> Outcome:
-    async def limited() -> Outcome:
-        async with asyncio.timeout(90):
-            return await LocalSandbox(timeout, 512, isolate=isolate).run(source, stdin)
-
-    return asyncio.run(limited())
+    running = LocalSandbox(timeout, 512, isolate=isolate).run(source, stdin)
+    return asyncio.run(asyncio.wait_for(running, 90))
 
 
 def test_it_reads_its_input_and_writes_its_output(isolate: bool) -> None:
