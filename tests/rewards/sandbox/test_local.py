@@ -58,8 +58,9 @@ def _nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def run(source: str, stdin: str = "", isolate: bool = True, timeout: float = LONG) -> Outcome:
-    running = LocalSandbox(timeout, 512, isolate=isolate).run(source, stdin)
-    return asyncio.run(asyncio.wait_for(running, 90))
+    """Returns how a program ended."""
+    box = LocalSandbox(timeout, 512, isolate=isolate)
+    return asyncio.run(asyncio.wait_for(box.run(source, stdin), 90))
 
 
 def test_it_reads_its_input_and_writes_its_output(isolate: bool) -> None:
