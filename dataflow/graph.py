@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dataflow.errors import PipelineError, alike, nearest
+from dataflow.holds import check_holds
 from dataflow.stage import Carried, Grain, Hosted, Lag, Latest, Read, Role, Stage, TaskInfo, stage
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Pipeline:
                     "a state changes at the end of a task, so let another stage write it."
                 )
         self.order = self._topological()
+        check_holds(self.by_name, self.edges)
         self.collectors = self.with_role("collects")
         """The stages that collect scored groups."""
         self.collector = self._first_collector()
@@ -228,7 +230,7 @@ class Pipeline:
         """Returns a pipeline of these stages alone, on every step; fields that the others write become its inputs."""
         chosen = set(names)
         stages = [
-            replace(s, every=None, ahead_of=None, after=tuple(a for a in s.after if a in chosen))
+            replace(s, every=None, ahead_of=None, until=None, after=tuple(a for a in s.after if a in chosen))
             for s in self.stages
             if s.name in chosen
         ]

@@ -1,8 +1,9 @@
 """The scheduler: a pure, deterministic state machine. Events in, instructions out; no clock, no I/O, no randomness.
 
 Invariants (``check`` asserts them): a task starts once, after all it depends on; a resource never runs more
-tasks than it has slots; no ready task waits beside a free slot; the tasks of finished steps are forgotten, so
-memory follows the window of unfinished steps, not the length of the run.
+tasks than it has slots; no ready task waits beside a free slot; a slot that a stage holds until another one has ended
+is taken by nothing else; the tasks of finished steps are forgotten, so memory follows the window of unfinished steps,
+not the length of the run.
 
 Ready tasks of one resource run in order of the work left before the next remote wait: first those with the least work
 between them and a reward request, of this step or a later one. So the next rollout starts before this step's
@@ -50,6 +51,10 @@ class _Entry:
     last_dep: TaskId | None = None
     history: list[str] = field(default_factory=lambda: ["waiting"])
 
+    @property
+    def begun(self) -> bool:
+        return self.state not in ("waiting", "ready")
+
 
 class Scheduler:
     """Decides which task starts when.
@@ -74,6 +79,9 @@ class Scheduler:
         self._emitted: dict[int, set[TaskId]] = {}
         self._running: dict[str, int] = dict.fromkeys(graph.pipeline.resources, 0)
         self._ready: dict[str, list[_Key]] = {r: [] for r in self._running}
+        self._until = {s.name: s.until for s in graph.pipeline.stages if s.until is not None}
+        self._in_held_slot = frozenset(self._until.values())
+        self._ready_in_held: list[TaskId] = []  # these run in the slot that their holder has left them
         self._priority: dict[str, tuple[float, float]] = {}
         self._finished = False
         self._wanted: set[TaskId] | None = None
@@ -97,9 +105,10 @@ class Scheduler:
             raise DataflowError(f"scheduler: {type(event).__name__} for {event.id}, which is {state}, not running.")
         if isinstance(event, ChunkEmitted):
             return self._emit(entry, event)
-        self._running[entry.task.stage.on] -= 1
         if isinstance(event, TaskFailed):
             return self._fail(entry, event)
+        if entry.task.stage.name not in self._until:
+            self._running[entry.task.stage.on] -= 1
         return self._finish(entry, event)
 
     def end_early(self) -> tuple[int, list[Instruction]]:
@@ -112,10 +121,12 @@ class Scheduler:
             The step, ``graph.first - 1`` if no training has started; and the instructions that follow.
         """
         training = (e for e in self._entries.values() if e.task.stage.role == "trains")
-        begun = [e.task.id.step for e in training if e.state not in ("waiting", "ready")]
+        begun = [e.task.id.step for e in training if e.begun]
         # Steps that are over are forgotten; those before the oldest unfinished one have been trained.
         step = max([self._oldest - 1, *begun])
         ahead = [i for i, e in self._entries.items() if i.step <= step and e.task.stage.role != "validates"]
+        # Other tasks may need a slot that is held.
+        ahead += [TaskId(i.step, self._until[i.stage]) for i, e in self._entries.items() if self._holds(e)]
         wanted = self._wanted = set[TaskId]()
         while ahead:
             i = ahead.pop()
@@ -141,10 +152,13 @@ class Scheduler:
     def check(self) -> None:
         """Asserts the invariants; tests call it after every event."""
         for resource, slots in self.graph.pipeline.resources.items():
-            busy = sum(e.state == "running" and e.task.stage.on == resource for e in self._entries.values())
+            of = [e for e in self._entries.values() if e.task.stage.on == resource]
+            in_held = self._in_held_slot
+            busy = sum(e.state == "running" and e.task.stage.name not in in_held for e in of)
+            busy += sum(e.state == "done" and self._holds(e) for e in of)
             assert busy == self._running[resource], (resource, busy, self._running[resource])
             assert slots is None or busy <= slots, f"{resource}: {busy} running in {slots} slots"
-            waits = [e.task.id for e in self._entries.values() if e.state == "ready" and e.task.stage.on == resource]
+            waits = [e.task.id for e in of if e.state == "ready"]
             free = slots is None or busy < slots
             waits = [i for i in waits if self._wanted is None or i in self._wanted]
             assert self._finished or not (free and waits), f"{waits[0]} waits beside a free slot of {resource}"
@@ -260,6 +274,9 @@ class Scheduler:
     def _make_ready(self, entry: _Entry) -> None:
         entry.state = "ready"
         entry.history.append(f"ready ({entry.last_dep} done)" if entry.last_dep else "ready")
+        if entry.task.stage.name in self._in_held_slot:
+            self._ready_in_held.append(entry.task.id)
+            return
         heapq.heappush(self._ready[entry.task.stage.on], self._key(entry))
 
     def _key(self, entry: _Entry) -> _Key:
@@ -293,18 +310,32 @@ class Scheduler:
 
     # --- starting -----------------------------------------------------------------------------------------
 
+    def _holds(self, entry: _Entry) -> bool:
+        """Whether a task has taken a slot that is free only when another task has ended, which has not."""
+        until = self._until.get(entry.task.stage.name)
+        if until is None or not entry.begun:
+            return False
+        last = self._entries.get(TaskId(entry.task.id.step, until))
+        return last is not None and last.state != "done"
+
+    def _start(self, entry: _Entry, out: list[Instruction]) -> None:
+        entry.state = "running"
+        entry.history.append("running")
+        out.append(Start(entry.task, self._groups_of(entry.task), entry.last_dep))
+
     def _dispatch(self, out: list[Instruction]) -> list[Instruction]:
+        wanted = [i for i in self._ready_in_held if self._wanted is None or i in self._wanted]
+        self._ready_in_held.clear()
+        for i in wanted:
+            self._start(self._entries[i], out)
         for resource, slots in self.graph.pipeline.resources.items():
             ready = self._ready[resource]
             if self._wanted is not None:
                 ready = self._ready[resource] = [item for item in ready if item[-1] in self._wanted]
                 heapq.heapify(ready)
             while ready and (slots is None or self._running[resource] < slots):
-                entry = self._entries[heapq.heappop(ready)[-1]]
-                entry.state = "running"
-                entry.history.append("running")
                 self._running[resource] += 1
-                out.append(Start(entry.task, self._groups_of(entry.task), entry.last_dep))
+                self._start(self._entries[heapq.heappop(ready)[-1]], out)
         if not self._finished and self._over():
             out += self.stop()
         return out

@@ -106,6 +106,8 @@ class Stage:
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None
     imports: tuple[str, ...] = ()
     replays: bool = False
+    until: str | None = None
+    """Another stage, at whose end this one's slot of their resource is free again."""
 
     @property
     def collects(self) -> bool:
@@ -124,6 +126,7 @@ class Stage:
         every: int | None = None,
         after: Sequence[str] | None = None,
         ahead_of: str | None = None,
+        until: str | None = None,
         mini_batches: int | None = None,
         epochs: int | None = None,
         epochs_over: Literal["mini-batch", "step"] | None = None,
@@ -138,6 +141,8 @@ class Stage:
             every: run only on every k-th step, and on the last.
             after: stages that must finish first although no data passes.
             ahead_of: see :func:`stage`.
+            until: another stage on the same resource, later in the step. The slot that this one takes stays taken until
+                the other has ended, which runs in it: no other task runs there between the two.
             mini_batches: optimizer steps in one pass over the step's groups, if not the run's number; for a stage that
                 runs per mini-batch. The policy's ``split`` must divide it.
             epochs: how often it uses each mini-batch.
@@ -164,6 +169,7 @@ class Stage:
             every=self.every if every is None else every,
             after=self.after if after is None else tuple(after),
             ahead_of=ahead_of or self.ahead_of,
+            until=until or self.until,
             mini_batches=self.mini_batches if mini_batches is None else mini_batches,
             epochs=self.epochs if epochs is None else epochs,
             epochs_over=epochs_over or self.epochs_over,
@@ -219,7 +225,19 @@ class Stage:
 
     def facts(self) -> dict[str, Any]:
         """Returns the stage without its function and services, JSON-able."""
-        alike = ("name", "on", "grain", "role", "streams", "every", "ahead_of", "mini_batches", "epochs", "epochs_over")
+        alike = (
+            "name",
+            "on",
+            "grain",
+            "role",
+            "streams",
+            "every",
+            "ahead_of",
+            "until",
+            "mini_batches",
+            "epochs",
+            "epochs_over",
+        )
         lists = {"reads": [list(r) for r in self.reads], "writes": list(self.writes), "after": list(self.after)}
         return {name: getattr(self, name) for name in alike} | lists
 
@@ -238,6 +256,8 @@ class Stage:
             found.append("can stream")
         if self.every is not None:
             found.append(f"every {self.every} steps")
+        if self.until is not None:
+            found.append(f"holds {self.on} until {self.until} has ended")
         if self.host is not None:
             found.append(f"in {self.host.name}" + (f" x{self.host.ranks}" if self.host.ranks > 1 else ""))
         return found

@@ -22,8 +22,8 @@ class ModelPlan(Section):
     """Requests in flight at one server."""
 
 
-class RewardPlan(Section):
-    """The reward service."""
+class AgentPlan(Section):
+    """The service of a reward agent."""
 
     latency: DurationText | None = None
     """Seconds of one request: a number, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, empirical:FILE; null: measured."""
@@ -37,7 +37,7 @@ class RewardPlan(Section):
     """Scale the latency to match the waits in a baseline's log."""
 
 
-class MainRewardPlan(RewardPlan):
+class RewardPlan(AgentPlan):
     """The service of the agent that is named reward, and the reward models of all agents."""
 
     models: dict[str, ModelPlan] = Field(default_factory=dict)
@@ -87,8 +87,8 @@ class PlanConfig(Section):
     """Engine and trainer on the same GPUs (colocated) or on separate ones (disaggregated); null: as in the source."""
     policy: PolicyConfig | None = None
     """An additional policy to predict."""
-    reward: MainRewardPlan = Field(default_factory=MainRewardPlan)
-    agents: dict[str, RewardPlan] = Field(default_factory=dict)
+    reward: RewardPlan = Field(default_factory=RewardPlan)
+    agents: dict[str, AgentPlan] = Field(default_factory=dict)
     """Further reward agents, by name, each with the keys of reward but fit: {style: {concurrency: 16}}."""
     validation: ValidationPlan = Field(default_factory=ValidationPlan)
     checkpoint: CheckpointPlan = Field(default_factory=CheckpointPlan)

@@ -8,6 +8,7 @@ from typing import Any
 from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
+from dataflow.running.colocation import colocated
 from dataflow.running.saving.checkpoints import checkpoint_store
 from dataflow.stage import Hosted, Stage
 from dataflow.stages.checkpoint import checkpoint_stages
@@ -66,7 +67,7 @@ def recipe_pipeline(
     if config.val.every and validation:
         whole += [each.bind(every=config.val.every) for each in validation]
         inputs.append("val_prompts")
-    whole += samples
+    whole = colocated(config, whole + list(samples))
     if every := config.checkpoint.every:
         whole += checkpoint_stages(whole, every=every, store=checkpoint_store(config), steps=config.steps)
     return Pipeline(whole, inputs, resources)

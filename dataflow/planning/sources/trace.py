@@ -10,7 +10,7 @@ from pathlib import Path
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.graph import Pipeline
-from dataflow.planning.config import ModelPlan, PlanConfig, RewardPlan
+from dataflow.planning.config import AgentPlan, ModelPlan, PlanConfig
 from dataflow.planning.roles import Roles
 from dataflow.planning.servers.fit import fit
 from dataflow.planning.servers.law import Servers
@@ -119,7 +119,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
 
 
 def _service(
-    trace: Trace, agent: str, collectors: Collection[str | None], plan: RewardPlan, scattered: bool
+    trace: Trace, agent: str, collectors: Collection[str | None], plan: AgentPlan, scattered: bool
 ) -> tuple[Rewards, int]:
     """Returns an agent's service, with the latencies of the requests in a trace, and their number.
 
@@ -153,7 +153,7 @@ def _check_models(trace: Trace, config: PlanConfig, source: str) -> None:
 
 
 def _served(
-    trace: Trace, agent: str, rewards: Rewards, config: PlanConfig, plan: RewardPlan, said: list[str]
+    trace: Trace, agent: str, rewards: Rewards, config: PlanConfig, plan: AgentPlan, said: list[str]
 ) -> Rewards:
     """Returns an agent's service with the servers of its reward model, if it has one and its times are those of the
     run; adds what is assumed of them."""
@@ -194,7 +194,7 @@ def _served(
     return replace(rewards, latency=Distribution("empirical", values=alone), servers=servers)
 
 
-def _rates(trace: Trace, agent: str, plan: RewardPlan) -> list[str]:
+def _rates(trace: Trace, agent: str, plan: AgentPlan) -> list[str]:
     """Returns what is assumed of the limits a minute that an agent had in the run."""
     rpm, tpm = rates_of(trace, agent)
     said = [f"{agent}.rpm={rpm:g} is the run's."] if rpm and plan.rpm is None else []
@@ -216,7 +216,7 @@ def _beside(trace: Trace, pipeline: Pipeline, roles: Roles, config: PlanConfig, 
     found = {}
     for collect in roles.beside:
         agent = pipeline.by_name[collect].on
-        plan = config.agents.get(agent, RewardPlan())
+        plan = config.agents.get(agent, AgentPlan())
         own, known = _service(trace, agent, (None, collect), plan, bool(config.balance_batch))
         if known or plan.latency is not None:
             found[collect] = _served(trace, agent, own, config, plan, said)

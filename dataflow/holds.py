@@ -1,0 +1,73 @@
+"""Stages that hold a slot of their resource until another one has ended: that no task between them needs that slot.
+
+Pure: no torch, no ray, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from dataflow.errors import PipelineError, nearest
+from dataflow.stage import Lag, Stage
+
+Edges = Iterable[tuple[Stage, Stage, str, Lag]]
+
+
+def check_holds(stages: Mapping[str, Stage], edges: Edges) -> None:
+    """Checks that whatever a held slot waits for can run without it.
+
+    Args:
+        stages: of a pipeline, by name.
+        edges: (from, to, field, lag) between them.
+
+    Raises:
+        PipelineError: a run could stand still.
+    """
+    known = list(edges)
+    for holder in stages.values():
+        if holder.until is not None:
+            _check(holder, holder.until, stages, known)
+
+
+def _check(holder: Stage, until: str, stages: Mapping[str, Stage], edges: Edges) -> None:
+    last = stages.get(until)
+    said = f"stage '{holder.name}' holds '{holder.on}' until '{until}' has ended"
+    if last is None or last is holder:
+        raise PipelineError(f"{said}, which is no other stage{nearest(until, stages) or '.'}")
+    if last.on != holder.on:
+        raise PipelineError(f"{said}, but that runs on '{last.on}'; let both run on one resource.")
+    if (holder.grain, last.grain) != ("step", "step") or holder.every != last.every:
+        raise PipelineError(f"{said}; let each of them run once on the same steps.")
+    if any(other.until == until for other in stages.values() if other is not holder):
+        raise PipelineError(f"{said}, as another stage does; give each a stage of its own.")
+    before = _upstream(holder.name, edges)
+    needed = _upstream(until, edges)
+    if holder.name not in needed:
+        raise PipelineError(f"{said}, but '{until}' does not wait for it; give it after=['{holder.name}'] or a field.")
+    between = needed - before - {holder.name}
+    if busy := sorted(name for name in between if stages[name].on == holder.on):
+        raise PipelineError(
+            f"{said}, but '{busy[0]}' runs on '{holder.on}' and '{until}' waits for it; let '{holder.name}' be after "
+            f"'{busy[0]}', or '{busy[0]}' after '{until}'."
+        )
+    # What another step writes on the resource may come after the holder of this step.
+    early = {source.name for source, target, _field, lag in edges if target.name in before and lag != "none"}
+    for source, target, field, lag in edges:
+        waits = lag != "none" and target.name in {*between, until} and source.on == holder.on
+        if waits and source.name not in early:
+            raise PipelineError(
+                f"{said}, but '{target.name}' waits for '{field}' of an earlier step, which '{source.name}' writes on "
+                f"'{holder.on}'; let '{holder.name}' read it as well."
+            )
+
+
+def _upstream(name: str, edges: Edges) -> set[str]:
+    """Returns the stages of the same step that a stage waits for."""
+    found: set[str] = set()
+    ahead = [name]
+    while ahead:
+        at = ahead.pop()
+        new = {source.name for source, target, _field, lag in edges if target.name == at and lag == "none"} - found
+        found |= new
+        ahead += new
+    return found
