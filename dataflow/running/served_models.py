@@ -22,6 +22,7 @@ from dataflow.models.directory import check_chat, check_classifier, has_chat_tem
 from dataflow.rewards.models.keeper import ModelServers
 from dataflow.rewards.models.server import server_command, server_environment
 from dataflow.rewards.naming import keyed
+from dataflow.running.colocation import sleepers_of
 
 LOGS = "servers"
 """Directory of the servers' logs in a run's directory."""
@@ -106,6 +107,7 @@ class ServedModels:
             for name, model in config.reward.models.items()
             if model.url is None
         ]
+        self._config = config
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> ServedModels:
@@ -122,13 +124,13 @@ class ServedModels:
         self._stack.close()
 
     def __len__(self) -> int:
-        return len(self._models)
+        return len(self._models) + len(sleepers_of(self._config))
 
     async def ready(self) -> None:
-        """Waits until all servers answer.
+        """Waits until all servers answer, and puts those that share GPUs to sleep.
 
         Raises:
-            RunError: one did not start.
+            RunError: one did not start, or cannot sleep.
         """
         left: Any = {asyncio.wrap_future(servers.ready) for _model, servers in self._models}
         while left:
@@ -138,6 +140,8 @@ class ServedModels:
             if left:
                 waited = [servers.words for _model, servers in self._models if not servers.ready.done()]
                 logger.info(f"{'; '.join(waited)}: the others are starting")
+        for sleeper in sleepers_of(self._config):
+            await sleeper.sleep()
 
 
 def _servers(
