@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.rigs.benchmarks import benchmark
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -42,3 +44,24 @@ def test_a_reward_agent_that_falls_short_of_a_bound_ends_its_benchmark_with_1(
     found = json.loads((tmp_path / "out.json").read_text())
     assert {"slower", what} <= found.keys()
     assert capsys.readouterr().err.count("falls short") == (not held)
+
+
+def test_reward_models_are_measured_and_a_bound_that_is_exceeded_ends_the_benchmark_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with benchmark("reward_models") as bench:
+        assert bench.ideal([1.0, 2.0], 3 * bench.SLOTS) == 2.0
+        row = bench.balance(1, 24, (0.01, 0.05))
+        assert sum(map(int, row["by_server"].split("/"))) == row["requests"] == 24
+        monkeypatch.setattr(bench, "slowness", lambda: 1.0)
+        assert {"router_ms", "http_process_ms"} <= bench.cost(1, 16).keys()
+        monkeypatch.setattr(bench, "engine", lambda *_given: {"gain": 2.0, "bounds": {}, "held": True})
+        for held in (True, False):
+            monkeypatch.setattr(
+                bench, "cost", lambda *_given, held=held: {"router_ms": 1.0, "bounds": {}, "held": held}
+            )
+            out = tmp_path / "out.json"
+            monkeypatch.setattr(sys, "argv", ["reward_models.py", "cost", "engine", "-o", str(out)])
+            assert bench.main() == (0 if held else 1)
+            assert json.loads(out.read_text())["engine"]["gain"] == 2.0
+            assert capsys.readouterr().err.count("falls short") == (not held)
