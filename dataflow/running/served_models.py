@@ -133,6 +133,8 @@ class ServedModels:
             RunError: one did not start, or cannot sleep.
         """
         left: Any = {asyncio.wrap_future(servers.ready) for _model, servers in self._models}
+        for each in left:  # the run may be cancelled with the same error before it is read here
+            each.add_done_callback(lambda done: done.cancelled() or done.exception())
         while left:
             done, left = await asyncio.wait(left, timeout=SAID_S, return_when=asyncio.FIRST_EXCEPTION)
             for each in done:
