@@ -231,10 +231,16 @@ def _scorer(custom: Mapping[str, Any] | None, default: Mapping[str, Any], option
             custom.get("reward_kwargs"),
             options.model_tokenizer,
         ]
+        if options.models:  # which the function may ask
+            what.append({name: _served(model.client_options(name)) for name, model in options.models.items()})
     else:
-        kwargs = {name: value for name, value in (default.get("kwargs") or {}).items() if name not in _ASIDE}
-        what = [default["target"], _content(kwargs)]
+        what = [default["target"], _served(default.get("kwargs") or {})]
     return json.dumps([what, manager], sort_keys=True, default=repr)
+
+
+def _served(kwargs: Mapping[str, Any]) -> Any:
+    """Returns the options of a judge or reward model that decide about scores, with the content of their files."""
+    return _content({name: value for name, value in kwargs.items() if name not in _ASIDE})
 
 
 def _content(value: Any) -> Any:

@@ -83,7 +83,7 @@ class Attempt:
         with self._progress.phase("starting workers"):
             await executor.open(graph.pipeline)
         if self._ready is not None:
-            with self._progress.phase("starting reward models"):
+            with self._progress.phase("waiting for the reward models"):
                 await self._ready()
         restored = Restored()
         if point is not None:

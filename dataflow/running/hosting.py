@@ -21,6 +21,8 @@ REPLICAS = "dataflow.engines.replicas.engine:Replicas"
 TRAINER = "dataflow.engines.verl.trainer:VerlTrainer"
 CRITIC = "dataflow.engines.verl.critic:VerlCritic"
 REWARD = "dataflow.running.agent:host_agent"
+ROUTER = "127.0.0.1:0"
+"""Address of the reward models for users' functions while it is not known."""
 _CLOSE_S = 8.0  # time for vLLM's processes to end and free their shared memory
 # Shares of a GPU for trainer, critic and engine. On a shared GPU the trainer's share is over half of it, the critic's
 # over half of the rest, and so on, so that Ray, which places the largest shares first, puts no two ranks on one GPU.
@@ -210,6 +212,9 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
     if (model := model_of(config, source)) in config.reward.models and not custom.path:
         own = {"target": SERVED, "kwargs": config.reward.models[model].client_options(model)}
         options = options.model_copy(update={"concurrency": concurrency_of(config, source)})
+    if custom.path and config.reward.models:
+        address = options.router_address or ROUTER
+        options = options.model_copy(update={"models": config.reward.models, "router_address": address})
     return Hosted(
         name,
         REWARD,

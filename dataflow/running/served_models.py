@@ -12,7 +12,7 @@ from typing import Any
 
 from loguru import logger
 
-from dataflow.config.reward import model_of, source_of
+from dataflow.config.reward import model_of, source_of, sources_of
 from dataflow.config.run import RunConfig
 from dataflow.config.served import ServedModelConfig
 from dataflow.engines.choice import vllm_device
@@ -20,6 +20,7 @@ from dataflow.errors import ConfigError, ModelError, RunError, nearest
 from dataflow.files import no_file
 from dataflow.models.directory import check_chat, check_classifier, has_chat_template, room_of
 from dataflow.rewards.models.keeper import ModelServers
+from dataflow.rewards.models.router_keeper import RouterKeeper
 from dataflow.rewards.models.server import server_command, server_environment
 from dataflow.rewards.naming import keyed
 from dataflow.running.colocation import sleepers_of
@@ -93,7 +94,9 @@ _DEVICES = {"cpu": "the CPU", "cuda": "GPUs"}
 
 
 class ServedModels:
-    """The servers of the reward models that have no address; a context manager, which writes the addresses there.
+    """The servers of the reward models that have no address, and one address of all models for users' functions.
+
+    A context manager, which writes the addresses into the configuration.
 
     Args:
         config: of the run.
@@ -107,7 +110,7 @@ class ServedModels:
             for name, model in config.reward.models.items()
             if model.url is None
         ]
-        self._config = config
+        self._config, self._on_lost = config, on_lost
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> ServedModels:
@@ -115,6 +118,12 @@ class ServedModels:
             for model, servers in self._models:
                 stack.enter_context(servers)
                 model.url = list(servers.urls)
+            functions = [source.options for source in sources_of(self._config) if source.custom.path]
+            if asking := [options for options in functions if options.router_address is None]:
+                models = {name: model.client_options(name) for name, model in self._config.reward.models.items()}
+                router = stack.enter_context(RouterKeeper(models, self._on_lost))
+                for options in asking:
+                    options.router_address = router.address
             self._stack = stack.pop_all()
         return self
 
@@ -122,9 +131,6 @@ class ServedModels:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-
-    def __len__(self) -> int:
-        return len(self._models) + len(sleepers_of(self._config))
 
     async def ready(self) -> None:
         """Waits until all servers answer, and puts those that share GPUs to sleep.

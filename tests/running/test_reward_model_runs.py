@@ -38,6 +38,17 @@ SMALL = (
     "samples.every=1",
 )
 SAMPLES = 3 * 4 * 2
+NOBODY = "http://127.0.0.1:9"
+ASKS = """
+import aiohttp
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address):
+    chat = [*extra_info["raw_prompt"], {"role": "assistant", "content": solution_str}]
+    body = {"model": "rm", "messages": chat, "use_activation": False}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"http://{reward_router_address}/classify", json=body) as reply:
+            return (await reply.json())["data"][0]["probs"][0]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +137,16 @@ def test_a_run_trains_on_a_classifier_and_a_judge_that_it_serves_and_one_dies(
     assert all(0 <= sample["judge_score"] <= 1 for sample in found)
     rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     assert [row["actor/grad_norm"] > 0 for row in rows if "actor/grad_norm" in row] == [True] * 3
+
+
+def test_a_function_asks_all_models_at_one_address(tmp_path: Path, tiny_qwen: Path, rm: Path) -> None:
+    (tmp_path / "asks.py").write_text(ASKS)
+    function = f"rule.custom_reward_function.path={tmp_path / 'asks.py'}"
+    more = ("reward.model=rm", function, "weights.length=0", f"reward.models.other.url={NOBODY}")
+    assert main(["run", TWO, *keys(tiny_qwen, tmp_path, *hf(rm, replicas=1), *more)]) == 0
+    found = samples(tmp_path / "a")
+    assert [sample["rule_score"] for sample in found] == pytest.approx([sample["judge_score"] for sample in found])
+    check_scores(found, "judge_score", rm)
 
 
 def test_the_death_of_all_servers_in_flight_costs_no_reward(

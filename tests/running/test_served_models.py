@@ -177,3 +177,22 @@ def test_rewards_are_known_again_by_what_scores_not_by_where_it_runs(rm: Path, t
     assert len(texts) == 5
     save_file({"score.weight": np.zeros((1, 5), dtype=np.float32)}, rm / "model.safetensors")
     assert scorer() not in texts
+
+
+def test_a_function_gets_one_address_of_all_models_and_is_known_again_by_them(rm: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(FUNCTION)
+    own = f"rule.custom_reward_function.path={tmp_path / 'own.py'}"
+
+    def options(*keys: str) -> Any:
+        return reward_host(config(own, *keys), "rule").options
+
+    def scorer(*keys: str) -> str:
+        found = options(*keys)
+        return _scorer(found["custom"], found["default"], found["options"])
+
+    model = f"reward.models.rm.path={rm}"
+    assert options()["options"].router_address is None
+    assert options(model)["options"].router_address == "127.0.0.1:0"
+    assert options(model, "rule.router_address=host:1")["options"].router_address == "host:1"
+    assert scorer(model) == scorer(model, "reward.models.rm.replicas=2")
+    assert len({scorer(), scorer(model), scorer(model, "reward.models.rm.kind=pooling")}) == 3
