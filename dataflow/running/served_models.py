@@ -132,6 +132,11 @@ class ServedModels:
     ) -> None:
         self._stack.close()
 
+    @property
+    def waits(self) -> bool:
+        """Whether :meth:`ready` has anything to wait for."""
+        return bool(self._models or sleepers_of(self._config))
+
     async def ready(self) -> None:
         """Waits until all servers answer, and puts those that share GPUs to sleep.
 

@@ -270,7 +270,7 @@ class Session:
         from dataflow.running.served_models import ServedModels
 
         with ServedModels(self.config, self.directory, self._lose) as served:
-            self._ready = served.ready
+            self._ready = served.ready if served.waits else None
             yield
 
     def _lose(self, error: RunError) -> None:
