@@ -22,7 +22,7 @@ from dataflow.errors import ConfigError
 from dataflow.rewards.decode import Decode
 from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.filter import GroupFilter
-from dataflow.rewards.groups import GroupCalls, close_reward, usage_of
+from dataflow.rewards.groups import GroupCalls, close_reward, group_method, usage_of
 from dataflow.rewards.hedge import parse_hedge
 from dataflow.rewards.jobs import Arguments, Jobs
 from dataflow.rewards.ledger.frozen_calls import FrozenCalls
@@ -70,9 +70,9 @@ class RewardAgent:
         compute_score: a function, sync or async, called with verl's keywords ``data_source``, ``solution_str``,
             ``ground_truth`` and ``extra_info`` (a dict, to which ``raw_prompt``, the chat messages, and
             ``response_length``, in tokens, are added where the samples have them); or an object with such a method
-            and optionally ``post_process_scores``, ``log``, ``close``, ``usage``, ``retry_on``, ``endpoint`` and
-            ``tokens`` (docs/rewards.md). It returns a finite number, a tuple (score, query, explanation), or a dict
-            with ``score`` and further columns. Sync functions run in threads.
+            and optionally ``compute_group`` or ``post_process_scores``, ``log``, ``close``, ``usage``, ``retry_on``,
+            ``endpoint`` and ``tokens`` (docs/rewards.md). It returns a finite number, a tuple (score, query,
+            explanation), or a dict with ``score`` and further columns. Sync functions run in threads.
         limits: calls in flight, requests and tokens a minute.
         retry: time-outs and tries.
         hedge_after: a second call is sent for a first one that takes longer than this: a percentile of the latencies
@@ -121,7 +121,7 @@ class RewardAgent:
     ) -> None:
         self.name, self._reward = name, compute_score
         self._function = getattr(compute_score, "compute_score", compute_score)
-        self._post_process = post_process_scores or getattr(compute_score, "post_process_scores", None)
+        self._post_process = group_method(compute_score, post_process_scores)
         if isinstance(compute_score, type) or not callable(self._function):
             raise ConfigError(f"compute_score={compute_score!r}; give a function or an object with compute_score.")
         self.retry = retry or Retry()

@@ -1,11 +1,12 @@
-"""Calls of the user's other methods: ``post_process_scores`` and ``log`` on whole groups, ``usage``, ``close``."""
+"""Calls of the user's other methods: on whole groups ``compute_group``, ``post_process_scores`` and ``log``; ``usage``;
+``close``."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from loguru import logger
 
@@ -28,11 +29,32 @@ _CLOSE_S = 10.0  # time limit of close
 _LOGS = 8  # concurrent calls of the user's log
 
 
+class GroupMethod(NamedTuple):
+    """A method that replaces the scores of a group.
+
+    Attributes:
+        function: takes the scores of the group, or its samples and their scores; returns as many scores.
+        takes_samples: whether it takes the samples as well, each as the keywords of ``compute_score``.
+    """
+
+    function: Callable[..., Any]
+    takes_samples: bool
+
+
+def group_method(reward: Any, post_process_scores: Callable[[list[float]], Any] | None) -> GroupMethod | None:
+    """Returns the method that replaces the scores of a group: one that was given, else the reward's, if it has one."""
+    found = post_process_scores or getattr(reward, "post_process_scores", None)
+    if found is not None:
+        return GroupMethod(found, False)
+    compute = getattr(reward, "compute_group", None)
+    return None if compute is None else GroupMethod(compute, True)
+
+
 class GroupCalls:
-    """Runs the user's ``post_process_scores`` and ``log``.
+    """Runs the user's ``compute_group`` or ``post_process_scores``, and ``log``.
 
     Args:
-        post_process: the user's ``post_process_scores``, if there is one.
+        post_process: the user's ``compute_group`` or ``post_process_scores``, if there is one.
         log: the user's ``log``, if there is one.
         calls: runs both.
         limiter: grants the slots of ``post_process``; its ``start`` callback must call :meth:`start`.
@@ -43,7 +65,7 @@ class GroupCalls:
 
     def __init__(
         self,
-        post_process: Callable[[list[float]], Any] | None,
+        post_process: GroupMethod | None,
         log: Callable[..., Any] | None,
         calls: Calls,
         limiter: Limiter,
@@ -79,9 +101,12 @@ class GroupCalls:
             self._limiter.release(queue, clock.now())
             self._steps.fail(state, f"group {group} of step {state.key}: {message}", FrozenCall(message))
             return
-        scores = [request.score for request in state.groups[group] if request.kept]
+        kept = [request for request in state.groups[group] if request.kept]
+        given: list[Any] = [[request.score for request in kept]]
+        if self._post_process.takes_samples:
+            given.insert(0, [own_copy(dict(request.arguments or {})) for request in kept])
         self._calls.start(
-            partial(self._post_process, scores),
+            partial(self._post_process.function, *given),
             {},
             on_done=partial(self._on_post_processed, job),
             on_freed=lambda call: self._limiter.release(queue, call.begin),
@@ -94,7 +119,8 @@ class GroupCalls:
         if state.over:
             return
         requests = [request for request in state.groups[group] if request.kept]
-        where, function = f"group {group} of step {state.key}", self._post_process
+        assert self._post_process is not None
+        where, function = f"group {group} of step {state.key}", self._post_process.function
         if call.error is not None:
             self._steps.fail(state, raised(where, function, call.error), call.error)
             return

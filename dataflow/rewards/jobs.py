@@ -77,6 +77,7 @@ class Jobs:
         together = ledger is not None or share_equal or self._endpoint is not None
         self._ahead = math.inf if together else _AHEAD
         self._reward = reward
+        self._compares = callable(getattr(reward, "compute_group", None))
         self._ledger = ledger
         self._share_equal = share_equal
         self._scorer = scorer
@@ -104,6 +105,8 @@ class Jobs:
         for request, keywords, answer in self._look_up(state, rows.requests[begin : rows.admitted], arguments):
             if not request.open:
                 continue  # its group was dropped meanwhile
+            if self._compares:
+                request.arguments = keywords[0]
             if answer is not None:
                 self._counts["cached"] += 1
                 request.begin = request.end = clock.now()

@@ -96,8 +96,8 @@ class Request:
     begin: float = 0.0
     end: float = 0.0
     tries: int = 0
-    kept: bool = True
-    """False for a sample that no loss may use."""
+    kept: bool = True  # False for a sample that no loss may use
+    arguments: Mapping[str, Any] | None = None  # of its call, if the reward compares the samples of a group
     source: str = ""
     """Where its score came from, if not from a call of its own: ``ledger``, ``shared`` or ``hedged``."""
     notes: Mapping[str, Any] | None = None

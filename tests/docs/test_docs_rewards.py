@@ -178,7 +178,7 @@ def test_runs_have_valid_options_and_agents_that_can_be_built(
     config = parse_overrides(pipeline.Config, words[3:])
     config.judge.url = config.judge.url or "http://127.0.0.1:1"  # a run starts one
     options = {**pipeline.pipeline(config).hosts()["reward"].options, "ledger": None}
-    options["options"] = options["options"].model_copy(update={"cache": None})
+    options["options"] = options["options"].model_copy(update={"cache": None, "router_address": "127.0.0.1:1"})
     run(host_agent(**options).close)
 
 

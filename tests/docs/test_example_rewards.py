@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,9 +15,11 @@ from dataflow.config.reward import RewardConfig
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.judge.judge import Judge
+from dataflow.rewards.models.http_router import HttpRouter, RoutedModel
 from dataflow.rewards.user.build import build_manager
 from dataflow.running.agent import build_agent
 from tests.docs.test_docs_rewards import batch, rewards, run
+from tests.rigs.reward_servers import servers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,6 +38,15 @@ async def serving(path: str, reply: Callable[[Any], Awaitable[Any]]) -> AsyncIte
 
     app = web.Application()
     app.router.add_post(path, reply)
+    async with listening(app) as address:
+        yield address
+
+
+@asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[str]:
+    """Runs an application on loopback; gives the address."""
+    from aiohttp import web
+
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
@@ -49,6 +61,27 @@ def test_final_number() -> None:
     found = run(lambda: rewards(agent, batch([["so 7", "1,000"], ["none", "6 or 7.0"]])))
     assert found["score"].tolist() == pytest.approx([1, 0.1, 0, 1])
     assert found["answer"].tolist() == ["7", "1000", None, "7.0"]
+
+
+def test_the_best_of_a_group_wins_its_comparisons() -> None:
+    def longer_first(body: dict[str, Any]) -> float:
+        first, second = re.findall(r"<(?:first|second)>\n(.*?)\n</", body["messages"][-1]["content"], re.DOTALL)
+        return 0.5 if len(first) == len(second) else float(len(first) > len(second))
+
+    async def body() -> None:
+        async with servers(2, score=longer_first) as found:
+            models = {"rm": RoutedModel(url=[server.url for server in found], slots=2)}
+            async with listening(HttpRouter(models).application()) as address:
+                options = RewardConfig(backoff=0.01, router_address=address.removeprefix("http://"))
+                agent = agent_of("best_of.py", options, name="BestOf", reward_kwargs={"model": "rm"})
+                got = await rewards(agent, batch([["a", "bbb", "cc", "dd"], ["x"]]))
+            assert got["score"].tolist() == pytest.approx([0, 1, 0.5, 0.5, 0.5])
+            bodies = [body for server in found for _path, body in server.bodies]
+            assert len(bodies) == 4 * 3
+            assert min(len(server.bodies) for server in found) > 0
+            assert all("3 + 4?" in body["messages"][-1]["content"] for body in bodies)
+
+    run(body)
 
 
 def test_service_is_asked_until_it_answers() -> None:

@@ -212,7 +212,9 @@ def check_methods(reward: Any) -> None:
         ConfigError: an attribute with the name of such a method is not callable, or is async where it must not be.
     """
     what = f"reward '{name_of(reward)}'"
-    for name in ("post_process_scores", "log", *_SYNC_METHODS):
+    if all(callable(getattr(reward, name, None)) for name in ("compute_group", "post_process_scores")):
+        raise ConfigError(f"{what} has both compute_group and post_process_scores; give one, which may do both.")
+    for name in ("compute_group", "post_process_scores", "log", *_SYNC_METHODS):
         found = getattr(reward, name, None)
         if found is not None and not callable(found):
             kind = type(found).__name__

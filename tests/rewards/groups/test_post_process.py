@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataflow.errors import RewardFailed
+from dataflow.errors import ConfigError, RewardFailed
 from dataflow.reward_agent import Limits, Retry
 from tests.rewards.groups.group_rig import BROKEN, NONE, Reward, agent_of, fails, numbers, samples, scored
 from tests.rigs.virtual_time import run_virtual
@@ -35,6 +35,28 @@ async def later(scores: list[float]) -> list[float]:
 def test_whole_groups_are_post_processed_in_sample_order() -> None:
     rewards, _agent = scored(Reward(_1_0=("after", 9, 5.0)), post_process_scores=later)
     assert rewards["score"].tolist() == pytest.approx([-0.05, 0.05, 1.95, -1.95, -0.05, 0.05])
+
+
+class Compares(Reward):
+    async def compute_group(self, samples: list[dict[str, Any]], scores: list[float]) -> list[float]:
+        self.posted.append(scores)
+        samples[0]["solution_str"] = "its own copy"
+        return [float(sample["solution_str"]) + 10 for sample in samples[1:]] + [0.0]
+
+
+def test_a_group_is_compared_with_its_samples() -> None:
+    reward = Compares(_0_1=BROKEN)
+    rewards, _agent = scored(reward, "drop_sample", groups=1, n=3)
+    assert reward.posted == [[0.0, pytest.approx(0.2)]]
+    assert rewards["score"].tolist()[0] == pytest.approx(10.2)
+    assert rewards["score"].tolist()[2] == 0.0
+
+
+def test_a_reward_compares_or_processes_scores() -> None:
+    reward = Compares()
+    reward.post_process_scores = less_mean  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="has both compute_group and post_process_scores; give one"):
+        scored(reward)
 
 
 def test_only_kept_samples_are_post_processed() -> None:
