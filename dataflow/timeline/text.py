@@ -11,6 +11,7 @@ from dataflow.errors import DataError
 from dataflow.timeline.attribution import Wait, exposed_waits, summary, waits_after
 from dataflow.timeline.culprits import Culprit, culprits
 from dataflow.timeline.downtime import Axis
+from dataflow.timeline.servers import servers_of
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes, looks
 
 LETTERS = {
@@ -27,6 +28,7 @@ LETTERS = {
 _SPARE = "BDEHJKMNPTWXYZabcdefghijkmnpqrstuwxyz"  # O, I, o and l look like digits
 _BARS = "▁▂▃▄▅▆▇█"
 _DOWN = "/"
+_OUT = "x"
 
 
 def letters(stages: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
@@ -60,7 +62,8 @@ class Chart:
     """A trace drawn with letters.
 
     Attributes:
-        rows: (name, bars) of each; further lanes of a resource have no name; the last ones may be rewards in flight.
+        rows: (name, bars) of each; further lanes of a resource have no name; the last ones may be rewards in flight,
+            of an agent or at a server.
         axis: of time, in seconds; as wide as the bars.
         legend: meaning of letters and signs.
         letter: of each stage.
@@ -81,9 +84,10 @@ def gantt(trace: Trace, width: int = 100, steps: tuple[int, int] | None = None) 
         steps: (first, last) to show; all by default.
 
     Returns:
-        A title, a row for each lane of each resource, a row of rewards in flight, a time axis in seconds and
-        a legend. A task is drawn as its letter, its step (and part) if they fit, then "="; the GPU's waits as "~".
-        The axis counts the time in which the run was running; "///" marks where a downtime is cut out.
+        A title, a row for each lane of each resource, a row of rewards in flight for each agent and each
+        server that they went to, a time axis in seconds and a legend. A task is drawn as its letter, its step (and
+        part) if they fit, then "="; the GPU's waits as "~". The axis counts the time in which the run was running;
+        "///" marks where a downtime is cut out.
     """
     if not trace.spans:
         return f"{title(trace)}\n(no task ran)\n"
@@ -108,7 +112,9 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
     for mark in flights:
         by_agent.setdefault(mark.resource, []).append(mark)
     several = len(by_agent) > 1
+    servers = servers_of(trace)
     names = [name for name, _, _ in rows] + [_flight_row(agent, several) for agent in by_agent]
+    names += [server.name for server in servers]
     columns = max(10, width - max(map(len, names)) - 2)
     axis = _cut(trace, begin, end, columns)
     scale = columns / axis.length if axis.length > 0 else 0.0
@@ -146,9 +152,21 @@ def chart(trace: Trace, width: int, steps: tuple[int, int] | None = None) -> Cha
         most[agent] = max(level for _, level in levels)
         row = _flights(levels, end, columns, lambda time: axis.at(time) * scale)
         drawn.append((_flight_row(agent, several), broken(row)))
+    out = False
+    for server in servers:
+        levels = in_flight(m for m in server.marks if m.end > begin and m.begin < end)
+        cells = [*_flights(levels, end, columns, lambda time: axis.at(time) * scale)] if levels else [" "] * columns
+        for since, until in server.outages:
+            a, b = column(since), max(column(until), column(since) + 1)
+            if until > begin and since < end:
+                cells[a:b] = _OUT * (min(b, columns) - a)
+                out = True
+        drawn.append((server.name, broken("".join(cells))))
     shown_stages = [s for s in trace.stages if any(s == span.stage for _, lane, _ in rows for span in lane)]
     legend = [f"{letter[s]} {s}" for s in shown_stages] + [f"~ {' or '.join(trace.pools) or 'gpu'} waits"]
     legend += [f"█ {level} rewards{f' of {agent}' if several else ''} in flight" for agent, level in most.items()]
+    if out:
+        legend.append(f"{_OUT} a server is out")
     if axis.downtimes:
         sign = _DOWN * max(1, column(axis.downtimes[0].end) - column(axis.downtimes[0].begin))
         legend += [f"{sign} {down.words}" for down in axis.downtimes] + ["(cut out of the axis)"]

@@ -21,6 +21,7 @@ from dataflow.errors import RunError
 from dataflow.files import cannot_write
 from dataflow.timeline.agents import cause_of
 from dataflow.timeline.attribution import exposed_waits, waits_after
+from dataflow.timeline.servers import servers_of
 from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, flows, in_flight
 
 FORMAT = "dataflow"
@@ -222,10 +223,13 @@ class TraceWriter:
         for number, (source, at, collect, update) in enumerate(flows(trace), start=1):
             found = [self._slices.get((s.stage, s.step, s.part)) for s in (source, collect, update)]
             yield from self._flow(number, at, [place for place in found if place is not None])
-        for agent in dict.fromkeys(mark.resource for mark in trace.marks):
-            for time, level in in_flight(mark for mark in trace.marks if mark.resource == agent):
+        of: dict[str, list[Mark]] = {}
+        for mark in trace.marks:
+            of.setdefault(f"{cause_of(mark.resource)} in flight", []).append(mark)
+        of |= {f"{server.name} in flight": [*server.marks] for server in servers_of(trace)}
+        for name, marks in of.items():
+            for time, level in in_flight(marks):
                 ts, _ = self._ticks(time, time)
-                name = f"{cause_of(agent)} in flight"
                 yield {"ph": "C", "name": name, "pid": PID, "ts": ts, "args": {"requests": level}}
 
     def _flow(self, number: int, at: float, slices: list[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:

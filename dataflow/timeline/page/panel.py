@@ -13,7 +13,7 @@ from dataflow.drawing.duration import seconds
 from dataflow.timeline.agents import agents_of, causes_of
 from dataflow.timeline.culprits import Culprit, culprits, place_of
 from dataflow.timeline.downtime import Axis
-from dataflow.timeline.page.tracks import Versions
+from dataflow.timeline.page.versions import Versions
 from dataflow.timeline.spans import Trace, called
 from dataflow.timeline.text import extent
 

@@ -15,6 +15,8 @@ from dataflow.timeline.attribution import Wait
 from dataflow.timeline.culprits import Culprit, culprits, last_requests, place_of
 from dataflow.timeline.downtime import Axis
 from dataflow.timeline.page.critical import critical_path
+from dataflow.timeline.page.versions import Versions
+from dataflow.timeline.servers import servers_of
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes
 from dataflow.timeline.text import extent
 
@@ -66,7 +68,7 @@ class Sheet:
             -1, ``more`` holds further facts.
         path: tasks on the critical paths, each with the end of the one before.
         waits: exposed waits of the GPU pools.
-        bands: per run with reward requests, the number in flight from ``begin`` to ``end``.
+        bands: per agent and server with requests, the number in flight from ``begin`` to ``end``.
         most: maximum in flight of each band.
         requests: per mini-batch, the reward request that ended last, the task that needed it, and for how long GPUs
             were ``idle`` because of it.
@@ -134,6 +136,7 @@ class _Run:
         versions, tries = Versions(self.trace), {agent: _tries(marks) for agent, marks in self.asked.items()}
         for resource in self.trace.resources:
             self._row(resource, versions, tries)
+        self._servers()
         self._waits()
         self._requests()
         self._path()
@@ -200,6 +203,19 @@ class _Run:
             _add(columns, self.at(time), self.at(end), high, below, level)
         self.made.bands.append(columns)
         self.made.most.append(most)
+
+    def _servers(self) -> None:
+        """Adds a row for each server of rewards: its requests in flight, and hatched when it was out."""
+        for server in servers_of(self.trace):
+            top = self.made.height
+            if levels := in_flight(server.marks):
+                self._band(levels, top, top + _BAND / 2)
+            for begin, end in server.outages:
+                _add(self.made.waits, self.index, self.at(begin), self.at(end), top, top + _BAND / 2, -1, server.name,
+                     "an answer to its health check", "", "")  # fmt: skip
+            self.made.height += _BAND / 2
+            self.made.rows.append(Row(server.name, top, self.made.height))
+            self.made.height += GAP
 
     def _waits(self) -> None:
         for found in sorted(self.culprits, key=lambda c: (c.wait.begin, c.pool)):
@@ -311,38 +327,6 @@ def thin(levels: Sequence[tuple[float, int]], points: int) -> Sequence[tuple[flo
         kept.append((begin + (at + 1) * size, level))
     kept.append((end, levels[-1][1]))
     return kept
-
-
-class Versions:
-    """The weights versions that the samples of each step were generated with.
-
-    Attributes:
-        of_step: step -> version of its samples, the oldest if there are several.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        self._trains, self._syncs = trace.with_role("trains"), trace.with_role("syncs")
-        self.of_step: dict[int, int] = {}
-        for span in trace.spans:
-            version = span.args.get("weights_version")
-            if isinstance(version, int) and not span.optional and span.stage not in self._syncs:
-                self.of_step[span.step] = min(version, self.of_step.get(span.step, version))
-
-    def of(self, span: Span) -> int | None:
-        """Returns the version of the weights that generated a span's samples, or the samples it trains on."""
-        version = span.args.get("weights_version")
-        if version is None and span.stage in self._trains:
-            version = self.of_step.get(span.step)
-        return version if isinstance(version, int) else None
-
-    def staleness(self, span: Span) -> int | None:
-        """Returns how many steps older a task's samples are than the weights that its step's update starts from."""
-        if span.optional or span.stage in self._syncs:
-            return None
-        if isinstance(given := span.args.get("staleness"), int | float):
-            return round(given)
-        version = self.of(span)
-        return None if version is None else span.step - 1 - version
 
 
 def step_ends(trace: Trace) -> dict[int, float]:

@@ -16,7 +16,8 @@ from dataflow.errors import DataError
 from dataflow.testing.runs import made_up
 from dataflow.timeline.culprits import last_requests, linked
 from dataflow.timeline.page.html import page, text, waiting
-from dataflow.timeline.page.tracks import Versions, sheet, step_ends, thin
+from dataflow.timeline.page.tracks import sheet, step_ends, thin
+from dataflow.timeline.page.versions import Versions
 from dataflow.timeline.spans import Mark, Span, Trace
 from tests.timeline.test_culprits import two_parts
 
