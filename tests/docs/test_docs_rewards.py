@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
 
 from dataflow.batch import Batch
 from dataflow.config.keys.overrides import fields
@@ -33,6 +32,7 @@ from dataflow.rewards.remote.metrics import COUNTED, GAUGED
 from dataflow.rewards.retry import _TRANSPORT, is_transient
 from dataflow.rewards.user.results import RESERVED
 from dataflow.running.agent import host_agent
+from dataflow.testing.options import TABLES, option_table
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,7 +45,6 @@ TEXT = DOC.read_text(encoding="utf-8") if DOC.exists() else ""
 # A link to an example, and the block behind it that shows the file.
 SHOWN = re.compile(r"(\(\.\./examples/rewards/(\S+)\)[^`]*?\n```(?:python|text)\n)(.*?)(\n```)", re.DOTALL)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
-TABLES = re.compile(r"(<!-- options: .*? -->\n)(.*?)(\n<!-- end of options -->)", re.DOTALL)
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -79,20 +78,7 @@ def option_tables() -> str:
         ("custom_reward_function", config.custom_reward_function),
         ("judge", config.judge),
     ]
-    return "\n\n".join(_table(prefix, section) for prefix, section in parts)
-
-
-def _table(prefix: str, section: Any) -> str:
-    rows = [f"| key of `{prefix}` | default | what |", "|---|---|---|"]
-    for name, info in type(section).model_fields.items():
-        default = yaml.safe_dump(_plain(getattr(section, name)), default_flow_style=True, width=1000)
-        text = " ".join((info.description or "").split()).replace("|", "\\|")
-        rows.append(f"| `{prefix}.{name}` | `{default.removesuffix('...' + chr(10)).strip()}` | {text} |")
-    return "\n".join(rows)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return "\n\n".join(option_table(prefix, section) for prefix, section in parts)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ class ModelServers:
         environment: all variables of a server.
         start_s: seconds that a server may take to answer.
         restarts: of all servers together.
-        on_lost: called from another thread when a server cannot be started or restarted.
+        on_lost: called from another thread when a server cannot be started, or when none is left.
 
     Attributes:
         urls: of the servers; they do not change.
@@ -58,6 +58,7 @@ class ModelServers:
         self._on_lost = on_lost
         self._lock = threading.Lock()
         self._started: set[int] = set()
+        self._lost: set[int] = set()
         self._logs = [logs / f"{name}-{number}.log" for number in range(replicas)]
         self._ports: list[Port] = []
         self._servers: list[KeptServer[ModelServer]] = []
@@ -76,7 +77,8 @@ class ModelServers:
                     partial(self._on_ready, number),
                 )
                 on_death = partial(self._on_death, number)
-                self._servers.append(KeptServer(f"keeper of {log.stem}", start, on_death, self._lose))
+                lose = partial(self._lose, number)
+                self._servers.append(KeptServer(f"keeper of {log.stem}", start, on_death, lose))
             stack.pop_all()
         self.urls = [f"http://{ADDRESS}:{port.number}" for port in self._ports]
 
@@ -138,7 +140,13 @@ class ModelServers:
             "requests in flight there are sent again."
         )
 
-    def _lose(self, error: RunError) -> None:
+    def _lose(self, number: int, error: RunError) -> None:
+        with self._lock:
+            self._lost.add(number)
+            left = len(self._servers) - len(self._lost)
+        if left and self.ready.done():
+            logger.warning(f"{str(error).rstrip('.')}; the run goes on with {left} of its servers.")
+            return
         with contextlib.suppress(InvalidStateError):
             self.ready.set_exception(error)
         self._on_lost(error)

@@ -134,6 +134,18 @@ def test_after_too_many_restarts_a_sentence(tmp_path: Path, losses: queue.Queue[
     )
 
 
+def test_without_a_restart_the_others_go_on(tmp_path: Path, losses: queue.Queue[RunError], warned: list[str]) -> None:
+    with servers(tmp_path, replicas=2, restarts=0, on_lost=losses.put) as running:
+        running.ready.result(READY_S)
+        server_of(running.pids[0]).kill()
+        running._servers[0]._watcher.join(READY_S)
+        assert losses.empty()
+        assert [line for line in warned if line.endswith("; the run goes on with 1 of its servers.")]
+        assert healthy(running.urls[1])
+        server_of(running.pids[1]).kill()
+        assert "server 1 ended (killed" in str(losses.get(timeout=READY_S))
+
+
 def test_a_start_that_fails_names_the_first_cause(tmp_path: Path, losses: queue.Queue[RunError]) -> None:
     (tmp_path / "rm-0.log").write_text("ValueError: of an earlier run\n")
     with servers(tmp_path, "--fails", "no classification head", on_lost=losses.put) as running:

@@ -1,0 +1,27 @@
+"""Tables of options in the documents, by the docstrings of their sections."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+TABLES = re.compile(r"(<!-- options: .*? -->\n)(.*?)(\n<!-- end of options -->)", re.DOTALL)
+"""Where a document has its tables."""
+
+
+def option_table(prefix: str, section: Any) -> str:
+    """Returns the table of a section's keys, their defaults and what they do."""
+    rows = [f"| key of `{prefix}` | default | what |", "|---|---|---|"]
+    for name, info in type(section).model_fields.items():
+        default = yaml.safe_dump(_plain(getattr(section, name)), default_flow_style=True, width=1000)
+        text = " ".join((info.description or "").split()).replace("|", "\\|")
+        rows.append(f"| `{prefix}.{name}` | `{default.removesuffix('...' + chr(10)).strip()}` | {text} |")
+    return "\n".join(rows)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return value.model_dump(exclude_defaults=True) if hasattr(value, "model_dump") else value
