@@ -58,7 +58,7 @@ class ServedModelConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision; auto takes the model's on a GPU, float32 on a CPU."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further options of vllm serve, such as {enforce_eager: true}."""
+    """Further options of vllm serve, such as {enforce_eager: true}, or of the hf server, such as {threads: 4}."""
     placement: Literal["own", "colocated"] = "own"
     """own: on GPUs of its own; colocated: on those of trainer and engine, asleep except between rollout and update."""
     template: Text | None = None

@@ -186,6 +186,11 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
             "give it, or leave both out to score without one."
         )
     if scores_alone(options.manager, options.manager_path):
+        if default["target"] == SERVED:
+            raise ConfigError(
+                f"reward.manager={options.manager} scores without a reward model; leave reward.model out, and give "
+                "reward.models to another agent, or leave the manager out."
+            )
         build_manager(options.manager, None, **options.manager_kwargs)
     elif default["target"] == JUDGE:
         url = kwargs.get("url")

@@ -75,8 +75,10 @@ def server_command(
         "max-num-seqs": max_num_seqs,
         "chat-template": template,
     }
+    given = {key.replace("_", "-"): value for key, value in (engine_kwargs or {}).items()}
     if engine == "hf":
-        return command("dataflow.rewards.models.hf_server", *flags({**options, "kind": kind, "device": device}))
+        options |= {"kind": kind, "device": device}
+        return command("dataflow.rewards.models.hf_server", *flags(options | given))
     options |= {
         "runner": None if kind == "chat" else "pooling",
         "tensor-parallel-size": tensor_parallel if tensor_parallel > 1 else None,
@@ -87,7 +89,6 @@ def server_command(
     else:
         options["gpu-memory-utilization"] = gpu_memory
         options["enable-sleep-mode"] = sleeps or None
-    given = {key.replace("_", "-"): value for key, value in (engine_kwargs or {}).items()}
     return command("vllm.entrypoints.openai.api_server", *flags(options | given))
 
 

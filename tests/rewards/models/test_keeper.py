@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from dataflow.errors import RunError
+from dataflow.rewards.models import hf_server
 from dataflow.rewards.models.keeper import ModelServers
 from dataflow.rewards.models.server import Port, reason_in, server_command, server_environment
 from tests.rigs.model_server import fake_command
@@ -241,6 +242,26 @@ def test_the_command_line_of_vllm_has_the_keys_of_the_model() -> None:
         "--uvicorn-log-level warning --gpu-memory-utilization 0.4 --enable-sleep-mode --enforce-eager "
         '--structured-outputs-config {"backend": "xgrammar"}'
     )
+
+
+def test_the_command_line_of_transformers_is_one_that_its_server_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = server_command(
+        "rm",
+        8000,
+        path="nowhere",
+        kind="pooling",
+        engine="hf",
+        device="cpu",
+        dtype="auto",
+        max_model_len=512,
+        engine_kwargs={"threads": 2, "max_batch_tokens": 4096},
+    )
+    assert words[1:4] == ["-P", "-m", "dataflow.rewards.models.hf_server"]
+    assert words[-8:-4] == ["--kind", "pooling", "--device", "cpu"]
+    assert words[-4:] == ["--threads", "2", "--max-batch-tokens", "4096"]
+    words[words.index("--port") + 1] = "0"
+    assert hf_server.main(words[4:]) == 2  # of the model, not of an option
+    assert "nowhere does not exist" in capsys.readouterr().err
 
 
 def test_a_chat_model_on_a_cpu_is_served_in_float32_without_compilation() -> None:

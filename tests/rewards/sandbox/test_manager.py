@@ -11,7 +11,7 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError, RewardFailed
-from dataflow.rewards.naming import JUDGE
+from dataflow.rewards.naming import JUDGE, SERVED
 from dataflow.rewards.user.build import build_manager, scores_alone
 from dataflow.rewards.user.sandbox import Sandbox
 from dataflow.running.agent import build_agent, check_reward
@@ -163,13 +163,15 @@ def test_bad_options_are_refused_before_anything_starts(options: dict[str, Any],
         check_reward({"path": None}, DEFAULT, RewardConfig(manager="sandbox", manager_kwargs=options))
 
 
-def test_a_function_beside_it_is_refused() -> None:
+def test_a_function_or_a_model_beside_it_is_refused() -> None:
     assert scores_alone("sandbox")
     assert not scores_alone("naive")
     assert isinstance(build_manager("sandbox", None), Sandbox)
     custom = {"path": "reward.py", "name": "f", "reward_kwargs": {}}
     with pytest.raises(ConfigError, match="scores without a function"):
         check_reward(custom, DEFAULT, RewardConfig(manager="sandbox"))
+    with pytest.raises(ConfigError, match="scores without a reward model"):
+        check_reward({"path": None}, {"target": SERVED}, RewardConfig(manager="sandbox"))
 
 
 @pytest.mark.heavy
