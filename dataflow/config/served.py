@@ -113,9 +113,9 @@ class ServedModelConfig(Section):
         if self.engine == "hf" and self.kind == "chat" and self.url is None:
             raise ValueError("engine=hf serves kind classify and pooling; give engine=vllm for kind=chat")
         if self.engine == "hf" and self.url is None:
-            for key, default in (("tensor_parallel", 1), ("engine_kwargs", {})):
+            for key, default in (("tensor_parallel", 1), ("gpu_memory", 0.9)):
                 if getattr(self, key) != default:
-                    raise ValueError(f"{key} has no effect with engine=hf, which has one GPU; leave it out")
+                    raise ValueError(f"{key} has no effect with engine=hf, which has one GPU or none; leave it out")
         if self.kind != "chat" and self.prompt != PromptConfig():
             raise ValueError(f"prompt has no effect with kind={self.kind}; leave it out, or give kind=chat")
         return self
