@@ -65,8 +65,8 @@ class ServedModelConfig(Section):
     """Chat template, a Jinja file; null for the model's own."""
     prompt: PromptConfig = Field(default_factory=PromptConfig)
     """The rubric of kind chat, and how its reply is read."""
-    normalize: Literal["none", "sigmoid", "running"] = "none"
-    """What becomes of the raw score: nothing, its sigmoid, or its distance from the running mean in deviations."""
+    normalize: Literal["none", "sigmoid"] = "none"
+    """What becomes of the raw score: nothing, or its sigmoid."""
     routing: Literal["least", "prefix"] = "least"
     """Which server takes a request: that with the fewest in flight, or that which had the same prompt before."""
     timeout: PositiveFloat = 60.0

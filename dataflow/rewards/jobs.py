@@ -189,7 +189,7 @@ class Jobs:
                 if isinstance(outcome, Failed):
                     self._ledger.failed(*where, outcome.message)
                 else:
-                    answer = Answer(outcome.score, outcome.extras, end - job.begin, job.tries)
+                    answer = Answer(outcome.score, outcome.extras, end - job.begin, job.tries - job.resent)
                     self._ledger.answered(*where, answer)
             if request.open:
                 if isinstance(outcome, Scored) and not alone:
@@ -314,4 +314,4 @@ def _stamp(request: Request, job: ScoringJob, end: float) -> None:
     if request.source == "shared":
         request.begin, request.tries = end, 0
     else:
-        request.begin, request.tries, request.notes = job.begin, job.tries, job.notes
+        request.begin, request.tries, request.notes = job.begin, job.tries - job.resent, job.notes

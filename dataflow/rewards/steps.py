@@ -25,7 +25,8 @@ from dataflow.usercode.failures import attribute_of
 from dataflow.usercode.load import describe
 
 _REMEMBERED = 4096  # ended steps that keep their message for later collects
-_SUMS = ("throttled", "timed_out", "tokens", "cost", "rate_limit_wait_s")  # of the stats, beside the counts
+_SUMS = ("throttled", "timed_out", "resent", "ejections", "truncated", "tokens", "cost", "rate_limit_wait_s")
+"""Sums among the stats, beside the counts."""
 
 
 class Steps:

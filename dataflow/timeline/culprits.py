@@ -51,6 +51,8 @@ class Culprit:
             words.append(f"{facts['tries']} tries")
         if throttled := facts.get("throttled"):
             words.append(f"throttled {throttled} time{'s' * (throttled != 1)}")
+        if resent := facts.get("resent"):
+            words.append(f"sent to another server {resent} time{'s' * (resent != 1)}")
         if "queued_s" in facts:
             held = _HELD.get(facts.get("held_by", ""), "")
             words.append(f"held back {facts['queued_s']:.1f} s{held}")

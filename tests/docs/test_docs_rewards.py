@@ -265,7 +265,8 @@ class Costly:
         return "ENDPOINT"
 
     def usage(self) -> dict[str, float]:
-        return {"tokens": 3.0, "cost": 0.1}
+        counts = dict.fromkeys(("resent", "ejections", "truncated"), 1.0)  # of served models
+        return {"tokens": 3.0, "cost": 0.1, **counts}
 
 
 async def metrics() -> dict[str, float]:

@@ -58,8 +58,8 @@ class ServedReward:
         self.name = name
         if normalize not in ("none", "sigmoid"):
             raise ConfigError(
-                f"reward.models.{name}.normalize={normalize} is not built; give none or sigmoid: the advantages of a "
-                "group do not change with the mean of all scores, nor with their deviation if they are divided by it."
+                f"reward.models.{name}.normalize={normalize}; give none or sigmoid: the mean of all scores so far does "
+                "not change the advantages within a group."
             )
         self._sigmoid = normalize == "sigmoid"
         if url is None:  # the address is not called
