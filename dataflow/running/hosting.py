@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,6 +192,16 @@ def check_reader(config: Any, path: str, key: str) -> None:
             f"{key}={path}: it reads {other.positions} tokens, a prompt and its response may have {longest}; give "
             "another model, or lower data.max_prompt_length or engine.max_tokens."
         )
+
+
+def gpus_of(hosts: Iterable[Hosted]) -> int:
+    """Returns how many GPUs services need together; those that share one count once."""
+    shares = 0.0
+    for host in hosts:
+        if host.factory == REPLICAS:
+            shares += host.options["gpus"] * host.options["devices"] * host.options["replicas"]
+        shares += host.gpus * host.devices * host.ranks
+    return math.ceil(round(shares, 6))
 
 
 def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Hosted:

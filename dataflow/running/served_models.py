@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,11 +20,14 @@ from dataflow.engines.choice import vllm_device
 from dataflow.errors import ConfigError, ModelError, RunError, nearest
 from dataflow.files import no_file
 from dataflow.models.directory import check_chat, check_classifier, has_chat_template, room_of
+from dataflow.rewards.models.gpus import VISIBLE, GpuPlan, Wanted, plan_gpus, visible_gpus
 from dataflow.rewards.models.keeper import ModelServers
 from dataflow.rewards.models.router_keeper import RouterKeeper
 from dataflow.rewards.models.server import server_command, server_environment
 from dataflow.rewards.naming import keyed
 from dataflow.running.colocation import sleepers_of
+from dataflow.running.hosting import gpus_of
+from dataflow.stage import Hosted
 
 LOGS = "servers"
 """Directory of the servers' logs in a run's directory."""
@@ -31,12 +35,13 @@ SAID_S = 30.0
 """Seconds after which a start that takes long is said, again and again."""
 
 
-def check_models(config: RunConfig, agents: Iterable[str]) -> None:
+def check_models(config: RunConfig, agents: Iterable[str], hosts: Iterable[Hosted] = ()) -> None:
     """Checks the reward models of a run, without starting anything.
 
     Args:
         config: of the run.
         agents: names of its reward agents.
+        hosts: of all its services, whose GPUs are not free.
 
     Raises:
         ConfigError: a model cannot be served, an agent names one that is not there, or no agent uses one.
@@ -59,6 +64,27 @@ def check_models(config: RunConfig, agents: Iterable[str]) -> None:
                 _check_model(model, "cuda" if config.ray.gpus_per_worker else "cpu")
             except (ConfigError, ModelError) as error:
                 raise ConfigError(f"reward.models.{name}: {error}") from error
+    if config.ray.gpus_per_worker:
+        _gpus(config, hosts)
+
+
+def _gpus(config: RunConfig, hosts: Iterable[Hosted]) -> GpuPlan:
+    """Returns the GPUs of the servers and of the run.
+
+    Raises:
+        ConfigError: there are too few, or they may be on other machines.
+    """
+    wanted = {
+        name: Wanted(model.replicas, model.tensor_parallel, model.placement == "own")
+        for name, model in config.reward.models.items()
+        if model.url is None
+    }
+    if wanted and config.ray.address is not None:
+        raise ConfigError(
+            f"reward.models.{next(iter(wanted))}: a run on the cluster at ray.address={config.ray.address} starts no "
+            "servers on GPUs; start them with vllm serve, and give their url, or leave ray.address out."
+        )
+    return plan_gpus(wanted, gpus_of(hosts), visible_gpus()) if wanted else GpuPlan([], {})
 
 
 def _check_model(model: ServedModelConfig, device: str) -> None:
@@ -84,10 +110,6 @@ def _check_model(model: ServedModelConfig, device: str) -> None:
             f"'dataflow-rl[{'cpu' if device == 'cpu' else 'gpu'}]', give engine=hf for a tiny classifier, or the url "
             "of a server."
         )
-    if device == "cuda":
-        raise ConfigError(
-            "servers on GPUs are not started by a run yet; start them with vllm serve, and give their url."
-        )
 
 
 _DEVICES = {"cpu": "the CPU", "cuda": "GPUs"}
@@ -102,11 +124,19 @@ class ServedModels:
         config: of the run.
         directory: of the run, for the servers' logs.
         on_lost: called from any thread when a model cannot be served any more.
+        hosts: of the run's services.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, on_lost: Callable[[RunError], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: Path,
+        on_lost: Callable[[RunError], None],
+        hosts: Iterable[Hosted] = (),
+    ) -> None:
+        self._gpus = _gpus(config, hosts) if config.ray.gpus_per_worker else GpuPlan([], {})
         self._models = [
-            (model, _servers(name, model, config, directory / LOGS, on_lost))
+            (model, _servers(name, model, config, directory / LOGS, on_lost, self._gpus.servers.get(name, ())))
             for name, model in config.reward.models.items()
             if model.url is None
         ]
@@ -118,6 +148,11 @@ class ServedModels:
             for model, servers in self._models:
                 stack.enter_context(servers)
                 model.url = list(servers.urls)
+            if self._gpus.servers:
+                stack.enter_context(_visible(self._gpus.run))
+            if self._gpus.servers and sleepers_of(self._config):
+                # vLLM measures the free memory of its GPUs when it starts: before trainer and engine take theirs.
+                asyncio.run(self.ready())
             functions = [source.options for source in sources_of(self._config) if source.custom.path]
             if asking := [options for options in functions if options.router_address is None]:
                 models = {name: model.client_options(name) for name, model in self._config.reward.models.items()}
@@ -157,8 +192,25 @@ class ServedModels:
             await sleeper.sleep()
 
 
+@contextlib.contextmanager
+def _visible(gpus: Sequence[str]) -> Iterator[None]:
+    """Shows only these GPUs to Ray and to this process's workers."""
+    before = {name: value for name, value in os.environ.items() if name == VISIBLE}
+    os.environ[VISIBLE] = ",".join(gpus)
+    try:
+        yield
+    finally:
+        os.environ.pop(VISIBLE, None)
+        os.environ |= before
+
+
 def _servers(
-    name: str, model: ServedModelConfig, config: RunConfig, logs: Path, on_lost: Callable[[RunError], None]
+    name: str,
+    model: ServedModelConfig,
+    config: RunConfig,
+    logs: Path,
+    on_lost: Callable[[RunError], None],
+    gpus: Sequence[str],
 ) -> ModelServers:
     device = "cuda" if config.ray.gpus_per_worker else "cpu"
     return ModelServers(
@@ -167,6 +219,7 @@ def _servers(
         model.replicas,
         logs=logs,
         environment=server_environment(device, config.trainer.threads),
+        gpus=gpus,
         start_s=model.start_timeout,
         restarts=model.restarts,
         on_lost=on_lost,

@@ -101,7 +101,7 @@ class Session:
         if isinstance(self.config, RunConfig) and self.config.reward.models:
             from dataflow.running.served_models import check_models
 
-            check_models(self.config, agents)
+            check_models(self.config, agents, pipeline.hosts().values())
         if not agents:
             return
         from dataflow.distribution import parse_distribution
@@ -269,7 +269,8 @@ class Session:
             return
         from dataflow.running.served_models import ServedModels
 
-        with ServedModels(self.config, self.directory, self._lose) as served:
+        hosts = self.graph.pipeline.hosts().values()
+        with ServedModels(self.config, self.directory, self._lose, hosts) as served:
             self._ready = served.ready if served.waits else None
             yield
 

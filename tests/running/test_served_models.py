@@ -123,6 +123,16 @@ def test_models_that_can_be_served_pass(rm: Path, chat: Path, tmp_path: Path) ->
         ({"path": "RM", "max_model_len": 513}, (), "reads 512 tokens; lower it"),
         ({"path": "RM", "tensor_parallel": 2}, (), "tensor_parallel=2: this run has no GPUs"),
         ({"path": "RM"}, ("ray.gpus_per_worker=1",), "serves its models on GPUs"),
+        (
+            {"path": "RM", "engine": "hf"},
+            ("ray.gpus_per_worker=1", "ray.address=ray:1"),
+            "the cluster at ray.address=ray:1 starts no servers on GPUs",
+        ),
+        (
+            {"path": "RM", "engine": "hf", "replicas": 2},
+            ("ray.gpus_per_worker=1",),
+            "the servers need 2 GPUs and trainer and engine 0, and this machine has 0",
+        ),
         ({"path": "RM"}, ("rule.model=mm",), "rule.model=mm: there is no reward model of that name; did you mean 'm'?"),
         ({"path": "RM"}, ("rule.model=style",), "of that name; give reward.models.style.path."),
         ({"path": "RM"}, ("judge.url=http://judge",), "reward.models.m: no reward agent uses it"),

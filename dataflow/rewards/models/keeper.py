@@ -12,6 +12,7 @@ from pathlib import Path
 from loguru import logger
 
 from dataflow.errors import RunError
+from dataflow.rewards.models.gpus import VISIBLE
 from dataflow.rewards.models.server import ModelServer, Port
 from dataflow.system.kept import KeptServer
 from dataflow.system.loopback import ADDRESS
@@ -29,6 +30,7 @@ class ModelServers:
         replicas: number of servers.
         logs: directory of their logs, ``NAME-0.log`` and so on.
         environment: all variables of a server.
+        gpus: CUDA_VISIBLE_DEVICES of each server; empty on a CPU.
         start_s: seconds that a server may take to answer.
         restarts: of all servers together.
         on_lost: called from another thread when a server cannot be started, or when none is left.
@@ -47,6 +49,7 @@ class ModelServers:
         *,
         logs: Path,
         environment: Mapping[str, str],
+        gpus: Sequence[str] = (),
         start_s: float,
         restarts: int,
         on_lost: Callable[[RunError], None],
@@ -72,7 +75,7 @@ class ModelServers:
                     command(port.number),
                     port.number,
                     log,
-                    environment,
+                    {**environment, VISIBLE: gpus[number]} if gpus else environment,
                     start_s,
                     partial(self._on_ready, number),
                 )
