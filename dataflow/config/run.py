@@ -254,10 +254,11 @@ class RunConfig(BaseConfig):
         agents = {source.name: _limits(self, source) for source in others}
         models = {
             name: {"replicas": model.servers, "slots": model.max_num_seqs, "placement": model.placement,
-                   "servers": list(model.urls)}
+                   "gpus": model.tensor_parallel, "servers": list(model.urls)}
             for name, model in self.reward.models.items()
         }  # fmt: skip
-        known = {"responses": self.engine.n, **_limits(self, main), "agents": agents, "models": models}
+        gpus = {"gpus": self.trainer.world_size} if models and self.placement == "colocated" else {}
+        known = {"responses": self.engine.n, **_limits(self, main), "agents": agents, "models": models, **gpus}
         return {**super().job(), **{key: value for key, value in known.items() if value != {}}}
 
     @field_validator("*", mode="wrap")

@@ -20,6 +20,8 @@ class ModelPlan(Section):
     """Servers."""
     max_num_seqs: PositiveInt | None = None
     """Requests in flight at one server."""
+    wake: NonNegativeFloat = 2.0
+    """Seconds to wake it, and as many to let it sleep, where the run did not: for gpus, if it shares GPUs."""
 
 
 class AgentPlan(Section):
@@ -85,6 +87,8 @@ class PlanConfig(Section):
     """Seconds of each stage in a step: a number or a distribution, as for reward.latency."""
     placement: Placement | None = None
     """Engine and trainer on the same GPUs (colocated) or on separate ones (disaggregated); null: as in the source."""
+    gpus: PositiveInt | None = None
+    """GPUs in all: says whether a reward model had better share them or have some of its own."""
     policy: PolicyConfig | None = None
     """An additional policy to predict."""
     reward: RewardPlan = Field(default_factory=RewardPlan)

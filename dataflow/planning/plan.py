@@ -10,6 +10,7 @@ from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import ConfigError
 from dataflow.planning.advice import advise
 from dataflow.planning.config import PlanConfig
+from dataflow.planning.placing import sentences
 from dataflow.planning.planner import ROWS, Prediction, Sweep, parse_sweep, predict, sweep
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.workload import Workload
@@ -84,6 +85,8 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"))
     on_work("looking for advice")
     advice = advise(workload, rows, policies)
+    if config.gpus is not None:
+        advice += sentences(workload, config.gpus)
     found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work) for text in sweeps]
     return Plan(workload, rows, advice, found)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from dataflow.errors import PipelineError
-from dataflow.graph import Stage, TaskInfo, stage
+from dataflow.graph import Role, Stage, TaskInfo, stage
 
 
 class Sleeper(Protocol):
@@ -63,24 +63,35 @@ def with_sleep(stages: Sequence[Stage], on: str, sleepers: Sequence[Sleeper]) ->
             f"stage '{others[0].name}' asks for rewards while reward models with placement=colocated may sleep; give "
             "them placement=own."
         )
-    _add(
-        found, [s for s in asked if s.role == "requests"], [s for s in asked if s.role == "collects"], "", on, sleepers
-    )
-    validating = [s for s in asked if s.role == "validates"]
+    awake_between(found, _with_role(asked, "requests"), _with_role(asked, "collects"), on, sleepers)
+    validating = _with_role(asked, "validates")
     if validating:
-        _add(found, validating, validating, VALIDATION, on, sleepers)
+        awake_between(found, validating, validating, on, sleepers, VALIDATION)
     return found
 
 
-def _add(
+def _with_role(stages: Sequence[Stage], role: Role) -> list[Stage]:
+    return [s for s in stages if s.role == role]
+
+
+def awake_between(
     found: list[Stage],
     asking: Sequence[Stage],
     ending: Sequence[Stage],
-    prefix: str,
     on: str,
-    sleepers: Sequence[Sleeper],
+    sleepers: Sequence[Sleeper] = (),
+    prefix: str = "",
 ) -> None:
-    """Adds a pair of stages around those that ask for rewards and those with which the last ones come."""
+    """Adds a pair of stages around those that ask for rewards and those with which the last ones come.
+
+    Args:
+        found: the stages of a pipeline, which are changed.
+        asking: wait until the models are awake.
+        ending: when these have ended, the models sleep.
+        on: resource of the GPUs.
+        sleepers: wake the models and let them sleep.
+        prefix: of the names of the two stages.
+    """
     writer = {field: s.name for s in found for field in s.writes}
     needed = dict.fromkeys(writer[r.field] for s in asking for r in s.reads if r.lag == "none" and r.field in writer)
     wake, sleep = f"{prefix}{wake_rewards.name}", f"{prefix}{sleep_rewards.name}"

@@ -52,6 +52,8 @@ def test_a_trace_says_what_serves() -> None:
     found.reward.models["rm"].url = ["http://me:secret@127.0.0.1:8000/v1", "http://127.0.0.1:8001"]
     job = found.job()
     servers = ["http://127.0.0.1:8000/v1", "http://127.0.0.1:8001"]
-    assert job["models"] == {"rm": {"replicas": 2, "slots": 8, "placement": "own", "servers": servers}}
+    facts = {"replicas": 2, "slots": 8, "placement": "own", "gpus": 1, "servers": servers}
+    assert job["models"] == {"rm": facts}
+    assert job["gpus"] == 1
     assert (job["model"], job["concurrency"], job["concurrency_given"]) == ("rm", 16, False)
     assert "model" not in job["agents"]["style"]

@@ -126,13 +126,14 @@ def emulate(spec: Emulated, replicas: int, seed: int, steps: int) -> Trace:
     run_virtual(run)
     facts = {"pipeline": json.loads(json.dumps(grpo(False).facts()))}
     concurrency = spec.concurrency or replicas * spec.slots
-    model = {"replicas": replicas, "slots": spec.slots, "placement": "own", "servers": []}
+    model = {"replicas": replicas, "slots": spec.slots, "placement": "own", "gpus": 1, "servers": []}
     facts |= {"prompts": PROMPTS, "responses": RESPONSES, "mini_batches": 1, "concurrency": concurrency}
     trace.meta |= {"policy": "baseline", "steps": steps, "status": "finished"}
     trace.meta["job"] = facts | {
         "model": "rm",
         "concurrency_given": spec.concurrency is not None,
         "models": {"rm": model},
+        "gpus": 2,
     }
     return trace
 

@@ -42,6 +42,9 @@ class Servers:
         slots: requests in flight at one server at most.
         law: of each server.
         filled: whether as many requests are in flight as all servers take, whatever their number.
+        gpus: of one server.
+        training_gpus: of trainer and engine, in the run that was measured; 0 if they had GPUs of their own each.
+        wake_s: seconds to wake the model, and as many to let it sleep, where it shares GPUs and the run does not say.
     """
 
     model: str
@@ -49,6 +52,9 @@ class Servers:
     slots: int
     law: Law
     filled: bool = False
+    gpus: int = 1
+    training_gpus: int = 0
+    wake_s: float = 0.0
 
     def busiest(self, concurrency: int) -> int:
         """Returns the most requests that are in flight at one server, if all servers have equally many."""

@@ -57,6 +57,11 @@ def _refuse_models(config: PlanConfig, source: str) -> None:
     Raises:
         ConfigError: one was given.
     """
+    if config.gpus is not None:
+        raise ConfigError(
+            f"gpus={config.gpus}: '{source}' does not show how long servers take; plan from a dataflow run that served "
+            "a reward model."
+        )
     if name := next(iter(config.reward.models), None):
         raise ConfigError(
             f"reward.models.{name}: '{source}' does not show how long its servers take; plan from a dataflow run that "

@@ -172,7 +172,10 @@ def _served(
     law, alone = fitted
     known = concurrency_of(trace, agent) or rewards.concurrency
     filled = plan.concurrency is None and rewards.concurrency == before * slots and fills_servers(trace, agent)
-    servers = Servers(name, own.replicas or before, own.max_num_seqs or slots, law, filled)
+    job = trace.meta["job"]
+    gpus = {"gpus": int(facts.get("gpus", 1)), "training_gpus": int(job.get("gpus", 0))}
+    replicas, slots_now = own.replicas or before, own.max_num_seqs or slots
+    servers = Servers(name, replicas, slots_now, law, filled, **gpus, wake_s=own.wake)
     if filled:
         rewards = replace(rewards, concurrency=servers.replicas * servers.slots)
     way = "a batch of n" if law.batches else "a request beside n - 1 others"
