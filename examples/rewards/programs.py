@@ -19,7 +19,7 @@ RESPONSES = [
 
 async def main() -> None:
     """Prints the score of each response, and why it is that."""
-    agent = RewardAgent(Sandbox(timeout=1.0))
+    agent = RewardAgent(Sandbox(timeout=5.0))
     count = len(RESPONSES)
     columns = {"data_source": ["sums"] * count, "response_text": RESPONSES, "ground_truth": [CASES] * count}
     agent.submit(1, Batch([0] * count, columns))

@@ -55,6 +55,7 @@ def test_links_lead_somewhere() -> None:
         assert (ROOT / "docs" / target).exists(), target
 
 
+@pytest.mark.slow
 def test_the_example_scores_its_programs() -> None:
     made = subprocess.run(
         [sys.executable, "examples/rewards/programs.py"], cwd=ROOT, capture_output=True, text=True, timeout=60

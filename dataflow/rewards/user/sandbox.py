@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -42,7 +43,7 @@ class Sandbox:
         limits: ``concurrency``: as many samples as programs; ``timeout_s``: enough for all cases, one after the other.
 
     Raises:
-        ConfigError: an option is out of range.
+        ConfigError: an option is out of range, or this system has no sandbox.
     """
 
     alone: ClassVar[bool] = True
@@ -71,6 +72,8 @@ class Sandbox:
             raise ConfigError(
                 f"{what}: language={language}; this machine runs python only, so give the url of a service."
             )
+        if url is None and sys.platform != "linux":
+            raise ConfigError(f"{what}: the sandbox of this machine needs Linux, so give the url of a service.")
         self._box: LocalSandbox | RemoteSandbox
         if url is None:
             self._box = LocalSandbox(timeout, memory_limit_mb)

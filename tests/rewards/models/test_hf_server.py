@@ -31,9 +31,15 @@ WIDTH = 1024
 
 @pytest.fixture(scope="module")
 def models(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models with heads: of sequences, of tokens, and a sequence model whose configuration names no padding."""
+    """Tiny models with heads: of sequences, of tokens, without a token for padding in its configuration, an encoder."""
     import torch
-    from transformers import AutoConfig, Qwen2ForSequenceClassification, Qwen2ForTokenClassification
+    from transformers import (
+        AutoConfig,
+        BertConfig,
+        BertForSequenceClassification,
+        Qwen2ForSequenceClassification,
+        Qwen2ForTokenClassification,
+    )
 
     found = {}
     with torch.random.fork_rng():
@@ -42,9 +48,13 @@ def models(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
             ("unpadded", Qwen2ForSequenceClassification, 3, 32),
             ("token", Qwen2ForTokenClassification, 1, 32),
             ("wide", Qwen2ForSequenceClassification, 1, WIDTH),
+            ("encoder", BertForSequenceClassification, 2, 32),
         ]:
             config = AutoConfig.from_pretrained(tiny_qwen, num_labels=labels, hidden_size=hidden)
             config.intermediate_size = 2 * hidden
+            if name == "encoder":
+                sizes = {"hidden_size": hidden, "num_hidden_layers": 2, "num_attention_heads": 2}
+                config = BertConfig(vocab_size=config.vocab_size, num_labels=labels, intermediate_size=64, **sizes)
             if name == "unpadded":
                 config.pad_token_id = None
             torch.manual_seed(7)
@@ -122,18 +132,20 @@ def test_scores_are_those_of_transformers_in_any_batch(server: JudgeProcess, mod
     assert health["batches"] < health["rows"]
 
 
-@pytest.mark.parametrize(("name", "kind"), [("unpadded", "classify"), ("token", "pooling")])
+@pytest.mark.parametrize(("name", "kind"), [("unpadded", "classify"), ("token", "pooling"), ("encoder", "classify")])
 def test_other_heads(models: dict[str, Path], name: str, kind: str) -> None:
-    """In this process: batches of a model without a token for padding, and of one that scores every token."""
+    """In this process: models without a token for padding, that score every token, that read in both directions."""
+    from dataflow.models.directory import check_classifier
     from dataflow.rewards.models.hf_model import HfModel
 
     ids = rows(30, seed=1)
+    check_classifier(models[name], kind, "hf")
     model = HfModel(models[name], threads=1)
     made = model.scores(ids)
     for row, own, alone in zip(made, own_scores(models[name], ids, name == "token"), ids, strict=True):
         assert row == pytest.approx(own, abs=1e-4)
         assert model.scores([alone])[0] == pytest.approx(row, abs=1e-5)
-    if name == "unpadded":
+    if name != "token":
         assert sum(model.activated(made[0])) == pytest.approx(1)
     else:
         assert 0 < model.activated(made[0])[0] < 1

@@ -54,7 +54,7 @@ def score(response: str, truth: Any, **options: Any) -> dict[str, Any]:
         (
             fenced("n = int(input())\nwhile n == 2: pass\nprint(2 * n)"),
             DOUBLE,
-            {"timeout": 2, "max_concurrent": 4},
+            {"timeout": 5, "max_concurrent": 4},
             (0.75, 3, 4, "timeout"),
         ),
         (
