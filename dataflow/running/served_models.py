@@ -172,6 +172,13 @@ class ServedModels:
         """Whether :meth:`ready` has anything to wait for."""
         return bool(self._models or sleepers_of(self._config))
 
+    def facts(self) -> dict[str, Any]:
+        """Returns what the summary says about the models that the run serves."""
+        found = {
+            servers.name: {"servers": len(servers.urls), "restarts": servers.restarted} for _, servers in self._models
+        }
+        return {"reward_models": found} if found else {}
+
     async def ready(self) -> None:
         """Waits until all servers answer, and puts those that share GPUs to sleep.
 

@@ -73,6 +73,7 @@ class Session:
             check_directory(self.config)
         self._lost: RunError | None = None
         self._cancel: Callable[[], object] | None = None
+        self._facts: dict[str, Any] = {}
         self._ready: Callable[[], Awaitable[None]] | None = None
         self.expand()  # before the model is made, so that an invalid policy fails at once
         self._check_reward()
@@ -169,7 +170,7 @@ class Session:
             try:
                 self._run_in_directory()
                 # Write it once more, with the total time, now that everything has ended.
-                self.record.write_summary(total_s=clock.now() - self._began)
+                self.record.write_summary(total_s=clock.now() - self._began, **self._facts)
             except UserError:
                 # The run could not start (no cluster at that address): leave no directory behind.
                 if not self._resumes:
@@ -273,6 +274,7 @@ class Session:
         with ServedModels(self.config, self.directory, self._lose, hosts) as served:
             self._ready = served.ready if served.waits else None
             yield
+            self._facts = served.facts()
 
     def _lose(self, error: RunError) -> None:
         """Ends the run with an error; may be called from any thread."""

@@ -13,7 +13,7 @@ from loguru import logger
 
 from dataflow.errors import RunError
 from dataflow.rewards.models.gpus import VISIBLE
-from dataflow.rewards.models.server import ModelServer, Port
+from dataflow.rewards.models.server import HANG_S, ModelServer, Port
 from dataflow.system.kept import KeptServer
 from dataflow.system.loopback import ADDRESS
 
@@ -32,6 +32,7 @@ class ModelServers:
         environment: all variables of a server.
         gpus: CUDA_VISIBLE_DEVICES of each server; empty on a CPU.
         start_s: seconds that a server may take to answer.
+        hang_s: seconds without an answer to a health check after which a server is restarted.
         restarts: of all servers together.
         on_lost: called from another thread when a server cannot be started, or when none is left.
 
@@ -51,6 +52,7 @@ class ModelServers:
         environment: Mapping[str, str],
         gpus: Sequence[str] = (),
         start_s: float,
+        hang_s: float = HANG_S,
         restarts: int,
         on_lost: Callable[[RunError], None],
     ) -> None:
@@ -78,6 +80,7 @@ class ModelServers:
                     {**environment, VISIBLE: gpus[number]} if gpus else environment,
                     start_s,
                     partial(self._on_ready, number),
+                    hang_s,
                 )
                 on_death = partial(self._on_death, number)
                 lose = partial(self._lose, number)

@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -28,6 +29,10 @@ CLOSE_S = GRACE_S + LEFT_S + 1.0
 """Seconds that a server may take to end."""
 _CHECK_S = (0.05, 0.5)
 """Seconds between two checks of a server that starts, at first and at most."""
+HANG_S = 60.0
+"""Seconds without an answer to GET /health after which a server is ended, to be started again."""
+_HEALTH_S = 5.0
+"""Seconds between two health checks of a server that runs."""
 _TAIL = 1 << 18
 """Bytes at the end of a log in which a reason is looked for."""
 _ERROR = re.compile(r"\b(?:\w+\.)*(?:\w*(?:Error|Exception|Exit)|error): (?=\S)")
@@ -157,6 +162,7 @@ class ModelServer:
         environment: all its variables.
         start_s: seconds that it may take to answer.
         on_ready: called by :meth:`wait` when it answers.
+        hang_s: seconds without an answer after which it is ended.
 
     Attributes:
         ready: whether it has answered.
@@ -171,8 +177,10 @@ class ModelServer:
         environment: Mapping[str, str],
         start_s: float,
         on_ready: Callable[[], None],
+        hang_s: float = HANG_S,
     ) -> None:
         self.ready = self.late = False
+        self._hang_s = hang_s
         self._port, self._log, self._start_s, self._on_ready = port, log, start_s, on_ready
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -193,7 +201,7 @@ class ModelServer:
         return self._process.pid
 
     def wait(self) -> None:
-        """Waits until it answers, then until it has ended; ends it if it does not answer in time."""
+        """Waits until it answers, then until it has ended; ends it if it does not answer in time, or no more."""
         end = time.monotonic() + self._start_s
         pause_s, most_s = _CHECK_S
         while not self.ready:
@@ -209,6 +217,29 @@ class ModelServer:
                 self.close()
                 return
             pause_s = min(2 * pause_s, most_s)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Waits until it has ended; ends it if it has not answered for so long that it must hang."""
+        if not hasattr(os, "pidfd_open"):
+            self._process.wait()
+            return
+        with contextlib.ExitStack() as stack:
+            try:
+                ended = os.pidfd_open(self._process.pid)
+            except ProcessLookupError:
+                self._process.wait()
+                return
+            stack.callback(os.close, ended)
+            end = select.poll()
+            end.register(ended, select.POLLIN)
+            last = time.monotonic()
+            while not end.poll(1000 * min(_HEALTH_S, self._hang_s)):
+                if answers(self._port, self._hang_s):
+                    last = time.monotonic()
+                elif time.monotonic() - last >= self._hang_s:
+                    self.late = True
+                    self.close()
         self._process.wait()
 
     def close(self) -> None:
@@ -225,7 +256,7 @@ class ModelServer:
     def reason(self) -> str:
         """Returns why it ended or did not start, from its log and its exit code."""
         if self.late:
-            return f"no answer within {self._start_s:g} s"
+            return f"no answer to GET /health within {self._hang_s if self.ready else self._start_s:g} s"
         code = self._process.poll() or 0
         if code - 128 == signal.SIGKILL or code == -signal.SIGKILL:
             return "killed, or out of memory"

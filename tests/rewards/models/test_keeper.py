@@ -43,8 +43,9 @@ with ModelServers("rm", command, 1, logs=Path(sys.argv[1]), environment=os.envir
 """
 
 
-def servers(logs: Path, *more: str, replicas: int = 1, restarts: int = 3, start_s: float = READY_S,
-            on_lost: Any = print) -> ModelServers:  # fmt: skip
+def servers(
+    logs: Path, *more: str, replicas: int = 1, restarts: int = 3, on_lost: Any = print, **options: float
+) -> ModelServers:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return ModelServers(
         "rm",
@@ -52,9 +53,9 @@ def servers(logs: Path, *more: str, replicas: int = 1, restarts: int = 3, start_
         replicas,
         logs=logs,
         environment=environment,
-        start_s=start_s,
         restarts=restarts,
         on_lost=on_lost,
+        **{"start_s": READY_S, **options},
     )
 
 
@@ -124,6 +125,16 @@ def test_a_server_that_is_killed_comes_back_at_its_address(what: str, pair: Mode
     ]
 
 
+def test_a_server_that_hangs_is_restarted(tmp_path: Path, losses: queue.Queue[RunError]) -> None:
+    with servers(tmp_path, restarts=0, hang_s=1.0, on_lost=losses.put) as running:
+        running.ready.result(READY_S)
+        hung = server_of(running.pids[0])
+        hung.suspend()
+        said = str(losses.get(timeout=READY_S))
+        assert "server 0 ended (no answer to GET /health within 1 s), after 0 restarts" in said
+        assert left([hung], timeout=5) == []
+
+
 def test_after_too_many_restarts_a_sentence(tmp_path: Path, losses: queue.Queue[RunError]) -> None:
     with servers(tmp_path, restarts=0, on_lost=losses.put) as running:
         running.ready.result(READY_S)
@@ -171,7 +182,7 @@ def test_a_restart_that_fails_is_one_more(tmp_path: Path, losses: queue.Queue[Ru
 def test_a_server_that_does_not_answer_is_ended(tmp_path: Path) -> None:
     with (
         servers(tmp_path, "--never", start_s=0.5) as running,
-        pytest.raises(RunError, match=r"no answer within 0\.5 s"),
+        pytest.raises(RunError, match=r"no answer to GET /health within 0\.5 s"),
     ):
         running.ready.result(READY_S)
     assert left([*running.pids], timeout=10) == []
