@@ -63,7 +63,7 @@ class Probing:
     """
 
     first_s: float = 0.5
-    most_s: float = 30.0
+    most_s: float = 5.0
     limit_s: float = 5.0
     patience_s: float = 600.0
 
