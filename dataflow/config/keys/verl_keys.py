@@ -37,7 +37,8 @@ _MODEL = "actor_rollout_ref.model."
 _NO_CRITIC = "this pipeline has no critic; pipelines/ppo_critic.py trains one"
 _WHOLE = "a checkpoint holds all that a resume needs; 'dataflow export' writes the model alone"
 _ONE_MICRO = "log-probs are computed in micro-batches of trainer.micro_batch_size"
-_SERVER = "'judge.url' names a server that runs elsewhere"
+_SANDBOX = "with reward.manager=sandbox: {url: ..., max_concurrent: 64, memory_limit_mb: 1024}"
+_SERVER = "'reward.models.NAME.path' serves a reward model in this run, 'judge.url' names a judge that runs elsewhere"
 _FSDP = "FSDP2 is set up without options"
 _VLLM = "vLLM is set up without it"
 
@@ -208,7 +209,8 @@ KEYS: dict[str, Meaning] = {
     "reward_model.model.path": Meaning(None, _SERVER),
     "reward_model.launch_reward_fn_async": Meaning(None, "rewards are always requested as responses finish"),
     "reward_model.reward_kwargs": Meaning("reward.manager_kwargs"),
-    "sandbox_fusion.url": Meaning(None, "write a reward function that calls it (custom_reward_function.path)"),
+    "sandbox_fusion.url": Meaning("reward.manager_kwargs", _SANDBOX),
+    "reward.sandbox_fusion.url": Meaning("reward.manager_kwargs", _SANDBOX),
 }
 """verl's common keys, by their full names."""
 
@@ -222,8 +224,8 @@ SECTIONS = {
     "reward_model": "sections reward, judge and custom_reward_function hold the options of rewards",
     "reward.reward_model": _SERVER,
     "reward.reward_manager": "'reward.manager' names the manager",
-    "reward.sandbox_fusion": "write a reward function that calls it (custom_reward_function.path)",
-    "sandbox_fusion": "write a reward function that calls it (custom_reward_function.path)",
+    "reward.sandbox_fusion": f"reward.manager_kwargs holds its options, {_SANDBOX}",
+    "sandbox_fusion": f"reward.manager_kwargs holds its options, {_SANDBOX}",
     "ray_kwargs": "section ray holds the options of Ray",
     "global_profiler": "a run writes trace.json",
     "distillation": "there is no distillation",
