@@ -99,6 +99,16 @@ class ServedModelConfig(Section):
         own = self.model_dump(include={*keys, "prompt"})
         return {"name": name, "url": url, "slots": self.max_num_seqs, **own}
 
+    def scoring(self, name: str) -> dict[str, Any]:
+        """Returns all that decides its scores: an answer is used again only where this is equal.
+
+        Args:
+            name: of the model.
+        """
+        keys = {"path", "kind", "engine", "dtype", "engine_kwargs", "template", "max_model_len", "normalize", "prompt"}
+        # The run's own servers have other ports each time; of one that runs elsewhere nothing else is known.
+        return {"name": name, "url": None if self.path else sorted(self.urls), **self.model_dump(include=keys)}
+
     def server_options(self) -> dict[str, Any]:
         """Returns the keyword arguments of :func:`~dataflow.rewards.models.server.server_command` about the model."""
         keys = {"kind", "engine", "dtype", "tensor_parallel", "gpu_memory", "max_num_seqs", "max_model_len"}

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 _ASIDE = ("url", "api_key_env", "timeout", "client", "max_tokens", "max_cost", "price_per_million", "max_reply_bytes",
           "slots", "routing")  # fmt: skip
-"""Options of a judge or reward model that change how it is called, but not its prompt."""
-_TEXTS = (".py", ".txt", ".md", ".jinja")
+"""Options of a judge that change how it is called, but not its prompt."""
+_TEXTS = (".py", ".txt", ".md")
 """Files whose content is part of what scores."""
 _UNUSED: Mapping[str, Any] = {"name": "compute_score", "reward_kwargs": {}}
 """What section custom_reward_function holds if no function is given."""
@@ -57,7 +57,8 @@ def build_agent(
     Args:
         custom: ``path``, ``name`` and ``reward_kwargs`` of the user's function or class; None, or no path,
             means the default.
-        default: ``target``, a function or class as ``"package.module:name"``, and its ``kwargs``.
+        default: ``target``, a function or class as ``"package.module:name"``, and its ``kwargs``; ``scoring``, what of
+            them decides the scores, if not all of them.
         options: section ``reward`` of the configuration.
         run: the run's name, under which the ledger journals.
         ledger: file of the run's own ledger; ``options.cache`` replaces it.
@@ -237,22 +238,23 @@ def _scorer(custom: Mapping[str, Any] | None, default: Mapping[str, Any], option
             options.model_tokenizer,
         ]
         if options.models:  # which the function may ask
-            what.append({name: _served(model.client_options(name)) for name, model in options.models.items()})
+            what.append({name: _content(model.scoring(name)) for name, model in options.models.items()})
     else:
-        what = [default["target"], _served(default.get("kwargs") or {})]
+        kwargs = {name: value for name, value in (default.get("kwargs") or {}).items() if name not in _ASIDE}
+        what = [default["target"], _content(default.get("scoring", kwargs))]
     return json.dumps([what, manager], sort_keys=True, default=repr)
 
 
-def _served(kwargs: Mapping[str, Any]) -> Any:
-    """Returns the options of a judge or reward model that decide about scores, with the content of their files."""
-    return _content({name: value for name, value in kwargs.items() if name not in _ASIDE})
+def _content(value: Any, name: str = "") -> Any:
+    """Returns a hash of the file or the model that a value names, or the value itself if it names none.
 
-
-def _content(value: Any) -> Any:
-    """Returns a hash of the file or the model that a value names, or the value itself if it names none."""
+    Args:
+        value: of an option, or options by name.
+        name: of the option; the one of a template is a file whatever its ending.
+    """
     if isinstance(value, Mapping):
-        return {name: _model(each) if name == "path" else _content(each) for name, each in value.items()}
-    if not isinstance(value, str) or not value.endswith(_TEXTS):
+        return {key: _model(each) if key == "path" else _content(each, key) for key, each in value.items()}
+    if not isinstance(value, str) or not (value.endswith(_TEXTS) or name == "template"):
         return value
     file = Path(value).expanduser()
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else value

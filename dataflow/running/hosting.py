@@ -222,7 +222,8 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
         raise ConfigError(f"{name}.actors={options.actors} needs processes of their own; use executor=ray, or one.")
     own = {"target": JUDGE, "kwargs": judge.client_options()} if default is None else {"target": default}
     if (model := model_of(config, source)) in config.reward.models and not custom.path:
-        own = {"target": SERVED, "kwargs": config.reward.models[model].client_options(model)}
+        served = config.reward.models[model]
+        own = {"target": SERVED, "kwargs": served.client_options(model), "scoring": served.scoring(model)}
         options = options.model_copy(update={"concurrency": concurrency_of(config, source)})
     if custom.path and config.reward.models:
         address = options.router_address or ROUTER

@@ -79,3 +79,7 @@ class KeptServer(Generic[Kept]):
                 except RunError as error:
                     self._on_lost(error)
                     return
+                except Exception as error:  # a full disk, too many files: the thread ends, so nothing restarts it
+                    why = f"{self._watcher.name}: the server cannot be restarted ({type(error).__name__}: {error})"
+                    self._on_lost(RunError(f"{why}; mend that, and resume the run."))
+                    return

@@ -170,21 +170,23 @@ def test_where_a_model_is_served_may_change_when_a_run_resumes(rm: Path) -> None
 
 
 def test_rewards_are_known_again_by_what_scores_not_by_where_it_runs(rm: Path, tmp_path: Path) -> None:
-    def scorer(*keys: str, url: list[str] | None = None) -> str:
-        found = config(f"reward.models.rm.path={rm}", *keys)
-        found.reward.models["rm"].url = url
+    def scorer(*keys: str, url: list[str] | None = None, path: Path | None = rm) -> str:
+        found = config(*([f"reward.models.rm.path={path}"] if path else []), *keys)
+        found.reward.models["rm"].url = url or found.reward.models["rm"].url
         options = reward_host(found).options
         return _scorer(None, options["default"], options["options"])
 
     first = scorer()
     assert scorer("reward.models.rm.replicas=2", "reward.models.rm.timeout=9", url=["http://x"]) == first
-    template = tmp_path / "t.jinja"
+    template = tmp_path / "template"
     template.write_text("a")
     other = scorer(f"reward.models.rm.template={template}")
     template.write_text("b")
     texts = {first, other, scorer(f"reward.models.rm.template={template}"), scorer("reward.models.rm.kind=pooling")}
     texts.add(scorer("reward.models.rm.normalize=sigmoid"))
-    assert len(texts) == 5
+    texts |= {scorer(f"reward.models.rm.{key}") for key in ("engine=hf", "dtype=float16", "engine_kwargs={seed: 1}")}
+    texts |= {scorer(f"reward.models.rm.url=http://{at}", path=None) for at in ("x", "y", "a:b@x")}
+    assert len(texts) == 10, "a login is no part of it"
     save_file({"score.weight": np.zeros((1, 5), dtype=np.float32)}, rm / "model.safetensors")
     assert scorer() not in texts
 

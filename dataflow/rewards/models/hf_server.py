@@ -16,7 +16,6 @@ import math
 import os
 import socket
 import sys
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from dataflow.errors import ConfigError, DataflowError, UserError
 from dataflow.models.directory import HEADS, check_classifier
 from dataflow.rewards.judge.server import serve
 from dataflow.rewards.models.batcher import Batcher, Closed
+from dataflow.system import clock
 from dataflow.system.loopback import ADDRESS
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class HfServer:
         from aiohttp import web
 
         usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
-        head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": self._name}
+        head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": "list", "created": int(clock.now()), "model": self._name}
         return web.json_response({**head, "data": data, "usage": usage})
 
     async def _scores(self, request: web.Request) -> tuple[list[list[float]], int]:

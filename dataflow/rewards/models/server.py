@@ -260,7 +260,11 @@ class ModelServer:
         code = self._process.poll() or 0
         if code - 128 == signal.SIGKILL or code == -signal.SIGKILL:
             return "killed, or out of memory"
-        return reason_in(self._log, self._offset) or f"exit code {code}, and nothing in its log"
+        try:
+            said = reason_in(self._log, self._offset)
+        except OSError as error:  # the user has moved or removed it
+            return f"exit code {code}; its log cannot be read: {error.strerror}"
+        return said or f"exit code {code}, and nothing in its log"
 
 
 def answers(port: int, timeout_s: float = 5.0) -> bool:

@@ -125,6 +125,13 @@ def test_a_server_that_is_killed_comes_back_at_its_address(what: str, pair: Mode
     ]
 
 
+def test_a_server_whose_log_was_removed_comes_back(pair: ModelServers, warned: list[str]) -> None:
+    pair._logs[1].unlink()
+    restarted(pair, 1, lambda guard: server_of(guard).terminate())
+    assert "its log cannot be read: No such file or directory" in warned[0]
+    assert pair._logs[1].exists()
+
+
 def test_a_server_that_hangs_is_restarted(tmp_path: Path, losses: queue.Queue[RunError]) -> None:
     with servers(tmp_path, restarts=0, hang_s=1.0, on_lost=losses.put) as running:
         running.ready.result(READY_S)
