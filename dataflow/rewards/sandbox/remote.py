@@ -105,23 +105,35 @@ def outcome_of(reply: Any, url: str) -> Outcome:
     """Reads the reply of a service.
 
     Raises:
-        SandboxError: it is an error of the service, or unknown.
+        SandboxError: it is an error of the service, or lacks what an outcome has.
     """
-    reply = reply if isinstance(reply, Mapping) else {}
-    whole, compiled, ran = reply.get("status"), reply.get("compile_result") or {}, reply.get("run_result") or {}
-    if whole == "Failed" and (failed := _failed(compiled)):
-        return Outcome("compile_error", stderr=f"{failed}: {compiled.get('stderr') or ''}"[-_STDERR:])
-    if whole == "Failed" and (status := _failed(ran)):
-        return Outcome(status, str(ran.get("stdout") or ""), str(ran.get("stderr") or "")[-_STDERR:])
-    if whole == "Success" and ran.get("status") == "Finished":
-        return Outcome("finished", str(ran.get("stdout") or ""), str(ran.get("stderr") or "")[-_STDERR:])
-    message = short(str(reply.get("message") or json.dumps(reply, default=str)))
+    whole = reply.get("status") if isinstance(reply, Mapping) else None
+    compiled, ran = _result(reply, "compile_result"), _result(reply, "run_result")
+    status = _ended(compiled)
+    if whole == "Failed" and status in ("timeout", "runtime_error"):
+        return Outcome("compile_error", stderr=f"{status}: {compiled.get('stderr') or ''}"[-_STDERR:])
+    if compiled == {} or status == "finished":
+        status = _ended(ran)
+        stdout, stderr = ran.get("stdout"), str(ran.get("stderr") or "")[-_STDERR:]
+        if whole == "Failed" and status in ("timeout", "runtime_error"):
+            return Outcome(status, str(stdout or ""), stderr)
+        if whole == "Success" and status == "finished" and isinstance(stdout, str):
+            return Outcome(status, stdout, stderr)
+    message = reply.get("message") if isinstance(reply, Mapping) else None
+    message = short(str(message or json.dumps(reply, default=str)))
     raise SandboxError(f"the sandbox {url} answered with status {whole!r}: {message}")
 
 
-def _failed(result: Mapping[str, Any]) -> Status | None:
-    """Returns how compiling or running failed; None if it did not."""
+def _result(reply: Any, name: str) -> Mapping[str, Any]:
+    result = reply.get(name) if isinstance(reply, Mapping) else None
+    return result if isinstance(result, Mapping) else {} if result is None else {"status": result}
+
+
+def _ended(result: Mapping[str, Any]) -> Status | None:
+    """Returns how compiling or running ended; None if the service does not say, or failed itself: status ``Error``."""
     if result.get("status") == "TimeLimitExceeded":
         return "timeout"
-    wrong = result.get("status") == "Error" or (result.get("status") == "Finished" and result.get("return_code") != 0)
-    return "runtime_error" if wrong else None
+    code = result.get("return_code")
+    if result.get("status") != "Finished" or not isinstance(code, int) or isinstance(code, bool):
+        return None
+    return "runtime_error" if code else "finished"

@@ -81,7 +81,7 @@ class Sandbox:
             self._box = RemoteSandbox(url, timeout, memory_limit_mb, language, Retry(tries, timeout_s=None))
         running = max_concurrent or (64 if url is not None else os.cpu_count() or 1)
         self._slots = asyncio.Semaphore(running)
-        self._all, self._most = score == "all", max_cases
+        self._all, self._most, self._language = score == "all", max_cases, language
         self._counts = {"programs": 0, "programs_timed_out": 0}
         self.limits = {"concurrency": running, "rpm": None, "tpm": None, "timeout_s": 60 + (max_cases or 50) * timeout}
 
@@ -99,7 +99,7 @@ class Sandbox:
             BadCases: the ground truth holds no test cases.
         """
         code = code_of(solution_str)
-        cases = cases_of(code or "", ground_truth, self._most)
+        cases = cases_of(code or "", ground_truth, self._most, self._language)
         if code is None:
             return {"score": 0.0, "passed": 0, "cases": len(cases), "status": "no_code", "explanation": ""}
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,9 @@ import pytest
 
 from dataflow.rewards.sandbox.cases import Case, cases_of, code_of
 from dataflow.rewards.sandbox.outcome import BadCases, Outcome
+from tests.rigs.logs import logged
+
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +45,60 @@ def test_inputs_and_outputs_as_a_dict_as_json_and_as_arrays() -> None:
     assert len(cases_of("p", truth, 2)) == 2
 
 
-def test_statements_to_append_replace_inputs_and_outputs() -> None:
-    cases = cases_of("p", {"assert_case": ["assert f(1)", "assert f(2)"]})
-    assert [(case.source, case.stdin, case.expected) for case in cases] == [
-        ("p\n\nassert f(1)", "", ()),
-        ("p\n\nassert f(2)", "", ()),
-    ]
+def ran(case: Case) -> str:
+    """Returns the verdict on a case that a process of Python has run."""
+    done = subprocess.run(
+        [sys.executable, "-c", case.source], input=case.stdin, capture_output=True, text=True, timeout=30
+    )
+    return case.verdict(Outcome("finished" if done.returncode == 0 else "runtime_error", done.stdout, done.stderr))
+
+
+@pytest.mark.parametrize(
+    ("code", "verdicts"),
+    [
+        ("def f(n):\n    print(n)\n    return n", ["passed", "runtime_error"]),
+        ("from __future__ import annotations\nimport sys\ndef f(n: x): sys.stdout = None; return 1", ["passed"] * 2),
+        ("import sys\nsys.exit(0)", ["runtime_error"] * 2),
+        ("import os\nos._exit(0)", ["runtime_error"] * 2),
+        ("import atexit, os\natexit.register(os._exit, 0)\ndef f(n): return 2", ["runtime_error"] * 2),
+        ("import os\nos._exit = 1\nprint(open(__file__).read() if '__file__' in globals() else '')\nexit()",
+         ["runtime_error"] * 2),
+        ("x = '" + "''", ["runtime_error"] * 2),
+    ],
+)  # fmt: skip
+def test_a_statement_passes_only_if_it_is_reached(code: str, verdicts: list[str]) -> None:
+    cases = cases_of(code, {"assert_case": ["assert f(1) == 1", "assert f(2) == 1"]})
+    assert [case.expected for case in cases] == [(), ()]
+    assert [ran(case) for case in cases] == verdicts
+
+
+def test_a_function_whose_result_does_not_matter_must_return() -> None:
+    truth = {"fn_name": "f", "inputs": ["1\n"], "outputs": [None]}
+    assert [ran(case) for case in cases_of("def f(n): return n", truth)] == ["passed"]
+    assert [ran(case) for case in cases_of("exit()", truth)] == ["runtime_error"]
+
+
+def test_a_statement_may_go_with_an_input_and_an_output() -> None:
+    truth = {"assert_case": ["assert n == 'a'"] * 2, "inputs": ["a\n"] * 2, "outputs": ["b", "c"], "fn_name": None}
+    assert [ran(case) for case in cases_of("n = input()\nprint('b')", truth)] == ["passed", "wrong_answer"]
+
+
+@pytest.mark.parametrize("given", ["1\n2", "1\n2\n", "1\r\n2\r\n\n"])
+def test_arguments_may_end_with_line_breaks(given: str) -> None:
+    (case,) = cases_of("def f(a, b): return a + b", {"fn_name": "f", "inputs": [given], "outputs": [3]})
+    assert ran(case) == "passed"
+
+
+def test_arrays_in_outputs_are_lists() -> None:
+    truth = {"inputs": np.array(["1"]), "outputs": np.array([np.array([1, 2]), None], dtype=object)[:1]}
+    assert cases_of("p", truth)[0].expected == ("[1, 2]", "[1, 2]")
+
+
+def test_a_key_without_effect_is_named_once() -> None:
+    with logged() as messages:
+        for _ in range(2):
+            assert len(cases_of("p", {"inputs": ["1"], "outputs": ["1"], "difficulty_": "hard"})) == 1
+    assert len([one for one in messages if "'difficulty_' of ground truths is ignored" in one]) == 1
 
 
 @pytest.mark.parametrize(
@@ -62,12 +115,32 @@ def test_statements_to_append_replace_inputs_and_outputs() -> None:
         ({"inputs": [], "outputs": []}, "no test case"),
         ({"assert_case": []}, "no test case"),
         ({"assert_case": "assert 1"}, "no list 'assert_case'"),
+        ({"assert_case": [5]}, "entry 0 of the ground truth's assert_case is a int"),
+        ({"assert_case": ["assert 1", None]}, "entry 1 of .* is a NoneType"),
+        ({"assert_case": ["assert f(1"]}, "no statement of Python"),
+        ({"assert_case": ["# true"]}, "is empty"),
+        ({"assert_case": ["assert 1"], "fn_name": "f"}, "both fn_name and assert_case"),
+        ({"fn_name": 5, "inputs": ["1"], "outputs": ["1"]}, "fn_name 5 is no name"),
+        ({"fn_name": "f()", "inputs": ["1"], "outputs": ["1"]}, "fn_name 'f\\(\\)' is no name"),
+        ({"fname": "f", "inputs": ["1"], "outputs": ["1"]}, "unknown key 'fname'; did you mean 'fn_name'"),
+        ({"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}, "entry 0 of .* inputs is a list; give each argument"),
+        ({"fn_name": "f", "inputs": ["1", "a"], "outputs": [1, 2]}, "entry 1 of .*'a', is not JSON"),
+        ({"fn_name": "f", "inputs": ["1\n\n2"], "outputs": [1]}, "is not JSON, one argument a line"),
+        ({"inputs": [{"a": 1}], "outputs": ["1"]}, "inputs is a dict; give the text"),
+        ({"inputs": [True], "outputs": ["1"]}, "inputs is a bool"),
     ],
 )
 def test_a_ground_truth_without_cases_is_an_error_that_no_try_mends(truth: Any, said: str) -> None:
     with pytest.raises(BadCases, match=said) as caught:
         cases_of("p", truth)
     assert caught.value.retry is False
+
+
+def test_calls_and_statements_are_of_python_only() -> None:
+    for truth in ({"assert_case": ["assert 1"]}, {"fn_name": "f", "inputs": ["1"], "outputs": ["1"]}):
+        with pytest.raises(BadCases, match="is Python, for programs in cpp"):
+            cases_of("p", truth, language="cpp")
+    assert cases_of("p", {"inputs": ["1"], "outputs": ["1"]}, language="cpp")[0].source == "p\n\n"
 
 
 def test_a_verdict_is_that_of_the_output_if_the_program_finished() -> None:

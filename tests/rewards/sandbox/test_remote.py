@@ -39,12 +39,19 @@ def run(url: str, timeout: float = 5, retry: Retry = RETRY) -> tuple[Outcome | S
     [
         (None, FINE, "Success", Outcome("finished", "a\n", "e")),
         (None, {**FINE, "return_code": 1}, "Failed", Outcome("runtime_error", "a\n", "e")),
-        (None, {**FINE, "status": "Error"}, "Failed", Outcome("runtime_error", "a\n", "e")),
         (None, {**FINE, "status": "TimeLimitExceeded"}, "Failed", Outcome("timeout", "a\n", "e")),
         ({**FINE, "return_code": 1}, None, "Failed", Outcome("compile_error", "", "runtime_error: e")),
         ({"status": "TimeLimitExceeded"}, None, "Failed", Outcome("compile_error", "", "timeout: ")),
         (FINE, FINE, "Success", Outcome("finished", "a\n", "e")),
-        (None, {**FINE, "stdout": None}, "Success", Outcome("finished", "", "e")),
+        (None, {**FINE, "return_code": -9, "stdout": None}, "Failed", Outcome("runtime_error", "", "e")),
+        # What follows holds no outcome of a program: verl scores most of it.
+        (None, {**FINE, "stdout": None}, "Success", None),
+        (None, {**FINE, "return_code": 1}, "Success", None),
+        (None, {**FINE, "return_code": None}, "Failed", None),
+        (None, {**FINE, "status": "Error"}, "Failed", None),
+        ({"status": "Error"}, None, "Failed", None),
+        ({**FINE, "status": "Error"}, FINE, "Success", None),
+        ("text", ["list"], "Failed", None),
         (None, FINE, "Failed", None),
         (None, {**FINE, "status": "Error"}, "Success", None),
         (None, None, "Failed", None),
@@ -52,7 +59,9 @@ def run(url: str, timeout: float = 5, retry: Retry = RETRY) -> tuple[Outcome | S
         (None, FINE, "Else", None),
     ],
 )
-def test_replies_are_read_as_verl_reads_them(compiled: Any, ran: Any, whole: str, expected: Outcome | None) -> None:
+def test_a_reply_is_an_outcome_of_the_program_or_an_error(
+    compiled: Any, ran: Any, whole: str, expected: Outcome | None
+) -> None:
     reply = {"status": whole, "message": "because", "compile_result": compiled, "run_result": ran}
     if expected is not None:
         assert outcome_of(reply, "u") == expected
