@@ -1,14 +1,12 @@
 """The prompts of a run: GSM8K's JSONL, verl's parquet or generated problems, as one batch per step.
 
-Prompts are stored as parquet and read by verl's RLHFDataset through a stateful, seeded loader. Every row is checked and
-measured before the first step. A step's batch depends only on the data, the seed and the step.
+Every row is checked and measured before the first step. A step's batch depends only on the data, the seed and the step;
+the order is verl's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,14 +14,15 @@ from typing import Any, NamedTuple
 from loguru import logger
 
 from dataflow.batch import Batch
+from dataflow.data.chats import ChatProcess, Chats, Refused, chats_of
+from dataflow.data.order import steps
 from dataflow.data.pictures import opened, with_pictures
-from dataflow.data.rows import IMAGES, first_line, load_rows, verl_rows, write_parquet
+from dataflow.data.rows import IMAGES, first_line, load_rows, verl_rows
 from dataflow.data.shown import Shown
-from dataflow.data.tokenize import DESCRIBED, load_chat_tokenizer, prompt_ids, truncate
+from dataflow.data.tokenize import DESCRIBED, truncate
 from dataflow.errors import ConfigError, DataError, ModelError
 from dataflow.models.directory import Room, room_of
 from dataflow.models.processor import VISION, Processor, takes_images
-from dataflow.models.tiny import cache_home
 from dataflow.usercode.copies import own_copy
 
 _LEAST_CHARACTERS = 2**16
@@ -76,14 +75,17 @@ def load_prompts(
         DataError: a prompt is too long, or there are too few.
         ModelError: the tokenizer cannot be loaded or has no chat template.
     """
-    tokenizer = load_chat_tokenizer(config.model.path)
     room = (room_of(config.model.path), config.response_length)
     processor = Processor(config.model.path) if takes_images(config.model.path) else None
     of = [(train, config.data.prompts + config.extra_groups), (val, 1)]
-    sources = [
-        PromptSource(p.rows, tokenizer, config.data, config.seed, n, p.name, p.labels, schemas, room, processor)
-        for p, n in of
-    ]
+    with contextlib.ExitStack() as stack:
+        chats = chats_of(config.model.path)
+        if isinstance(chats, ChatProcess):
+            stack.enter_context(chats)
+        sources = [
+            PromptSource(p.rows, chats, config.data, config.seed, n, p.name, p.labels, schemas, room, processor)
+            for p, n in of
+        ]
     if (most := config.trainer.max_tokens_per_gpu) is not None:
         sources[0].check_pass(most, config.response_length)
     return sources[0], sources[1]
@@ -94,7 +96,7 @@ class PromptSource:
 
     Args:
         rows: in verl's schema.
-        tokenizer: with a chat template.
+        tokenizer: with a chat template, or what turns chats into ids with one.
         data: the options ``max_prompt_length``, ``truncation``, ``filter_overlong_prompts``, ``shuffle``.
         seed: of the order.
         prompts: number per step.
@@ -129,7 +131,8 @@ class PromptSource:
         self._processor = processor
         self._meta = {DESCRIBED: True} if schemas else {}
         self._shows = [bool(row.get(IMAGES)) for row in rows]
-        ids = self._tokenized(rows, tokenizer, data, schemas)
+        chats = tokenizer if isinstance(tokenizer, Chats | ChatProcess) else Chats(tokenizer)
+        ids = self._tokenized(rows, chats, data, schemas)
         kept = self._fit(ids, data)
         self.rows = [rows[i] for i in kept]
         self._ids = [ids[i] for i in kept]
@@ -140,8 +143,7 @@ class PromptSource:
                 f"{name}: {len(self.rows)} prompts are fewer than the {prompts} of a step; give more data "
                 "or a smaller data.prompts."
             )
-        self._dataset = _open(self.rows, tokenizer, data)
-        self._batches: Iterator[dict[str, Any]] = iter(())
+        self._batches: Iterator[list[int]] = iter(())
         self._step = 0
         self._last: Batch | None = None
 
@@ -180,7 +182,11 @@ class PromptSource:
                 )
 
     def _tokenized(
-        self, rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any, schemas: Sequence[Mapping[str, Any]] | None
+        self,
+        rows: Sequence[dict[str, Any]],
+        chats: Chats | ChatProcess,
+        data: Any,
+        schemas: Sequence[Mapping[str, Any]] | None,
     ) -> list[list[int]]:
         """Returns each row's token ids; a row with too many characters gets limit + 1 zeros.
 
@@ -189,27 +195,33 @@ class PromptSource:
         """
         limit = data.max_prompt_length
         # Tokenizing a million characters takes 6 seconds; the number of characters shows that they are too many.
-        most = max(_LEAST_CHARACTERS, limit * max(map(len, tokenizer.get_vocab()), default=1))
+        most = max(_LEAST_CHARACTERS, limit * chats.longest_token())
         cut = data.truncation != "error" and not data.filter_overlong_prompts
-        found = []
+        found = [[0] * (limit + 1)] * len(rows)
+        seen: dict[int, list[dict[str, Any]]] = {}
         for at, row in enumerate(rows):
             if not cut and sum(len(str(message["content"])) for message in row["prompt"]) > most:
-                found.append([0] * (limit + 1))
                 self._uncounted.add(at)
                 continue
-            chat, pictures = self._seen(row, self._label(at))
+            seen[at], pictures = self._seen(row, self._label(at))
+            if self._processor is not None:
+                try:
+                    found[at] = self._processor.inputs(seen[at], pictures)[0]
+                except Exception as error:  # of the chat template, as of a text's
+                    raise self._refused(at, f"{type(error).__name__}: {first_line(error).rstrip('.')}") from error
+        if self._processor is None:
             try:
-                if self._processor is not None:
-                    found.append(self._processor.inputs(chat, pictures)[0])
-                else:
-                    found.append(prompt_ids(tokenizer, chat, schemas))
-            # A chat template is a program that comes with the model; it may refuse roles and raise any exception.
-            except Exception as error:
-                raise DataError(
-                    f"{self._label(at)}: the model's chat template cannot write this prompt "
-                    f"({type(error).__name__}: {first_line(error).rstrip('.')}); give another prompt or model."
-                ) from error
+                for at, ids in zip(seen, chats.ids(list(seen.values()), schemas), strict=True):
+                    found[at] = ids
+            except Refused as error:
+                raise self._refused(list(seen)[error.at], error.reason) from error
         return found
+
+    def _refused(self, at: int, reason: str) -> DataError:
+        return DataError(
+            f"{self._label(at)}: the model's chat template cannot write this prompt ({reason}); give another prompt or "
+            "model."
+        )
 
     def _seen(self, row: Mapping[str, Any], label: str) -> tuple[list[dict[str, Any]], list[Any]]:
         """Returns the messages of a row with its images in their places, and the images.
@@ -282,7 +294,8 @@ class PromptSource:
             raise DataError(f"{self.name}: steps count from 1, there is no step {step}.")
         if self._last is None or step != self._step:
             if step <= self._step or self._last is None:
-                self._batches, self._step = self._epochs(), 0
+                seed = self._seed if self._shuffle else None
+                self._batches, self._step = steps(len(self), self._prompts, seed), 0
             # A resumed run starts in the middle: reading the earlier steps again needs no state on disk.
             while self._step < step:
                 drawn = next(self._batches)
@@ -292,13 +305,9 @@ class PromptSource:
 
     def all(self, limit: int | None = None) -> Batch:
         """Returns the first ``limit`` prompts (all if None) in the order of the file; see :meth:`batch`."""
-        from verl.utils.dataset.rl_dataset import collate_fn
+        return self._batch(range(len(self) if limit is None else min(limit, len(self))))
 
-        count = len(self) if limit is None else min(limit, len(self))
-        return self._batch(collate_fn([self._dataset[i] for i in range(count)]))
-
-    def _batch(self, drawn: Mapping[str, Any]) -> Batch:
-        at = [int(row) for row in drawn["row"]]
+    def _batch(self, at: Sequence[int]) -> Batch:
         rows = [self.rows[row] for row in at]
         # A parquet file gives every row the keys of all rows, with None for missing values.
         extras = [_given(own_copy(row.get("extra_info") or {})) for row in rows]
@@ -320,68 +329,6 @@ class PromptSource:
             },
             self._meta,
         )
-
-    def _epochs(self) -> Iterator[dict[str, Any]]:
-        import torch
-        from torch.utils.data import SequentialSampler
-        from torchdata.stateful_dataloader import StatefulDataLoader
-        from torchdata.stateful_dataloader.sampler import RandomSampler
-        from verl.utils.dataset.rl_dataset import collate_fn
-
-        def generator() -> torch.Generator:
-            return torch.Generator().manual_seed(self._seed)
-
-        # torchdata warns about its own code.
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        loader = StatefulDataLoader(
-            self._dataset,
-            batch_size=self._prompts,
-            sampler=(
-                RandomSampler(self._dataset, generator=generator())
-                if self._shuffle
-                else SequentialSampler(self._dataset)
-            ),
-            drop_last=True,
-            collate_fn=collate_fn,
-            # By default the loader would draw from torch's global generator in each epoch, and change its state.
-            generator=generator(),
-        )
-        while True:
-            yield from loader
-
-
-def _open(rows: Sequence[dict[str, Any]], tokenizer: Any, data: Any) -> Any:
-    """Opens the prompts of rows as verl's dataset; the column ``row`` is the number of each.
-
-    A column of parquet has one type: it would turn 5 into 5.0 beside 2.5, and refuse it beside a text. So the other
-    columns are not stored.
-    """
-    numbered = [{"prompt": [_text_of(message) for message in row["prompt"]], "row": i} for i, row in enumerate(rows)]
-    home = cache_home() / "prompts"
-    path = write_parquet(numbered, home)
-    # verl and datasets print and draw progress bars while they load; stdout is for the program's own output.
-    with contextlib.redirect_stdout(io.StringIO()):
-        import datasets
-        from omegaconf import OmegaConf
-        from verl.utils.dataset.rl_dataset import RLHFDataset
-
-        # RLHFDataset's own filter is off: it forks, and drops a row that cannot be tokenized as too long.
-        options = OmegaConf.create({"max_prompt_length": data.max_prompt_length, "filter_overlong_prompts": False})
-        bars, arrow = datasets.is_progress_bar_enabled(), datasets.config.HF_DATASETS_CACHE
-        datasets.disable_progress_bars()
-        # RLHFDataset sets no cache directory; by default datasets would use another one in the user's home.
-        datasets.config.HF_DATASETS_CACHE = home / "arrow"
-        try:
-            return RLHFDataset(str(path), tokenizer, options)
-        finally:
-            datasets.config.HF_DATASETS_CACHE = arrow
-            if bars:
-                datasets.enable_progress_bars()
-
-
-def _text_of(message: Mapping[str, Any]) -> dict[str, str]:
-    content = message["content"]
-    return {"role": message["role"], "content": content if isinstance(content, str) else ""}
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,11 @@
-"""Rows of problems in verl's schema: reads GSM8K's JSONL or verl's parquet, checks each row, writes parquet.
+"""Rows of problems in verl's schema: reads GSM8K's JSONL or verl's parquet, checks each row.
 
 A row has ``data_source``, ``prompt`` (chat messages), ``reward_model.ground_truth`` and ``extra_info``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,29 +60,6 @@ def load_rows(path: Path, image_key: str = IMAGES) -> tuple[list[dict[str, Any]]
     if not rows:
         raise DataError(f"{path}: the file is empty.")
     return rows, labels
-
-
-def write_parquet(rows: list[dict[str, Any]], cache: Path) -> Path:
-    """Writes rows to a parquet file named by their content, if it is not there yet, and returns its path.
-
-    Raises:
-        DataError: the directory cannot be written.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
-    path = cache / f"prompts-{digest}.parquet"
-    if path.is_file():
-        return path
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(rows), part)
-        part.replace(path)
-    except OSError as e:
-        raise DataError(f"{path}: cannot be written ({first_line(e)}).") from e
-    return path
 
 
 def _read_jsonl(path: Path, image_key: str) -> tuple[list[dict[str, Any]], list[str]]:

@@ -169,10 +169,19 @@ def headers(path: Path) -> dict[str, tuple[list[int], str]]:
 
 
 def check_weights(path: Path) -> None:
-    """Compares the weights in the files with those of the model's architecture. Imports transformers and torch.
+    """Compares the weights in the files with those of the model's architecture; warns of those that no layer takes.
 
     Raises:
         ModelError: no model can be built from the configuration, or a weight is missing or has another shape.
+    """
+    warn_unused(path, unused_weights(path))
+
+
+def unused_weights(path: Path) -> list[str]:
+    """Returns the names of the weights that no layer takes. Imports transformers and torch.
+
+    Raises:
+        ModelError: as of :func:`check_weights`.
     """
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
@@ -213,7 +222,12 @@ def check_weights(path: Path) -> None:
         raise ModelError(
             f"model {path}: weight '{missing[0]}' is in none of its files{_others(missing)}; save the model again."
         )
-    if unused := sorted(info["unexpected_keys"]):
+    return sorted(info["unexpected_keys"])
+
+
+def warn_unused(path: Path, unused: list[str]) -> None:
+    """Logs a warning about weights that no layer takes, if there are any."""
+    if unused:
         logger.warning(
             f"model {path}: weight '{unused[0]}' belongs to no layer that config.json describes, and is left out"
             f"{_others(unused)}"

@@ -45,13 +45,14 @@ class Prompts:
             UserError: the model's weights or a prompt is wrong, in one sentence.
         """
         from dataflow.data.prompts import load_prompts
-        from dataflow.models.directory import check_weights
+        from dataflow.models.checked import WeightsCheck
         from dataflow.tools import toolbox_of
 
         config = self._config
-        check_weights(Path(config.model.path or ""))
-        schemas = toolbox_of(config).schemas if config.tools.offered else None
-        train, held_out = load_prompts(config, *self._problems, schemas)
+        with WeightsCheck(Path(config.model.path or "")) as check:
+            schemas = toolbox_of(config).schemas if config.tools.offered else None
+            train, held_out = load_prompts(config, *self._problems, schemas)
+            check.wait()
         val = held_out.all(config.data.val_size) if config.val.every else None
         return {"prompts": train.batch, "val_prompts": lambda step: val}
 

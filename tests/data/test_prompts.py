@@ -18,7 +18,7 @@ from dataflow.data.prompts import (
     load_prompts,
     read_problems,
 )
-from dataflow.data.rows import load_rows, verl_rows, write_parquet
+from dataflow.data.rows import load_rows, verl_rows
 from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids, truncate
 from dataflow.errors import ConfigError, DataError, ModelError
 from dataflow.models.directory import Room
@@ -321,18 +321,6 @@ def test_an_empty_parquet_is_an_error(tmp_path):
     pq.write_table(pa.Table.from_pylist([VERL]).slice(0, 0), tmp_path / "x.parquet")
     with pytest.raises(DataError, match="the file is empty"):
         load_rows(tmp_path / "x.parquet")
-
-
-def test_written_rows_are_named_by_content(tmp_path):
-    rows = verl_rows([GOOD], "mine")
-    first = write_parquet(rows, tmp_path)
-    assert write_parquet(rows, tmp_path) == first
-    assert write_parquet(verl_rows([{**GOOD, "question": "Else?"}], "mine"), tmp_path) != first
-    assert load_rows(first)[0][0]["prompt"] == rows[0]["prompt"]
-    assert not list(tmp_path.glob("*.part"))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written"):
-        write_parquet(rows, tmp_path / "file")
 
 
 MIXED = [5, 2.5, "5", 2**70, True, [1, "a", {"b": []}], {"a": 1}, {"b": {"c": {}}}]

@@ -125,7 +125,7 @@ def _from_events(place: Path, files: Sequence[Path]) -> dict[str, dict[int, floa
 
 def _events(file: Path) -> Iterator[tuple[str, int, float, float]]:
     """Yields the name, step, wall time and value of each scalar in an event file."""
-    import tensorboard.backend.event_processing.event_accumulator as tb  # type: ignore[import-untyped]
+    import tensorboard.backend.event_processing.event_accumulator as tb
     from numpy import float32
 
     logger = logging.getLogger("tensorboard")

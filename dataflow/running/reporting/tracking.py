@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, the backends of verl's Tracking (TensorBoard, wandb, ...), and summary.json.
+"""Metrics of a run: metrics.jsonl, TensorBoard, the other backends of verl's Tracking (wandb, ...), and summary.json.
 
 metrics.jsonl is written first and flushed after each step, so that it has all finished steps of a killed run.
 """
@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 from dataflow.errors import ConfigError, nearest
 from dataflow.files import replaced, written
 from dataflow.running.reporting.run_ids import RunIds
+from dataflow.running.reporting.tensorboard import TensorBoard
 from dataflow.system.children import safe_path
 from dataflow.timeline.agents import causes_of
 from dataflow.timeline.attribution import pool_waits
@@ -104,11 +105,11 @@ class Tracker:
             self.directory.mkdir(parents=True, exist_ok=True)
             rows = None if upto is None else self._cut(upto)
             ids = RunIds(self.directory, backends, resumes=upto is not None)
-            self._backends = _open(self.directory, list(backends), project, name, dict(config or {}), ids)
+            self._backends = _opened(self.directory, list(backends), project, name, dict(config or {}), ids)
             ids.keep()
             # Append, so that a resumed run continues the file.
             self._file: IO[str] | None = (self.directory / METRICS).open("a", encoding="utf-8")
-            if rows is not None and self._backends is not None and _LOCAL.issuperset(backends):
+            if rows is not None and self._backends and _LOCAL.issuperset(backends):
                 for row in rows:
                     self._show(row["step"], row)
 
@@ -123,8 +124,9 @@ class Tracker:
 
     def _show(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Sends a row to the backends, which take numbers alone; TensorBoard raises on anything else."""
-        assert self._backends is not None
-        self._backends.log({k: v for k, v in numbers.items() if isinstance(v, int | float) and k != "step"}, step)
+        taken = {k: v for k, v in numbers.items() if isinstance(v, int | float) and k != "step"}
+        for backend in self._backends:
+            backend.log(taken, step)
 
     def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
         """Suppresses the traceback of TensorBoard's writer thread: the next call of it raises the same error."""
@@ -150,8 +152,7 @@ class Tracker:
         with self._written():
             self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
             self._file.flush()
-            if self._backends is not None:
-                self._show(step, numbers)
+            self._show(step, numbers)
 
     def close(self, exit_code: int = 0) -> None:
         """Flushes and closes everything; a second call does nothing.
@@ -163,16 +164,16 @@ class Tracker:
             RunError: buffered data cannot be written.
         """
         file, self._file = self._file, None
-        backends, self._backends = self._backends, None
+        backends, self._backends = self._backends, []
         with self._written():
             try:
                 if file is not None:
                     file.close()
             finally:
                 threading.excepthook = self._hook
-                if backends is not None:
-                    # Close it here, as its __del__ would fail at interpreter exit.
-                    backends.finish(exit_code=exit_code)
+                with contextlib.ExitStack() as closing:
+                    for backend in backends:  # closed here, as verl's __del__ would fail at interpreter exit
+                        closing.callback(backend.finish, exit_code=exit_code)
 
     def __enter__(self) -> Tracker:
         return self
@@ -181,11 +182,21 @@ class Tracker:
         self.close(exit_code=0 if kind is None else 1)
 
 
+def _opened(
+    directory: Path, backends: list[str], project: str, name: str, config: dict[str, Any], ids: RunIds
+) -> list[Tracking | TensorBoard]:
+    found: list[Tracking | TensorBoard] = []
+    if others := [backend for backend in backends if backend != _TENSORBOARD]:
+        found.append(_open(directory, others, project, name, config, ids))
+    if len(others) < len(backends):
+        found.append(TensorBoard(directory / _TENSORBOARD))
+    return found
+
+
 def _open(
     directory: Path, backends: list[str], project: str, name: str, config: dict[str, Any], ids: RunIds
-) -> Tracking | None:
-    if not backends:
-        return None
+) -> Tracking:
+    """Opens verl's backends. Imports verl, which takes seconds."""
     from verl.utils.tracking import Tracking
 
     for backend in backends:
@@ -199,7 +210,6 @@ def _open(
     if ids.knows("mlflow"):
         config = {"trainer": {}}  # it has the parameters, and refuses one that has changed, such as more steps
     places = {
-        "TENSORBOARD_DIR": str(directory / _TENSORBOARD),
         "VERL_FILE_LOGGER_PATH": str(directory / _LOGGED),
         **ids.variables,
     }

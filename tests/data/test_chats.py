@@ -1,0 +1,45 @@
+"""Token ids from a process without torch are those of this process, and so are its errors."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from dataflow.data.chats import ChatProcess, Chats, Refused
+from dataflow.data.tokenize import load_chat_tokenizer
+from dataflow.errors import ModelError
+
+pytestmark = pytest.mark.heavy
+CHATS = [[{"role": "user", "content": text}] for text in ("What is 3 + 4?", "é ✓", "")]
+TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+
+
+def test_ids_are_the_same_as_in_this_process(tiny_qwen: Path) -> None:
+    here = Chats(load_chat_tokenizer(str(tiny_qwen)))
+    with ChatProcess(str(tiny_qwen)) as apart:
+        assert apart.longest_token() == here.longest_token()
+        assert apart.ids(CHATS) == here.ids(CHATS)
+        assert apart.ids(CHATS, [TOOL]) == here.ids(CHATS, [TOOL])
+        assert apart.ids([]) == []
+        os.kill(apart._process.pid, signal.SIGKILL)
+        assert apart.ids(CHATS) == here.ids(CHATS)  # in this process then
+
+
+def test_a_refused_chat_is_named(tiny_qwen: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_qwen, tmp_path / "model")
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    file = model / "tokenizer_config.json"
+    template = "{% if 'é' in messages[0]['content'] %}{{ raise_exception('no accents.') }}{% endif %}x"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    with ChatProcess(str(model)) as apart, pytest.raises(Refused) as caught:
+        apart.ids(CHATS)
+    assert (caught.value.at, caught.value.reason) == (1, "TemplateError: no accents")
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with ChatProcess(str(tmp_path)) as apart, pytest.raises(ModelError, match="no tokenizer can be loaded"):
+        apart.longest_token()
