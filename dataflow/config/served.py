@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from dataflow.config.section import Section, Text
 
@@ -65,8 +73,8 @@ class ServedModelConfig(Section):
     """Chat template, a Jinja file; null for the model's own."""
     prompt: PromptConfig = Field(default_factory=PromptConfig)
     """The rubric of kind chat, and how its reply is read."""
-    normalize: Literal["none", "sigmoid"] = "none"
-    """What becomes of the raw score: nothing, or its sigmoid."""
+    normalize: Literal["none", "sigmoid", "running"] = "none"
+    """none: the raw score; sigmoid: of it; running: its distance from the mean of all earlier steps in deviations."""
     routing: Literal["least", "prefix"] = "least"
     """Which server takes a request: that with the fewest in flight, or that which had the same prompt before."""
     timeout: PositiveFloat = 60.0
@@ -106,8 +114,11 @@ class ServedModelConfig(Section):
             name: of the model.
         """
         keys = {"path", "kind", "engine", "dtype", "engine_kwargs", "template", "max_model_len", "normalize", "prompt"}
+        # A running normalisation comes after the agent, whose answers are raw scores.
+        rule = "none" if self.normalize == "running" else self.normalize
         # The run's own servers have other ports each time; of one that runs elsewhere nothing else is known.
-        return {"name": name, "url": None if self.path else sorted(self.urls), **self.model_dump(include=keys)}
+        at = None if self.path else sorted(self.urls)
+        return {"name": name, "url": at, **self.model_dump(include=keys), "normalize": rule}
 
     def server_options(self) -> dict[str, Any]:
         """Returns the keyword arguments of :func:`~dataflow.rewards.models.server.server_command` about the model."""
@@ -115,6 +126,30 @@ class ServedModelConfig(Section):
         paths = {key: None if value is None else str(Path(value).expanduser())
                  for key, value in (("path", self.path), ("template", self.template))}  # fmt: skip
         return {**self.model_dump(include=keys | {"engine_kwargs"}), **paths, "sleeps": self.placement == "colocated"}
+
+    @field_validator("url")
+    @classmethod
+    def _url_can_be_read(cls, url: str | list[str] | None) -> str | list[str] | None:
+        for each in [url] if isinstance(url, str) else url or ():
+            try:
+                urlsplit(each)
+            except ValueError as error:  # not with the url, which may hold a password
+                raise ValueError(f"this is no address ({error}); give http://host:port") from None
+        return url
+
+    @model_validator(mode="after")
+    def _keys_of_a_server_of_this_run(self) -> ServedModelConfig:
+        if self.url is None:
+            return self
+        # With path, too, the others say what scores: a run that has served the model may be resumed with a url.
+        others = () if self.path is not None else ("engine", "dtype", "engine_kwargs")
+        for key in ("replicas", "tensor_parallel", "gpu_memory", "restarts", *others):
+            default = type(self).model_fields[key].get_default(call_default_factory=True)
+            if getattr(self, key) != default:
+                raise ValueError(
+                    f"{key} has no effect with url, whose servers the run does not start; leave it at {default}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_place(self) -> ServedModelConfig:

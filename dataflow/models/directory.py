@@ -75,7 +75,8 @@ def check_classifier(path: Path, kind: str, engine: str = "vllm") -> None:
     if not any(name.endswith(ends) for name in names):
         raise ModelError(
             f"model {path} has no classification head: it is a {', '.join(names) or 'model without architectures'}; "
-            f"give one whose config.json names an architecture that ends in {' or '.join(ends)}, or take kind=chat."
+            f"give one whose config.json names an architecture that ends in {' or '.join(ends)}, or take kind=chat"
+            f"{' and engine=vllm' if engine == 'hf' else ''}."
         )
     _check_json(path)
     if engine == "hf":
@@ -119,7 +120,8 @@ def has_chat_template(path: Path) -> bool:
 def _architectures(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Returns the configuration of a model that shall be served, and its architectures."""
     if not path.is_dir():
-        raise ModelError(f"model {path} does not exist; give the directory of a Hugging Face model.")
+        why = "is no directory" if path.exists() else "does not exist"
+        raise ModelError(f"model {path} {why}; give the directory of a Hugging Face model.")
     _check_present(path)
     config = _json(path, "config.json")
     names = config.get("architectures")

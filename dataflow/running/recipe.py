@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataflow.algorithms.estimators import ESTIMATORS
+from dataflow.config.reward import rule_of, sources_of
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
 from dataflow.running.colocation import colocated
 from dataflow.running.saving.checkpoints import checkpoint_store
 from dataflow.stage import Hosted, Stage
 from dataflow.stages.checkpoint import checkpoint_stages
+from dataflow.stages.normalize import with_running
 from dataflow.stages.update import update_stage
 
 _MADE_BY = {
@@ -67,7 +69,8 @@ def recipe_pipeline(
     if config.val.every and validation:
         whole += [each.bind(every=config.val.every) for each in validation]
         inputs.append("val_prompts")
-    whole = colocated(config, whole + list(samples))
+    running = [each.name for each in sources_of(config) if rule_of(config, each) == "running"]
+    whole = colocated(config, with_running(whole + list(samples), running))
     if every := config.checkpoint.every:
         whole += checkpoint_stages(whole, every=every, store=checkpoint_store(config), steps=config.steps)
     return Pipeline(whole, inputs, resources)

@@ -13,7 +13,7 @@ from typing import Any
 
 from loguru import logger
 
-from dataflow.config.reward import model_of, source_of, sources_of
+from dataflow.config.reward import JudgeConfig, Source, model_of, source_of, sources_of
 from dataflow.config.run import RunConfig
 from dataflow.config.served import ServedModelConfig
 from dataflow.engines.choice import vllm_device
@@ -25,6 +25,7 @@ from dataflow.rewards.models.keeper import ModelServers
 from dataflow.rewards.models.router_keeper import RouterKeeper
 from dataflow.rewards.models.server import server_command, server_environment
 from dataflow.rewards.naming import keyed
+from dataflow.rewards.user.function import load_reward, takes
 from dataflow.running.colocation import sleepers_of
 from dataflow.running.hosting import gpus_of
 from dataflow.stage import Hosted
@@ -46,26 +47,77 @@ def check_models(config: RunConfig, agents: Iterable[str], hosts: Iterable[Hoste
     Raises:
         ConfigError: a model cannot be served, an agent names one that is not there, or no agent uses one.
     """
-    models, used = config.reward.models, set[str]()
+    models, scoring, asked = config.reward.models, set[str](), False
     for name in agents:
         source = source_of(config, name)
         scorer = model_of(config, source)
         if scorer is not None and scorer not in models:
             words = keyed(f"reward.model={scorer}: there is no reward model of that name", name)
-            raise ConfigError(f"{words}{nearest(scorer, models) or f'; give reward.models.{scorer}.path.'}")
-        used |= set(models) if source.custom.path else {scorer} if scorer else set()
+            others = f"name one of reward.models ({', '.join(models)}), or " if models else ""
+            raise ConfigError(f"{words}{nearest(scorer, models) or f'; {others}give reward.models.{scorer}.path.'}")
+        try:
+            _check_effect(source, scorer)
+        except ConfigError as error:
+            raise ConfigError(keyed(str(error), name)) from error
+        if scorer is not None:
+            scoring.add(scorer)
+        asked |= _asks(source)
     for name, model in models.items():
-        if name not in used:
+        if name not in scoring and not asked:
             raise ConfigError(
-                f"reward.models.{name}: no reward agent uses it; give reward.model={name}, or leave it out."
+                f"reward.models.{name}: no reward agent uses it; give reward.model={name}, or leave it out (a "
+                "function asks it only with a parameter reward_router_address)."
             )
-        if model.url is None:
-            try:
-                _check_model(model, "cuda" if config.ray.gpus_per_worker else "cpu")
-            except (ConfigError, ModelError) as error:
-                raise ConfigError(f"reward.models.{name}: {error}") from error
+        if name not in scoring and model.normalize != "none":  # a function scores
+            raise ConfigError(
+                f"reward.models.{name}.normalize={model.normalize} has no effect: a function gets what the server "
+                "answers; leave it out."
+            )
+        try:
+            _check_model(model, "cuda" if config.ray.gpus_per_worker else "cpu")
+        except (ConfigError, ModelError) as error:
+            raise ConfigError(f"reward.models.{name}: {error}") from error
     if config.ray.gpus_per_worker:
         _gpus(config, hosts)
+
+
+def _check_effect(source: Source, scorer: str | None) -> None:
+    """Checks that no key of an agent is without effect because of what scores for it.
+
+    Raises:
+        ConfigError: one is, by its name in the agent reward.
+    """
+    options, custom, judge = source.options, source.custom, source.judge
+    if scorer is not None and custom.path is not None:
+        raise ConfigError(
+            f"reward.model={scorer} has no effect: the function of custom_reward_function.path={custom.path} scores, "
+            "and reaches all models at reward_router_address; leave one of the two out."
+        )
+    if scorer is None:
+        return
+    defaults = JudgeConfig()
+    if changed := [key for key, value in defaults if key not in _STAND_IN and getattr(judge, key) != value]:
+        raise ConfigError(
+            f"judge.{changed[0]} has no effect: reward model '{scorer}' scores; leave it out, or give the key of "
+            f"reward.models.{scorer} (prompt, url)."
+        )
+    if unread := [key for key in ("router_address", "model_tokenizer") if getattr(options, key) is not None]:
+        raise ConfigError(
+            f"reward.{unread[0]} has no effect: it is for a function, and reward model '{scorer}' scores; leave it out."
+        )
+
+
+_STAND_IN = ("latency", "time_scale")
+"""Keys of the judge's stand-in, which recipes and scripts set for whatever scores."""
+
+
+def _asks(source: Source) -> bool:
+    """Whether an agent's function asks the run's models at the address of their router."""
+    path = source.custom.path
+    if path is None or source.options.router_address is not None:
+        return False
+    found = load_reward(path, source.custom.name, source.custom.reward_kwargs)
+    return takes(found, "reward_router_address") and "reward_router_address" not in source.custom.reward_kwargs
 
 
 def _gpus(config: RunConfig, hosts: Iterable[Hosted]) -> GpuPlan:
@@ -88,7 +140,13 @@ def _gpus(config: RunConfig, hosts: Iterable[Hosted]) -> GpuPlan:
 
 
 def _check_model(model: ServedModelConfig, device: str) -> None:
-    path = Path(str(model.path)).expanduser()
+    if model.path is None:
+        return
+    path = Path(model.path).expanduser()
+    if model.url is not None:  # its tokenizer is all that is read
+        if not path.is_dir():
+            raise ConfigError(f"model {path} {'is no directory' if path.exists() else 'does not exist'}; leave it out.")
+        return
     if model.kind == "chat":
         check_chat(path)
     else:
@@ -101,8 +159,10 @@ def _check_model(model: ServedModelConfig, device: str) -> None:
     positions = room_of(path).positions
     if model.max_model_len is not None and positions is not None and model.max_model_len > positions:
         raise ConfigError(f"max_model_len={model.max_model_len}: model {path} reads {positions} tokens; lower it.")
-    if model.tensor_parallel > 1 and device == "cpu":
-        raise ConfigError(f"tensor_parallel={model.tensor_parallel}: this run has no GPUs (ray.gpus_per_worker=0).")
+    for key in ("tensor_parallel", "gpu_memory"):
+        given, default = getattr(model, key), ServedModelConfig.model_fields[key].default
+        if given != default and device == "cpu":
+            raise ConfigError(f"{key}={given}: this run has no GPUs (ray.gpus_per_worker=0); leave it out.")
     if model.engine == "vllm" and (found := vllm_device()) != device:
         there = "is not installed" if found is None else f"that is installed is for {_DEVICES[found]}"
         raise ConfigError(

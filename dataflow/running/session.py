@@ -19,7 +19,7 @@ from loguru import logger
 from dataflow.config import saved
 from dataflow.config.base import BaseConfig
 from dataflow.config.pipeline_file import inputs_of, pipeline_of
-from dataflow.config.reward import JudgeConfig, source_of
+from dataflow.config.reward import JudgeConfig, rule_of, source_of
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, UserError
 from dataflow.files import replaced, written
@@ -99,10 +99,18 @@ class Session:
 
     def _check_reward(self) -> None:
         agents, pipeline = self._agents, self.graph.pipeline
-        if isinstance(self.config, RunConfig) and self.config.reward.models:
+        if isinstance(self.config, RunConfig):
             from dataflow.running.served_models import check_models
+            from dataflow.stages.normalize import normalizes
 
             check_models(self.config, agents, pipeline.hosts().values())
+            for name in agents:
+                rule = rule_of(self.config, source_of(self.config, name))
+                if rule == "running" and not normalizes(pipeline.stages, name):
+                    raise ConfigError(
+                        f"reward agent '{name}': this pipeline does not normalise its scores (normalize=running); make "
+                        "it with recipe_pipeline, or give the model normalize=none."
+                    )
         if not agents:
             return
         from dataflow.distribution import parse_distribution

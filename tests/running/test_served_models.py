@@ -18,12 +18,15 @@ from dataflow.rewards.naming import JUDGE, SERVED
 from dataflow.running import served_models
 from dataflow.running.agent import _scorer
 from dataflow.running.hosting import reward_host
+from dataflow.running.reporting.progress import Progress
 from dataflow.running.resume import check_changes
 from dataflow.running.served_models import check_models
+from dataflow.running.session import Session
 
 PIPELINE = load_pipeline_file(Path(__file__).parents[2] / "pipelines" / "two_judges.py")
 AGENTS = ("reward", "rule")
-FUNCTION = "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n"
+PLAIN = "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n"
+FUNCTION = PLAIN.replace("extra_info", "extra_info, reward_router_address")
 
 
 def save_model(path: Path, architecture: str, template: str | None = "{{ messages }}", **config: Any) -> Path:
@@ -108,7 +111,7 @@ def test_models_that_can_be_served_pass(rm: Path, chat: Path, tmp_path: Path) ->
     (tmp_path / "own.py").write_text(FUNCTION)
     with pytest.raises(ConfigError, match=r"^reward.models.c: no reward agent uses it; give reward.model=c, or leave"):
         check_models(found, AGENTS)
-    found.rule.custom_reward_function.path = str(tmp_path / "own.py")
+    found.rule.model, found.rule.custom_reward_function.path = None, str(tmp_path / "own.py")
     check_models(found, AGENTS)
 
 
@@ -134,7 +137,32 @@ def test_models_that_can_be_served_pass(rm: Path, chat: Path, tmp_path: Path) ->
             "the servers need 2 GPUs and trainer and engine 0, and this machine has 0",
         ),
         ({"path": "RM"}, ("rule.model=mm",), "rule.model=mm: there is no reward model of that name; did you mean 'm'?"),
-        ({"path": "RM"}, ("rule.model=style",), "of that name; give reward.models.style.path."),
+        ({"path": "RM"}, ("rule.model=style",), "of that name; name one of reward.models (m), or give reward.models"),
+        ({"path": "RM/config.json"}, (), "config.json is no directory; give"),
+        ({"path": "CHAT", "engine": "hf"}, (), "or take kind=chat and engine=vllm"),
+        ({"path": "RM", "gpu_memory": 0.5}, (), "gpu_memory=0.5: this run has no GPUs"),
+        ({"url": "http://h", "path": "no"}, (), "reward.models.m: model no does not exist; leave it out"),
+        ({"url": "http://h", "replicas": 2}, (), "replicas has no effect with url"),
+        ({"url": "http://h", "engine": "hf"}, (), "engine has no effect with url"),
+        ({"url": "http://[::1"}, (), "reward.models.m.url=http://[::1: this is no address (Invalid IPv6 URL); give"),
+        ({"path": "RM", "replica": 2}, (), "'reward.models.m.replica'; did you mean 'reward.models.m.replicas'?"),
+        ({"url": "http://h"}, ("reward.model=m", "judge.url=http://j"), "judge.url has no effect: reward model 'm' sc"),
+        (
+            {"url": "http://h"},
+            ("rule.model=m", "rule.router_address=h:1"),
+            "rule.router_address has no effect: it is f",
+        ),
+        ({"url": "http://h"}, ("rule.model=m", "rule.custom_reward_function.path=ASKS"), "rule.model=m has no effect"),
+        (
+            {"url": "http://h"},
+            ("judge.url=http://j", "rule.custom_reward_function.path=PLAIN"),
+            "reward.models.m: no reward agent uses it",
+        ),
+        (
+            {"url": "http://h", "normalize": "sigmoid"},
+            ("judge.url=http://j", "rule.custom_reward_function.path=ASKS"),
+            "reward.models.m.normalize=sigmoid has no effect: a function gets what the server answers",
+        ),
         ({"path": "RM"}, ("judge.url=http://judge",), "reward.models.m: no reward agent uses it"),
     ],
 )
@@ -142,12 +170,20 @@ def test_a_model_that_cannot_be_served_is_one_sentence(
     model: dict[str, Any], keys: tuple[str, ...], words: str, rm: Path, chat: Path, tmp_path: Path
 ) -> None:
     bare = save_model(tmp_path / "bare", "AForSequenceClassification", None)
-    places = {"RM": str(rm), "CHAT": str(chat), "BARE": str(bare)}
+    places = {"RM": str(rm), "RM/config.json": str(rm / "config.json"), "CHAT": str(chat), "BARE": str(bare)}
+    for name, text in (("ASKS", FUNCTION), ("PLAIN", PLAIN)):
+        (tmp_path / f"{name}.py").write_text(text)
+        keys = tuple(key.replace(f"path={name}", f"path={tmp_path / name}.py") for key in keys)
     given = {key: places.get(value, value) if isinstance(value, str) else value for key, value in model.items()}
     with pytest.raises(ConfigError) as error:
         check_models(config(f"reward.models={json.dumps({'m': given})}", *keys), AGENTS)
     assert words in str(error.value)
     assert str(error.value).endswith((".", "?"))
+
+
+def test_a_model_that_is_named_must_be_there() -> None:
+    with pytest.raises(ConfigError, match=r"^reward.model=rm: there is no reward model of that name; give reward.mod"):
+        Session(config("reward.model=rm"), PIPELINE, Progress(quiet=True))
 
 
 @pytest.mark.parametrize(("found", "words"), [(None, "vLLM is not installed"), ("cuda", "installed is for GPUs")])

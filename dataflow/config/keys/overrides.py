@@ -155,6 +155,17 @@ def _keys(cls: type[BaseModel]) -> list[str]:
     return [".".join(path) for path, info in fields(cls) if _section(info) is None or _shorthand(info)]
 
 
+def _keys_below(cls: type[BaseModel], key: str) -> list[str]:
+    """Returns the keys of the section that a user has named (``reward.models.rm``), if ``key`` is in one."""
+    info, rest = _find(cls, tuple(key.split(".")))
+    kinds = () if info is None or len(rest) < 2 else get_args(info.annotation)
+    kind = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    if kind is None:
+        return []
+    name = ".".join(key.split(".")[: -len(rest) + 1])
+    return [f"{name}.{'.'.join(path)}" for path, _info in fields(kind)]
+
+
 def _shorthand(info: FieldInfo) -> str | None:
     return getattr(_section(info), "shorthand", None)
 
@@ -198,7 +209,7 @@ def refusal(cls: type[BaseModel], key: str) -> str | None:
 
 
 def _unknown(cls: type[BaseModel], key: str) -> str:
-    keys = _keys(cls)
+    keys = [*_keys(cls), *_keys_below(cls, key)]
     section, _, leaf = key.rpartition(".")
     same_leaf = [k for k in keys if k.rpartition(".")[2] == leaf]
     same_section = [k for k in keys if section and k.startswith(f"{section}.")]
@@ -334,6 +345,8 @@ def _sentence(cls: type[BaseModel], error: ValidationError, typed: Mapping[str, 
     elif bound:
         limit = context[bound]
         wanted = f"give a number {BOUNDS[bound]} {limit if isinstance(limit, int) else f'{limit:g}'}"
+    elif first["loc"][-1] == "[key]":
+        wanted = f"the name {first['input']!r} is no text; begin it with a letter"
     elif kind == "string_too_short":
         wanted = "give a text that is not empty"
     elif kind in ("too_long", "too_short", "missing"):

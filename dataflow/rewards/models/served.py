@@ -31,7 +31,8 @@ class ServedReward:
         slots: calls in flight at one server.
         routing: see :class:`~dataflow.rewards.limits.router.Router`.
         timeout: of one call, in seconds.
-        normalize: ``none`` or ``sigmoid``; with the latter a column ``raw_score`` has what the model returned.
+        normalize: ``none`` or ``sigmoid``; with the latter a column ``raw_score`` has what the model returned. With
+            ``running`` the score is raw, too, since a stage of the graph normalises it.
         prompt: of kind ``chat``, see :class:`~dataflow.rewards.judge.judge.Judge`.
 
     Attributes:
@@ -56,11 +57,8 @@ class ServedReward:
         prompt: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
-        if normalize not in ("none", "sigmoid"):
-            raise ConfigError(
-                f"reward.models.{name}.normalize={normalize}; give none or sigmoid: the mean of all scores so far does "
-                "not change the advantages within a group."
-            )
+        if normalize not in ("none", "sigmoid", "running"):
+            raise ConfigError(f"reward.models.{name}.normalize={normalize}; give none, sigmoid or running.")
         self._sigmoid = normalize == "sigmoid"
         if url is None:  # the address is not called
             url, path = "http://127.0.0.1", None if kind == "chat" else path

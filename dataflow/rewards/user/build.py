@@ -43,7 +43,8 @@ def build_manager(
     except BaseException as error:
         if is_interrupt(error):
             raise
-        raise ConfigError(f"{what} cannot be built: {describe(error)}.") from error
+        given = f"; correct reward.manager_kwargs ({', '.join(options)})" if options else ""
+        raise ConfigError(f"{what} cannot be built: {describe(error)}{given}.") from error
     if not callable(getattr(manager, "compute_score", None)):
         raise ConfigError(f"{what}: class '{kind.__name__}' has neither compute_score nor verl's run_single.")
     return manager

@@ -62,6 +62,13 @@ def load_reward(
     return found
 
 
+def takes(found: Any, keyword: str) -> bool:
+    """Whether :func:`build_reward` passes a keyword of :data:`CONTEXT` to what :func:`load_reward` has returned."""
+    score = _method_signature(found) if isinstance(found, type) else _signature(scorer_of(found))
+    named = keyword in score.parameters or (isinstance(found, type) and keyword in _signature(found).parameters)
+    return named or any(each.kind is each.VAR_KEYWORD for each in score.parameters.values())
+
+
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function)

@@ -190,7 +190,7 @@ def test_bad_options_are_one_sentence(tmp_path: Path) -> None:
         ({"url": "nowhere"}, r"reward\.models\.rm\.url=nowhere is not an address"),
         ({"url": []}, r"reward\.models\.rm\.url=\[\] names no server"),
         ({"kind": "chat", "prompt": {"template": "x"}}, r"reward\.models\.rm\.prompt\.template has no {response}"),
-        ({"normalize": "running"}, r"reward\.models\.rm\.normalize=running; give none or sigmoid"),
+        ({"normalize": "std"}, r"reward\.models\.rm\.normalize=std; give none, sigmoid or running"),
     ):
         with pytest.raises(ConfigError, match=message):
             ServedReward("rm", **{"url": address, **options})
