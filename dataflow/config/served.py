@@ -6,15 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from dataflow.config.section import Section, Text
 
@@ -64,7 +56,7 @@ class ServedModelConfig(Section):
     max_model_len: PositiveInt | None = None
     """Longest input of a request, in tokens; null for the model's own limit."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision; auto takes the model's on a GPU, float32 on a CPU."""
+    """Precision: auto, bfloat16, float16 or float32; auto takes the model's on a GPU, float32 on a CPU."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further options of vllm serve, such as {enforce_eager: true}, or of the hf server, such as {threads: 4}."""
     placement: Literal["own", "colocated"] = "own"
@@ -76,19 +68,23 @@ class ServedModelConfig(Section):
     normalize: Literal["none", "sigmoid", "running"] = "none"
     """none: the raw score; sigmoid: of it; running: its distance from the mean of all earlier steps in deviations."""
     routing: Literal["least", "prefix"] = "least"
-    """Which server takes a request: that with the fewest in flight, or that which had the same prompt before."""
+    """Who takes a request: least, the server with the fewest in flight; prefix, that which had its prompt before."""
     timeout: PositiveFloat = 60.0
     """Seconds that a server may take for a request; the request then goes to another server."""
     start_timeout: PositiveFloat = 600.0
-    """Seconds that a server may take to start."""
+    """Seconds that a server may take to start; one given by url, to answer before the run starts."""
     restarts: NonNegativeInt = 3
     """How often its servers, counted together, may be restarted after they died."""
 
     @property
+    def given_urls(self) -> tuple[str, ...]:
+        """The servers' addresses, maybe with a login, where they are known."""
+        return (self.url,) if isinstance(self.url, str) else tuple(self.url or ())
+
+    @property
     def urls(self) -> tuple[str, ...]:
         """The servers' addresses without passwords, where they are known."""
-        given = [self.url] if isinstance(self.url, str) else self.url or ()
-        parts = map(urlsplit, given)
+        parts = map(urlsplit, self.given_urls)
         return tuple(each._replace(netloc=each.netloc.rpartition("@")[2]).geturl() for each in parts)
 
     @property
@@ -103,7 +99,7 @@ class ServedModelConfig(Section):
             name: of the model.
         """
         keys = ("path", "kind", "template", "max_model_len", "routing", "timeout", "normalize")
-        url = [self.url] if isinstance(self.url, str) else self.url
+        url = None if self.url is None else list(self.given_urls)
         own = self.model_dump(include={*keys, "prompt"})
         return {"name": name, "url": url, "slots": self.max_num_seqs, **own}
 
@@ -127,18 +123,12 @@ class ServedModelConfig(Section):
                  for key, value in (("path", self.path), ("template", self.template))}  # fmt: skip
         return {**self.model_dump(include=keys | {"engine_kwargs"}), **paths, "sleeps": self.placement == "colocated"}
 
-    @field_validator("url")
-    @classmethod
-    def _url_can_be_read(cls, url: str | list[str] | None) -> str | list[str] | None:
-        for each in [url] if isinstance(url, str) else url or ():
-            try:
-                urlsplit(each)
-            except ValueError as error:  # not with the url, which may hold a password
-                raise ValueError(f"this is no address ({error}); give http://host:port") from None
-        return url
-
     @model_validator(mode="after")
     def _keys_of_a_server_of_this_run(self) -> ServedModelConfig:
+        try:
+            _ = self.urls
+        except ValueError as error:  # not with the url, which may hold a password
+            raise ValueError(f"url is no address ({error}); give http://host:port") from None
         if self.url is None:
             return self
         # With path, too, the others say what scores: a run that has served the model may be resumed with a url.

@@ -29,7 +29,7 @@ def sleepers_of(config: Any) -> list[Sleeper]:
                 f"reward.models.{name}.placement=colocated: vLLM cannot sleep on a CPU; give placement=own, or "
                 "engine=hf for a tiny classifier."
             )
-        found.append(Sleeper(name, model.urls, model.start_timeout))
+        found.append(Sleeper(name, model.given_urls, model.start_timeout))
     return found
 
 

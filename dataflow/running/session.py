@@ -78,6 +78,13 @@ class Session:
         self.expand()  # before the model is made, so that an invalid policy fails at once
         self._check_reward()
         self.inputs = self._inputs()
+        if isinstance(self.config, RunConfig) and self.config.reward.models:
+            from dataflow.rewards.models.probe import check_servers
+
+            models = self.config.reward.models
+            check_servers(
+                [(name, url, m.start_timeout) for name, m in models.items() for url in m.given_urls]
+            )  # may wait
 
     @property
     def _agents(self) -> dict[str, Hosted]:

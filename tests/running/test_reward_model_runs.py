@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,6 @@ SMALL = (
     "samples.every=1",
 )
 SAMPLES = 3 * 4 * 2
-NOBODY = "http://127.0.0.1:9"
 ASKS = """
 import aiohttp
 
@@ -139,11 +140,27 @@ def test_a_run_trains_on_a_classifier_and_a_judge_that_it_serves_and_one_dies(
     assert [row["actor/grad_norm"] > 0 for row in rows if "actor/grad_norm" in row] == [True] * 3
 
 
+class Other(BaseHTTPRequestHandler):
+    """A server with another model, which nobody asks for a score."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "other"}]}')
+
+    def log_message(self, *_: object) -> None: ...
+
+
 def test_a_function_asks_all_models_at_one_address(tmp_path: Path, tiny_qwen: Path, rm: Path) -> None:
     (tmp_path / "asks.py").write_text(ASKS)
     function = f"rule.custom_reward_function.path={tmp_path / 'asks.py'}"
-    more = ("reward.model=rm", function, "weights.length=0", f"reward.models.other.url={NOBODY}")
-    assert main(["run", TWO, *keys(tiny_qwen, tmp_path, *hf(rm, replicas=1), *more)]) == 0
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever).start()
+        url = f"http://127.0.0.1:{other.server_address[1]}"
+        more = ("reward.model=rm", function, "weights.length=0", f"reward.models.other.url={url}")
+        code = main(["run", TWO, *keys(tiny_qwen, tmp_path, *hf(rm, replicas=1), *more)])
+        other.shutdown()
+    assert code == 0
     found = samples(tmp_path / "a")
     assert [sample["rule_score"] for sample in found] == pytest.approx([sample["judge_score"] for sample in found])
     check_scores(found, "judge_score", rm)

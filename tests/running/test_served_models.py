@@ -144,7 +144,7 @@ def test_models_that_can_be_served_pass(rm: Path, chat: Path, tmp_path: Path) ->
         ({"url": "http://h", "path": "no"}, (), "reward.models.m: model no does not exist; leave it out"),
         ({"url": "http://h", "replicas": 2}, (), "replicas has no effect with url"),
         ({"url": "http://h", "engine": "hf"}, (), "engine has no effect with url"),
-        ({"url": "http://[::1"}, (), "reward.models.m.url=http://[::1: this is no address (Invalid IPv6 URL); give"),
+        ({"url": "http://[::1"}, (), "reward.models.m: url is no address (Invalid IPv6 URL); give"),
         ({"path": "RM", "replica": 2}, (), "'reward.models.m.replica'; did you mean 'reward.models.m.replicas'?"),
         ({"url": "http://h"}, ("reward.model=m", "judge.url=http://j"), "judge.url has no effect: reward model 'm' sc"),
         (

@@ -28,6 +28,19 @@ def without_login(url: str) -> tuple[str, str]:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), f"Basic {encoded}"
 
 
+def root_of(url: str) -> str:
+    """Returns the address of a server without the path of its API.
+
+    >>> root_of("http://v1.rewards:8000/"), root_of("http://h/proxy/v1"), root_of("https://h/classify")
+    ('http://v1.rewards:8000', 'http://h/proxy', 'https://h')
+    """
+    parts = urlsplit(url)
+    path = parts.path.rstrip("/")
+    for end in (COMPLETIONS, "/classify", "/pooling", "/v1"):
+        path = path.removesuffix(end)
+    return parts._replace(path=path, query="", fragment="").geturl()
+
+
 def addresses(urls: Sequence[str], path: str = f"/v1{COMPLETIONS}") -> list[str]:
     """Returns the full addresses of servers.
 

@@ -287,7 +287,9 @@ def reason_in(log: Path, offset: int = 0) -> str:
         offset: where to begin, in bytes.
     """
     with log.open("rb") as file:
-        file.seek(max(offset, file.seek(0, os.SEEK_END) - _TAIL))
+        size = file.seek(0, os.SEEK_END)
+        # A log that is shorter than where it began was cut by the user's rotation: what it has now is new.
+        file.seek(max(offset if offset <= size else 0, size - _TAIL))
         text = file.read().decode(errors="replace")
     lines = [line for line in (_PREFIX.sub("", line).strip() for line in text.splitlines()) if line]
     errors = [line for line in lines if _ERROR.search(line)]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dataflow.errors import RunError
+from dataflow.rewards.judge.address import root_of, without_login
+from dataflow.rewards.judge.errors import short
 
 if TYPE_CHECKING:
     import aiohttp
@@ -23,7 +26,7 @@ class Sleeper:
 
     Attributes:
         model: its name.
-        urls: of its servers.
+        urls: of its servers, maybe with a login.
         limit_s: seconds that a server may take, a restart included.
     """
 
@@ -53,17 +56,19 @@ class Sleeper:
         if not self.urls:
             raise RunError(f"reward model '{self.model}' has no server; give reward.models.{self.model}.path or url.")
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.limit_s)) as session:
-            await asyncio.gather(*(self._one(session, _root(url), call, asleep) for url in self.urls))
+            await asyncio.gather(*(self._one(session, url, call, asleep) for url in self.urls))
 
-    async def _one(self, session: aiohttp.ClientSession, root: str, call: str, asleep: bool) -> None:
+    async def _one(self, session: aiohttp.ClientSession, url: str, call: str, asleep: bool) -> None:
         import aiohttp
 
+        shown, login = without_login(url)
+        root, headers = root_of(shown), {"Authorization": login} if login else {}
         end = time.monotonic() + self.limit_s
         while True:
             try:
-                found = await self._ask(session, root, call)
+                found, said = await self._ask(session, root, call, headers)
                 break
-            except (aiohttp.ClientConnectionError, ConnectionError) as error:
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
                 # Its keeper is restarting it; nothing says when another process listens.
                 if time.monotonic() + _AGAIN_S > end:
                     raise RunError(
@@ -77,21 +82,28 @@ class Sleeper:
                 ) from error
             await asyncio.sleep(_AGAIN_S)
         if found is not asleep:
-            raise RunError(
-                f"reward model '{self.model}': server {root} does not {'sleep' if asleep else 'wake up'}; start vLLM "
-                "with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 on a GPU, or give placement=own."
-            )
+            fix = "start vLLM with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 on a GPU"
+            if "answered 5" in said:  # it knows the call
+                fix = "see its log, and give it less of the GPU's memory (gpu_memory)"
+            does = f"server {root} does not {'sleep' if asleep else 'wake up'}"
+            raise RunError(f"reward model '{self.model}': {does} ({said}); {fix}, or give placement=own.")
 
-    async def _ask(self, session: aiohttp.ClientSession, root: str, call: str) -> bool | None:
-        """Sends a call; returns whether the server sleeps then, None if it does not say so."""
-        async with session.post(f"{root}/{call}") as reply:
+    async def _ask(
+        self, session: aiohttp.ClientSession, root: str, call: str, headers: Mapping[str, str]
+    ) -> tuple[bool | None, str]:
+        """Sends a call; returns whether the server sleeps then, None if it does not say so, and its answer."""
+        async with session.post(f"{root}/{call}", headers=headers) as reply:
             if reply.status >= 400:
-                return None
-        async with session.get(f"{root}/is_sleeping") as reply:
-            said = await reply.json() if reply.status == 200 else {}
-        return said.get("is_sleeping") if isinstance(said, dict) else None
+                return None, await _answer(f"/{call}", reply)
+        async with session.get(f"{root}/is_sleeping", headers=headers) as reply:
+            said = await _answer("/is_sleeping", reply)
+            try:
+                found = json.loads(await reply.read())["is_sleeping"] if reply.status == 200 else None
+            except (ValueError, RecursionError, LookupError, TypeError):
+                found = None
+        return found if isinstance(found, bool) else None, said
 
 
-def _root(url: str) -> str:
-    """Returns the address of a server, without the path of its API."""
-    return url.split("/v1", 1)[0].rstrip("/")
+async def _answer(call: str, reply: aiohttp.ClientResponse) -> str:
+    """Returns the status and the begin of an answer in a few words."""
+    return f"{call} answered {reply.status}: {short((await reply.read())[:1000].decode(errors='replace'))}"

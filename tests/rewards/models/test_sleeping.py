@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -71,10 +72,37 @@ def test_all_servers_sleep_and_wake() -> None:
 def test_a_server_that_cannot_sleep_is_named(server: Server) -> None:
     async def run() -> None:
         async with server.serve() as url:
-            with pytest.raises(RunError, match=f"reward model 'rm': server {url} does not sleep; start vLLM"):
+            with pytest.raises(RunError, match=f"reward model 'rm': server {url} does not sleep \\(/.*\\); start vLLM"):
                 await Sleeper("rm", [url], 10.0).sleep()
 
     asyncio.run(run())
+
+
+def test_a_server_that_fails_is_quoted_and_a_login_is_sent() -> None:
+    seen: list[str | None] = []
+
+    async def fail(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.Response(status=500, text="CUDA out of memory")
+
+    async def page(_request: web.Request) -> web.Response:
+        return web.Response(text="<html>", content_type="text/html")
+
+    async def run(words: str, **handlers: Any) -> None:
+        app = web.Application()
+        app.router.add_post("/sleep", handlers.get("sleep", page))
+        app.router.add_get("/is_sleeping", page)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, ADDRESS, 0).start()
+        url = f"http://me:hush@{ADDRESS}:{runner.addresses[0][1]}/v1"
+        with pytest.raises(RunError, match=words):
+            await Sleeper("rm", [url], 10.0).sleep()
+        await runner.cleanup()
+
+    asyncio.run(run(r"does not sleep \(/sleep\?level=1 answered 500: CUDA out of memory\); see its log", sleep=fail))
+    asyncio.run(run(r"does not sleep \(/is_sleeping answered 200: <html>\); start vLLM"))
+    assert seen == ["Basic bWU6aHVzaA=="]
 
 
 def test_a_server_that_is_being_restarted_is_waited_for() -> None:
