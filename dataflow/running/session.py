@@ -81,10 +81,8 @@ class Session:
         if isinstance(self.config, RunConfig) and self.config.reward.models:
             from dataflow.rewards.models.probe import check_servers
 
-            models = self.config.reward.models
-            check_servers(
-                [(name, url, m.start_timeout) for name, m in models.items() for url in m.given_urls]
-            )  # may wait
+            models = self.config.reward.models.items()
+            check_servers([(name, url, model.start_timeout) for name, model in models for url in model.given_urls])
 
     @property
     def _agents(self) -> dict[str, Hosted]:
