@@ -64,6 +64,8 @@ class Attempt:
         self._training: asyncio.Future[Trace] | None = None
         self._cut: int | None = None
         """Step that an interrupted run saves."""
+        self._grace: asyncio.TimerHandle | None = None
+        """Ends the saving after ``checkpoint.grace_s``."""
         self._failed = 0
         """Checkpoints that failed, one after another."""
 
@@ -145,7 +147,7 @@ class Attempt:
             return
         self._cut = step
         report(grace=options.grace_s)
-        asyncio.get_running_loop().call_later(options.grace_s, main.cancel)
+        self._grace = asyncio.get_running_loop().call_later(options.grace_s, main.cancel)
         logger.info(f"interrupted: step {step} ends and is saved, within {options.grace_s:g} s; Ctrl-C ends it at once")
         if runner.over:
             training.cancel()
@@ -164,6 +166,8 @@ class Attempt:
                 raise
         if self._cut is not None:
             await self._save(runner, self._cut)
+            if self._grace is not None:
+                self._grace.cancel()  # it would cancel the closing of the services
             raise asyncio.CancelledError
 
     async def _save(self, runner: Runner, step: int) -> None:

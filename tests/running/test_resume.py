@@ -230,7 +230,8 @@ def test_an_interrupted_run_saves_the_step_it_was_in(policy: str, keys: tuple[st
     source = (tmp_path / "reward.py").read_text()
     (tmp_path / "reward.py").write_text(source.replace("    await asyncio.sleep(0.005)", GATE))
     own = [key for key in keys if key != "checkpoint.every=2"]
-    words = [PIPELINE, *own, f"policy={policy}", f"steps={STEPS}", "checkpoint.every=100", "name=stopped", "--quiet"]
+    words = [PIPELINE, *own, f"policy={policy}", f"steps={STEPS}", "checkpoint.every=100", "checkpoint.grace_s=80"]
+    words += ["name=stopped", "--quiet"]
     process = subprocess.Popen(
         [sys.executable, "-m", "dataflow", "run", *words], stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 
@@ -66,7 +67,8 @@ def test_after_too_many_deaths_one_sentence_names_the_judge(
     first = keeper.pid
     os.kill(first, signal.SIGKILL)
     assert answers(keeper)
-    assert keeper.pid != first
+    while keeper.pid == first:  # the new judge answers before its keeper knows of it
+        time.sleep(0.02)
     os.kill(keeper.pid, signal.SIGKILL)
     said = str(losses.get(timeout=60))
     assert said.startswith("the run's own judge died 2 times")

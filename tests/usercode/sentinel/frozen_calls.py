@@ -37,11 +37,14 @@ def backtracks(bad: bool) -> None:
     time.sleep(0.01)
 
 
-def sleeps_in_c(bad: bool) -> None:
+def waits_in_c(bad: bool) -> None:
     in_time.wait()
     if bad:
         print("frozen", flush=True)
-        ctypes.PyDLL(None).sleep(1000)
+        # Unlike sleep(), locking a locked mutex does not return when a signal comes: the sentinel sends some.
+        library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+        for _ in range(2):
+            library.pthread_mutex_lock(mutex)
     time.sleep(0.01)
 
 
