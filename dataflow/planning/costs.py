@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from random import Random
 
 from dataflow.distribution import Distribution
@@ -124,7 +125,7 @@ class _Agent:
     service: RewardService
     requests: int = 0
     requests_s: float = 0.0
-    _latencies: tuple[int, list[float]] = (0, [])
+    _latencies: tuple[int, Sequence[float]] = (0, [])
 
     @property
     def load_s(self) -> float:
@@ -143,7 +144,7 @@ class _Agent:
             self._latencies = (step, load.latencies(step, self.name))
         samples = load.requests(step, groups, self._latencies[1])
         self.requests += len(samples)
-        self.requests_s += sum(seconds for _group, seconds in samples)
+        self.requests_s += sum(map(itemgetter(1), samples))
         self.service.submit(step, at, samples, (0, step))
 
 

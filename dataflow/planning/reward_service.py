@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from dataflow.errors import ConfigError, DataflowError
@@ -118,8 +119,7 @@ class RewardService:
         if not samples:
             return
         of = self._steps.setdefault(key, _Step())
-        for group, _seconds in samples:
-            of.left[group] = of.left.get(group, 0) + 1
+        of.left.update(Counter(map(itemgetter(0), samples)))
         of.unclaimed.update(of.left)
         if self._unlimited:
             self._serve_at_once(key, of, at, samples)
@@ -161,16 +161,12 @@ class RewardService:
             return found
         while True:
             start = self._next_start(until)
-            horizon = min(start, until)
-            while self._finishing and self._finishing[0][0] <= horizon:
-                end, _number, key, group = heapq.heappop(self._finishing)
-                of = self._steps[key]
-                of.arrived[group] = end
-                if of.waiters and (found := self._deliver(key, of)):
-                    return found
+            if found := self._arrive(min(start, until)):
+                return found
             if start >= until or start == math.inf:
                 return None
-            self._serve(start, until)
+            if found := self._serve(start, until):
+                return found
 
     # --- serving ------------------------------------------------------------------------------------------
 
@@ -218,19 +214,20 @@ class RewardService:
             heapq.heappush(self._finishing, (at + seconds, self._sequence, key, group))
         of.left.clear()
 
-    def _serve(self, start: float, until: float) -> None:
-        """Serves requests of the current batch until another batch or a delivery may come between."""
+    def _serve(self, start: float, until: float) -> Delivery | None:
+        """Serves requests of the current batch until another batch may come between, or to the first delivery."""
         batch = self._current
         assert batch is not None
         if not self._per_step and self._overtaken(batch, start):
-            return
+            return None
         of = self._steps[batch.key]
         free, left, ends, samples = self._free, of.left, of.end, batch.samples
         stop = until if not self._incoming or self._per_step else min(until, self._incoming[0][0])
         limited = self._rate != math.inf
-        n, most, at, busy = self._next, len(samples), batch.at, 0.0
-        finishing, replace, never = self._finishing, heapq.heapreplace, -math.inf
+        n, most, at, busy = self._next, len(samples), batch.at, self.busy_s
+        finishing, replace, push, never = self._finishing, heapq.heapreplace, heapq.heappush, -math.inf
         arrival = finishing[0][0] if finishing else math.inf
+        found = None
         while True:
             group, seconds = samples[n]
             end = start + seconds
@@ -246,7 +243,7 @@ class RewardService:
                 left[group] -= 1
             else:
                 self._sequence += 1
-                heapq.heappush(finishing, (ends.pop(group), self._sequence, batch.key, group))
+                push(finishing, (ends.pop(group), self._sequence, batch.key, group))
                 del left[group]
                 arrival = finishing[0][0]
             if n == most:
@@ -256,13 +253,18 @@ class RewardService:
                 start = at
             if self._tokens < 1.0:
                 start = max(start, self._filled + (1.0 - self._tokens) / self._rate)
-            if start >= stop or arrival <= start:
+            if start >= stop:
                 break
-        self.busy_s += busy
+            if arrival <= start:
+                if found := self._arrive(start):
+                    break
+                arrival = finishing[0][0] if finishing else math.inf
+        self.busy_s = busy
         self.served += n - self._next
         self._next = n
         if n == most:
             self._current = None
+        return found
 
     def _overtaken(self, batch: _Batch, start: float) -> bool:
         """Returns the rest of the current batch to the queue if a batch of higher priority arrived; True if so."""
@@ -275,6 +277,17 @@ class RewardService:
         return True
 
     # --- delivering ---------------------------------------------------------------------------------------
+
+    def _arrive(self, until: float) -> Delivery | None:
+        """Notes the groups that are complete by a time; returns the first delivery that one of them makes."""
+        finishing, steps = self._finishing, self._steps
+        while finishing and finishing[0][0] <= until:
+            end, _number, key, group = heapq.heappop(finishing)
+            of = steps[key]
+            of.arrived[group] = end
+            if of.waiters and (found := self._deliver(key, of)):
+                return found
+        return None
 
     def _deliver_arrived(self) -> Delivery | None:
         """Returns a delivery of groups that were complete before their waiter was at the head of its queue."""

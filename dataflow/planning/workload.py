@@ -16,6 +16,7 @@ from typing import Literal
 from dataflow.config.placement import TRAINER, Placement, placed
 from dataflow.distribution import Distribution
 from dataflow.graph import Carried, Latest, Pipeline, Stage, stage
+from dataflow.planning.draws import Draws
 from dataflow.planning.roles import Roles
 from dataflow.planning.servers.law import Servers
 from dataflow.timeline.spans import POOLS
@@ -250,10 +251,11 @@ class Workload:
             return time.seconds(step, part, parts)
         return time.seconds(name, step, parts, self.seed)
 
-    def latencies(self, step: int, agent: str = "reward") -> list[float]:
+    def latencies(self, step: int, agent: str = "reward") -> Sequence[float]:
         """Returns the seconds of all requests of a step to an agent, group by group; the same under every policy."""
-        rewards = self.beside.get(self.agents.get(agent, ""), self.rewards)
-        return rewards.latency.draws(Random(f"{self.seed}/{agent}/{step}"), self.prompts * self.responses)
+        latency = self.beside.get(self.agents.get(agent, ""), self.rewards).latency
+        count, seed = self.prompts * self.responses, f"{self.seed}/{agent}/{step}"
+        return _DRAWS.get((latency, seed, count), "d", lambda: latency.draws(Random(seed), count))
 
     def requests(
         self, step: int, groups: Sequence[int], latencies: Sequence[float] | None = None
@@ -267,10 +269,12 @@ class Workload:
         """
         drawn = self.latencies(step) if latencies is None else latencies
         n = self.responses
-        samples = [(g, s) for g in groups for s in drawn[g * n : (g + 1) * n]]
+        seconds = [s for g in groups for s in drawn[g * n : (g + 1) * n]]
+        samples = list(zip((g for g in groups for _ in range(n)), seconds, strict=True))
         if self.rewards.scattered:
-            place = Random(f"{self.seed}/order/{step}").random
-            samples = [sample for _, sample in sorted((place(), sample) for sample in samples)]
+            count, seed = len(samples), f"{self.seed}/order/{step}"
+            order = _DRAWS.get((seed, count), "l", lambda: _shuffled(Random(seed), count))
+            samples = list(map(samples.__getitem__, order))
         return samples
 
     def val_requests(self, step: int) -> list[tuple[int, float]]:
@@ -278,6 +282,15 @@ class Workload:
         assert self.validation is not None
         drawn = self.rewards.latency.draws(Random(f"{self.seed}/validation/{step}"), self.validation.samples)
         return list(enumerate(drawn))
+
+
+_DRAWS = Draws()
+
+
+def _shuffled(rng: Random, count: int) -> list[int]:
+    """Returns the numbers below ``count`` in a random order."""
+    places = [rng.random() for _ in range(count)]
+    return sorted(range(count), key=places.__getitem__)
 
 
 # --- the stages of GRPO and PPO as the planner models them: those of pipelines/ without engines -----------------------
