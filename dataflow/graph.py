@@ -18,22 +18,9 @@ if TYPE_CHECKING:
     import networkx as nx
 
 __all__ = [
-    "Carried",
-    "Grain",
-    "Hosted",
-    "Input",
-    "Lag",
-    "Latest",
-    "Pipeline",
-    "Read",
-    "Role",
-    "Stage",
-    "Task",
-    "TaskGraph",
-    "TaskId",
-    "TaskInfo",
-    "stage",
-]
+    "Carried", "Grain", "Hosted", "Input", "Lag", "Latest", "Pipeline", "Read", "Role", "Stage", "Task", "TaskGraph",
+    "TaskId", "TaskInfo", "stage",
+]  # fmt: skip
 
 
 def _uncallable() -> None:
@@ -324,6 +311,7 @@ class Task:
         aligned: the fields it writes that other stages read together with its inputs, row by row within each group.
         keeps: whether these fields hold exactly the groups of its inputs; else it may select some of them.
         rank: place in the pipeline's order; breaks ties.
+        max_staleness: of the policy at its step; of a stage that saves, the number of later steps sampled before.
     """
 
     id: TaskId
@@ -338,6 +326,7 @@ class Task:
     aligned: tuple[str, ...] = ()
     keeps: bool = False
     rank: int = 0
+    max_staleness: int = 0
 
     def __str__(self) -> str:
         return str(self.id)
@@ -352,9 +341,13 @@ class TaskGraph:
         first, steps: the first and the last step; steps count from 1, 0 stands for the state before training.
         ahead: how many steps past the oldest unfinished one must be unrolled for tasks to become ready.
         unroll: returns the tasks of a step, in the pipeline's order.
-        parts: tasks of each stage in one step.
+        parts: tasks of each stage in one step; if steps differ, the most.
         groups: prompt groups in a step, where known.
-        order, max_staleness: of the policy, passed to stage functions.
+        order: of the policy, passed to stage functions.
+        max_staleness: of the policy; if steps differ, the largest.
+        staleness: returns that of a step.
+        sampled_ahead: returns how many later steps are sampled before a step's weights are synced.
+        switched: returns the graph with another policy from a step on.
 
     A task may depend on a chunk that another task emits before its end. The chunk's id is the id of that task, with
     the chunk's number as the part and the number of chunks as the number of parts.
@@ -369,6 +362,9 @@ class TaskGraph:
     groups: int | None = None
     order: Literal["arrival", "index"] = "arrival"
     max_staleness: int = 0
+    staleness: Callable[[int], int] = lambda step: 0
+    sampled_ahead: Callable[[int], int] = lambda step: 0
+    switched: Callable[[int, Any], TaskGraph] | None = None
 
     def window(self, first: int | None = None, last: int | None = None) -> nx.DiGraph:
         """Returns the tasks of steps ``first..last`` as a directed graph, to draw and to analyse."""

@@ -12,8 +12,9 @@ from numbers import Integral
 from typing import Literal
 
 from dataflow.errors import PipelineError, PolicyError, nearest
-from dataflow.graph import Grain, Lag, Pipeline, Stage, TaskGraph, TaskId
-from dataflow.tasks.unroll import Unroller
+from dataflow.graph import Grain, Pipeline, Stage, TaskGraph
+from dataflow.tasks.reach import reach
+from dataflow.tasks.unroll import Shape, Unroller
 
 MAX_STALENESS = 4
 PRESETS = ("baseline", "mini-batch", "off-policy", "both")
@@ -49,6 +50,56 @@ class SchedulingPolicy:
             raise PolicyError(f"max_staleness={self.max_staleness}; give 0 (on-policy) to {MAX_STALENESS}.")
         if self.order not in ("arrival", "index"):
             raise PolicyError(f"order={self.order!r}; use 'arrival' or 'index'.")
+
+
+@dataclass(frozen=True)
+class PolicySchedule:
+    """The policy of each step of a run that changes it.
+
+    The weights that a step samples with are never older than those of the step before it, so the staleness rises by at
+    most one from step to step.
+
+    Attributes:
+        changes: (step, policy): the policy from that step on, in order; the first also holds for all steps before.
+
+    >>> schedule = PolicySchedule(((1, SchedulingPolicy()),)).switched(5, SchedulingPolicy(split=4, max_staleness=2))
+    >>> [(step, policy.split, policy.max_staleness) for step, policy in schedule.changes]
+    [(1, 1, 0), (5, 4, 1), (6, 4, 2)]
+    """
+
+    changes: tuple[tuple[int, SchedulingPolicy], ...]
+
+    def at(self, step: int) -> SchedulingPolicy:
+        """Returns the policy of a step."""
+        found = self.changes[0][1]
+        for since, policy in self.changes:
+            if since > step:
+                break
+            found = policy
+        return found
+
+    def switched(self, step: int, policy: SchedulingPolicy) -> PolicySchedule:
+        """Returns the schedule with another policy from a step on.
+
+        Raises:
+            PolicyError: the policy has another order, which holds for the whole run.
+        """
+        if policy.order != self.changes[0][1].order:
+            raise PolicyError(f"order={policy.order!r} cannot follow order={self.changes[0][1].order!r} in one run.")
+        kept = tuple(change for change in self.changes if change[0] < step)
+        if not kept:
+            return PolicySchedule(((step, policy),))
+        at, before = step, self.at(step - 1).max_staleness
+        while before + 1 < policy.max_staleness:
+            before += 1
+            kept += ((at, replace(policy, max_staleness=before)),)
+            at += 1
+        return PolicySchedule((*kept, (at, policy)))
+
+    @property
+    def policies(self) -> tuple[SchedulingPolicy, ...]:
+        """The policies, each once."""
+        return tuple(dict.fromkeys(policy for _step, policy in self.changes))
 
 
 def preset(name: str, mini_batches: int) -> SchedulingPolicy:
@@ -137,7 +188,7 @@ def check_split(policy: SchedulingPolicy, mini_batches: int, key: str = "mini_ba
 
 def expand(
     pipeline: Pipeline,
-    policy: SchedulingPolicy,
+    policy: SchedulingPolicy | PolicySchedule,
     steps: int,
     mini_batches: int = 1,
     groups: int | None = None,
@@ -151,7 +202,7 @@ def expand(
 
     Args:
         pipeline: the stages of one step.
-        policy: how steps overlap.
+        policy: how steps overlap, or the policy of each step.
         steps: the last step.
         mini_batches: optimizer steps in a step, of the stages without a number of their own; ``policy.split`` must
             divide them.
@@ -170,6 +221,47 @@ def expand(
     check_whole("mini_batches", mini_batches)
     if groups is not None:
         check_whole("groups", groups)
+    schedule = policy if isinstance(policy, PolicySchedule) else PolicySchedule(((first, policy),))
+    return _expand(pipeline, schedule, range(first, steps + 1), _Sizes(mini_batches, groups), {})
+
+
+def _expand(
+    pipeline: Pipeline, schedule: PolicySchedule, steps: range, sizes: _Sizes, reaches: dict[PolicySchedule, int]
+) -> TaskGraph:
+    """Does what :func:`expand` does; ``reaches`` has how far tasks depend ahead under schedules that were checked."""
+    for each in schedule.policies:
+        _check(pipeline, each, sizes.mini_batches, sizes.groups)
+    # Each policy alone, and the steps around each change.
+    spans = [PolicySchedule(((1, each),)) for each in schedule.policies]
+    spans += [_around(schedule, step) for step, _policy in schedule.changes if steps[0] < step <= steps[-1]]
+    for part in spans:
+        if part not in reaches:
+            reaches[part] = _reach(pipeline, part, sizes)
+    most = max(each.max_staleness for each in schedule.policies)
+    unroller = _unroller(pipeline, schedule, steps, sizes)
+    shapes = [sizes.shape(pipeline, each) for each in schedule.policies]
+
+    def switched(step: int, other: SchedulingPolicy) -> TaskGraph:
+        return _expand(pipeline, schedule.switched(step, other), steps, sizes, reaches)
+
+    # A writer of carried state waits for readers up to 1 + max_staleness steps on; one more keeps the slots filled.
+    return TaskGraph(
+        pipeline=pipeline,
+        first=steps[0],
+        steps=steps[-1],
+        ahead=max(most + 1, *(reaches[part] for part in spans)),
+        unroll=unroller.step,
+        parts={s.name: max(shape.tasks[s.name] for shape in shapes) for s in pipeline.stages},
+        groups=sizes.groups,
+        order=schedule.changes[0][1].order,
+        max_staleness=most,
+        staleness=lambda step: schedule.at(step).max_staleness,
+        sampled_ahead=lambda step: len(unroller.ahead(step)),
+        switched=switched,
+    )
+
+
+def _check(pipeline: Pipeline, policy: SchedulingPolicy, mini_batches: int, groups: int | None) -> None:
     check_split(policy, mini_batches)
     if groups is not None:
         check_batch(groups, mini_batches)
@@ -178,20 +270,6 @@ def expand(
     for s in pipeline.stages:
         _check_mini_batches(s, policy, groups)
     _check_stages(pipeline, policy)
-    reach = _reach(pipeline, policy, mini_batches, groups)
-    unroller = _unroller(pipeline, policy, range(first, steps + 1), mini_batches, groups)
-    # A writer of carried state waits for readers up to 1 + max_staleness steps on; one more keeps the slots filled.
-    return TaskGraph(
-        pipeline=pipeline,
-        first=first,
-        steps=steps,
-        ahead=max(reach, policy.max_staleness + 1),
-        unroll=unroller.step,
-        parts=unroller.tasks,
-        groups=groups,
-        order=policy.order,
-        max_staleness=policy.max_staleness,
-    )
 
 
 def _check_mini_batches(s: Stage, policy: SchedulingPolicy, groups: int | None) -> None:
@@ -247,57 +325,64 @@ def _check_stages(pipeline: Pipeline, policy: SchedulingPolicy) -> None:
             )
 
 
-def _reach(pipeline: Pipeline, policy: SchedulingPolicy, mini_batches: int, groups: int | None) -> int:
-    """Returns how many steps ahead a task may depend on another, so that the window holds both.
-
-    The next write of a state waits for readers in later steps, which may wait for other writes in turn. Optional
-    stages count at every step here, so that a wrong pipeline fails in a short run as in a long one.
-
-    Raises:
-        PipelineError: tasks depend on each other, or on ever later steps.
-    """
-    import graphlib
-
-    stages = [replace(s, every=s.every and 1) for s in pipeline.stages]
-    always = Pipeline(stages, pipeline.inputs, pipeline.resources)
-    half = 4 * (policy.max_staleness + 1)
-    steps = range(1, 2 * half + 1)
-    unroller = _unroller(always, policy, steps, mini_batches, groups)
-    deps = {t.id: [always.task_of(dep) for dep in t.deps] for step in steps for t in unroller.step(step)}
-    latest: dict[TaskId, int] = {}
-    try:
-        for i in graphlib.TopologicalSorter(deps).static_order():
-            latest[i] = max([i.step, *(latest[dep] for dep in deps[i])])
-    except graphlib.CycleError as error:
-        cycle = " -> ".join(str(i) for i in reversed(error.args[1]))
-        raise PipelineError(f"the tasks wait for each other: {cycle}; let one stage read another version.") from error
-    ahead, task = max((step - i.step, i) for i, step in latest.items() if i.step <= half)
-    if ahead > half:
-        raise PipelineError(
-            f"stage '{task.stage}' waits for stages of ever later steps, through the states they read; "
-            "let one stage read another version."
-        )
-    return ahead
+def _around(schedule: PolicySchedule, step: int) -> PolicySchedule:
+    """Returns the policies from shortly before a change until shortly after it, as those of steps from 1 on."""
+    margin = 2 * _longest(schedule)
+    least = max(1, step - margin)
+    near = [(at - least + 1, policy) for at, policy in schedule.changes if least < at <= step + margin]
+    return PolicySchedule(((1, schedule.at(least)), *near))
 
 
-def _unroller(
-    pipeline: Pipeline, policy: SchedulingPolicy, steps: range, mini_batches: int, groups: int | None
-) -> Unroller:
-    """Returns what makes the tasks of a step, with the policy as numbers of tasks, of groups and of steps."""
-    chunks = _chunks(groups, mini_batches) if policy.stream_rollout else 1
-    of: dict[Grain, int] = {"step": 1, "chunk": 1, "part": policy.split, "mini-batch": mini_batches}
-    lags: dict[Lag, int] = {"none": 0, "latest": 1, "carried": 1 + policy.max_staleness}
-    return Unroller(
-        pipeline,
-        steps,
-        shares={
+def _longest(schedule: PolicySchedule) -> int:
+    """Returns how many steps before its own the version may be that a stage reads."""
+    return 1 + max(policy.max_staleness for policy in schedule.policies)
+
+
+def _reach(pipeline: Pipeline, schedule: PolicySchedule, sizes: _Sizes) -> int:
+    longest, last = _longest(schedule), schedule.changes[-1][0]
+    # A change adds no dependency that is longer than those under each policy, but it may close a circle.
+    half, known = (4 * longest, 4 * longest) if last == 1 else (2 * longest, last + longest)
+    return reach(pipeline, lambda always, steps: _unroller(always, schedule, steps, sizes), known, half)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The numbers that a policy divides: optimizer steps in a step, and prompt groups."""
+
+    mini_batches: int
+    groups: int | None
+
+    def shape(self, pipeline: Pipeline, policy: SchedulingPolicy) -> Shape:
+        """Returns a policy as numbers of tasks, of groups and of steps."""
+        chunks = _chunks(self.groups, self.mini_batches) if policy.stream_rollout else 1
+        of: dict[Grain, int] = {"step": 1, "chunk": 1, "part": policy.split, "mini-batch": self.mini_batches}
+        shares = {
             s.name: s.mini_batches or (chunks if pipeline.follows_stream(s) else of[s.grain]) for s in pipeline.stages
-        },
-        chunks=chunks,
-        split=policy.split,
-        take=groups // policy.split if groups is not None else None,
-        lags=lags,
-    )
+        }
+        return Shape(
+            shares=shares,
+            tasks={s.name: shares[s.name] * s.epochs for s in pipeline.stages},
+            chunks=chunks,
+            split=policy.split,
+            take=self.groups // policy.split if self.groups is not None else None,
+            staleness=policy.max_staleness,
+        )
+
+
+def _unroller(pipeline: Pipeline, schedule: PolicySchedule, steps: range, sizes: _Sizes) -> Unroller:
+    """Returns what makes the tasks of a step."""
+    shapes = [(step, sizes.shape(pipeline, policy)) for step, policy in schedule.changes]
+    initial, most = shapes[0][1], max(shape.staleness for _step, shape in shapes)
+
+    def shape(step: int) -> Shape:
+        found = initial
+        for since, each in shapes:
+            if since > step:
+                break
+            found = each
+        return found
+
+    return Unroller(pipeline, steps, shape if len(shapes) > 1 else lambda step: initial, most)
 
 
 def _chunks(groups: int | None, mini_batches: int) -> int:

@@ -162,6 +162,17 @@ class Runner:
         self._over = self._execute(instructions)
         return step
 
+    def switch(self, policy: Any) -> int | None:
+        """Changes the policy from the first step on that allows it, see :meth:`dataflow.scheduler.Scheduler.switch`.
+
+        Returns:
+            That step; None if none is left.
+        """
+        step, instructions = self.scheduler.switch(policy)
+        self.graph = self.scheduler.graph
+        self._execute(instructions)
+        return step
+
     @property
     def over(self) -> bool:
         """Whether :meth:`finish` found nothing left to do."""
@@ -318,7 +329,7 @@ class Runner:
             groups=instruction.groups,
             take=task.take,
             order=self.graph.order,
-            max_staleness=self.graph.max_staleness,
+            max_staleness=task.max_staleness,
             emits=task.emits,
         )
         now = self.executor.now()

@@ -14,13 +14,12 @@ log-probs, its rewards arrive meanwhile, and a weight sync does not queue behind
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from dataflow.errors import DataflowError
-from dataflow.graph import Pipeline, Stage, Task, TaskGraph, TaskId
+from dataflow.graph import Task, TaskGraph, TaskId
 from dataflow.tasks.events import (
     Cancel,
     ChunkEmitted,
@@ -33,12 +32,8 @@ from dataflow.tasks.events import (
     TaskFailed,
     TaskFinished,
 )
-
-# Estimates for a stage that was not measured yet; a wait on a remote service (no slot limit) is assumed to be long.
-GUESS_S = 1.0
-GUESS_WAIT_S = 8.0
-# Weight of the newest measurement in a stage's running mean.
-NEWEST = 0.5
+from dataflow.tasks.groups import groups_of
+from dataflow.tasks.priority import Estimates
 
 _Key: TypeAlias = tuple[float, float, int, int, int, TaskId]
 
@@ -46,7 +41,7 @@ _Key: TypeAlias = tuple[float, float, int, int, int, TaskId]
 @dataclass(slots=True)
 class _Entry:
     task: Task
-    waiting: int
+    waiting: int = 0
     state: str = "waiting"
     last_dep: TaskId | None = None
     history: list[str] = field(default_factory=lambda: ["waiting"])
@@ -67,7 +62,7 @@ class Scheduler:
     def __init__(self, graph: TaskGraph, estimates: Mapping[str, float] | None = None) -> None:
         self.graph = graph
         self.failed: TaskId | None = None
-        self._estimate = dict(estimates or {})
+        self._estimates = Estimates(graph, estimates or {})
         self._entries: dict[TaskId, _Entry] = {}
         self._dependents: dict[TaskId, list[TaskId]] = {}
         self._open: dict[int, set[TaskId]] = {}
@@ -135,6 +130,65 @@ class Scheduler:
                 ahead += map(self.graph.pipeline.task_of, self._entries[i].task.deps)
         return step, self._dispatch([])
 
+    def switch(self, policy: Any) -> tuple[int | None, list[Instruction]]:
+        """Changes the policy of the steps of which no task has started, and ends nothing for it.
+
+        A later step is the first under the new policy if a task has started that would have to wait for one of this
+        step: a sync that overwrites the weights which it would sample with.
+
+        Args:
+            policy: the new policy, a :class:`dataflow.policy.SchedulingPolicy`.
+
+        Returns:
+            The first step under it, None if no step is left; and the instructions that follow.
+
+        Raises:
+            PolicyError, PipelineError: the pipeline cannot run under this policy; nothing has changed.
+        """
+        assert self.graph.switched is not None
+        begun = (i.step for i, e in self._entries.items() if e.begun)
+        over = (step for step in range(self._oldest, self._unrolled + 1) if step not in self._open)
+        first = max([self._oldest - 1, *begun, *over]) + 1
+        if self._finished or self._wanted is not None:
+            first = self.graph.steps + 1
+        for step in range(first, self.graph.steps + 1):
+            graph = self.graph.switched(step, policy)
+            if self._may_become(graph, step):
+                return step, self._become(graph, step)
+        return None, []
+
+    def _may_become(self, graph: TaskGraph, first: int) -> bool:
+        """Whether each task that has begun waited for all that it depends on in a graph that differs from ``first``."""
+        for step in range(max(graph.first, first - graph.max_staleness - 1), min(first, self._unrolled + 1)):
+            for before, after in zip(self.graph.unroll(step), graph.unroll(step), strict=True):
+                entry = self._entries.get(before.id)
+                if (entry is None or entry.begun) and not set(after.deps).issubset(before.deps):
+                    return False
+        return True
+
+    def _become(self, graph: TaskGraph, first: int) -> list[Instruction]:
+        """Takes another graph, which differs from ``first`` on; all tasks that have not begun are linked anew."""
+        self.graph = graph
+        self._dependents.clear()
+        for ready in self._ready.values():
+            ready.clear()
+        known, self._entries = self._entries, {}
+        for step in sorted(self._open):
+            tasks = graph.unroll(step)
+            if step >= first:
+                self._register(step, tasks)
+            for task in tasks:
+                entry = self._entries[task.id] = known[task.id] if step < first else _Entry(task)
+                if not entry.begun:
+                    entry.task = task
+        for entry in self._entries.values():
+            if not entry.begun:
+                self._link(entry)
+        out: list[Instruction] = []
+        self._unroll(out)
+        self._rank()
+        return self._dispatch(out)
+
     def stop(self) -> list[Instruction]:
         """Cancels all running tasks, in order, as on an interrupt."""
         running = sorted(i for i, e in self._entries.items() if e.state == "running")
@@ -196,7 +250,7 @@ class Scheduler:
                 raise DataflowError(f"scheduler: {task} ended after {got} of {task.emits} chunks.")
         entry.state = "done"
         entry.history.append("done")
-        self._learn(task, event.elapsed)
+        self._estimates.learn(task, event.elapsed)
         if task.stage.collects:
             if event.groups is None:
                 raise DataflowError(f"scheduler: {task} collects a part but named no groups.")
@@ -251,16 +305,27 @@ class Scheduler:
 
     def _unroll_step(self, step: int) -> None:
         tasks = self.graph.unroll(step)
+        self._register(step, tasks)
+        for task in tasks:
+            entry = self._entries[task.id] = _Entry(task)
+            self._link(entry)
+
+    def _register(self, step: int, tasks: Sequence[Task]) -> None:
         self._tasks[step] = [t.id for t in tasks]
         self._open[step] = set(self._tasks[step])
         self._required[step] = sum(t.stage.every is None for t in tasks)
-        for task in tasks:
-            unmet = [dep for dep in task.deps if not self._is_done(dep)]
-            entry = self._entries[task.id] = _Entry(task, len(unmet))
-            for dep in unmet:
-                self._dependents.setdefault(dep, []).append(task.id)
-            if not unmet:
-                self._make_ready(entry)
+
+    def _link(self, entry: _Entry) -> None:
+        """Lets a task wait for all that it depends on, or makes it ready."""
+        unmet = [dep for dep in entry.task.deps if not self._is_done(dep)]
+        entry.waiting = len(unmet)
+        for dep in unmet:
+            self._dependents.setdefault(dep, []).append(entry.task.id)
+        if not unmet:
+            self._make_ready(entry)
+        elif entry.state == "ready":
+            entry.state = "waiting"
+            entry.history.append("waiting")
 
     def _is_done(self, task: TaskId) -> bool:
         # A dependency may be of a later step: the next write of a state waits for readers of the old version.
@@ -272,8 +337,9 @@ class Scheduler:
         return entry.state == "done"
 
     def _make_ready(self, entry: _Entry) -> None:
+        if entry.state != "ready":
+            entry.history.append(f"ready ({entry.last_dep} done)" if entry.last_dep else "ready")
         entry.state = "ready"
-        entry.history.append(f"ready ({entry.last_dep} done)" if entry.last_dep else "ready")
         if entry.task.stage.name in self._in_held_slot:
             self._ready_in_held.append(entry.task.id)
             return
@@ -285,28 +351,10 @@ class Scheduler:
 
     def _rank(self) -> None:
         """Sets the priority of each stage from the estimates of all stages, and re-sorts the ready tasks."""
-        pipeline = self.graph.pipeline
-        seconds = {s.name: self._seconds(s) for s in pipeline.stages}
-        upward: dict[str, float] = {}
-        for s in reversed(pipeline.order):
-            behind = [upward[t.name] for _s, t, _field, lag in pipeline.edges if _s is s and lag == "none"]
-            upward[s.name] = max(behind, default=0.0) + seconds[s.name]
-        away = _work_until_a_wait(pipeline, seconds)
-        self._priority = {s.name: (away[s.name], -upward[s.name]) for s in pipeline.stages}
+        self._priority = self._estimates.priorities()
         for resource, ready in self._ready.items():
             self._ready[resource] = [self._key(self._entries[item[-1]]) for item in ready]
             heapq.heapify(self._ready[resource])
-
-    def _seconds(self, s: Stage) -> float:
-        """Returns a stage's time in one step: all its parts, which come one after another."""
-        known = self._estimate.get(s.name)
-        if known is None:
-            known = GUESS_WAIT_S if self.graph.pipeline.resources[s.on] is None else GUESS_S
-        return known * self.graph.parts[s.name]
-
-    def _learn(self, task: Task, elapsed: float) -> None:
-        known = self._estimate.get(task.stage.name)
-        self._estimate[task.stage.name] = elapsed if known is None else known + NEWEST * (elapsed - known)
 
     # --- starting -----------------------------------------------------------------------------------------
 
@@ -321,7 +369,7 @@ class Scheduler:
     def _start(self, entry: _Entry, out: list[Instruction]) -> None:
         entry.state = "running"
         entry.history.append("running")
-        out.append(Start(entry.task, self._groups_of(entry.task), entry.last_dep))
+        out.append(Start(entry.task, groups_of(entry.task, self._groups), entry.last_dep))
 
     def _dispatch(self, out: list[Instruction]) -> list[Instruction]:
         wanted = [i for i in self._ready_in_held if self._wanted is None or i in self._wanted]
@@ -345,44 +393,3 @@ class Scheduler:
         if self._wanted is None:
             return not self._entries and self._unrolled == self.graph.steps
         return not any(i in self._wanted and e.state != "done" for i, e in self._entries.items())
-
-    def _groups_of(self, task: Task) -> tuple[int, ...] | None:
-        chosen = [groups for i in task.chosen_by if (groups := self._groups[i]) is not None]
-        if not chosen:
-            return None
-        if len(chosen) > 1:
-            return tuple(sorted(group for groups in chosen for group in groups))
-        groups, (i, n) = chosen[0], task.share
-        if len(groups) % n:
-            raise DataflowError(f"scheduler: {task} cannot take 1/{n} of {len(groups)} groups.")
-        size = len(groups) // n
-        return groups[i * size : (i + 1) * size]
-
-
-def _work_until_a_wait(pipeline: Pipeline, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns for each stage the least seconds of work, its own included, before a remote wait downstream of it.
-
-    Paths into later steps through carried state count: a weight sync leads to the next rollout and its rewards.
-    Infinity if there is no such wait: the stage fills idle intervals.
-    """
-    waits = {s.name for s in pipeline.stages if pipeline.resources[s.on] is None and not s.every}
-    before: dict[str, list[str]] = {s.name: [] for s in pipeline.stages}
-    for source, target, _field, _lag in pipeline.edges:
-        if not target.every:
-            before[target.name].append(source.name)
-    away = dict.fromkeys(before, math.inf)
-    queue: list[tuple[float, str]] = [(0.0, name) for name in sorted(waits)]
-    while queue:
-        so_far, name = heapq.heappop(queue)
-        if so_far < away[name]:
-            away[name] = so_far
-            for earlier in before[name]:
-                if earlier not in waits:
-                    heapq.heappush(queue, (so_far + seconds[earlier], earlier))
-    held_in = pipeline.states & pipeline.writer.keys()
-    for s in pipeline.stages:
-        if s.every:
-            # No training stage reads what an optional stage writes, but the next sync waits until it has read.
-            held = [away[pipeline.writer[r.field].name] for r in s.reads if r.field in held_in]
-            away[s.name] = seconds[s.name] + min(held, default=math.inf)
-    return away

@@ -39,10 +39,8 @@ class Parts:
     def __init__(self, graph: TaskGraph) -> None:
         self._pipeline: Pipeline = graph.pipeline
         self._in_order = graph.order == "index"
-        collector = self._pipeline.collector
         training = [s for s in self._pipeline.stages if s.grain == "mini-batch"]
-        mini_batches = math.lcm(*(graph.parts[s.name] // s.epochs for s in training))
-        self._shares = max(1, mini_batches // graph.parts[collector.name]) if collector else 1
+        self._mini_batches = math.lcm(*(graph.parts[s.name] // s.epochs for s in training))
         self._written: dict[int, dict[str, set[int]]] = {}
         self._formed: dict[int, dict[int, Sequence[int]]] = {}
         self._chunks: dict[int, dict[str, dict[int, Sequence[int]]]] = {}
@@ -151,9 +149,9 @@ class Parts:
             raise DataflowError(
                 f"stage '{name}' left out {listed(missing)} of the step; return all of its groups (task.take is None)."
             )
-        if len(groups) % self._shares:
+        if len(groups) % (shares := max(1, self._mini_batches // task.id.parts)):
             raise DataflowError(
-                f"stage '{name}' named {len(groups)} groups, which do not make {self._shares} equal mini-batches; give "
+                f"stage '{name}' named {len(groups)} groups, which do not make {shares} equal mini-batches; give "
                 "the number of groups to expand(groups=...), and return task.take of them."
             )
         last = max((group for before in formed.values() for group in before), default=None)

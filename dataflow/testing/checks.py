@@ -118,7 +118,7 @@ def _unrolled(graph: TaskGraph, tasks: Mapping[TaskId, Task], spans: Mapping[Tas
 
 def _check_versions(graph: TaskGraph, spans: Mapping[TaskId, Span], tolerance: float) -> None:
     """Checks that each reader of a state ran after the write of its version and before the next write."""
-    lags = {"none": 0, "latest": 1, "carried": 1 + graph.max_staleness}
+    lags = {"none": 0, "latest": 1}
     writes: dict[tuple[str, int], tuple[float, float]] = {}
     for i, span in spans.items():
         begin, end = writes.get((i.stage, i.step), (span.begin, span.end))
@@ -128,7 +128,7 @@ def _check_versions(graph: TaskGraph, spans: Mapping[TaskId, Span], tolerance: f
             writer = graph.pipeline.writer.get(read.field)
             if writer is None or writer.name == i.stage or read.field not in graph.pipeline.states:
                 continue
-            version = i.step - lags[read.lag]
+            version = i.step - lags.get(read.lag, 1 + graph.staleness(i.step))
             if version >= graph.first:
                 assert writes[writer.name, version][1] <= span.begin + tolerance, (
                     f"{i} began before {writer.name}[{version}], whose {read.field} it reads, ended"
