@@ -137,6 +137,8 @@ class ScoringJob:
     """Estimate of the tokens that a call uses."""
     prefers: str = ""  # see Queued
     avoids: tuple[str, ...] = ()
+    doubted: tuple[str, ...] = ()
+    """Servers that answered it badly, see :meth:`Router.may_differ`."""
     server: str = ""
     """The endpoint of the call that answered, or of the last one; "" if it has no limits of its own."""
     resent: int = 0
@@ -150,16 +152,13 @@ class ScoringJob:
     queued_at: float = 0.0
     """When it was submitted, in seconds of ``clock.now()``."""
     held_by: str = ""
-    """What its first call waited for, if it did not start at once: a free ``slot``, the ``rate`` limit, or the end of a
-    ``pause`` that the service asked for; "" if it is not known."""
+    """What its first call waited for: a free ``slot``, the ``rate`` limit, the end of a ``pause``; "" if unknown."""
     throttled: int = 0
     """How many of its calls the service rejected with a status such as 429."""
     errors: list[str] = field(default_factory=list)
     """One short text for each failed call."""
-    error: BaseException | None = None
-    """Of the last call that failed."""
-    last_s: float = 0.0
-    """Duration of the last call that failed."""
+    error: BaseException | None = None  # of the last call that failed
+    last_s: float = 0.0  # its duration
     live: dict[Call, bool] = field(default_factory=dict)
     """Running calls; the value is True for a hedge."""
     timer: asyncio.TimerHandle | None = None
@@ -181,14 +180,16 @@ class ScoringJob:
         return self.queued
 
     @property
+    def second(self) -> bool:
+        return self.state is JobState.HEDGING
+
+    @property
     def notes(self) -> Mapping[str, Any] | None:
         """Facts for the trace, by :data:`NOTES`: what it waited for (10 ms or more), its server, what went wrong."""
         queued_s = self.begin - self.queued_at
-        if queued_s < _NO_WAIT_S and not self.throttled and not self.server:
-            return None
         held = {"queued_s": int(queued_s * 1000) / 1000, "held_by": self.held_by} if queued_s >= _NO_WAIT_S else {}
         more = {"throttled": self.throttled, "endpoint": self.server, "resent": self.resent}
-        return held | {name: value for name, value in more.items() if value}
+        return held | {name: value for name, value in more.items() if value} or None
 
 
 @dataclass(eq=False, slots=True)
@@ -223,6 +224,7 @@ class GroupJob:
     tokens: int = 0
     prefers: str = ""
     avoids: tuple[str, ...] = ()
+    second: bool = False
 
     @property
     def wanted(self) -> bool:
@@ -307,8 +309,7 @@ class StepRequests:
         for group, same in groupby(groups):
             requests = [Request(self, group, sample) for sample, _group in enumerate(same)]
             rows += requests
-            self.groups[group] = requests
-            self.unfinished[group] = len(requests)
+            self.groups[group], self.unfinished[group] = requests, len(requests)
             self.seen.add(group)
         self.rows += len(rows)
         self.open += len(rows)
@@ -348,9 +349,8 @@ class StepRequests:
         for group in sorted([*self.unfinished, *self.arrived]) if order == "index" else list(self.arrived):
             if len(chosen) == take or group in self.unfinished:
                 break
-            if self._leave_out(group):
-                continue
-            chosen.append(group)
+            if not self._leave_out(group):
+                chosen.append(group)
         if len(chosen) < take:
             return None
         taken = set(chosen)

@@ -150,6 +150,17 @@ def is_lost(error: BaseException) -> bool:
     return False
 
 
+def is_bad_reply(error: BaseException) -> bool:
+    """Whether a server answered what no score can be read from, such as a status 4xx: another one may do better.
+
+    An error without a status says so by an attribute ``of_server``.
+    """
+    chain = list(causes_of(error))
+    if is_lost(error) or any(attribute_of(one, "fatal") is True for one in chain):
+        return False
+    return any(attribute_of(one, "of_server") is True or status_of(one) is not None for one in chain)
+
+
 def is_throttle(error: BaseException) -> bool:
     """Whether the service rejected a request for its rate or load, with a status such as 429."""
     return any(status_of(one) in THROTTLED for one in parts_of(error))

@@ -15,7 +15,7 @@ from typing import Any
 from dataflow.rewards.hedge import Hedge
 from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.queues import Limiter
-from dataflow.rewards.limits.router import Router
+from dataflow.rewards.limits.router import Router, is_doubtful
 from dataflow.rewards.requests import Failed, JobState, Outcome, Scored, ScoringJob
 from dataflow.rewards.retry import Retry, is_overload, is_throttle, is_timeout, retry_after_s, status_of
 from dataflow.rewards.user.results import read_result, tokens_used
@@ -164,7 +164,8 @@ class Scorer:
                 self._hedge.answered(self._latency_s(job, call))
                 job.server = queue.name
                 if self._router is not None:
-                    self._router.answered(queue.name)
+                    overtaken = {slower.endpoint: slower.begin for slower, late in job.live.items() if not late}
+                    self._router.answered(queue.name, overtaken)
                 self._finish(job, Scored(score, extras, "hedged" if hedge else ""))
                 return
         self._on_failed(job, queue, call, error)
@@ -190,6 +191,8 @@ class Scorer:
             if pause_s:
                 queue.pause(pause_s)
         elsewhere = self._router is not None and self._router.failed(queue.name, error)
+        if self._router is not None and is_doubtful(error):
+            job.doubted = (*job.doubted, queue.name)
         if job.live:
             return  # its other call may still succeed
         self._stop_timer(job)
@@ -204,6 +207,9 @@ class Scorer:
             return
         tries = job.tries - job.resent
         if not again or tries >= self._retry.tries:
+            differs = self._router is not None and self._router.may_differ(queue.name, job.doubted, error)
+            if differs and self._resend(job, queue, now):
+                return
             self._give_up(job, error)
             return
         # A hedge that is still queued becomes the next try.
@@ -212,9 +218,10 @@ class Scorer:
             self._give_up(job, error, f"its deadline of {self._retry.deadline_s:g} s leaves no time for another")
             return
         self.counts["retried"] += 1
+        if self._router is not None:
+            job.avoids = self._router.avoiding(queue.name, job.avoids)
         if job.queued:
-            job.to(JobState.QUEUED)
-            self._watch_deadline(job)
+            self._become_try(job)
         else:
             job.to(JobState.BACKOFF)
             job.timer = self._calls.loop.call_later(wait_s, self._queue_again, job)
@@ -227,14 +234,20 @@ class Scorer:
             return False
         job.resent += 1
         self._router.counts["resent"] += 1
-        job.avoids = (queue.name,)
-        if job.queued:  # a hedge, which becomes this call
-            job.to(JobState.QUEUED)
-            self._watch_deadline(job)
+        job.avoids = self._router.avoiding(queue.name, job.avoids)
+        if job.queued:
+            self._become_try(job)
         else:
             job.to(JobState.BACKOFF)
             self._queue_again(job)
         return True
+
+    def _become_try(self, job: ScoringJob) -> None:
+        """Makes a hedge that is still queued the next call of a job; it may avoid other servers now."""
+        job.to(JobState.QUEUED)
+        self._watch_deadline(job)
+        if self._router is not None:
+            self._limiter.push(job)
 
     def _mark(self, job: ScoringJob) -> bytes | None:
         sentinel = self._calls.sentinel
@@ -275,7 +288,8 @@ class Scorer:
         job.timer = None
         if job.state is JobState.RUNNING:
             job.to(JobState.HEDGING)
-            job.avoids = (job.server,)
+            if self._router is not None:
+                job.avoids = self._router.avoiding(job.server, job.avoids)
             self._limiter.push(job)
             self._limiter.fill()
 

@@ -21,6 +21,7 @@ class FakeServer:
         bodies: of the requests that arrived, by path.
         delay_s: of each answer, times the input's own ``delay``.
         status: answered in place of a score, unless it is 200.
+        text: answered in place of JSON, unless it is empty.
         health: status of the health check.
         most: largest number of requests in flight.
     """
@@ -28,6 +29,7 @@ class FakeServer:
     score: Callable[[dict[str, Any]], float] = lambda body: float(len(body.get("input", [""])[0]))
     delay_s: float = 0.0
     status: int = 200
+    text: str = ""
     health: int = 200
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     probes: int = 0
@@ -92,6 +94,8 @@ class FakeServer:
             self.running -= 1
         if self.status != 200:
             return web.json_response({"error": {"message": "out of order"}}, status=self.status)
+        if self.text:
+            return web.Response(text=self.text, content_type="text/html")
         if request.path == "/classify":
             return web.json_response({"data": [{"probs": [self.score(body)]}], "usage": {"total_tokens": 7}})
         if request.path == "/pooling":

@@ -60,11 +60,13 @@ class JudgeError(Exception):
         retry_after: seconds to wait before it, if the server states them.
         fatal: whether the error ends the run, whatever the failure rule.
         lost: whether the server did not answer as it should; None leaves that to ``status``.
+        of_server: whether it is about what a server did, so that another one may do better.
         fix: what the user can do.
     """
 
     fatal = False
     lost: bool | None = None
+    of_server = True
     fix = "see that the judge at judge.url is up and replies with one line 'Score: <0..1>'"
 
     def __init__(

@@ -15,7 +15,8 @@ class Queued(Protocol):
         endpoint: where it is sent; empty leaves the choice to the limiter, among the servers of ``Limits.pool``.
         tokens: estimate of what it uses.
         prefers: the server of the pool that takes it unless another is much emptier; empty for none.
-        avoids: servers of the pool that take it only if no other can.
+        avoids: servers of the pool that take it only while all others are paused.
+        second: whether a call for it runs already, at a server that it avoids: those never take it.
     """
 
     priority: tuple[int, int, int]
@@ -23,6 +24,9 @@ class Queued(Protocol):
     tokens: int
     prefers: str
     avoids: tuple[str, ...]
+
+    @property
+    def second(self) -> bool: ...
 
     @property
     def wanted(self) -> bool: ...

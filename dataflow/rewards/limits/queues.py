@@ -5,6 +5,7 @@ priority of all queues that may start one. Nothing polls: queues are checked whe
 
 Where several equal servers form a pool (``Limits.pool``), an item waits in the queues of all of them, and takes the
 first slot that is free: that of the emptiest server, relative to its limit. So the server is chosen when a call starts.
+A server that the item avoids takes it only while all others are paused; one that fails fast is always the emptiest.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ BACK_OFF = 0.7
 """Factor of an adaptive limit when the service is overloaded."""
 PREFERENCE = 0.25
 """Share of a server's slots by which the server that an item prefers may be fuller than another."""
+
+_Heap = list[tuple[int, int, int, int, Queued]]
 
 
 def _rates(limits: Limits) -> tuple[Rates, ...]:
@@ -57,7 +60,11 @@ class LocalQueue:
         self.waited_s = 0.0
         self.overloads = 0
         self._changes: list[tuple[float, int]] = []
-        self._heap: list[tuple[int, int, int, int, Queued]] = []
+        self._heap: _Heap = []
+        self._aside: _Heap = []
+        """Items that avoid this server."""
+        self.others: Sequence[LocalQueue] = ()
+        """Queues of the other servers of the pool."""
         self._sequence = 0
         self._on_change = on_change
         self._on_bug = on_bug
@@ -77,10 +84,26 @@ class LocalQueue:
 
     def _head(self) -> Queued | None:
         """Returns the wanted item with the best priority, whether it may start or not."""
-        heap = self._heap
-        while heap and not heap[0][-1].wanted:
-            heapq.heappop(heap)
+        heap = self._next()
         return heap[0][-1] if heap else None
+
+    def _next(self) -> _Heap:
+        """Returns the heap with the next item, empty for none; sets those aside that avoid this server."""
+        heap, aside = self._heap, self._aside
+        while heap and (not heap[0][-1].wanted or self._is_avoided(heap[0][-1])):
+            entry = heapq.heappop(heap)
+            if entry[-1].wanted and not entry[-1].second:
+                heapq.heappush(aside, entry)
+        while aside and not aside[0][-1].wanted:
+            heapq.heappop(aside)
+        if aside and (not heap or aside[0] < heap[0]):
+            avoids = aside[0][-1].avoids
+            if all(other.paused for other in self.others if other.name not in avoids):
+                return aside
+        return heap
+
+    def _is_avoided(self, item: Queued) -> bool:
+        return bool(self.others) and self.name in item.avoids
 
     def ready(self) -> Queued | None:
         if self._pause.active or self.running >= int(self.limit):
@@ -98,7 +121,7 @@ class LocalQueue:
         return self._permit is not None
 
     def pop(self) -> None:
-        item = heapq.heappop(self._heap)[-1]
+        item = heapq.heappop(self._next())[-1]
         self.running += 1
         if self._rates:
             self._permit = None
@@ -107,7 +130,7 @@ class LocalQueue:
             self._wake.set()
 
     def waiting(self) -> int:
-        return len({id(entry[-1]) for entry in self._heap if entry[-1].wanted})
+        return len({id(entry[-1]) for heap in (self._heap, self._aside) for entry in heap if entry[-1].wanted})
 
     def take_changes(self) -> list[tuple[float, int]]:
         changes, self._changes = self._changes, []
@@ -116,6 +139,13 @@ class LocalQueue:
     def pause(self, seconds: float) -> None:
         self._pause.extend(seconds)
         self.refresh()
+        if self.others:
+            self._on_change()
+
+    @property
+    def paused(self) -> bool:
+        """Whether it starts nothing for now."""
+        return self._pause.active
 
     def resume(self) -> None:
         self._pause.cancel()
@@ -162,7 +192,9 @@ class LocalQueue:
             self._on_bug(error)
 
     async def _acquire_permit(self) -> None:
-        begin, tokens = time.perf_counter(), self._heap[0][-1].tokens
+        head = self._head()
+        assert head is not None
+        begin, tokens = time.perf_counter(), head.tokens
         for rates in self._rates:
             await rates.acquire(tokens)
         self.waited_s += time.perf_counter() - begin
@@ -225,7 +257,10 @@ class Limiter:
                 self.queues[name] = LocalQueue(name, own, rates, self.fill, report)
         self._all = list(self.queues.values())
         # The server of shared limits chooses for all agents.
-        self._pool = [] if shared is not None else [self.queues[name] for name in limits.pool]
+        local = {name: queue for name, queue in self.queues.items() if isinstance(queue, LocalQueue)}
+        self._pool = [] if shared is not None else [local[name] for name in limits.pool]
+        for queue in self._pool:
+            queue.others = [other for other in self._pool if other is not queue]
         self._local: LocalQueue | None = None
 
     def queue_of(self, endpoint: str) -> EndpointQueue:
@@ -334,8 +369,6 @@ def _is_better(queue: EndpointQueue, other: EndpointQueue, item: Queued) -> bool
 def _fullness(queue: EndpointQueue, item: Queued) -> float:
     """Returns the share of a server's slots that are taken, changed by what the item prefers."""
     share = queue.running / max(1.0, queue.limit)
-    if queue.name in item.avoids:
-        return share + 1.0
     return share - PREFERENCE if queue.name == item.prefers else share
 
 

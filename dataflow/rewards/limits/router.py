@@ -7,7 +7,14 @@ pauses the queue of a server that fails:
 * If that does not answer, or calls failed :data:`FAILURES` times in a row, the server is *ejected*: its calls in flight
   are given up, so that they go to the other servers at once, and it is probed at growing intervals. The first probe
   that is answered readmits it.
-* A failed call goes to another server at once, which is none of its request's tries. With no other server it is.
+* A server that answered badly (a status 4xx, no score) :data:`BAD` times in a row gets no call until the next call ends
+  at another server. If that was answered, the first one is ejected, but for its calls in flight, which go on. If it
+  failed, the requests may be bad, and the first one goes on. After it is readmitted, one bad answer is enough.
+* A server whose call was overtaken by one sent later to another, and that has answered nothing since its own began, has
+  failed as by a time-out: it may hang.
+* A call that fails by a time-out, a broken connection or a status 5xx goes to another server at once, which is none of
+  its request's tries. With no other server it is. A request that would fail for good goes to another server once, if
+  only one server has answered it badly. Tries go to servers that have not failed the request.
 * If all servers have been ejected for ``patience_s``, calls start nevertheless: they fail, and the failure rule
   applies.
 """
@@ -19,6 +26,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 from zlib import crc32
@@ -27,7 +35,7 @@ from loguru import logger
 
 from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.limits import Limits
-from dataflow.rewards.retry import is_lost
+from dataflow.rewards.retry import is_bad_reply, is_lost, retry_after_s
 from dataflow.system import clock
 from dataflow.usercode.failures import attribute_of
 from dataflow.usercode.loop import call_endpoint
@@ -37,6 +45,8 @@ if TYPE_CHECKING:
 
 FAILURES = 3
 """Failed calls in a row after which a server is ejected although its health check answers."""
+BAD = 10
+"""Bad answers in a row after which a server is compared with another one."""
 _HOLD_S = 4.0
 """A paused queue is paused for this many times the interval of the probes: if the process of its router dies, other
 processes use the server again."""
@@ -74,7 +84,15 @@ class _Server:
     health: str
     queue: EndpointQueue | None = None
     failures: int = 0
-    """Calls that failed in a row."""
+    """Calls in a row that were not answered as they should."""
+    bad: int = 0
+    """Bad answers in a row."""
+    said: str = ""
+    """The last bad answer."""
+    held: bool = False
+    """Whether it gets no call until the next one ends at another server."""
+    answered_at: float = -math.inf
+    """When it last answered well, in seconds of ``clock.now()``."""
     interval_s: float = 0.0
     """Of its probes; kept until a call succeeds, so that one that fails again is probed less often."""
     ejected_at: float = math.inf
@@ -174,38 +192,113 @@ class Router:
                 raise
         raise ServerGivenUp(f"{name} was given up: it did not answer other calls, nor GET /health")
 
-    def answered(self, name: str) -> None:
-        """Takes note of a call that a server answered."""
+    def answered(self, name: str, overtaken: Mapping[str, float] | None = None) -> None:
+        """Takes note of a call that a server answered.
+
+        Args:
+            name: of the server.
+            overtaken: servers that had not answered it when this call, which began later, was answered; when their own
+                calls began.
+        """
         server = self._servers.get(name)
-        if server is not None and (server.failures or server.interval_s):
-            server.failures, server.interval_s = 0, 0.0
+        if server is None:
+            return
+        server.failures, server.bad, server.interval_s, server.answered_at = 0, 0, 0.0, clock.now()
+        for other in self._held():
+            if other is server:
+                self._release(other)
+            else:
+                self._leave_out(other)
+        for slow, begin in (overtaken or {}).items():
+            if slow != name and self._servers[slow].answered_at < begin:
+                self.failed(slow, TimeoutError("a call that was sent later to another server was answered first"))
 
     def failed(self, name: str, error: BaseException) -> bool:
         """Takes note of a failed call; returns whether another server should be called at once."""
         server = self._servers.get(name)
-        if server is None or server.queue is None or not is_lost(error):
+        if server is None or server.queue is None:
             return False
-        server.failures += 1
-        if server.watch is None:
-            self._suspend(server)
-            server.watch = asyncio.get_running_loop().create_task(self._probe_until_answered(server, error))
-        return any(other is not server and other.watch is None for other in self._servers.values())
+        lost, doubtful = is_lost(error), is_doubtful(error)
+        for other in self._held() if lost or doubtful else ():
+            if other is not server:
+                self._release(other)
+        if lost:
+            server.failures += 1
+            if server.watch is None:
+                self._watch(server, partial(self._check, server, error))
+            return self._has_other(server)
+        if doubtful:
+            server.bad, server.said = server.bad + 1, _brief(error)
+            if server.bad >= BAD and server.watch is None and self._has_other(server):
+                server.held = True
+                self._suspend(server)
+        return False
 
-    async def _probe_until_answered(self, server: _Server, error: BaseException) -> None:
-        probing, why = self._probing, await self._probe(server)
-        if why or server.failures >= FAILURES:
-            self._eject(server, why or f"{server.failures} calls in a row failed, the last with {_brief(error)}")
-            while True:
-                server.interval_s = min(2 * server.interval_s or probing.first_s, probing.most_s)
-                if self._patience is not None or not self._all_ejected():
-                    self._suspend(server)
-                await asyncio.sleep(server.interval_s)
-                if not await self._probe(server):
-                    break
-            self._readmit(server)
-        server.watch = None
+    def may_differ(self, name: str, doubted: Sequence[str], error: BaseException) -> bool:
+        """Whether a request that a server failed is worth a call to another: if that alone answered it badly."""
+        server = self._servers.get(name)
+        return server is not None and is_bad_reply(error) and not {*doubted} - {name} and self._has_other(server)
+
+    def avoiding(self, name: str, avoids: Sequence[str]) -> tuple[str, ...]:
+        """Returns the servers to avoid for a request that a server failed, and that avoided some before."""
+        failed = (*avoids, name)
+        return failed if set(failed) < set(self.names) else (name,)
+
+    def _has_other(self, server: _Server) -> bool:
+        """Whether another server takes calls."""
+        others = (other for other in self._servers.values() if other is not server)
+        return any(other.watch is None and not other.held for other in others)
+
+    def _held(self) -> list[_Server]:
+        return [server for server in self._servers.values() if server.held]
+
+    def _release(self, server: _Server) -> None:
         assert server.queue is not None
+        server.held, server.bad = False, 0
         server.queue.resume()
+
+    def _watch(self, server: _Server, until: Callable[[], Awaitable[None]]) -> None:
+        """Pauses a server's queue until a function is done."""
+
+        async def watch() -> None:
+            await until()
+            server.watch = None
+            assert server.queue is not None
+            server.queue.resume()
+
+        server.held = False
+        self._suspend(server)
+        server.watch = asyncio.get_running_loop().create_task(watch())
+
+    async def _check(self, server: _Server, error: BaseException) -> None:
+        """Ejects a server that does not answer its health check, or whose calls all fail."""
+        why = await self._probe(server)
+        if why or server.failures >= FAILURES:
+            why = why or f"{server.failures} calls in a row failed, the last with {_brief(error)}"
+            calls = tuple(server.calls)
+            then = f"its {len(calls)} calls in flight go to other servers"
+            self._eject(server, f"until it answers GET /health: {why}; {then}")
+            now = asyncio.get_running_loop().time()
+            for call in calls:
+                call.reschedule(now)
+            await self._probe_until_answered(server)
+
+    def _leave_out(self, server: _Server) -> None:
+        """Ejects a server that answers badly while another one answers well."""
+        why = f"{server.bad} calls in a row failed here and not elsewhere, the last with {server.said}"
+        self._eject(server, f"for some seconds: {why}")
+        self._watch(server, partial(self._probe_until_answered, server))
+
+    async def _probe_until_answered(self, server: _Server) -> None:
+        probing = self._probing
+        while True:
+            server.interval_s = min(2 * server.interval_s or probing.first_s, probing.most_s)
+            if self._patience is not None or not self._all_ejected():
+                self._suspend(server)
+            await asyncio.sleep(server.interval_s)
+            if not await self._probe(server):
+                break
+        self._readmit(server)
 
     def _suspend(self, server: _Server) -> None:
         assert server.queue is not None
@@ -215,13 +308,7 @@ class Router:
         server.ejected_at = clock.now()
         self.counts["ejections"] += 1
         self._changes.append((server.ejected_at, server.name, 0))
-        logger.warning(
-            f"{self._what}: server {server.name} takes no calls until it answers GET /health: {why}; its "
-            f"{len(server.calls)} calls in flight go to other servers."
-        )
-        now = asyncio.get_running_loop().time()
-        for call in tuple(server.calls):
-            call.reschedule(now)
+        logger.warning(f"{self._what}: server {server.name} takes no calls {why}.")
         if self._all_ejected():
             self._patience = asyncio.get_running_loop().call_later(self._probing.patience_s, self._try_anyway)
 
@@ -243,11 +330,10 @@ class Router:
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
-        # One more failure ejects it again.
-        server.failures = FAILURES - 1
+        server.failures = FAILURES - 1  # one more failure ejects it again
         assert server.queue is not None
         self._changes.append((clock.now(), server.name, int(server.queue.limit)))
-        logger.info(f"{self._what}: server {server.name} answers again, after {seconds:.1f} s.")
+        logger.info(f"{self._what}: server {server.name} takes calls again, after {seconds:.1f} s.")
 
     async def _probe(self, server: _Server) -> str:
         """Returns why the health check of a server failed; "" if it was answered."""
@@ -288,6 +374,11 @@ class Router:
         await asyncio.gather(*probes, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
+
+
+def is_doubtful(error: BaseException) -> bool:
+    """Whether a failure tells against its server if another one answers; a server may ask to be called later."""
+    return is_bad_reply(error) and not retry_after_s(error)
 
 
 def router_of(reward: Any) -> Router | None:

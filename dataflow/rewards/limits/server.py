@@ -98,6 +98,7 @@ class _Request:
     tokens: int
     prefers: str = ""
     avoids: tuple[str, ...] = ()
+    second: bool = False
     wanted: bool = True
     queue: EndpointQueue | None = None
 
@@ -202,8 +203,8 @@ class LimitServer:
                 queue.pause(seconds)
             else:
                 queue.resume()
-        for number, endpoint, priority, tokens, prefers, avoids in message.get("wants", ()):
-            request = _Request(holder, number, endpoint, tuple(priority), tokens, prefers, tuple(avoids))
+        for number, endpoint, priority, tokens, prefers, avoids, second in message.get("wants", ()):
+            request = _Request(holder, number, endpoint, tuple(priority), tokens, prefers, tuple(avoids), second)
             holder.requests[number] = request
             self._limiter.push(request)
         # Read once: the second call of a message must not seem to have begun after the cut that the first one caused.

@@ -79,7 +79,8 @@ class SharedLimits:
         """Requests a grant for an item."""
         self._number += 1
         self._waiting[self._number] = queue, item
-        self.send("wants", [self._number, queue.name, self._priority(item), item.tokens, item.prefers, item.avoids])
+        how = [item.tokens, item.prefers, item.avoids, item.second]
+        self.send("wants", [self._number, queue.name, self._priority(item), *how])
 
     def _priority(self, item: Queued) -> tuple[int, int, int]:
         """Returns the item's priority among all agents, each of which counts a step's requests from its first."""

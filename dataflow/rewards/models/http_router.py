@@ -4,9 +4,10 @@
 
 prints ``{"port": N, ...}`` on one line when it is ready; it ends on SIGTERM and at the end of its standard input. FILE
 holds ``{NAME: {"url": [...], "slots": 64, "routing": "least", "timeout": 60}}``. A request of any path goes to a server
-of the model that its body names (``model``); with one model the body need not name it. Replies are passed on as they
-arrive, so they may be streams. A call that fails before the first byte of its reply goes to another server.
-``GET /health`` says which servers answer.
+of the model that its body names (``model``); with one model the body need not name it. Replies of up to 1 MiB are
+passed on whole, others as they arrive, so they may be streams. A call that fails before the first byte of its reply is
+passed on goes to another server, and one that is answered with a status 4xx does once. ``GET /health`` says which
+servers answer, ``GET /v1/models`` lists the models.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import asyncio
 import itertools
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,14 +31,16 @@ from dataflow.rewards.judge.server import serve
 from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.queues import Limiter
-from dataflow.rewards.limits.router import Probing, Router
+from dataflow.rewards.limits.router import Probing, Router, is_doubtful
 from dataflow.rewards.retry import is_overload
 from dataflow.system import clock
 
 if TYPE_CHECKING:
     from aiohttp import web
+    from multidict import CIMultiDict
 
 _BODY = 1 << 28  # bytes
+_WHOLE = 1 << 20  # bytes of a reply that is passed on only when it is there: until then another server may give one
 _PREFIX = 500  # letters of an input by which it is recognised as having the same prompt
 _HOP = frozenset({
     "connection", "content-length", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "te",
@@ -54,11 +58,11 @@ class RoutedModel(BaseModel):
     slots: PositiveInt = 64
     routing: Literal["least", "prefix"] = "least"
     timeout: PositiveFloat = 60.0
-    """Seconds until a reply begins, and between two parts of it."""
+    """Seconds until a reply of up to 1 MiB is there; until a longer one begins, and between two parts of it."""
 
 
 class _Failed(Exception):
-    """A server answered with a status of 500 or more."""
+    """A server answered with a status of 400 or more."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"it answered {status}")
@@ -70,6 +74,7 @@ class _Slot:
 
     endpoint = ""
     tokens = 0
+    second = False
 
     def __init__(self, number: int, prefers: str, avoids: tuple[str, ...]) -> None:
         self.priority = (0, 0, number)
@@ -113,26 +118,32 @@ class _Servers:
 
     async def pass_on(self, request: web.Request, raw: bytes, body: Mapping[str, Any]) -> web.StreamResponse:
         """Returns the reply of a server, or of another one after a failure."""
-        avoids: tuple[str, ...] = ()
+        failed: list[str] = []
+        doubted: list[str] = []
+
+        def may_resend(name: str, error: Exception) -> bool:
+            again = self._router.failed(name, error) or self._router.may_differ(name, doubted, error)
+            if is_doubtful(error):
+                doubted.append(name)
+            failed.append(name)
+            return again and len(failed) < len(self._router.names)
+
         while True:
-            queue = await self._slot(body, avoids)
+            queue = await self._slot(body, tuple(failed))
             begun, error, reply = clock.now(), None, None
             try:
-                reply, error = await self._call(request, queue.name, raw)
+                reply, error = await self._call(request, queue.name, raw, may_resend)
             finally:
                 overloaded = error is not None and is_overload(error)
                 self._limiter.release(queue, begun, overloaded, 0, error)
             if error is None:
                 self._router.answered(queue.name)
-            elif self._router.failed(queue.name, error) and (reply is None or not reply.prepared):
-                avoids = (*avoids, queue.name)
-                if len(avoids) < len(self._router.names):
-                    self._router.counts["resent"] += 1
-                    continue
-            if reply is None:
-                assert error is not None
+            if reply is not None:
+                return reply
+            assert error is not None
+            if not isinstance(error, _Failed) and not may_resend(queue.name, error):
                 raise _no_reply(self._name, queue.name, error, self._timeout)
-            return reply
+            self._router.counts["resent"] += 1
 
     async def _slot(self, body: Mapping[str, Any], avoids: tuple[str, ...]) -> EndpointQueue:
         slot = _Slot(next(self._numbers), self._router.prefers(body), avoids)
@@ -146,23 +157,23 @@ class _Servers:
             raise
 
     async def _call(
-        self, request: web.Request, name: str, raw: bytes
+        self, request: web.Request, name: str, raw: bytes, may_resend: Callable[[str, Exception], bool]
     ) -> tuple[web.StreamResponse | None, Exception | None]:
         """Calls a server.
 
         Returns:
-            Its reply, as far as it came, and how it failed.
+            Its reply, as far as it came, None for none that should be passed on; and how it failed.
         """
         import aiohttp
 
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
+        headers = _own(request.headers)
         if self._logins[name]:
             headers["Authorization"] = self._logins[name]
         begun: list[web.StreamResponse] = []
         try:
             address = f"{self._roots[name]}{request.rel_url.raw_path_qs}"
             call = self._session.request(request.method, address, data=raw, headers=headers, allow_redirects=False)
-            return await self._router.guarded(name, self._copied(request, call, begun))
+            return await self._router.guarded(name, self._copied(request, call, begun, partial(may_resend, name)))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if not begun:
                 return None, error
@@ -170,26 +181,30 @@ class _Servers:
                 return begun[0], None  # the client has left
             # The client has a part of the reply: it must see that the rest is missing.
             request.transport.abort()
+            self._router.failed(name, error)
             return begun[0], error
 
     async def _copied(
-        self, request: web.Request, call: Any, begun: list[web.StreamResponse]
+        self, request: web.Request, call: Any, begun: list[web.StreamResponse], may_resend: Callable[[Exception], bool]
     ) -> tuple[web.StreamResponse | None, Exception | None]:
         """Passes a reply on as it arrives; ``begun`` takes one of which the client gets a part."""
         from aiohttp import web
 
         async with call as reply:
-            failed = _Failed(reply.status) if reply.status >= 500 else None
-            headers = {name: value for name, value in reply.headers.items() if name.lower() not in _HOP}
-            if failed is not None or "Content-Length" in reply.headers:
-                return web.Response(status=reply.status, headers=headers, body=await reply.read()), failed
+            failed = _Failed(reply.status) if reply.status >= 400 else None
+            if failed is not None and may_resend(failed):
+                return None, failed
+            headers = _own(reply.headers)
+            if reply.content_length is not None and reply.content_length <= _WHOLE:
+                async with asyncio.timeout(self._timeout):
+                    return web.Response(status=reply.status, headers=headers, body=await reply.read()), failed
             copy = web.StreamResponse(status=reply.status, headers=headers)
             begun.append(copy)
             await copy.prepare(request)
             async for piece in reply.content.iter_any():
                 await copy.write(piece)
             await copy.write_eof()
-            return copy, None
+            return copy, failed
 
     def health(self) -> dict[str, bool]:
         """Returns which servers take calls."""
@@ -220,6 +235,7 @@ class HttpRouter:
 
         app = web.Application(client_max_size=_BODY)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._list)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
         app.on_startup.append(self._open)
         app.on_cleanup.append(self._close)
@@ -240,6 +256,13 @@ class HttpRouter:
         good = all(any(servers.values()) for servers in found.values())
         return web.json_response({"status": "ok" if good else "out", "models": found}, status=200 if good else 503)
 
+    async def _list(self, _request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        now = int(clock.now())
+        models = [{"id": name, "object": "model", "created": now, "owned_by": "dataflow"} for name in self._models]
+        return web.json_response({"object": "list", "data": models})
+
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         try:
@@ -257,7 +280,7 @@ class HttpRouter:
         """
         from aiohttp import web
 
-        if name in self._servers:
+        if isinstance(name, str) and name in self._servers:
             return self._servers[name]
         if len(self._servers) == 1:
             return next(iter(self._servers.values()))
@@ -266,6 +289,13 @@ class HttpRouter:
             None if name is None else nearest(str(name), self._servers)
         ) or f"; there are {', '.join(self._servers)}."
         raise web.HTTPNotFound(text=_error(f"{what}{hint}", 404), content_type="application/json")
+
+
+def _own(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """Returns the headers of a message that do not concern one connection only; one may be there several times."""
+    from multidict import CIMultiDict
+
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _HOP)
 
 
 def _no_reply(model: str, server: str, error: Exception, timeout: float) -> web.HTTPServiceUnavailable:

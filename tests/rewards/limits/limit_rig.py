@@ -25,6 +25,7 @@ class Item:
     tokens: int = 0
     prefers: str = ""
     avoids: tuple[str, ...] = ()
+    second: bool = False
     wanted: bool = True
     seconds: float = 0.0
     """How long it will run."""

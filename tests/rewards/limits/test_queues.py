@@ -365,3 +365,26 @@ def test_close_leaves_nothing_behind() -> None:
         assert len(asyncio.all_tasks()) == 1
 
     run_virtual(body)
+
+
+# --- pools -------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_items_avoid_takes_them_only_while_the_others_are_paused_and_second_calls_never() -> None:
+    async def body() -> None:
+        rig = Rig(Limits(8, endpoints={"a": Limits(4), "b": Limits(1)}, pool=("a", "b")))
+        (full,) = rig.push(endpoint="b", seconds=math.inf)
+        (second,) = rig.push(avoids=("a",), second=True, seconds=math.inf)
+        (again,) = rig.push(avoids=("a",), seconds=math.inf)
+        (other,) = rig.push(seconds=math.inf)
+        other.wanted = False
+        assert [item for _at, item in rig.begun] == [full, other]
+        rig.limiter.queues["b"].pause(5.0)
+        assert [item for _at, item in rig.begun] == [full, other, again]
+        again.wanted = False
+        rig.end(full, rig.limiter.queues["b"], 0.0)
+        assert rig.limiter.waiting() == 1
+        await asyncio.sleep(6)
+        assert rig.begun[-1][1] is second
+
+    run_virtual(body)

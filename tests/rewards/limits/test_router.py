@@ -14,10 +14,11 @@ from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge.errors import JudgeError
 from dataflow.rewards.judge.judge import Judge
-from dataflow.rewards.limits.router import FAILURES, Probing, Router, ServerGivenUp
+from dataflow.rewards.limits.router import BAD, FAILURES, Probing, Router, ServerGivenUp
 from dataflow.rewards.limits.server import LimitServer
 from dataflow.rewards.limits.shared import SharedLimits
 from dataflow.rewards.retry import is_lost
+from dataflow.system import clock
 from tests.rigs.reward_servers import FakeServer, servers
 
 pytestmark = pytest.mark.timeout(60)
@@ -49,6 +50,16 @@ def judge_of(
 
 def agent_of(judge: Judge, concurrency: int = 64, retry: Retry = AT_ONCE, **how: Any) -> RewardAgent:
     return RewardAgent(judge, limits=Limits(concurrency), retry=retry, **how)
+
+
+async def opened(found: list[FakeServer]) -> tuple[RewardAgent, Router]:
+    """Returns an agent that has scored a step, and its router."""
+    judge = judge_of(found)
+    agent = agent_of(judge)
+    agent.submit(1, samples(1))
+    await agent.collect(1)
+    assert judge.router is not None
+    return agent, judge.router
 
 
 def run(body: Coroutine[Any, Any, Any]) -> Any:
@@ -175,15 +186,11 @@ def test_a_server_that_hangs_is_ejected_at_the_first_time_out_with_all_its_calls
 def test_a_slow_server_that_answers_its_health_check_keeps_its_other_calls() -> None:
     async def body() -> None:
         async with servers(2, score=one) as found:
-            judge = judge_of(found)
-            agent = agent_of(judge)
-            agent.submit(1, samples(1))
-            await agent.collect(1)
-            assert judge.router is not None
+            agent, router = await opened(found)
             name = found[0].url
-            assert judge.router.failed(name, TimeoutError())
+            assert router.failed(name, TimeoutError())
             assert agent._limiter.queues[name].ready() is None
-            while judge.router._servers[name].watch is not None:
+            while router._servers[name].watch is not None:
                 await asyncio.sleep(0)
             assert (found[0].probes, agent.stats()["ejections"]) == (1, 0)
             agent.submit(2, samples(2))
@@ -210,7 +217,101 @@ def test_a_server_that_only_fails_is_ejected_although_it_is_healthy() -> None:
     run(body())
 
 
-def test_a_status_4xx_is_neither_resent_nor_retried() -> None:
+@pytest.mark.parametrize(("status", "text"), [(429, ""), (404, ""), (200, "<html>")])
+def test_a_server_that_answers_badly_while_others_answer_well_is_ejected(
+    status: int, text: str, logged: list[str]
+) -> None:
+    async def body() -> None:
+        async with servers(3, score=one, status=status, text=text) as found:
+            bad, *good = found
+            for server in good:
+                server.status, server.text = 200, ""
+                server.hang()
+            judge = judge_of(found)
+            agent = agent_of(judge)
+            agent.submit(1, samples(40))
+            await bad.until(BAD)  # the others are full: it is the emptiest
+            assert judge.router is not None
+            while not judge.router._servers[bad.url].held:
+                await asyncio.sleep(0)
+            assert len(bad.bodies) < BAD + 4  # those of its slots
+            for server in good:
+                server.answering.set()
+            rewards = await agent.collect(1)
+            assert rewards["score"].tolist() == [1.0] * 40
+            assert bad.url not in places(rewards)
+            assert agent.stats()["ejections"] >= 1
+            assert "calls in a row failed here and not elsewhere" in "".join(logged)
+            asked = Counter(str(sent) for _path, sent in bad.bodies)
+            assert max(asked.values()) == 1  # no request comes back to it
+            bad.status, bad.text = 200, ""
+            await agent_until(agent, bad)
+            await agent.close()
+
+    run(body())
+
+
+def test_bad_requests_eject_no_server() -> None:
+    async def body() -> None:
+        async with servers(2, score=one, status=404) as found:
+            agent = agent_of(judge_of(found), on_failure="score:0", max_failed_share=1.0)
+            agent.submit(1, samples(8 * BAD))
+            rewards = await agent.collect(1)
+            assert rewards["score"].tolist() == [0.0] * 8 * BAD
+            assert agent.stats()["ejections"] == 0
+            assert sum(len(server.bodies) for server in found) <= 16 * BAD
+            await agent.close()
+
+    run(body())
+
+
+def test_one_bad_answer_costs_no_reward_even_without_a_second_try() -> None:
+    async def body() -> None:
+        async with servers(2, score=one) as found:
+            found[0].status = 404
+            agent = agent_of(judge_of(found, slots=1), retry=Retry(tries=1, timeout_s=20.0))
+            agent.submit(1, samples(4))
+            rewards = await agent.collect(1)
+            assert places(rewards) == {found[1].url: 4}
+            assert agent.stats()["resent"] == len(found[0].bodies)
+            await agent.close()
+
+    run(body())
+
+
+def test_a_server_whose_calls_all_lose_against_hedges_is_ejected() -> None:
+    async def body() -> None:
+        async with servers(2, score=one) as found:
+            found[0].hang()
+            agent = agent_of(judge_of(found), hedge_after=0.05)
+            step = 0
+            while not agent.stats()["ejections"]:
+                step += 1
+                agent.submit(step, samples(8))
+                assert places(await agent.collect(step)) == {found[1].url: 8}
+            assert max(Counter(str(sent) for _path, sent in found[0].bodies).values()) <= step
+            await agent.close()
+
+    run(body())
+
+
+def test_a_call_that_lost_against_a_hedge_says_nothing_of_a_server_that_has_answered_since() -> None:
+    async def body() -> None:
+        async with servers(2, score=one) as found:
+            agent, router = await opened(found)
+            begin = clock.now()
+            slow, fast = router.names
+            router.answered(slow)
+            router.answered(fast, {slow: begin})
+            assert router._servers[slow].watch is None
+            router.answered(fast, {slow: clock.now() + 1.0})
+            assert router._servers[slow].watch is not None
+            await agent.close()
+
+    run(body())
+
+
+def test_a_status_4xx_of_all_servers_is_not_retried_and_ejects_none() -> None:
     async def body() -> None:
         async with servers(2, score=one) as found:
             for server in found:
@@ -219,7 +320,7 @@ def test_a_status_4xx_is_neither_resent_nor_retried() -> None:
             agent.submit(1, samples(1))
             with pytest.raises(RewardFailed, match=r"answered 400: out of order"):
                 await agent.collect(1)
-            assert sum(len(server.bodies) for server in found) == 1
+            assert [len(server.bodies) for server in found] == [1, 1]  # another one might have done better
             assert sum(server.probes for server in found) == 0
             await agent.close()
 

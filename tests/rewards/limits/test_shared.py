@@ -45,6 +45,7 @@ class Item:
     tokens: int = 0
     prefers: str = ""
     avoids: tuple[str, ...] = ()
+    second: bool = False
     wanted: bool = True
     begun: float = 0.0
 

@@ -81,6 +81,11 @@ def test_the_body_names_the_model() -> None:
                 assert (await ask(client))[0] == 200
                 async with client.post("/classify", data=b"{broken") as reply:
                     assert reply.status == 500  # the server's answer
+            async with router(one=model(ones), two=model(twos)) as client:
+                status, said = await ask(client, model=["one"])
+                assert (status, said["error"]["message"][:31]) == (404, "there is no reward model '['one")
+                async with client.get("/v1/models") as reply:
+                    assert [entry["id"] for entry in (await reply.json())["data"]] == ["one", "two"]
 
     run(body())
 
@@ -140,20 +145,26 @@ def test_a_status_of_the_server_is_passed_on() -> None:
             for server in found:
                 server.status = 400
             assert await ask(client) == (400, {"error": {"message": "out of order"}})
+            assert [len(server.bodies) for server in found] == [1, 1]
+            found[1].status = 200
+            assert [(await ask(client))[0] for _ in range(8)] == [200] * 8
             for server in found:
                 server.status = 500
             assert (await ask(client))[0] == 500
-            assert [len(server.bodies) for server in found] in ([2, 1], [1, 2])
 
     run(body())
 
 
 @asynccontextmanager
-async def stream(pieces: list[bytes], gate: asyncio.Event, breaks: bool = False) -> AsyncIterator[str]:
+async def stream(
+    pieces: list[bytes], gate: asyncio.Event, breaks: bool = False, status: int = 200, **headers: str
+) -> AsyncIterator[str]:
     """Serves an event stream: its first piece, the others when the gate is open, and then its end or a broken line."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        reply = web.StreamResponse(status=status, headers={"Content-Type": "text/event-stream", **headers})
+        reply.set_cookie("a", "1")
+        reply.set_cookie("b", "2")
         await reply.prepare(request)
         for piece in pieces:
             await reply.write(piece)
@@ -185,6 +196,38 @@ def test_a_stream_is_passed_on_piece_by_piece() -> None:
             assert await reply.content.readuntil(b"\n\n") == b"data: 1\n\n"
             gate.set()
             assert await reply.content.read() == b"data: 2\n\n"
+
+    run(body())
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_long_reply_is_passed_on_as_it_arrives_with_all_its_headers(status: int) -> None:
+    half = b"x" * (1 << 20)
+
+    async def body() -> None:
+        gate = asyncio.Event()
+        async with (
+            stream([half, half], gate, status=status, **{"Content-Length": str(2 * len(half))}) as url,
+            router(rm=RoutedModel(url=[url])) as client,
+            client.post("/v1/chat/completions", json={}) as reply,
+        ):
+            assert reply.status == status
+            assert sorted(reply.cookies) == ["a", "b"]
+            assert await reply.content.readexactly(len(half)) == half
+            gate.set()
+            assert await reply.content.read() == half
+
+    run(body())
+
+
+def test_a_short_reply_must_be_there_within_the_time_out() -> None:
+    async def body() -> None:
+        async with (
+            stream([b"x", b"x"], asyncio.Event(), **{"Content-Length": "2"}) as url,
+            router(rm=RoutedModel(url=[url], timeout=0.3)) as client,
+            client.post("/v1/chat/completions", json={}) as reply,
+        ):
+            assert "did not answer within 0.3 s (reward.models.rm.timeout)" in await reply.text()
 
     run(body())
 
