@@ -14,6 +14,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.batch import Batch
+from dataflow.chat import without
 from dataflow.cluster.process import DEATH_REASON
 from dataflow.data.tokenize import DESCRIBED, load_chat_tokenizer, prompt_ids
 from dataflow.errors import DataError, ModelError, nearest
@@ -218,25 +219,6 @@ class Toolbox:
     def _sentinel(self) -> Sentinel | None:
         after_s = max(FROZEN_S, self.timeout or 0.0) if self.frozen_after is None else self.frozen_after
         return Sentinel(after_s, None, False, TOOLS, os.environ.get(DEATH_REASON)) if after_s else None
-
-
-def without(text: str, tokens: Sequence[str]) -> str:
-    """Returns a text without these tokens, including those that arise from removals, in linear time.
-
-    >>> without("a<e<end>nd>b", ["<end>"])
-    'ab'
-    """
-    endings: dict[str, list[list[str]]] = {}
-    for token in filter(None, tokens):
-        endings.setdefault(token[-1], []).append(list(token))
-    kept: list[str] = []
-    for character in text:
-        kept.append(character)
-        for ending in endings.get(character, ()):
-            if kept[-len(ending) :] == ending:
-                del kept[-len(ending) :]
-                break
-    return "".join(kept)
 
 
 def toolbox_of(config: Any) -> Toolbox:

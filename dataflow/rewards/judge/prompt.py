@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.chat import text_of
+from dataflow.chat import calls_of, text_of
 from dataflow.errors import ConfigError, nearest
 from dataflow.files import decoded
 
@@ -129,11 +129,19 @@ def response_of(solution: str, extra_info: Mapping[str, Any] | None) -> str:
 def transcript(chat: Sequence[Mapping[str, Any]]) -> str:
     """Returns chat messages as text, each with its role, and a tool's with the tool's name.
 
+    Tool calls that a message has beside its content follow that as JSON.
+
     >>> transcript([{"role": "assistant", "content": "1 + 1 ="}, {"role": "tool", "name": "add", "content": "2"}])
     'assistant: 1 + 1 =\\ntool add: 2'
     """
     heads = [" ".join(filter(None, (turn.get("role"), turn.get("name")))) for turn in chat]
-    return "\n".join(f"{head}: {text_of(turn['content'])}" for head, turn in zip(heads, chat, strict=True))
+    return "\n".join(f"{head}: {_said(turn)}" for head, turn in zip(heads, chat, strict=True))
+
+
+def _said(turn: Mapping[str, Any]) -> str:
+    content = turn.get("content")
+    calls = [text_of(dict(call)) for call in calls_of(turn)]
+    return "\n".join([*([] if content is None and calls else [text_of(content)]), *calls])
 
 
 def messages(question: str, reference: str, response: str, method: str = "strict") -> list[dict[str, str]]:

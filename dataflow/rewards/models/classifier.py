@@ -133,7 +133,9 @@ class Classifier:
         """Returns the score in a reply, and the tokens that the server counted."""
         try:
             answer = json.loads(raw)
-            row = answer["data"][0]
+            (row,) = answer["data"]
+            if row.get("index", 0) != 0:
+                raise LookupError
             numbers = row["probs"] if self._kind == "classify" else row["data"]
             if numbers and isinstance(numbers[0], list):
                 numbers = numbers[-1]  # one for each token, of which the last has seen all

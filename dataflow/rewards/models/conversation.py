@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.chat import text_of
+from dataflow.chat import calls_of, text_of, without
 from dataflow.errors import ConfigError
 from dataflow.files import decoded
 from dataflow.models.directory import room_of
@@ -16,8 +17,8 @@ from dataflow.usercode.failures import attempt
 from dataflow.usercode.load import describe
 
 
-def messages_of(solution: str, extra_info: Mapping[str, Any] | None) -> list[dict[str, str]]:
-    """Returns the chat that is scored: the prompt's messages, then the response.
+def messages_of(solution: str, extra_info: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Returns the chat that is scored: the prompt's messages, then the response; tool calls are kept as they are.
 
     Args:
         solution: the response as text.
@@ -28,13 +29,23 @@ def messages_of(solution: str, extra_info: Mapping[str, Any] | None) -> list[dic
     prompt, turns = facts.get("raw_prompt"), facts.get("conversation")
     chat = [{"role": "user", "content": question_of(facts)}] if prompt is None else list(prompt)
     chat += [{"role": "assistant", "content": solution}] if turns is None else list(turns)
-    return [{"role": str(turn.get("role", "user")), "content": text_of(turn.get("content", ""))} for turn in chat]
+    return [_message(turn) for turn in chat]
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    content, calls = turn.get("content"), calls_of(turn)
+    text = "" if content is None else text_of(content)
+    if not text.isascii():  # half a surrogate pair is no Unicode character, which neither tokenizers nor JSON can hold
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    named = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key) is not None}
+    return {"role": str(turn.get("role", "user")), "content": text, **named, **({"tool_calls": calls} if calls else {})}
 
 
 class Renderer:
     """Turns chats into token ids, with the tokenizer and the chat template of the reward model.
 
-    Special tokens that the tokenizer adds to a text are there once, whether or not the template writes them, too. A
+    Special tokens that the tokenizer adds to a text are there once, whether or not the template writes them, too. Those
+    that a message spells out are left out: a response could end its own turn with them, and write the next one. A
     longer input loses tokens at its left, after the special tokens at its begin.
 
     Args:
@@ -64,7 +75,7 @@ class Renderer:
         begin = next((at for at in range(len(special)) if special[at : at + len(plain)] == plain), 0)
         self._begin, self._end = special[:begin], special[begin + len(plain) :]
 
-    def __call__(self, chat: list[dict[str, str]]) -> tuple[list[int], int]:
+    def __call__(self, chat: Sequence[Mapping[str, Any]]) -> tuple[list[int], int]:
         """Returns the token ids of a chat, and how many were cut off.
 
         Raises:
@@ -72,7 +83,7 @@ class Renderer:
         """
         text, error = attempt(
             self._tokenizer.apply_chat_template,
-            chat,
+            [self._rendered(turn) for turn in chat],
             tokenize=False,
             chat_template=self._template,
             add_generation_prompt=False,
@@ -88,9 +99,28 @@ class Renderer:
         cut = max(0, len(ids) - self.limit)
         return (begin + ids[len(begin) + cut :] if cut else ids), cut
 
+    def _rendered(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a message as templates expect it."""
+        text, special = turn["content"], self._tokenizer.all_special_tokens
+        if any(token in text for token in special):
+            text = without(text, special)
+        calls = {"tool_calls": list(map(_with_arguments, turn["tool_calls"]))} if "tool_calls" in turn else {}
+        return {**turn, "content": text, **calls}
+
     def _encode(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
+
+
+def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tool call whose arguments are a dict, as templates write them; in OpenAI's form they are JSON text."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except (ValueError, RecursionError):  # what a model wrote need not be JSON
+        return dict(call)
 
 
 def _read(path: str, key: str) -> str:

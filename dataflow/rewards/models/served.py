@@ -14,6 +14,16 @@ from dataflow.rewards.limits.router import Router, Routing
 from dataflow.rewards.models.classifier import Classifier
 
 _JUDGE_KEY = re.compile(r"\bjudge\.([a-z_]+)")
+_LOGIN = "http://USER:PASSWORD@HOST:PORT"
+_OTHER = {
+    "the environment variable that judge.api_key_env names holds a key that this server accepts": (
+        f"judge.url holds a login that this server accepts, {_LOGIN}"
+    ),
+    "put a key into the variable that judge.api_key_env names": f"put a login before the host, {_LOGIN}",
+    "; judge.max_reply_bytes allows longer replies": "",
+}
+"""What a message says of keys that a judge has and a reward model has not, and what it says in place of that."""
+_OF_CHAT = ", and set judge.max_tokens_reply"
 _OWN = ("url", "timeout")
 """Keys of a judge that are keys of the model itself; the others are those of its prompt."""
 
@@ -56,7 +66,7 @@ class ServedReward:
         normalize: str = "none",
         prompt: Mapping[str, Any] | None = None,
     ) -> None:
-        self.name = name
+        self.name, self._kind = name, kind
         if normalize not in ("none", "sigmoid", "running"):
             raise ConfigError(f"reward.models.{name}.normalize={normalize}; give none, sigmoid or running.")
         self._sigmoid = normalize == "sigmoid"
@@ -103,5 +113,7 @@ class ServedReward:
         def own(key: re.Match[str]) -> str:
             return f"{section}.{key[1]}" if key[1] in _OWN else f"{section}.prompt.{key[1]}"
 
+        for words, own_words in (_OTHER if self._kind == "chat" else {**_OTHER, _OF_CHAT: ""}).items():
+            text = text.replace(words, own_words)
         text = _JUDGE_KEY.sub(own, text.replace("judge.model", section))
         return text.replace("the judge", f"reward model '{self.name}'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 from collections.abc import Coroutine, Sequence
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 
 from dataflow.batch import Batch
+from dataflow.config.served import PromptConfig, ServedModelConfig
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge.errors import JudgeError
+from dataflow.rewards.judge.prompt import transcript
 from dataflow.rewards.models.conversation import Renderer, messages_of
 from dataflow.rewards.models.served import ServedReward
 from dataflow.rewards.naming import keyed
@@ -136,6 +139,45 @@ def test_turns_and_images_become_text() -> None:
     assert messages_of("x", {"question": "q?"})[0] == {"role": "user", "content": "q?"}
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def test_tool_calls_are_kept_and_half_a_character_is_replaced(tmp_path: Path) -> None:
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "name": "add", "content": "2"},
+    ]
+    chat = messages_of("three \ud800 four", {**QUESTION, "raw_prompt": [*QUESTION["raw_prompt"], *turns]})
+    assert chat[1:] == [
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "name": "add"},
+        {"role": "assistant", "content": "three \ufffd four"},
+    ]
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}ten {% for k in c.function.arguments %}{{ k }} "
+    template += "{% endfor %}{% endfor %}{{ m.content }} {% endfor %}"
+    assert words(Renderer(model(tmp_path, template), None, None, "k")(chat)[0]) == (
+        "<s> one two ten unknown unknown three unknown four"
+    )
+    assert transcript(chat[1:3]) == f"assistant: {json.dumps(CALL)}\ntool add: 2".replace(
+        "assistant: ", "assistant: \n"
+    )
+
+
+def test_a_response_cannot_spell_special_tokens(tmp_path: Path) -> None:
+    _columns, (_path, body) = ask(text="three</s> <s> four <<s>s>", path=model(tmp_path))
+    assert words(body["input"][0]) == "<s> <u> one two <a> three four"
+
+
+def test_a_reply_has_one_row_of_this_request() -> None:
+    for text in (
+        '{"data": [{"probs": [1]}, {"probs": [2]}]}',
+        '{"data": [{"index": 1, "probs": [1]}]}',
+        '{"data": []}',
+    ):
+        error, _sent = ask({"text": text})
+        assert "answered without the scores of /classify" in str(error)
+
+
 def test_a_sigmoid_keeps_the_raw_score() -> None:
     columns, _sent = ask(score(-2.0), normalize="sigmoid")
     assert columns["score"] == pytest.approx(1 / (1 + math.exp(2)))
@@ -164,6 +206,10 @@ def test_chat_is_a_judge_with_the_keys_of_its_prompt() -> None:
         ({"status": 400}, {}, "answered 400: out of order", r"only with reward\.models\.rm\.path", False),
         ({"status": 404}, {}, "answered 404", r"--served-model-name", False),
         ({"status": 500}, {}, "answered 500", "log of the server", True),
+        ({"status": 401}, {}, "answered 401", r"reward\.models\.rm\.url holds a login .* http://USER", False),
+        ({"status": 403}, {"kind": "chat"}, "answered 403", r"reward\.models\.rm\.url holds a login", False),
+        ({"text": "x" * (2 << 20)}, {}, "over 1,048,576 bytes", r"check which server answers there$", False),
+        ({"text": "x" * (5 << 20)}, {"kind": "chat"}, "bytes", r"there, and set \S+\.prompt\.max_tokens_reply$", False),
         (score(math.nan), {}, "a score that is nan", r"reward\.models\.rm\.dtype", False),
         ({"status": 404}, {"kind": "chat"}, "answered 404", r"correct reward\.models\.rm\.url or reward", False),
         (score(7.0), {"kind": "chat"}, "Score: 7", r"'Score: <0\.\.1>'", True),
@@ -178,6 +224,9 @@ def test_errors_name_the_server_and_the_keys_of_the_model(
     assert error.retry is retry
     assert re.search(fix, error.fix)
     assert "judge." not in f"{error} {error.fix}"
+    named = re.findall(r"reward\.models\.rm\.([a-z_.]*[a-z_])", f"{error} {error.fix}")
+    fields = {*ServedModelConfig.model_fields, *(f"prompt.{name}" for name in PromptConfig.model_fields)}
+    assert fields.issuperset(named)
 
 
 def test_bad_options_are_one_sentence(tmp_path: Path) -> None:
