@@ -36,7 +36,7 @@ def test_the_table_of_options_is_the_signature() -> None:
 def test_the_statuses_are_named() -> None:
     for status in {*get_args(Status), "passed", "no_code", "wrong_answer"} - {"finished"}:
         assert f"`{status}`" in TEXT, status
-    assert f"more than {local._PROCESSES}" in TEXT
+    assert f"more than {local._PROCESSES} or had more than {local._THREADS} threads" in TEXT
     assert f"({local._DISK_MB} MB)" in TEXT
 
 

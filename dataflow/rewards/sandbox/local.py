@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from dataflow.rewards.sandbox.outcome import Outcome, SandboxError, Status
 
 JAIL = Path(__file__).with_name("jail.py")
-_DISK_MB, _FILES, _PROCESSES = 64, 256, 32
+_DISK_MB, _FILES, _PROCESSES, _THREADS = 64, 256, 32, 64
+_HIDDEN = ("/dev", "/run", "/var/run", "/tmp", "/var/tmp")
+"""Folders that a program sees empty: services have sockets and pipes in them."""
 _STDERR = 2000  # characters that are kept
 _START_S = 60.0
 """Seconds that the jail may take besides those of the program."""
@@ -27,6 +30,8 @@ _LIMITS: Mapping[str, Status] = {
     "memory_limit": "memory_limit",
     "process_limit": "process_limit",
 }
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+_FIX = "lower manager_kwargs.max_concurrent, or raise the system's limits of files, processes and memory"
 _warned: set[str] = set()
 
 
@@ -66,7 +71,7 @@ class LocalSandbox:
         except OSError as error:
             raise SandboxError(
                 f"no process could be started for a program ({error})",
-                fix="lower manager_kwargs.max_concurrent, or raise the system's limits of files and processes",
+                fix=_FIX,
             ) from error
 
     async def close(self) -> None:
@@ -75,20 +80,18 @@ class LocalSandbox:
     async def _run(self, place: Path, source: str, stdin: str) -> Outcome:
         work = place / "work"
         work.mkdir()
-        (place / "code").write_bytes(source.encode(errors="surrogatepass"))
-        (place / "stdin").write_bytes(stdin.encode(errors="surrogatepass"))
         told, tells = os.pipe()
         try:
-            with (place / "stdin").open("rb") as given:
+            with _held(source) as code, _held(stdin) as given:
                 # In a session of its own: signals of a terminal do not reach it.
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", "-B", str(JAIL), json.dumps(self._options(place, work, tells))),
+                    *(sys.executable, "-I", "-S", "-B", str(JAIL), json.dumps(self._options(work, tells, code))),
                     stdin=given,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
                     env={},
                     start_new_session=True,
-                    pass_fds=(tells,),
+                    pass_fds=(tells, code),
                 )
             os.close(tells)
             tells = -1
@@ -100,7 +103,7 @@ class LocalSandbox:
                     )
                     await process.wait()
             except TimeoutError:
-                raise SandboxError("the process around a program did not end in time") from None
+                raise SandboxError("the process around a program did not end in time", fix=_FIX) from None
             finally:
                 await _end(process)
             said = os.read(told, 1 << 16).decode(errors="replace")
@@ -109,18 +112,20 @@ class LocalSandbox:
             if tells >= 0:
                 os.close(tells)
         messages = errors.decode(errors="replace")[-_STDERR:]
-        status = "output_limit" if more else _status(said, messages)
+        status = "output_limit" if more else _status(said, messages, process.returncode)
         return Outcome(status, output.decode(errors="replace"), messages)
 
-    def _options(self, place: Path, work: Path, tells: int) -> dict[str, Any]:
+    def _options(self, work: Path, tells: int, code: int) -> dict[str, Any]:
         names = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C.UTF-8", "HOME": str(work), "TMPDIR": str(work)}
         # Libraries for arrays would start a thread for each core, each with memory of its own.
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         return {
             "parent": os.getpid(),
             "report": tells,
-            "code": str(place / "code"),
+            "code": code,
             "work": str(work),
+            "hidden": _HIDDEN,
+            "keep": _kept(),
             "command": [sys.executable, "-s", "-B", "main.py"],
             "environment": names | threads,
             "timeout": self._timeout,
@@ -128,6 +133,7 @@ class LocalSandbox:
             "disk_mb": _DISK_MB,
             "files": _FILES,
             "processes": _PROCESSES,
+            "threads": _THREADS,
             "isolate": self._isolate,
         }
 
@@ -149,6 +155,27 @@ class LocalSandbox:
         return kept, more
 
 
+@contextmanager
+def _held(text: str) -> Iterator[int]:
+    """Yields a descriptor of a text in memory, which nobody can change: no file of this machine."""
+    file = os.memfd_create("text", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with os.fdopen(file, "wb", closefd=False) as writes:
+            writes.write(text.encode(errors="surrogatepass"))
+        os.lseek(file, 0, os.SEEK_SET)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | _SEALS)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _kept() -> list[str]:
+    """Returns the folders of this Python that lie in hidden ones."""
+    folders = {sys.prefix, sys.base_prefix}
+    hidden = tuple(f"{os.path.realpath(folder)}/" for folder in _HIDDEN)
+    return sorted(each for folder in folders for each in {folder, os.path.realpath(folder)} if each.startswith(hidden))
+
+
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Ends the jail, and with it the program, if it runs still."""
     if process.returncode is not None:
@@ -164,14 +191,33 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def _status(said: str, messages: str) -> Status:
-    """Reads the jail's report."""
+def _status(said: str, messages: str, code: int | None) -> Status:
+    """Reads the jail's report.
+
+    Args:
+        said: the report.
+        messages: of the program.
+        code: exit code of the jail.
+    """
     try:
-        first, last = map(json.loads, said.splitlines()[:2])
+        first, *others = map(json.loads, said.splitlines()[:2])
+        if not others and first.get("missing") and code is not None and code < 0:
+            return "runtime_error"  # without namespaces a program can end the process around it
+        (last,) = others
     except ValueError as error:
-        raise SandboxError(f"the process around a program ended without a report: {messages[-300:]}") from error
-    if first.get("missing"):
-        _warn(first["missing"])
+        raise SandboxError(
+            f"the process around a program ended without a report: {messages[-300:]}", fix=_FIX
+        ) from error
+    if missing := first.get("missing"):
+        _warn(
+            f"this system gives programs no namespaces of their own ({missing}): they can read this user's processes, "
+            "and write wherever this user can"
+        )
+    if unfiltered := first.get("unfiltered"):
+        _warn(
+            f"this system does not forbid programs system calls ({unfiltered}): they can reach the sockets of this "
+            "user's services, the network if they have no namespaces, and take memory that no limit counts"
+        )
     end = last.get("end")
     if end == "exit":
         code = last["code"]
@@ -179,18 +225,15 @@ def _status(said: str, messages: str) -> Status:
             return "timeout" if code == -signal.SIGXCPU else "memory_limit"
         return "finished" if code == 0 else "runtime_error"
     if end not in _LIMITS:
-        raise SandboxError(f"a program could not be run: {last.get('why', end)}")
+        raise SandboxError(f"a program could not be run: {last.get('why', end)}", fix=_FIX)
     return _LIMITS[end]
 
 
-def _warn(why: str) -> None:
+def _warn(what: str) -> None:
     """Says once what this system does not protect from."""
-    if why in _warned:
+    if what in _warned:
         return
-    _warned.add(why)
+    _warned.add(what)
     from loguru import logger  # it takes a while to import, and most processes never warn
 
-    logger.warning(
-        f"sandbox: this system gives programs no namespaces of their own ({why}): they can reach the network, read "
-        "this user's processes, and write wherever this user can; run them at a service (manager_kwargs.url)."
-    )
+    logger.warning(f"sandbox: {what}; run them at a service (manager_kwargs.url).")
