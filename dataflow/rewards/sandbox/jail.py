@@ -263,8 +263,8 @@ def supervise(options: dict[str, Any], alone: bool) -> str:
     """Starts the program, watches it, and reports its end, which it returns, when all its processes have ended."""
     if not alone:
         _LIBC.prctl(_SUBREAPER, 1, 0, 0, 0)
-        # Another process of this user may then not write to the descriptors of this one, such as the report.
-        _LIBC.prctl(_DUMPABLE, 0, 0, 0, 0)
+    # Another process of this user may then not use the descriptors of this one, such as the report.
+    _LIBC.prctl(_DUMPABLE, 0, 0, 0, 0)
     until = time.monotonic() + options["timeout"]
     program = os.fork()
     if program == 0:
