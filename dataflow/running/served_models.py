@@ -20,6 +20,9 @@ from dataflow.engines.choice import vllm_device
 from dataflow.errors import ConfigError, ModelError, RunError, nearest
 from dataflow.files import no_file
 from dataflow.models.directory import check_chat, check_classifier, has_chat_template, room_of
+from dataflow.models.head import labels_of
+from dataflow.models.tokenizer import load_tokenizer
+from dataflow.rewards.models.conversation import check_template, read_template
 from dataflow.rewards.models.gpus import VISIBLE, GpuPlan, Wanted, plan_gpus, visible_gpus
 from dataflow.rewards.models.keeper import ModelServers
 from dataflow.rewards.models.router_keeper import RouterKeeper
@@ -74,7 +77,7 @@ def check_models(config: RunConfig, agents: Iterable[str], hosts: Iterable[Hoste
                 "answers; leave it out."
             )
         try:
-            _check_model(model, "cuda" if config.ray.gpus_per_worker else "cpu")
+            _check_model(model, "cuda" if config.ray.gpus_per_worker else "cpu", name in scoring)
         except (ConfigError, ModelError) as error:
             raise ConfigError(f"reward.models.{name}: {error}") from error
     if config.ray.gpus_per_worker:
@@ -139,7 +142,7 @@ def _gpus(config: RunConfig, hosts: Iterable[Hosted]) -> GpuPlan:
     return plan_gpus(wanted, gpus_of(hosts), visible_gpus()) if wanted else GpuPlan([], {})
 
 
-def _check_model(model: ServedModelConfig, device: str) -> None:
+def _check_model(model: ServedModelConfig, device: str, scores: bool) -> None:
     if model.path is None:
         return
     path = Path(model.path).expanduser()
@@ -151,11 +154,20 @@ def _check_model(model: ServedModelConfig, device: str) -> None:
         check_chat(path)
     else:
         check_classifier(path, model.kind, model.engine)
+        labels = labels_of(path)
+        if scores and labels not in (None, 1):
+            raise ConfigError(
+                f"model {path} answers {labels} numbers (labels), where a score is one; give a model with one label, "
+                "or a reward function that makes a score of them."
+            )
     if model.template is None:
         if not has_chat_template(path):
             raise ConfigError(f"model {path} has no chat template; give template, a Jinja file.")
     elif (why := no_file(Path(model.template).expanduser())) is not None:
         raise ConfigError(f"template={model.template}: {why}; give a Jinja file.")
+    elif model.kind == "chat":  # the template of a classifier is checked where its client is
+        where = f"template={model.template}"
+        check_template(load_tokenizer(str(path), "path"), read_template(model.template, where), where)
     positions = room_of(path).positions
     if model.max_model_len is not None and positions is not None and model.max_model_len > positions:
         raise ConfigError(f"max_model_len={model.max_model_len}: model {path} reads {positions} tokens; lower it.")

@@ -32,7 +32,9 @@ FUNCTION = PLAIN.replace("extra_info", "extra_info, reward_router_address")
 def save_model(path: Path, architecture: str, template: str | None = "{{ messages }}", **config: Any) -> Path:
     """Writes as much of a model as the checks read."""
     path.mkdir()
-    facts = {"model_type": "qwen2", "architectures": [architecture], "max_position_embeddings": 512, **config}
+    labels = {"0": "score"}
+    facts = {"model_type": "qwen2", "architectures": [architecture], "max_position_embeddings": 512, "id2label": labels}
+    facts |= config
     (path / "config.json").write_text(json.dumps(facts))
     (path / "tokenizer.json").write_text("{}")
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template} if template else {}))
@@ -145,6 +147,9 @@ def test_models_that_can_be_served_pass(rm: Path, chat: Path, tmp_path: Path) ->
         ({"url": "http://h", "replicas": 2}, (), "replicas has no effect with url"),
         ({"url": "http://h", "engine": "hf"}, (), "engine has no effect with url"),
         ({"url": "http://[::1"}, (), "reward.models.m: url is no address (Invalid IPv6 URL); give"),
+        ({"path": "TWO"}, (), "answers 2 numbers (labels), where a score is one"),
+        ({"path": "THREE"}, (), "its head 'score.weight' has 1 labels, and config.json 3"),
+        ({"path": "BODY"}, (), "none of its weights is that of a classification head"),
         ({"path": "RM", "replica": 2}, (), "'reward.models.m.replica'; did you mean 'reward.models.m.replicas'?"),
         ({"url": "http://h"}, ("reward.model=m", "judge.url=http://j"), "judge.url has no effect: reward model 'm' sc"),
         (
@@ -171,6 +176,12 @@ def test_a_model_that_cannot_be_served_is_one_sentence(
 ) -> None:
     bare = save_model(tmp_path / "bare", "AForSequenceClassification", None)
     places = {"RM": str(rm), "RM/config.json": str(rm / "config.json"), "CHAT": str(chat), "BARE": str(bare)}
+    two, body = {"score.weight": np.zeros((2, 4), dtype=np.float32)}, {"model.a": np.zeros((1, 4), dtype=np.float32)}
+    for name, labels, weights in (("TWO", 2, two), ("THREE", 3, None), ("BODY", 1, body)):
+        facts = {"id2label": {str(at): "x" for at in range(labels)}}
+        places[name] = str(save_model(tmp_path / name, "Qwen2ForSequenceClassification", **facts))
+        if weights is not None:
+            save_file(weights, tmp_path / name / "model.safetensors")
     for name, text in (("ASKS", FUNCTION), ("PLAIN", PLAIN)):
         (tmp_path / f"{name}.py").write_text(text)
         keys = tuple(key.replace(f"path={name}", f"path={tmp_path / name}.py") for key in keys)

@@ -61,7 +61,8 @@ class Renderer:
     def __init__(self, path: str, template: str | None, limit: int | None, key: str) -> None:
         directory = Path(path).expanduser()
         self._tokenizer = load_tokenizer(str(directory), f"{key}.path")
-        self._template = None if template is None else _read(template, key)
+        where = f"{key}.path={path}" if template is None else f"{key}.template={template}"
+        self._template = None if template is None else read_template(template, where)
         if self._template is None and not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError(
                 f"{key}.path={path}: the tokenizer has no chat template; give {key}.template, a Jinja file."
@@ -74,6 +75,7 @@ class Renderer:
         plain, special = self._encode("x", False), self._encode("x", True)
         begin = next((at for at in range(len(special)) if special[at : at + len(plain)] == plain), 0)
         self._begin, self._end = special[:begin], special[begin + len(plain) :]
+        check_template(self._tokenizer, self._template, where)
 
     def __call__(self, chat: Sequence[Mapping[str, Any]]) -> tuple[list[int], int]:
         """Returns the token ids of a chat, and how many were cut off.
@@ -123,8 +125,46 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         return dict(call)
 
 
-def _read(path: str, key: str) -> str:
+def check_template(tokenizer: Any, template: str | None, where: str) -> None:
+    """Checks that a chat template shows what an assistant answers.
+
+    Args:
+        tokenizer: of the model.
+        template: text of another template than the tokenizer's.
+        where: it was given, for the message.
+
+    Raises:
+        ConfigError: it cannot be applied, or writes the same for two responses.
+    """
+    written = []
+    for response in ("one", "two"):
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": response}]
+        text, error = attempt(tokenizer.apply_chat_template, chat, tokenize=False, chat_template=template)
+        if error is not None:
+            said = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError(
+                f"{where}: the chat template cannot be applied to a question and its answer ({type(error).__name__}: "
+                f"{said}); correct it, or give another as template."
+            ) from error
+        written.append(text)
+    if written[0] == written[1]:
+        raise ConfigError(
+            f"{where}: the chat template writes the same for two responses, so that all would have one score; let it "
+            "write the content of all messages."
+        )
+
+
+def read_template(path: str, where: str) -> str:
+    """Returns the text of a chat template's file.
+
+    Args:
+        path: of the file.
+        where: it was given, for the message.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         return decoded(Path(path).expanduser().read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}.template={path} cannot be read ({error}); give a Jinja file.") from error
+        raise ConfigError(f"{where} cannot be read ({error}); give a Jinja file.") from error

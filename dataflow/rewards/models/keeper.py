@@ -14,6 +14,7 @@ from loguru import logger
 from dataflow.errors import RunError
 from dataflow.rewards.models.gpus import VISIBLE
 from dataflow.rewards.models.server import HANG_S, ModelServer, Port
+from dataflow.rewards.models.sleeping import gate_of
 from dataflow.system.kept import KeptServer
 from dataflow.system.loopback import ADDRESS
 
@@ -113,6 +114,8 @@ class ModelServers:
         self._close(self._servers)
 
     def _close(self, servers: Sequence[KeptServer[ModelServer]]) -> None:
+        for url in self.urls:
+            gate_of(url).set()  # a keeper that waits for it would not end
         # Side by side, as each may take seconds.
         threads = [threading.Thread(target=server.close) for server in servers]
         for thread in threads:
@@ -133,7 +136,7 @@ class ModelServers:
     def _on_death(self, number: int, server: ModelServer) -> None:
         what, reason = f"reward model '{self.name}'", server.reason()
         with self._lock:
-            if number not in self._started:
+            if number not in self._started and not server.killed:
                 raise RunError(f"{what}: server {number} did not start ({reason}); see {self._logs[number]}.")
             if self.restarted >= self._most:
                 raise RunError(
@@ -141,10 +144,10 @@ class ModelServers:
                     f"(reward.models.{self.name}.restarts={self._most}); see {self._logs[number]}."
                 )
             self.restarted += 1
-        logger.warning(
-            f"{what}: server {number} ended ({reason}): restart {self.restarted} of {self._most}; "
-            "requests in flight there are sent again."
-        )
+        gate = gate_of(self.urls[number])
+        then = "requests in flight there are sent again" if gate.is_set() else "it starts when its model wakes"
+        logger.warning(f"{what}: server {number} ended ({reason}): restart {self.restarted} of {self._most}; {then}.")
+        gate.wait()  # until then others use the memory of its GPU
 
     def _lose(self, number: int, error: RunError) -> None:
         with self._lock:

@@ -253,13 +253,19 @@ class ModelServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
+    @property
+    def killed(self) -> bool:
+        """Whether a SIGKILL has ended it, such as that of a system without memory, so that a new one may live."""
+        code = self._process.poll() or 0
+        return not self.late and (code - 128 == signal.SIGKILL or code == -signal.SIGKILL)
+
     def reason(self) -> str:
         """Returns why it ended or did not start, from its log and its exit code."""
         if self.late:
             return f"no answer to GET /health within {self._hang_s if self.ready else self._start_s:g} s"
-        code = self._process.poll() or 0
-        if code - 128 == signal.SIGKILL or code == -signal.SIGKILL:
+        if self.killed:
             return "killed, or out of memory"
+        code = self._process.poll() or 0
         try:
             said = reason_in(self._log, self._offset)
         except OSError as error:  # the user has moved or removed it

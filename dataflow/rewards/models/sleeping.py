@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,19 @@ if TYPE_CHECKING:
 
 _AGAIN_S = 0.5
 """Seconds between two tries to reach a server that is being restarted."""
+
+
+_GATES: dict[str, threading.Event] = {}
+
+
+def gate_of(url: str) -> threading.Event:
+    """Returns what is set while the server at an address may use its GPU, for whatever starts it in this process."""
+    root = root_of(without_login(url)[0])
+    if root not in _GATES:
+        opened = threading.Event()
+        opened.set()
+        _GATES.setdefault(root, opened)
+    return _GATES[root]
 
 
 @dataclass(frozen=True)
@@ -53,10 +67,17 @@ class Sleeper:
     async def _all(self, call: str, asleep: bool) -> None:
         import aiohttp
 
+        gates = [gate_of(url) for url in self.urls]
+        if not asleep:
+            for gate in gates:
+                gate.set()
         if not self.urls:
             raise RunError(f"reward model '{self.model}' has no server; give reward.models.{self.model}.path or url.")
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.limit_s)) as session:
             await asyncio.gather(*(self._one(session, url, call, asleep) for url in self.urls))
+        if asleep:
+            for gate in gates:
+                gate.clear()
 
     async def _one(self, session: aiohttp.ClientSession, url: str, call: str, asleep: bool) -> None:
         import aiohttp

@@ -21,6 +21,7 @@ from dataflow.errors import RunError
 from dataflow.rewards.models import hf_server
 from dataflow.rewards.models.keeper import ModelServers
 from dataflow.rewards.models.server import Port, reason_in, server_command, server_environment
+from dataflow.rewards.models.sleeping import gate_of
 from tests.rigs.model_server import fake_command
 from tests.rigs.processes import below, left
 
@@ -130,6 +131,36 @@ def test_a_server_whose_log_was_removed_comes_back(pair: ModelServers, warned: l
     restarted(pair, 1, lambda guard: server_of(guard).terminate())
     assert "its log cannot be read: No such file or directory" in warned[0]
     assert pair._logs[1].exists()
+
+
+def test_a_server_that_dies_asleep_starts_when_its_model_wakes(pair: ModelServers, warned: list[str]) -> None:
+    gate, dead = gate_of(pair.urls[0]), server_of(pair.pids[0])
+    gate.clear()
+    said = threading.Event()
+
+    def end(guard: int) -> None:
+        dead.kill()
+        assert left([dead], timeout=READY_S) == []
+        assert not said.wait(0.5), "a new server has been started"
+        gate.set()
+
+    kept = pair._servers[0]
+    start = kept._start
+    kept._start = lambda: (said.set(), start())[1]
+    restarted(pair, 0, end)
+    kept._start = start
+    assert warned[0].endswith("; it starts when its model wakes.")
+
+
+def test_a_server_that_is_killed_while_it_starts_is_started_again(tmp_path: Path, warned: list[str]) -> None:
+    with servers(tmp_path, "--never", start_s=READY_S) as running:
+        kept, again = running._servers[0], threading.Event()
+        start = kept._start
+        kept._start = lambda: (start(), again.set())[0]
+        os.killpg(running.pids[0], signal.SIGKILL)
+        assert again.wait(READY_S)
+        assert not running.ready.done()
+    assert "restart 1 of 3" in warned[0]
 
 
 def test_a_server_that_hangs_is_restarted(tmp_path: Path, losses: queue.Queue[RunError]) -> None:
