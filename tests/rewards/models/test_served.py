@@ -239,6 +239,8 @@ def test_bad_options_are_one_sentence(tmp_path: Path) -> None:
         ({"url": "nowhere"}, r"reward\.models\.rm\.url=nowhere is not an address"),
         ({"url": []}, r"reward\.models\.rm\.url=\[\] names no server"),
         ({"kind": "chat", "prompt": {"template": "x"}}, r"reward\.models\.rm\.prompt\.template has no {response}"),
+        ({"path": model(tmp_path / "c", "{% if %}")}, r"rm\.path=.*cannot be applied to .* \(TemplateSyntaxError"),
+        ({"path": model(tmp_path / "d", "hello")}, r"rm\.path=.*writes the same for two responses"),
         ({"normalize": "std"}, r"reward\.models\.rm\.normalize=std; give none, sigmoid or running"),
     ):
         with pytest.raises(ConfigError, match=message):
