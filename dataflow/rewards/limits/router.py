@@ -27,21 +27,18 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, Literal, TypeVar
 from zlib import crc32
 
 from loguru import logger
 
 from dataflow.rewards.limits.endpoint_queue import EndpointQueue
+from dataflow.rewards.limits.health_check import HealthCheck, brief, health_of
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.retry import is_bad_reply, is_lost, retry_after_s
 from dataflow.system import clock
 from dataflow.usercode.failures import attribute_of
 from dataflow.usercode.loop import call_endpoint
-
-if TYPE_CHECKING:
-    import aiohttp
 
 FAILURES = 3
 """Failed calls in a row after which a server is ejected although its health check answers."""
@@ -96,6 +93,8 @@ class _Server:
     interval_s: float = 0.0
     """Of its probes; kept until a call succeeds, so that one that fails again is probed less often."""
     ejected_at: float = math.inf
+    out_since: float = math.inf
+    """When it was ejected first since it last answered well."""
     watch: asyncio.Task[None] | None = None
     """Probes it while it gets no calls."""
     calls: set[asyncio.Timeout] = field(default_factory=set)
@@ -132,14 +131,14 @@ class Router:
         probing: Probing | None = None,
     ) -> None:
         self.names = tuple(urls)
-        self._servers = {url: _Server(url, _health_of(url)) for url in self.names}
+        self._servers = {url: _Server(url, health_of(url)) for url in self.names}
         self._slots = slots
         self._prompt_of = prompt_of if routing == "prefix" and len(self.names) > 1 else None
         self._what = what
         self._probing = probing or Probing()
+        self._health = HealthCheck(self._probing.limit_s)
         self._turn = itertools.cycle(self.names)
         self._changes: list[tuple[float, str, int]] = []
-        self._session: aiohttp.ClientSession | None = None
         self._patience: asyncio.TimerHandle | None = None
         self.counts = {"resent": 0, "ejections": 0}
 
@@ -204,6 +203,10 @@ class Router:
         if server is None:
             return
         server.failures, server.bad, server.interval_s, server.answered_at = 0, 0, 0.0, clock.now()
+        if server.out_since < math.inf and not server.ejected:
+            seconds = clock.now() - server.out_since
+            logger.info(f"{self._what}: server {server.name} answers again, after {seconds:.1f} s.")
+            server.out_since = math.inf
         for other in self._held():
             if other is server:
                 self._release(other)
@@ -228,7 +231,7 @@ class Router:
                 self._watch(server, partial(self._check, server, error))
             return self._has_other(server)
         if doubtful:
-            server.bad, server.said = server.bad + 1, _brief(error)
+            server.bad, server.said = server.bad + 1, brief(error)
             if server.bad >= BAD and server.watch is None and self._has_other(server):
                 server.held = True
                 self._suspend(server)
@@ -272,9 +275,9 @@ class Router:
 
     async def _check(self, server: _Server, error: BaseException) -> None:
         """Ejects a server that does not answer its health check, or whose calls all fail."""
-        why = await self._probe(server)
+        why = await self._health.failure(server.health)
         if why or server.failures >= FAILURES:
-            why = why or f"{server.failures} calls in a row failed, the last with {_brief(error)}"
+            why = why or f"{server.failures} calls in a row failed, the last with {brief(error)}"
             calls = tuple(server.calls)
             then = f"its {len(calls)} calls in flight go to other servers"
             self._eject(server, f"until it answers GET /health: {why}; {then}")
@@ -296,7 +299,7 @@ class Router:
             if self._patience is not None or not self._all_ejected():
                 self._suspend(server)
             await asyncio.sleep(server.interval_s)
-            if not await self._probe(server):
+            if not await self._health.failure(server.health):
                 break
         self._readmit(server)
 
@@ -308,7 +311,9 @@ class Router:
         server.ejected_at = clock.now()
         self.counts["ejections"] += 1
         self._changes.append((server.ejected_at, server.name, 0))
-        logger.warning(f"{self._what}: server {server.name} takes no calls {why}.")
+        again = server.out_since < math.inf  # a server that stays bad is ejected every few seconds
+        logger.log("DEBUG" if again else "WARNING", f"{self._what}: server {server.name} takes no calls {why}.")
+        server.out_since = min(server.out_since, server.ejected_at)
         if self._all_ejected():
             self._patience = asyncio.get_running_loop().call_later(self._probing.patience_s, self._try_anyway)
 
@@ -325,7 +330,6 @@ class Router:
                 server.queue.resume()
 
     def _readmit(self, server: _Server) -> None:
-        seconds = clock.now() - server.ejected_at
         server.ejected_at = math.inf
         if self._patience is not None:
             self._patience.cancel()
@@ -333,25 +337,6 @@ class Router:
         server.failures = FAILURES - 1  # one more failure ejects it again
         assert server.queue is not None
         self._changes.append((clock.now(), server.name, int(server.queue.limit)))
-        logger.info(f"{self._what}: server {server.name} takes calls again, after {seconds:.1f} s.")
-
-    async def _probe(self, server: _Server) -> str:
-        """Returns why the health check of a server failed; "" if it was answered."""
-        import aiohttp
-
-        if self._session is None:
-            # A new connection for each probe: an old one may be open to a process that hangs or is gone.
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-        limit = aiohttp.ClientTimeout(total=self._probing.limit_s)
-        try:
-            async with self._session.get(server.health, timeout=limit, allow_redirects=False) as reply:
-                # A server elsewhere may have no such page, or want a key for it; but it answers.
-                return f"GET {server.health} answered {reply.status}" if reply.status >= 500 else ""
-        except TimeoutError:
-            return f"GET {server.health} was not answered within {self._probing.limit_s:g} s"
-        except (aiohttp.ClientError, OSError) as error:
-            return f"GET {server.health}: {_brief(error)}"
 
     # --- reports ------------------------------------------------------------------------------------------------
 
@@ -372,8 +357,7 @@ class Router:
         for probe in probes:
             probe.cancel()
         await asyncio.gather(*probes, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
+        await self._health.close()
 
 
 def is_doubtful(error: BaseException) -> bool:
@@ -395,18 +379,3 @@ def pooled(limits: Limits, router: Router | None) -> Limits:
 def _at_most(limits: Limits, concurrency: int) -> Limits:
     most = min(limits.concurrency, concurrency)
     return replace(limits, concurrency=most, floor=min(limits.floor, most))
-
-
-def root_of(url: str) -> str:
-    """Returns the address of a server without path."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-
-
-def _health_of(url: str) -> str:
-    return f"{root_of(url)}/health"
-
-
-def _brief(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}".rstrip(": ")

@@ -247,6 +247,8 @@ def test_a_server_that_answers_badly_while_others_answer_well_is_ejected(
             bad.status, bad.text = 200, ""
             await agent_until(agent, bad)
             await agent.close()
+        assert sum("takes no calls" in line and "WARNING" in line for line in logged) == 1
+        assert any("answers again, after" in line for line in logged)
 
     run(body())
 
