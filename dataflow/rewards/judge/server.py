@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from dataflow.rewards.judge.budget import estimate
 from dataflow.rewards.judge.prompt import read_messages
 from dataflow.rewards.user.gsm8k import compute_score
 from dataflow.system.children import command
+from dataflow.system.health import answers, hangs
 from dataflow.system.loopback import ADDRESS
 
 if TYPE_CHECKING:
@@ -150,20 +152,32 @@ def _allow_files() -> None:
 class JudgeProcess:
     """A running judge server; a context manager.
 
+    Args:
+        process: has printed its url.
+        url: of the server.
+        hang_s: seconds without an answer after which :meth:`wait` ends it; None for no limit.
+
     Attributes:
         url: of the server.
+        hung: whether it was ended because it did not answer.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[bytes], url: str, hang_s: float | None = None) -> None:
+        self._process, self._hang_s = process, hang_s
         self.url = url
+        self.hung = False
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def wait(self) -> None:
-        """Waits until the server has ended."""
+        """Waits until the server has ended; ends it if it answers no more."""
+        if self._hang_s is not None:
+            port = int(self.url.rpartition(":")[2])
+            self.hung = hangs(self.pid, partial(answers, port, self._hang_s, well=False), self._hang_s)
+            if self.hung:
+                self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
@@ -210,7 +224,11 @@ def start_judge(
 
 
 def start_server(
-    arguments: Sequence[str], deadline_s: float, inherits: Sequence[int] = (), what: str = "the judge server"
+    arguments: Sequence[str],
+    deadline_s: float,
+    inherits: Sequence[int] = (),
+    what: str = "the judge server",
+    hang_s: float | None = None,
 ) -> JudgeProcess:
     """Starts a process that calls :func:`serve`.
 
@@ -219,6 +237,7 @@ def start_server(
         deadline_s: seconds for its start.
         inherits: descriptors that stay open in it.
         what: it is, for messages.
+        hang_s: see :class:`JudgeProcess`.
 
     Raises:
         RunError: it did not start within ``deadline_s``.
@@ -244,7 +263,7 @@ def start_server(
             lines = errors.read().decode(errors="replace").strip().splitlines()
             reason = lines[-1] if lines else f"no answer within {deadline_s:g} s"
             raise RunError(f"{what} did not start: {reason}.") from error
-    return JudgeProcess(process, url)
+    return JudgeProcess(process, url, hang_s)
 
 
 def _first_line(stream: IO[bytes], deadline_s: float) -> bytes:

@@ -13,8 +13,9 @@ from loguru import logger
 
 from dataflow.errors import RunError
 from dataflow.rewards.models.gpus import VISIBLE
-from dataflow.rewards.models.server import HANG_S, ModelServer, Port
+from dataflow.rewards.models.server import ModelServer, Port
 from dataflow.rewards.models.sleeping import gate_of
+from dataflow.system.health import HANG_S
 from dataflow.system.kept import KeptServer
 from dataflow.system.loopback import ADDRESS
 

@@ -15,6 +15,7 @@ from loguru import logger
 from dataflow.errors import RunError
 from dataflow.rewards.judge.server import BACKLOG, JudgeProcess, start_server
 from dataflow.system.children import command
+from dataflow.system.health import HANG_S
 from dataflow.system.kept import KeptServer
 from dataflow.system.loopback import ADDRESS
 
@@ -30,6 +31,7 @@ class RouterKeeper:
     Args:
         models: options of a :class:`~dataflow.rewards.models.http_router.RoutedModel`, by name; others are ignored.
         on_lost: called from another thread when the router cannot be restarted.
+        hang_s: seconds without an answer to GET /health after which the router is restarted.
 
     Attributes:
         address: of the router, ``host:port``, as verl passes it to functions.
@@ -37,8 +39,10 @@ class RouterKeeper:
         deaths: of its processes so far.
     """
 
-    def __init__(self, models: Mapping[str, Mapping[str, Any]], on_lost: Callable[[RunError], None]) -> None:
-        self._models = models
+    def __init__(
+        self, models: Mapping[str, Mapping[str, Any]], on_lost: Callable[[RunError], None], hang_s: float = HANG_S
+    ) -> None:
+        self._models, self._hang_s = models, hang_s
         self._listener = socket.create_server((ADDRESS, 0), backlog=BACKLOG)
         self.address = f"{ADDRESS}:{self._listener.getsockname()[1]}"
         self.url = f"http://{self.address}"
@@ -70,11 +74,12 @@ class RouterKeeper:
         listener = self._listener.fileno()
         options = ["--models", str(self._file), "--listener", str(listener)]
         arguments = command("dataflow.rewards.models.http_router", *options)
-        return start_server(arguments, _START_S, (listener,), "the router of the reward models")
+        return start_server(arguments, _START_S, (listener,), "the router of the reward models", self._hang_s)
 
-    def _on_death(self, _process: JudgeProcess) -> None:
+    def _on_death(self, process: JudgeProcess) -> None:
         self.deaths += 1
-        what = "the router of the reward models died (killed, or out of memory)"
+        why = f"hung: no answer within {self._hang_s:g} s" if process.hung else "killed, or out of memory"
+        what = f"the router of the reward models died ({why})"
         if self.deaths > RESTARTS:
             raise RunError(f"{what}, after {RESTARTS} restarts; free memory, and resume the run.")
         logger.warning(f"{what}: restart {self.deaths} of {RESTARTS}; requests in flight break, and are retried.")

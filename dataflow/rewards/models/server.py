@@ -7,21 +7,21 @@ started by a guard (:mod:`dataflow.system.guard`), which ends it when the run's 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dataflow.system.children import command
 from dataflow.system.guard import GRACE_S, LEFT_S
+from dataflow.system.health import HANG_S, answers, hangs
 from dataflow.system.loopback import ADDRESS
 from dataflow.system.redaction import redact
 
@@ -29,10 +29,6 @@ CLOSE_S = GRACE_S + LEFT_S + 1.0
 """Seconds that a server may take to end."""
 _CHECK_S = (0.05, 0.5)
 """Seconds between two checks of a server that starts, at first and at most."""
-HANG_S = 60.0
-"""Seconds without an answer to GET /health after which a server is ended, to be started again."""
-_HEALTH_S = 5.0
-"""Seconds between two health checks of a server that runs."""
 _TAIL = 1 << 18
 """Bytes at the end of a log in which a reason is looked for."""
 _ERROR = re.compile(r"\b(?:\w+\.)*(?:\w*(?:Error|Exception|Exit)|error): (?=\S)")
@@ -217,29 +213,9 @@ class ModelServer:
                 self.close()
                 return
             pause_s = min(2 * pause_s, most_s)
-        self._watch()
-
-    def _watch(self) -> None:
-        """Waits until it has ended; ends it if it has not answered for so long that it must hang."""
-        if not hasattr(os, "pidfd_open"):
-            self._process.wait()
-            return
-        with contextlib.ExitStack() as stack:
-            try:
-                ended = os.pidfd_open(self._process.pid)
-            except ProcessLookupError:
-                self._process.wait()
-                return
-            stack.callback(os.close, ended)
-            end = select.poll()
-            end.register(ended, select.POLLIN)
-            last = time.monotonic()
-            while not end.poll(1000 * min(_HEALTH_S, self._hang_s)):
-                if answers(self._port, self._hang_s):
-                    last = time.monotonic()
-                elif time.monotonic() - last >= self._hang_s:
-                    self.late = True
-                    self.close()
+        if hangs(self._process.pid, partial(answers, self._port, self._hang_s), self._hang_s):
+            self.late = True
+            self.close()
         self._process.wait()
 
     def close(self) -> None:
@@ -271,18 +247,6 @@ class ModelServer:
         except OSError as error:  # the user has moved or removed it
             return f"exit code {code}; its log cannot be read: {error.strerror}"
         return said or f"exit code {code}, and nothing in its log"
-
-
-def answers(port: int, timeout_s: float = 5.0) -> bool:
-    """Whether a server on loopback says that it is well."""
-    connection = http.client.HTTPConnection(ADDRESS, port, timeout=timeout_s)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
 
 
 def reason_in(log: Path, offset: int = 0) -> str:

@@ -281,6 +281,22 @@ def test_bad_models_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert said.count("\n") == 1
 
 
+def test_a_router_that_hangs_is_restarted() -> None:
+    losses: queue.Queue[RunError] = queue.Queue()
+
+    async def body() -> None:
+        async with servers(1) as (one,):
+            with RouterKeeper({"rm": {"url": [one.url]}}, losses.put, hang_s=1.0) as keeper:
+                async with aiohttp.ClientSession(keeper.url) as client:
+                    assert (await ask(client))[0] == 200
+                    os.kill(keeper.pid, signal.SIGSTOP)
+                    await until(lambda: keeper.deaths == 1)
+                    assert (await ask(client))[0] == 200
+
+    run(body())
+    assert losses.empty()
+
+
 def test_a_router_that_is_killed_is_restarted_at_its_address() -> None:
     losses: queue.Queue[RunError] = queue.Queue()
 
