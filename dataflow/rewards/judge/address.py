@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from dataflow.errors import ConfigError
 from dataflow.rewards.judge.chat import COMPLETIONS
+from dataflow.system.address import is_address
 from dataflow.system.redaction import keep_secret, redact
 
 
@@ -55,15 +56,9 @@ def addresses(urls: Sequence[str], path: str = f"/v1{COMPLETIONS}") -> list[str]
         raise ConfigError("judge.url=[] names no server; give http://host:port.")
     full = []
     for url in urls:
-        try:
-            parts = urlsplit(url)
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-            good = good and url.isascii() and url.isprintable() and " " not in url
-            (parts.hostname or "").encode("idna")  # raises for parts that are empty or too long
-        except (ValueError, AttributeError):
-            good = False
-        if not good:
+        if not is_address(url):
             raise ConfigError(f"judge.url={redact(str(url))} is not an address; give http://host:port.")
+        parts = urlsplit(url)
         if parts.query or parts.fragment:
             address = parts._replace(query="", fragment="").geturl()
             fix = "remove what follows the path; put a key into the variable that judge.api_key_env names"

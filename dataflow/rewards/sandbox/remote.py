@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 from dataflow.errors import ConfigError
 from dataflow.rewards.retry import Retry, may_pass, read_retry_after
 from dataflow.rewards.sandbox.outcome import Outcome, SandboxError, Status, short
+from dataflow.system.address import is_address
+from dataflow.system.redaction import redact
 
 if TYPE_CHECKING:
     import aiohttp
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 _EXTRA_S = 10.0
 """Seconds for a request, besides those of the program."""
 _STDERR = 2000  # characters that are kept
+_MOST = 16 << 20
+"""Bytes of a reply: 1 MiB of output, as on this machine, takes at most 6 as JSON."""
+_TOO_LONG = {"status": "output_limit"}
 
 
 class RemoteSandbox:
@@ -42,10 +47,13 @@ class RemoteSandbox:
     """
 
     def __init__(self, url: str, timeout: float, memory_limit_mb: int, language: str, retry: Retry) -> None:
+        if not is_address(url):
+            shown = short(redact(str(url)))
+            raise ConfigError(
+                f"reward manager 'sandbox': url={shown} is not an address; give http://host:port/run_code."
+            )
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"reward manager 'sandbox': url={url} is not an address; give http://host:port/run_code.")
-        self._url = url if parts.path.strip("/") else f"{url.rstrip('/')}/run_code"
+        self._url = url if parts.path.strip("/") else parts._replace(path="/run_code").geturl()
         self._timeout, self._retry = timeout, retry
         self._options = {
             "compile_timeout": timeout,
@@ -87,7 +95,8 @@ class RemoteSandbox:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limit)
         try:
             async with self._session.post(self._url, json=body) as reply:
-                text = await reply.text(errors="replace")
+                raw = await _beginning(reply.content, _MOST if reply.status == 200 else _STDERR)
+                text = raw.decode(errors="replace")
                 if reply.status != 200:
                     raise SandboxError(
                         f"the sandbox {self._url} answered {reply.status}: {short(text) or 'without a message'}",
@@ -95,10 +104,22 @@ class RemoteSandbox:
                         retry=may_pass(reply.status),
                         retry_after=read_retry_after(reply.headers) or None,
                     )
+            if len(raw) > _MOST:
+                if b'"run_result"' in raw:  # what the program printed is too long, which is its own fault
+                    return _TOO_LONG
+                raise SandboxError(f"the sandbox {self._url} answered with more than {_MOST >> 20} MiB")
             return json.loads(text)
         except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
             reason = short(str(error)) or "no answer in time"
             raise SandboxError(f"the sandbox {self._url}: {type(error).__name__}: {reason}") from error
+
+
+async def _beginning(stream: aiohttp.StreamReader, most: int) -> bytes:
+    """Returns a reply, or of a longer one a little more than ``most`` bytes."""
+    raw = bytearray()
+    while len(raw) <= most and (piece := await stream.read(1 << 16)):
+        raw += piece
+    return bytes(raw)
 
 
 def outcome_of(reply: Any, url: str) -> Outcome:
@@ -107,6 +128,8 @@ def outcome_of(reply: Any, url: str) -> Outcome:
     Raises:
         SandboxError: it is an error of the service, or lacks what an outcome has.
     """
+    if reply is _TOO_LONG:
+        return Outcome("output_limit")
     whole = reply.get("status") if isinstance(reply, Mapping) else None
     compiled, ran = _result(reply, "compile_result"), _result(reply, "run_result")
     status = _ended(compiled)

@@ -18,6 +18,16 @@ from dataflow.rewards.user.managers import register
 
 SCORES = ("share", "all")
 _EXPLAINED = 500  # characters
+_LEAST_MB = 64
+_NUMBERS: Mapping[str, tuple[type[float], float, float, bool]] = {
+    "max_concurrent": (int, 1, 10_000, True),
+    "memory_limit_mb": (int, 1, 1 << 24, False),
+    # A process needs a part of a second to start, more on a busy machine.
+    "timeout": (float, 1, 86_400, False),
+    "max_cases": (int, 1, 1_000_000, True),
+    "tries": (int, 1, 1_000, False),
+}
+"""Options that are numbers: of which kind, from what to what, and whether they may be None."""
 
 
 @register("sandbox")
@@ -61,13 +71,23 @@ class Sandbox:
         tries: int = 3,
     ) -> None:
         what = "reward manager 'sandbox'"
-        numbers = {"max_concurrent": max_concurrent, "timeout": timeout, "max_cases": max_cases, "tries": tries}
-        for option, value in {**numbers, "memory_limit_mb": memory_limit_mb}.items():
-            if value is not None and not value > 0:
-                raise ConfigError(f"{what}: {option}={value}; give a number above 0.")
+        _check_numbers(
+            what,
+            max_concurrent=max_concurrent,
+            memory_limit_mb=memory_limit_mb,
+            timeout=timeout,
+            max_cases=max_cases,
+            tries=tries,
+        )
         if score not in SCORES:
-            hint = nearest(score, SCORES) or f"; give {' or '.join(SCORES)}."
+            hint = nearest(str(score), SCORES) or f"; give {' or '.join(SCORES)}."
             raise ConfigError(f"{what}: score '{score}' is unknown{hint}")
+        if not isinstance(language, str) or not language:
+            raise ConfigError(f"{what}: language={language!r} is no name; give python, or what the service names it.")
+        if url is None and memory_limit_mb < _LEAST_MB:
+            raise ConfigError(
+                f"{what}: memory_limit_mb={memory_limit_mb}; Python itself needs memory, so give {_LEAST_MB} or more."
+            )
         if url is None and language != "python":
             raise ConfigError(
                 f"{what}: language={language}; this machine runs python only, so give the url of a service."
@@ -133,3 +153,13 @@ class Sandbox:
     async def close(self) -> None:
         """Closes the connections to a service."""
         await self._box.close()
+
+
+def _check_numbers(what: str, **given: Any) -> None:
+    for option, value in given.items():
+        kind, least, most, optional = _NUMBERS[option]
+        if value is None and optional:
+            continue
+        if not isinstance(value, int | kind) or isinstance(value, bool) or not least <= value <= most:
+            wanted = f"{'a whole number' if kind is int else 'a number'} from {least:,} to {most:,}"
+            raise ConfigError(f"{what}: {option}={value!r}; give {wanted}{', or null' if optional else ''}.")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.payload import Payload
 
 from dataflow.errors import ConfigError
 from dataflow.rewards.retry import Retry
@@ -123,6 +124,33 @@ def test_errors_of_the_service_are_retried_and_raised(replies: list[Any], tries:
         assert isinstance(found, SandboxError)
         assert found.retry is retry
         assert url in str(found)
+
+
+@pytest.mark.parametrize(("key", "expected"), [("run_result", Outcome("output_limit")), ("else", None)])
+def test_of_a_long_reply_only_the_beginning_is_read(key: str, expected: Outcome | None) -> None:
+    sent = 0
+
+    class Endless(Payload):
+        async def write(self, writer: Any) -> None:
+            nonlocal sent
+            await writer.write(f'{{"status": "Success", "{key}": "'.encode())
+            while True:
+                await writer.write(b"a" * (1 << 20))
+                sent += 1
+
+        def decode(self, *_words: str) -> str:
+            return ""
+
+    async def answer(_body: dict[str, Any]) -> Any:
+        return web.Response(body=Endless(None))
+
+    with serving(answer) as (url, _):
+        found, _ = run(url, retry=Retry(tries=1))
+    assert 16 <= sent < 64
+    if expected is None:
+        assert "answered with more than 16 MiB" in str(found)
+    else:
+        assert found == expected
 
 
 def test_a_service_that_is_not_there_or_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
