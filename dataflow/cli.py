@@ -118,9 +118,13 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = add("plan", _plan, "Predicts every policy from a run, a verl log or costs written by hand (costs.yaml).")
     plan.add_argument(
-        "source", nargs="?", metavar="SOURCE", help="a run's directory, a verl CSV or TensorBoard directory, a .yaml"
+        "source",
+        nargs="?",
+        metavar="SOURCE",
+        help="a run's directory, a verl log (console, jsonl, CSV, TensorBoard, MLflow), a .yaml",
     )
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help="what SOURCE does not hold; --keys lists them")
+    more = "what SOURCE does not hold, --keys lists them; or further sources, to compare"
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help=more)
     plan.add_argument("-o", dest="out", metavar="FILE.png|.svg|.html", help="draw it")
     plan.add_argument("--keys", action="store_true", help="list every key with its default, and stop")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -275,15 +279,23 @@ def _plan(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from dataflow.planning.picture import KINDS, draw_plan
-    from dataflow.planning.plan import make_plan
+    from dataflow.planning.plan import beside, make_plan
     from dataflow.timeline import files
 
     files.check(options.out, kinds=KINDS)
+    keys = [text for text in options.overrides if "=" in text]
+    sources = [options.source, *(text for text in options.overrides if "=" not in text)]
+    if options.out and len(sources) > 1:
+        raise ConfigError(f"-o {options.out}: it shows one source, {len(sources)} are given; draw each by itself.")
     with Console(stderr=True).status("") as status:
-        plan = make_plan(options.source, options.overrides, status.update)
+        plans = [make_plan(source, keys, status.update) for source in sources]
+    plan = plans[0]
     if options.out:
         draw_plan(plan.rows, plan.sweeps, options.out, f"predicted: {Path(options.source).name}")
-    print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.text())
+    if options.json:
+        print(json.dumps(plan.as_dict() if len(plans) == 1 else [each.as_dict() for each in plans], indent=1))
+    else:
+        print("\n\n\n".join([*(each.text() for each in plans), *([beside(plans)] if len(plans) > 1 else [])]))
     if options.out and not options.json:
         print(f"\npicture: {options.out}")
     return 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import functools
+from collections.abc import Mapping
+from typing import Annotated, Literal, cast
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -107,16 +109,24 @@ class PlanConfig(Section):
             )
         return self
 
-    def need(self, key: str, where: object, example: int) -> int:
-        """Returns the value of a key that the source does not contain.
+    def need(self, where: object, examples: Mapping[str, int], known: str = "") -> list[int]:
+        """Returns the values of keys that the source does not contain.
+
+        Args:
+            where: the source.
+            examples: key -> a value that it may have.
+            known: what the source says about the keys, for the message.
 
         Raises:
-            ConfigError: the key was not given.
+            ConfigError: keys were not given; it names all of them.
         """
-        value: object = self
-        for name in key.split("."):
-            value = getattr(value, name)
-        if value is None:
-            raise ConfigError(f"{where} does not say '{key}'; give {key}={example} or what it is.")
-        assert isinstance(value, int)
-        return value
+        values = {key: functools.reduce(getattr, key.split("."), self) for key in examples}
+        missing = [key for key, value in values.items() if value is None]
+        if missing:
+            given = " ".join(f"{key}={examples[key]}" for key in missing)
+            *first, last = missing
+            names = f"'{last}'" if not first else f"{', '.join(first)} and {last}"
+            raise ConfigError(
+                f"{where} does not say {names}; give {given} or what {'they are' if first else 'it is'}{known}."
+            )
+        return [cast(int, value) for value in values.values()]

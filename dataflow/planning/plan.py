@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dataflow.drawing.duration import seconds as duration
@@ -11,7 +11,7 @@ from dataflow.errors import ConfigError
 from dataflow.planning.advice import advise
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.placing import sentences
-from dataflow.planning.planner import ROWS, Prediction, Sweep, parse_sweep, predict, sweep
+from dataflow.planning.planner import ROWS, Prediction, Sweep, parse_sweep, predict, simulate, sweep, total_s
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.workload import Workload
 from dataflow.policy import STREAM, SchedulingPolicy, preset
@@ -20,12 +20,17 @@ from dataflow.timeline.text import table
 
 @dataclass(frozen=True)
 class Plan:
-    """A workload with its predictions, advice and sweeps."""
+    """A workload with its predictions, advice and sweeps.
+
+    Attributes:
+        replayed_s: predicted seconds of a step of the source's own run; None if its time was not logged.
+    """
 
     workload: Workload
     rows: list[Prediction]
     advice: list[str]
     sweeps: list[Sweep]
+    replayed_s: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the JSON object described in docs/planning.md."""
@@ -39,6 +44,10 @@ class Plan:
         if self.workload.logged is not None:
             policy, seconds, steps = self.workload.logged
             found["logged"] = {"policy": policy, "total_s": seconds, "steps": steps}
+        if self.replayed_s is not None:
+            found["logged"]["predicted_step_s"] = self.replayed_s
+        if self.workload.caution:
+            found["caution"] = self.workload.caution
         if self.sweeps:
             found["sweeps"] = [s.as_dict() for s in self.sweeps]
         return found
@@ -46,14 +55,19 @@ class Plan:
     def text(self) -> str:
         """Returns the text for a terminal."""
         load = self.workload
-        blocks = [
+        blocks = [f"caution: {load.caution}"] if load.caution else []
+        blocks.append(
             f"{load.source}: {load.steps} steps of {load.prompts} x {load.responses} samples, "
-            f"{load.mini_batches} mini-batches, {load.mean_s():.4g} s of GPU work a step",
-            _table(self.rows),
-        ]
-        if load.logged is not None:
+            f"{load.mini_batches} mini-batches, {load.mean_s():.4g} s of GPU work a step"
+        )
+        if load.logged is not None and self.replayed_s is not None:
             policy, seconds, steps = load.logged
-            blocks.append(f"logged: {policy}, {seconds:,.0f} s over {steps} steps, {seconds / steps:.4g} s a step")
+            logged = seconds / steps
+            blocks.append(
+                f"as logged ({policy}, {steps} steps): predicted {self.replayed_s:.4g} s a step, "
+                f"logged {logged:.4g} s, {self.replayed_s / logged - 1:+.1%}"
+            )
+        blocks.append(_table(self.rows))
         if load.assumptions:
             blocks.append("assumed:\n" + "\n".join(f"- {sentence}" for sentence in load.assumptions))
         if self.advice:
@@ -88,7 +102,32 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     if config.gpus is not None:
         advice += sentences(workload, config.gpus)
     found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work) for text in sweeps]
-    return Plan(workload, rows, advice, found)
+    return Plan(workload, rows, advice, found, _replayed_s(workload, rows, policies))
+
+
+def _replayed_s(
+    workload: Workload, rows: Sequence[Prediction], policies: Mapping[str, SchedulingPolicy]
+) -> float | None:
+    """Returns the predicted seconds of a step of the source's own run; None if there is nothing to compare it with."""
+    if workload.logged is None or workload.logged[0] not in policies:
+        return None
+    policy, _seconds, steps = workload.logged
+    if workload.loop is None and steps == workload.steps:
+        return next(row.step_s for row in rows if row.policy == policy)
+    own = workload.loop or replace(workload, steps=steps)
+    return total_s(simulate(own, policies[policy])[0]) / steps
+
+
+def beside(plans: Sequence[Plan]) -> str:
+    """Returns a table of several plans' seconds a step: a row for each source, a column for each policy."""
+    names = list(dict.fromkeys(row.policy for plan in plans for row in plan.rows))
+    lines = [("s/step", "logged", *names)]
+    for plan in plans:
+        step_s = {row.policy: f"{row.step_s:.4g}" for row in plan.rows}
+        logged = plan.workload.logged
+        took = "" if logged is None else f"{logged[1] / logged[2]:.4g} ({logged[0]})"
+        lines.append((plan.workload.source, took, *(step_s.get(name, "") for name in names)))
+    return str(table(lines))
 
 
 def _policies(workload: Workload, config: PlanConfig, named: Sequence[str]) -> dict[str, SchedulingPolicy]:

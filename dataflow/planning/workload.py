@@ -148,6 +148,8 @@ class Workload:
         uncounted: leave the rollouts of the first ``max_staleness`` steps out of the total, as verl's logs do.
         assumptions: sentences on values that the source does not contain.
         logged: (policy, total seconds, steps) of the source's own run.
+        loop: the source's own run, where that differs: verl's loop stops for validations and checkpoints.
+        caution: why the source may be none that can be planned from; "" if nothing shows that.
         seed: of all random draws.
     """
 
@@ -166,6 +168,8 @@ class Workload:
     uncounted: bool = False
     assumptions: tuple[str, ...] = ()
     logged: tuple[str, float, int] | None = None
+    loop: Workload | None = None
+    caution: str = ""
     seed: int = 0
 
     @functools.cached_property
@@ -223,7 +227,9 @@ class Workload:
             "(placement=disaggregated).",
         }
         pipeline = placed(self.pipeline, placement)
-        return replace(self, pipeline=pipeline, assumptions=(*self.assumptions, said[placement]), logged=None)
+        return replace(
+            self, pipeline=pipeline, assumptions=(*self.assumptions, said[placement]), logged=None, loop=None
+        )
 
     def work_s(self) -> dict[str, float]:
         """GPU seconds of each stage per step; a stage that does not run every step counts its average.

@@ -85,3 +85,38 @@ def test_a_plan_of_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "give a SOURCE" in capsys.readouterr().err
     assert main(["plan", "--keys"]) == 0
     assert "reward.concurrency=null" in capsys.readouterr().out
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> str:
+    path = tmp_path / "train.log"
+    timings = "timing_s/gen:20.0 - timing_s/old_log_prob:5.0 - timing_s/adv:30.0 - timing_s/update_actor:6.0"
+    path.write_text("".join(f"step:{step} - {timings} - timing_s/step:61.0\n" for step in (1, 2, 3)))
+    return str(path)
+
+
+@pytest.mark.slow
+def test_a_log_is_replayed_before_it_is_planned(log: str, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4", "reward.latency=10"]
+    assert main(["plan", log, *keys]) == 0
+    out = capsys.readouterr().out
+    assert out.index("\nas logged (baseline, 3 steps): predicted 6") < out.index("\npolicy ")
+    assert "logged 61 s, " in out
+    assert main(["plan", log, *keys, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["logged"]["predicted_step_s"] == pytest.approx(61, rel=0.05)
+
+
+@pytest.mark.slow
+def test_several_sources_stand_in_one_table(costs: str, log: str, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4"]
+    assert main(["plan", log, costs, *keys]) == 0
+    last = capsys.readouterr().out.split("\n\n\n")[-1].splitlines()
+    assert last[0].split()[:3] == ["s/step", "logged", "baseline"]
+    assert last[1].startswith(log)
+    assert "61 (baseline)" in last[1]
+    assert last[2].startswith(costs)
+    assert main(["plan", log, costs, *keys, "--json"]) == 0
+    assert [one["source"] for one in json.loads(capsys.readouterr().out)] == [log, costs]
+    assert main(["plan", log, costs, *keys, "-o", "plan.png"]) == 2
+    assert "it shows one source, 2 are given" in capsys.readouterr().err

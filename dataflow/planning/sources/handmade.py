@@ -95,19 +95,20 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         for name in config.stages
         if name not in pipeline.by_name
     ]
-    prompts, mini_batches = config.need("prompts", path, 1024), config.need("mini_batches", path, 4)
+    keys = {"steps": 100, "prompts": 1024, "responses": 5, "mini_batches": 4, "reward.concurrency": 256}
+    steps, prompts, responses, mini_batches, concurrency = config.need(path, keys)
     check_batch(prompts, mini_batches)
     return Workload(
         source=str(path),
         pipeline=pipeline,
-        steps=config.need("steps", path, 100),
+        steps=steps,
         prompts=prompts,
-        responses=config.need("responses", path, 5),
+        responses=responses,
         mini_batches=mini_batches,
         times=times,
         rewards=Rewards(
             distribution_of(config.reward.latency, "reward.latency", path),
-            config.need("reward.concurrency", path, 256),
+            concurrency,
             config.reward.rpm,
             config.reward.agent,
             bool(config.balance_batch),

@@ -12,7 +12,7 @@ from dataflow.planning.config import PlanConfig
 from dataflow.planning.sources import handmade, scalars, trace, verl
 from dataflow.planning.workload import Workload
 
-KINDS = "a run's directory, a verl log (CSV or TensorBoard directory) or a costs.yaml"
+KINDS = "a run's directory, a verl log (console, jsonl, CSV, TensorBoard or MLflow) or a costs.yaml"
 
 
 def read_workload(source: str, overrides: Sequence[str] = ()) -> tuple[Workload, PlanConfig]:

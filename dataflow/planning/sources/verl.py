@@ -7,12 +7,14 @@ and at some steps validate (`testing`: generation and scoring) and save. The wor
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError
-from dataflow.planning.config import PlanConfig
+from dataflow.planning.config import CheckpointPlan, PlanConfig
 from dataflow.planning.costs import fit_latency, makespan
 from dataflow.planning.sources.scalars import Scalars, read_scalars
 from dataflow.planning.workload import CRITIC, Measured, Rewards, Validation, Workload, grpo
@@ -20,6 +22,8 @@ from dataflow.policy import check_batch
 
 # After a shorter wait the latency cannot be fitted: the rewards arrived during the log-probs.
 HIDDEN_S = 1.0
+# Warm-up lengthens a first step by less; in the published runs the ratio is 1.3 and 1.7 with overlap, 1.0 without.
+_OVERLAPPED = 1.15
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
@@ -30,11 +34,22 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         ConfigError: a value that the log does not contain is missing.
     """
     found = read_scalars(path)
+    planned = _workload(found, path, config)
+    if planned.logged is None:
+        return planned
+    # verl's own loop, for as many steps as it logged: what the log itself took, to be compared with what is predicted.
+    validation = config.validation.model_copy(update={"every": None, "overlap": False, "pool": "own"})
+    reward = config.reward.model_copy(update={"agent": "continuous"})
+    update = {"validation": validation, "reward": reward, "steps": planned.logged[2], "checkpoint": CheckpointPlan()}
+    return replace(planned, loop=_workload(found, path, config.model_copy(update=update)))
+
+
+def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     testing, saving = _every(found, "testing"), _every(found, "save_checkpoint")
     log = _from_one(found)
-    prompts, mini_batches = config.need("prompts", path, 1024), config.need("mini_batches", path, 4)
+    needed = {"prompts": 1024, "responses": 5, "mini_batches": 4, "reward.concurrency": 256}
+    prompts, responses, mini_batches, concurrency = config.need(path, needed, _samples(log))
     check_batch(prompts, mini_batches)
-    responses = config.need("responses", path, 5)
     if config.stages:
         raise ConfigError(
             f"stages.{next(iter(config.stages))}: a verl log holds the times of its stages; leave it out."
@@ -43,7 +58,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         raise ConfigError(f"agents.{next(iter(config.agents))}: a verl log is of one reward agent; leave it out.")
     scattered = config.balance_batch is not False
     said = ["the log is of the baseline: its loop waits for all rewards of a step before the update."]
-    rewards, request = _rewards(log, path, config, prompts, responses, said)
+    rewards, request = _rewards(log, config, concurrency, prompts, responses, said)
     if scattered:
         said.append("verl deals the batch over its ranks by length before scoring (balance_batch=false if not).")
     times = {
@@ -67,7 +82,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         said.append("no old log-probs: the log holds no timing_s/old_log_prob, as with verl's bypass_mode.")
     if config.reward.agent == "per-step":
         said.append("off-policy rows leave out the first rollout, as timing_s/step does.")
-    logged = log.series("timing_s/step")
+    logged, caution = log.series("timing_s/step"), _already_overlaps(log)
     critic = any(name in known for name in CRITIC)
     if critic:
         said.append("the critic's update may run beside the next step's wait for rewards; verl's loop waits for it.")
@@ -90,7 +105,8 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
         uncounted=config.reward.agent == "per-step",
         assumptions=tuple(said),
-        logged=("baseline", math.fsum(logged.values()), len(logged)) if logged else None,
+        logged=("baseline", math.fsum(logged.values()), len(logged)) if logged and not caution else None,
+        caution=caution,
         seed=config.seed,
     )
 
@@ -102,6 +118,41 @@ def _from_one(log: Scalars) -> Scalars:
         return log
     columns = {name: {step - first + 1: s for step, s in of.items()} for name, of in log.columns.items()}
     return Scalars(log.path, columns)
+
+
+def _samples(log: Scalars) -> str:
+    """Returns what the log's counts of tokens say about the number of samples in a step; "" if it has none."""
+    tokens, ends = log.series("perf/total_num_tokens"), ("prompt_length/mean", "response_length/mean")
+    each = [log.series(name) for name in ends]
+    steps = sorted(set(tokens).intersection(*each))
+    if not steps:
+        return ""
+    counts = [tokens[step] / max(1.0, math.fsum(of[step] for of in each)) for step in steps]
+    return f" (the log's tokens are those of {statistics.median(counts):.0f} samples a step: prompts x responses)"
+
+
+def _already_overlaps(log: Scalars) -> str:
+    """Returns the sign that a log's run trained on samples of an earlier step; "" if there is none.
+
+    In such a run, rewards come in part beside the work of the step before: the first step, which has none before it,
+    waits longer than the others, and one that follows a validation hardly waits.
+    """
+    waits = log.series("timing_s/adv")
+    later = [seconds for step, seconds in waits.items() if step > 1]
+    if len(later) < 3 or (usual := statistics.median(later)) < HIDDEN_S:
+        return ""
+    after = [waits[step + 1] for step in log.series("timing_s/testing") if step and step + 1 in waits]
+    signs = []
+    if waits.get(1, 0.0) > _OVERLAPPED * usual:
+        signs.append(f"its first step waits {waits[1]:.0f} s for rewards (timing_s/adv), the others {usual:.0f} s")
+    if after and statistics.median(after) < usual / 2:
+        signs.append(f"steps after a validation wait {statistics.median(after):.0f} s, the others {usual:.0f} s")
+    if not signs:
+        return ""
+    return (
+        f"this log is hardly a baseline's: {' and '.join(signs)}. Its run overlaps steps already, so that its waits "
+        "are not those of the rewards; plan from a log of verl's own loop."
+    )
 
 
 def _measured(log: Scalars, name: str, less: float = 0.0) -> Measured | None:
@@ -131,11 +182,10 @@ def _mean(series: Mapping[int, float]) -> float:
 
 
 def _rewards(
-    log: Scalars, path: Path, config: PlanConfig, groups: int, responses: int, said: list[str]
+    log: Scalars, config: PlanConfig, concurrency: int, groups: int, responses: int, said: list[str]
 ) -> tuple[Rewards, Measured | None]:
     """Returns the reward service, with its latency fitted to the log's waits, and the time to send the requests."""
     spec = config.reward
-    concurrency = config.need("reward.concurrency", path, 256)
     sent, rest = _mean(log.series("timing_s/reward")), _mean(log.series("timing_s/adv"))
     apart = math.fsum(_mean(log.series(f"timing_s/{name}")) for name in ("old_log_prob", "ref", "values"))
     # A reward function that is not launched asynchronously is timed in `reward` itself.

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.errors import DataError
+from dataflow.planning.sources.logs.needed import GIVE
 from dataflow.planning.sources.scalars import Scalars, looks_like, read_scalars
 
 TRACES = Path(__file__).parents[3].parent / "shared" / "data" / "traces"
@@ -235,7 +236,7 @@ def test_tensorboard_stays_unloaded_and_its_logger_as_it_was(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", " is empty; give verl's tensorboard directory, or a CSV of its scalars."),
+        ("", " is empty; give verl's console log, its jsonl file or tensorboard directory, or a CSV of its scalars."),
         ("\n \n", " is empty; "),
         ("gen,update_actor\n1,2\n", ": no column global_step; give a CSV, with commas, that has one"),
         ("global_stp,gen\n1,2\n", ": no column global_step; did you mean 'global_stp'?"),
@@ -287,13 +288,13 @@ def test_event_file_under_another_name_is_no_csv(tmp_path: Path) -> None:
 
 def test_nothing_at_the_path(tmp_path: Path) -> None:
     for name in ("log.csv", "tensorboard_log", "events.out.tfevents.1"):
-        assert trouble(tmp_path / name).startswith(": No such file or directory; give verl's tensorboard directory")
+        assert trouble(tmp_path / name).startswith(": No such file or directory; give verl's console log")
 
 
 def test_directory_without_event_files(tmp_path: Path) -> None:
     csv_file(tmp_path, GOOD)
     said = trouble(tmp_path)
-    assert said == ": the directory holds no event files; give verl's tensorboard directory, or a CSV of its scalars."
+    assert said == f": the directory holds no event files; {GIVE}."
 
 
 def test_event_files_that_hold_nothing(tmp_path: Path) -> None:

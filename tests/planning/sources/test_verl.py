@@ -212,3 +212,47 @@ def test_an_agent_that_never_idles_meets_the_lower_bound_within_1_percent() -> N
     assert workload.validation.overlap
     row = predict(workload, {"both": preset("both", 4)})[0]
     assert row.total_s <= 1.01 * row.lower_bound_s
+
+
+def test_all_that_a_log_does_not_say_is_asked_for_at_once(tmp_path: Path, log: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_workload(log, ["responses=2"])
+    assert str(error.value) == (
+        f"{log} does not say prompts, mini_batches and reward.concurrency; "
+        "give prompts=1024 mini_batches=4 reward.concurrency=256 or what they are."
+    )
+    tokens = tmp_path / "tokens.csv"
+    tokens.write_text(
+        "step,timing_s/gen,timing_s/update_actor,perf/total_num_tokens,prompt_length/mean,response_length/mean\n"
+        "1,2,3,4000,50,200\n2,2,3,4160,50,210\n"
+    )
+    with pytest.raises(ConfigError, match=r"the log's tokens are those of 16 samples a step: prompts x responses"):
+        read_workload(str(tokens))
+
+
+OVERLAPPED: dict[str, tuple[list[float], bool]] = {  # the waits of steps, each second of which validates
+    "a baseline": ([34, 33, 35, 34, 33, 34], False),
+    "off-policy": ([31, 17, 18, 19, 18, 19], True),
+    "both": ([19, 17, 1, 18, 2, 18, 17, 18], True),
+    "no waits": ([0.5, 0.1, 0.1, 0.1, 0.1, 0.1], False),
+    "a log of two steps": ([31, 17], False),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_a_log_that_has_overlapped_is_said_to_be_no_baseline(name: str, tmp_path: Path) -> None:
+    waits, overlaps = OVERLAPPED[name]
+    steps = len(waits)
+    columns: dict[str, list[object]] = {
+        "gen": [10] * steps,
+        "old_log_prob": [5] * steps,
+        "adv": list(waits),
+        "update_actor": [4] * steps,
+        "testing": ["", 15, "", 15, "", 15, "", 15][:steps],
+        "step": [60] * steps,
+    }
+    workload, _config = read_workload(write(tmp_path / "a.csv", columns), NEEDED)
+    assert bool(workload.caution) == overlaps
+    assert (workload.logged is None) == overlaps
+    if overlaps:
+        assert "hardly a baseline's" in workload.caution

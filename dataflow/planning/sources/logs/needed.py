@@ -1,0 +1,45 @@
+"""What every form of a log has in common: the scalars that are required, and the advice where they are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dataflow.errors import DataError, nearest
+
+SECONDS = "timing_s/"
+GIVE = "give verl's console log, its jsonl file or tensorboard directory, or a CSV of its scalars"
+
+Columns = dict[str, dict[int, float]]
+"""Name of a scalar -> {step: value}."""
+
+
+def require(timings: Sequence[str], names: Sequence[str], trouble: str) -> None:
+    """Rejects a log without some scalars.
+
+    Args:
+        timings: names of the scalars.
+        names: those that the log has.
+        trouble: beginning of the message.
+
+    Raises:
+        DataError: one is missing.
+    """
+    missing = [name for name in timings if name not in names]
+    if missing:
+        # Without their prefix, which would make all timings look similar.
+        word = missing[0].rpartition("/")[2]
+        alike = [name for name in names if nearest(word, [name.rpartition("/")[2]])]
+        hint = nearest(missing[0], alike) or nearest(word, alike) or f"; {GIVE}."
+        raise DataError(f"{trouble} {', '.join(missing)}{hint}")
+
+
+def number(cell: str, where: str, give: str) -> float:
+    """Returns the number of a cell.
+
+    Raises:
+        DataError: it is none; the message begins with ``where`` and says what to ``give``.
+    """
+    try:
+        return float(cell)
+    except ValueError as error:
+        raise DataError(f"{where}: '{cell[:40]}' is not a number; give {give}.") from error
