@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from dataflow.errors import ConfigError, DataError, UserError
+from dataflow.planning.planner import predict
 from dataflow.planning.sources.read import read_workload
+from dataflow.policy import preset
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "costs.yaml"
 GOOD = """
@@ -99,3 +101,20 @@ def test_a_key_that_is_unknown_in_the_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(GOOD + "stpes: 3\n")
     with pytest.raises(ConfigError, match="unknown key 'stpes'; did you mean 'steps'"):
         read_workload(str(tmp_path / "c.yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "stale_1", "stale_2"),
+    [
+        (("stages.rollout=1772", "reward.latency=0"), 1786, 1801),
+        (("stages.rollout=620", "reward.latency=1152"), 1477, 1176),
+        ((), 1477, 1176),
+        (("stages.rollout=1150", "reward.latency=622"), 1477, 1183),
+    ],
+)
+def test_the_figures_of_the_reward_queue_in_docs_planning(keys: tuple[str, ...], stale_1: int, stale_2: int) -> None:
+    workload, config = read_workload(str(EXAMPLE.with_name("reward_queue.yaml")), keys)
+    assert config.policy is not None
+    policies = {"1": preset("off-policy", 2), "2": config.policy.resolve(2)}
+    assert [round(row.step_s) for row in predict(workload, policies)] == [stale_1, stale_2]
