@@ -323,7 +323,7 @@ class PromptSource:
                 "raw_prompt": [chat for chat, _pictures in seen],
                 "prompt_ids": [self._ids[row] for row in at],
                 "data_source": [row["data_source"] for row in rows],
-                "ground_truth": [_truth(own_copy(row["reward_model"]["ground_truth"])) for row in rows],
+                "ground_truth": [truth_of(row) for row in rows],
                 "extra_info": extras,
                 **more,
             },
@@ -335,8 +335,9 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _truth(value: Any) -> Any:
-    """Returns a reference as rewards get it: text, or as in verl a list or dict of what the data has."""
+def truth_of(row: Mapping[str, Any]) -> Any:
+    """Returns a row's reference as rewards get it: text, or as in verl a list or dict of what the data has."""
+    value = own_copy(row["reward_model"]["ground_truth"])
     if isinstance(value, Mapping):
         return _given(value)
     return value if isinstance(value, list) else str(value)

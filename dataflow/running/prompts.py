@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dataflow.config.base import BaseConfig
 from dataflow.config.run import ModelConfig, RunConfig
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, DataError
 from dataflow.graph import Pipeline
 from dataflow.models.processor import takes_images
+from dataflow.rewards.naming import MAIN
+from dataflow.rewards.user.build import build_manager, scores_alone
 from dataflow.running.hosting import check_room
 from dataflow.running.reporting.progress import Progress
+
+if TYPE_CHECKING:
+    from dataflow.data.prompts import Problems
+
+_TRUTHS = 100
+"""Rows that are checked, at most."""
 
 
 class Prompts:
@@ -33,6 +41,8 @@ class Prompts:
         self._config = config
         # Before the warm-up, which takes a minute, so that an invalid data file fails at once.
         self._problems = read_problems(config.data)
+        if MAIN in pipeline.hosts():
+            check_truths(config, self._problems[0])
         settle(config, progress)
         check_images(config)
         if "rollout" in pipeline.hosts():
@@ -55,6 +65,36 @@ class Prompts:
             check.wait()
         val = held_out.all(config.data.val_size) if config.val.every else None
         return {"prompts": train.batch, "val_prompts": lambda step: val}
+
+
+def check_truths(config: RunConfig, problems: Problems) -> None:
+    """Checks that the data is of the form that the reward manager needs, if it scores without a function.
+
+    One bad row is left to the failure rule; if the first ones all are, the data is another.
+
+    Raises:
+        DataError: it is not.
+    """
+    from dataflow.data.prompts import truth_of
+
+    options = config.reward
+    if not scores_alone(options.manager, options.manager_path):
+        return
+    manager = build_manager(options.manager, None, **options.manager_kwargs)
+    if not hasattr(manager, "check_truth"):
+        return
+    first = None
+    for row in problems.rows[:_TRUTHS]:
+        try:
+            manager.check_truth(truth_of(row))
+        except DataError as error:
+            first = first or error
+        else:
+            return
+    if first is not None:
+        label = problems.labels[0] if problems.labels else f"{problems.name}, row 1"
+        fix = getattr(first, "fix", "give other data")
+        raise DataError(f"{label}: reward.manager={options.manager}: {first}; {fix}.") from first
 
 
 def settle(config: BaseConfig, progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""What a run with a model that takes images supports."""
+"""What a run with a model that takes images supports, and which data its reward manager scores."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from dataflow.config.run import RunConfig
-from dataflow.errors import ConfigError
-from dataflow.running.prompts import check_images
+from dataflow.data.prompts import Problems
+from dataflow.errors import ConfigError, DataError
+from dataflow.running.prompts import check_images, check_truths
 from pipelines import distill, ppo_critic
 
 
@@ -47,3 +48,15 @@ def test_what_cannot_take_images_is_named(
 )
 def test_both_engines_take_them(sections: dict[str, Any], tmp_path: Path) -> None:
     check_images(configured(tmp_path, "qwen2_vl", **sections))
+
+
+def test_data_that_the_reward_manager_cannot_score_is_refused_before_the_run() -> None:
+    def checked(*truths: Any, manager: str = "sandbox") -> None:
+        rows = [{"reward_model": {"ground_truth": truth}} for truth in truths]
+        check_truths(RunConfig.model_validate({"reward": {"manager": manager}}), Problems(rows, None, "sums.jsonl"))
+
+    good = {"inputs": ["1"], "outputs": ["1"]}
+    with pytest.raises(DataError, match=r"sums\.jsonl, row 1: reward\.manager=sandbox: .* is a int; give"):
+        checked("5", 7)
+    checked("5", good)  # one bad row is left to the failure rule
+    checked("5", manager="naive")

@@ -105,6 +105,14 @@ class Sandbox:
         self._counts = {"programs": 0, "programs_timed_out": 0}
         self.limits = {"concurrency": running, "rpm": None, "tpm": None, "timeout_s": 60 + (max_cases or 50) * timeout}
 
+    def check_truth(self, truth: Any) -> None:
+        """Checks a ground truth before a run starts.
+
+        Raises:
+            BadCases: it holds no test cases.
+        """
+        cases_of("", truth, self._most, self._language)
+
     async def compute_score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
