@@ -16,6 +16,7 @@ from dataflow.rewards.models.classifier import Classifier
 _JUDGE_KEY = re.compile(r"\bjudge\.([a-z_]+)")
 _LOGIN = "http://USER:PASSWORD@HOST:PORT"
 _OTHER = {
+    "the log of the server at judge.url": "the server's log, in servers/ of the run's directory if the run serves it",
     "the environment variable that judge.api_key_env names holds a key that this server accepts": (
         f"judge.url holds a login that this server accepts, {_LOGIN}"
     ),

@@ -205,7 +205,7 @@ def test_chat_is_a_judge_with_the_keys_of_its_prompt() -> None:
     [
         ({"status": 400}, {}, "answered 400: out of order", r"only with reward\.models\.rm\.path", False),
         ({"status": 404}, {}, "answered 404", r"--served-model-name", False),
-        ({"status": 500}, {}, "answered 500", "log of the server", True),
+        ({"status": 500}, {}, "answered 500", "the server's log, in servers/", True),
         ({"status": 401}, {}, "answered 401", r"reward\.models\.rm\.url holds a login .* http://USER", False),
         ({"status": 403}, {"kind": "chat"}, "answered 403", r"reward\.models\.rm\.url holds a login", False),
         ({"text": "x" * (2 << 20)}, {}, "over 1,048,576 bytes", r"check which server answers there$", False),
