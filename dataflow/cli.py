@@ -1,4 +1,4 @@
-"""The command line: run, show, plan, timeline, samples, compare. Wrong input is one line on stderr and exit code 2."""
+"""The command line: run, show, plan and the others. Wrong input is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ EXAMPLES = {
     "show": "dataflow show pipelines/gsm8k_grpo.py policy=both steps=2",
     "plan": "dataflow plan runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png",
     "timeline": "dataflow timeline runs/gsm8k_grpo-both-1 -o timeline.html",
+    "import-verl": "dataflow import-verl run_qwen3_8b.sh -o run.sh",
     "samples": "dataflow samples runs/gsm8k_grpo-both-1 step=12 sort=-latency where='score<0.5'",
     "compare": "dataflow compare runs/a runs/b -o compare.html",
 }
@@ -148,7 +149,25 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("-o", dest="out", metavar="FILE.html|.png|.svg", help="draw them; .html to look around in")
     compare.add_argument("--predicted", action="store_true", help="one RUN against its own prediction, stage by stage")
     compare.add_argument("--json", action="store_true", help="print the table as JSON")
+
+    imported = add("import-verl", _import_verl, "Turns a launch of verl into this project's overrides; runs nothing.")
+    imported.add_argument(
+        "words",
+        nargs=argparse.REMAINDER,
+        metavar="LAUNCH",
+        help="a script or a resolved .yaml of verl (then key=value of verl), or python -m verl.trainer.main_ppo ...",
+    )
+    imported.add_argument("-o", dest="out", metavar="FILE", help="write the new script there")
+    imported.add_argument("--keys", action="store_true", help="list verl's keys and ours, and stop")
+    imported.add_argument("--json", action="store_true", help="print what becomes of each key as JSON")
     return parser
+
+
+def _import_verl(options: argparse.Namespace) -> int:
+    from dataflow.importing.command import run
+
+    print(run(options.words, options.out, options.json, options.keys))
+    return 0
 
 
 def _run(options: argparse.Namespace) -> int:

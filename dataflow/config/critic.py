@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dataflow.config.keys import verl_keys
-from dataflow.config.keys.verl_keys import Meaning
 from dataflow.config.section import Beta, Section, Text
 
 if TYPE_CHECKING:
@@ -55,42 +54,10 @@ class CriticConfig(Section):
             check_split(policy, self.mini_batches, "critic.mini_batches")
 
 
-_DYNAMIC = "micro-batches have a fixed number of rows, critic.micro_batch_size"
-
-KEYS: dict[str, Meaning] = {
-    "critic.optim.lr": Meaning("critic.lr"),
-    "critic.optim.betas": Meaning("critic.betas"),
-    "critic.optim.weight_decay": Meaning("critic.weight_decay"),
-    "critic.optim.lr_warmup_steps": Meaning("critic.warmup_steps"),
-    "critic.optim.lr_warmup_steps_ratio": Meaning("critic.warmup_steps", "steps, not a share of them"),
-    "critic.optim.total_training_steps": Meaning("steps"),
-    "critic.optim.clip_grad": Meaning("critic.grad_clip"),
-    "critic.model.path": Meaning("critic.path"),
-    "critic.model.tokenizer_path": Meaning(None, "it reads the actor's tokens"),
-    "critic.model.enable_gradient_checkpointing": Meaning(None, "it cannot be chosen"),
-    "critic.model.use_remove_padding": Meaning(None, "it cannot be chosen"),
-    "critic.ppo_mini_batch_size": Meaning(
-        "critic.mini_batches", "the number of mini-batches in a step: data.prompts divided by verl's value"
-    ),
-    "critic.ppo_micro_batch_size_per_gpu": Meaning("critic.micro_batch_size"),
-    "critic.ppo_micro_batch_size": Meaning("critic.micro_batch_size", "rows per rank, not of all ranks"),
-    "critic.ppo_epochs": Meaning("critic.epochs", "each mini-batch is used that often before the next one"),
-    "critic.use_dynamic_bsz": Meaning(None, _DYNAMIC),
-    "critic.ppo_max_token_len_per_gpu": Meaning(None, _DYNAMIC),
-    "critic.forward_max_token_len_per_gpu": Meaning(None, _DYNAMIC),
-    "critic.enable": Meaning(None, "this pipeline always has a critic"),
-    "critic.strategy": Meaning(None, "training is FSDP2"),
-    "critic.shuffle": Meaning(None, "groups form mini-batches as policy.order says"),
-    "trainer.critic_warmup": Meaning("critic.warmup", "the steps before the actor's first, verl's value minus 1"),
-}
-"""verl's keys of a critic, by their full names."""
-
-
 def hint(key: str, exactly: bool = False) -> str | None:
     """Returns the name of a verl key in a pipeline with a critic, as :func:`dataflow.config.keys.verl_keys.hint` does.
 
     >>> hint("critic.optim.lr")
     "verl's 'critic.optim.lr' is 'critic.lr' here."
     """
-    sections = {name: said for name, said in verl_keys.SECTIONS.items() if name != "critic"}
-    return verl_keys.hint(key, exactly, {**verl_keys.KEYS, **KEYS}, sections)
+    return verl_keys.hint(key, exactly, critic=True)

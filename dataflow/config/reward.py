@@ -155,7 +155,7 @@ class CustomRewardConfig(Section):
     """The user's reward function, in place of the judge; verl's names."""
 
     path: Text | None = None
-    """Python file that defines it; null uses the judge."""
+    """Python file that defines it, or pkg:// and an installed module; null uses the judge."""
     name: Text = "compute_score"
     """Function or class in that file."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)

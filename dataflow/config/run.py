@@ -58,10 +58,10 @@ LARGEST_STEP = 2**24
 class DataConfig(Section):
     """Problems to train and to evaluate on."""
 
-    train: Text | None = None
-    """Training problems, .jsonl or .parquet; null generates word problems."""
-    val: Text | None = None
-    """Held-out problems, .jsonl or .parquet; null generates word problems."""
+    train: Text | list[Text] | None = None
+    """Training problems, .jsonl or .parquet, or several such files; null generates word problems."""
+    val: Text | list[Text] | None = None
+    """Held-out problems, likewise."""
     prompts: PositiveInt = 32
     """Prompt groups per step."""
     gen_batch_size: PositiveInt | None = None

@@ -46,17 +46,23 @@ def read_problems(data: Any) -> tuple[Problems, Problems]:
     Raises:
         DataError: a file is missing or holds a bad row.
     """
-    if data.train is None or data.val is None:
+    if not data.train or not data.val:
         from dataflow.models.problems import generate
 
         made = generate(0 if data.train else data.train_size, 0 if data.val else data.val_size, PROBLEM_SEED)
     found = []
-    for part, path in enumerate((data.train, data.val)):
-        name = path or f"generated {'held-out' if part else 'train'} problems"
-        rows, labels = (
-            load_rows(Path(path).expanduser(), data.image_key) if path else (verl_rows(made[part], name), None)
-        )
-        found.append(Problems(rows, labels, name))
+    for part, given in enumerate((data.train, data.val)):
+        if not given:
+            name = f"generated {'held-out' if part else 'train'} problems"
+            found.append(Problems(verl_rows(made[part], name), None, name))
+            continue
+        rows, labels = [], []
+        paths = [given] if isinstance(given, str) else given
+        for path in paths:
+            of_file, its_labels = load_rows(Path(path).expanduser(), data.image_key)
+            rows += of_file
+            labels += its_labels
+        found.append(Problems(rows, labels, ", ".join(paths)))
     return found[0], found[1]
 
 

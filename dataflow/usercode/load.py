@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import os
@@ -21,6 +22,9 @@ from dataflow.usercode.failures import attribute_of, is_interrupt, message_of, p
 LABEL = "dataflow_reward_"
 """Prefix of the names of modules loaded from users' files."""
 
+INSTALLED = "pkg://"
+"""What a path begins with that names an installed module, as in verl."""
+
 _NAMED = 3  # exceptions of a group that a message names
 
 _CALLERS = ("reward_agent.py", "rewards", "usercode")
@@ -36,12 +40,14 @@ def load_file(path: str, where: str) -> ModuleType:
     """Executes a user's Python file and returns it as a module.
 
     Args:
-        path: of the file.
+        path: of the file; or ``pkg://`` and the name of an installed module, as in verl.
         where: the setting that names it; begins the error.
 
     Raises:
         ConfigError: the file does not exist or cannot be imported.
     """
+    if path.startswith(INSTALLED):
+        return _installed(path, where)
     file = Path(path).expanduser()
     if (why := no_file(file)) is not None:
         raise ConfigError(f"{where}: {why}; give a Python file.")
@@ -61,6 +67,16 @@ def load_file(path: str, where: str) -> ModuleType:
             raise
         raise ConfigError(f"{where}: importing it raised {describe(error)}.") from error
     return module
+
+
+def _installed(path: str, where: str) -> ModuleType:
+    name = path.removeprefix(INSTALLED).replace("/", ".")
+    try:
+        return importlib.import_module(name)
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise ConfigError(f"{where}: importing it raised {describe(error)}.") from error
 
 
 def pick(module: ModuleType, name: str, where: str) -> Any:

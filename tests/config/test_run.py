@@ -46,6 +46,7 @@ def test_defaults_are_valid_and_every_key_has_a_doc_line() -> None:
         ("trainer.betas=[0.9,0.95]", "trainer.betas", (0.9, 0.95)),
         ("data.shuffle=false", "data.shuffle", False),
         ("data.train=a=b #1.jsonl", "data.train", "a=b #1.jsonl"),
+        ("data.train=[a.jsonl,b.jsonl]", "data.train", ["a.jsonl", "b.jsonl"]),
         ("name=2024_01", "name", "2024_01"),
         ("name=1e5", "name", "1e5"),
         ("name='null'", "name", "null"),

@@ -327,6 +327,20 @@ MIXED = [5, 2.5, "5", 2**70, True, [1, "a", {"b": []}], {"a": 1}, {"b": {"c": {}
 """References that no column of one type can hold."""
 
 
+def test_several_files_are_one(tokenizer, tmp_path):
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file, first in zip(files, (0, 3), strict=True):
+        rows = [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(first, first + 3)]
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = options(train=[str(file) for file in files], val=str(files[0]))
+    train, val = read_problems(data)
+    assert [row["reward_model"]["ground_truth"] for row in train.rows] == [str(n) for n in range(6)]
+    assert (len(val.rows), train.name) == (3, f"{files[0]}, {files[1]}")
+    assert str(files[1]) in train.labels[3] or "b.jsonl" in train.labels[3]
+    with pytest.raises(DataError, match="nowhere"):
+        read_problems(options(train=[str(files[0]), "nowhere.jsonl"], val=None))
+
+
 def test_each_row_keeps_its_own_values(tokenizer, tmp_path):
     rows = [
         {**VERL, "reward_model": {"ground_truth": truth}, "extra_info": {"n": truth, "": [truth]}} for truth in MIXED

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -276,12 +277,20 @@ def _yaml(key: str, raw: str) -> Any:
 def _value(key: str, raw: str, info: FieldInfo | None) -> Any:
     """Returns the value of an argument: parsed as YAML, except for keys that take text."""
     text = info is not None and accepts(info.annotation, str) and not accepts(info.annotation, list, dict)
+    # A key that takes a text or several, as [a,b].
+    text = text or (info is not None and _is_text_or_list(info.annotation) and not raw.startswith("["))
     if not text or raw[:1] in ("'", '"'):
         value = _yaml(key, raw)
     else:
         value = None if raw in ("", "~", "null", "Null", "NULL") else raw
     optional = info is not None and accepts(info.annotation, type(None))
     return None if value == "None" and optional else value
+
+
+def _is_text_or_list(annotation: Any) -> bool:
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) or get_origin(annotation) is Union else ()
+    texts = (kind is str or (get_origin(kind) is not list and get_args(kind)[:1] == (str,)) for kind in kinds)
+    return any(texts) and accepts(annotation, list)
 
 
 def _over_defaults(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable
@@ -359,3 +360,21 @@ def test_results() -> None:
 def test_a_column_of_the_rollout_is_no_column_of_a_reward() -> None:
     with pytest.raises(ValueError, match="a dict with the key 'response_mask', which is a column of the rollout"):
         read_result({"score": 1.0, "response_mask": [1]})
+
+
+def test_an_installed_module_is_named_as_in_verl() -> None:
+    found = load_reward("pkg://dataflow.rewards.user.gsm8k")
+    assert found(**{**FOUR, "solution_str": "#### 3"}) == 1.0
+    assert load_reward("pkg://dataflow/rewards/user/gsm8k") is found
+    with pytest.raises(ConfigError, match=r"path=pkg://no_such: importing it raised ModuleNotFoundError"):
+        load_reward("pkg://no_such")
+    with pytest.raises(ConfigError, match="it has no 'nothing'"):
+        load_reward("pkg://dataflow.rewards.user.gsm8k", "nothing")
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+def test_verls_own_function_scores() -> None:
+    found = build_reward(load_reward("pkg://verl.utils.reward_score", "default_compute_score", None, {}), None, {})
+    score = asyncio.run(found.compute_score("openai/gsm8k", "so #### 72", "72", {}))
+    assert score == 1.0

@@ -1,0 +1,1 @@
+"""`dataflow import-verl`: a launch of verl as this project's overrides."""

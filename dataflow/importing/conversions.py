@@ -1,0 +1,288 @@
+"""How values of verl's keys become values of ours, where the name is not all that differs.
+
+Each conversion takes verl's key, its value and all settings, and returns our keys with their values; none if verl's
+value sets nothing. The table (``dataflow/config/keys/verl_keys.yaml``) names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from dataflow.config.base import Backend
+from dataflow.errors import ConfigError
+from dataflow.importing.facts import Conversion, NoCounterpart, Ours, gpus, whole_number
+from dataflow.importing.rewards import REWARDS
+from dataflow.importing.settings import Settings
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ALL = 10**9
+"""As many problems as there are."""
+
+
+def apart(settings: Settings) -> bool:
+    """Whether verl's engines have GPUs of their own."""
+    return settings.get("trainer.v1.trainer_mode") == "separate_async" and bool(settings.get("trainer.use_v1", True))
+
+
+def files(value: Any) -> list[str]:
+    """Returns data files as a list."""
+    return [str(each) for each in value] if isinstance(value, list) else [str(value)]
+
+
+def rows_of(settings: Settings) -> int | None:
+    """Returns the number of training rows; None if a file is not on this machine."""
+    total = 0
+    if not settings.get("data.train_files"):
+        raise ConfigError("data.train_files names no file; add data.train_files=FILE to the launch.")
+    for name in files(settings.get("data.train_files", [])):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            return None
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            try:
+                total += pq.ParquetFile(path).metadata.num_rows
+            except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+                raise ConfigError(f"data.train_files: {path} is no parquet file ({error}); correct it.") from error
+        else:
+            with path.open("rb") as lines:
+                total += sum(1 for line in lines if line.strip())
+    most = settings.get("data.train_max_samples", -1)
+    return min(total, most) if type(most) is int and most > 0 else total
+
+
+def training_steps(settings: Settings) -> int:
+    """Returns the number of training steps.
+
+    Raises:
+        ConfigError: it follows from the number of rows, and the data is not on this machine.
+    """
+    if settings.get("trainer.total_training_steps") is not None:
+        return whole_number("trainer.total_training_steps", settings)
+    epochs, rows = whole_number("trainer.total_epochs", settings), rows_of(settings)
+    if rows is None:
+        raise ConfigError(
+            f"trainer.total_epochs={epochs}: the number of steps follows from the rows of data.train_files="
+            f"{settings.get('data.train_files')}, which is not on this machine; add trainer.total_training_steps=N."
+        )
+    batch = whole_number("data.train_batch_size", settings)
+    if not rows // batch:
+        raise ConfigError(f"data.train_batch_size={batch}: data.train_files has only {rows} rows; lower it.")
+    return rows // batch * epochs
+
+
+def _steps(_key: str, _value: Any, settings: Settings) -> Ours:
+    return {"steps": training_steps(settings)}
+
+
+def _warmup(key: str, _value: Any, settings: Settings) -> Ours:
+    """verl: steps, or if they are below 0 a share of all steps."""
+    optimizer = key.rpartition(".")[0]
+    steps, share = (
+        settings.get(f"{optimizer}.lr_warmup_steps", -1),
+        settings.get(f"{optimizer}.lr_warmup_steps_ratio", 0),
+    )
+    section = "critic" if key.startswith("critic.") else "trainer"
+    if steps < 0:
+        steps = int(share * training_steps(settings)) if share else 0
+    return {f"{section}.warmup_steps": steps}
+
+
+def _mini_batches(key: str, _value: Any, settings: Settings) -> Ours:
+    batch, mini = whole_number("data.train_batch_size", settings), whole_number(key, settings)
+    if batch % mini:
+        raise ConfigError(f"{key}={mini} does not divide data.train_batch_size={batch}; give a divisor of it.")
+    if key.startswith("critic."):
+        same = settings.get("actor_rollout_ref.actor.ppo_mini_batch_size") == mini
+        return {"critic.mini_batches": None if same else batch // mini}
+    return {"trainer.mini_batches": batch // mini}
+
+
+def _rows_per_rank(key: str, value: Any, settings: Settings) -> Ours:
+    if value is None:
+        return {}
+    section = "critic" if key.startswith("critic.") else "trainer"
+    return {f"{section}.micro_batch_size": max(1, whole_number(key, settings) // gpus(settings))}
+
+
+def _dynamic(_key: str, _value: Any, settings: Settings) -> Ours:
+    actor = "actor_rollout_ref.actor"
+    if not settings.get(f"{actor}.use_dynamic_bsz"):
+        return {}
+    return {"trainer.max_tokens_per_gpu": whole_number(f"{actor}.ppo_max_token_len_per_gpu", settings)}
+
+
+def _epochs(_key: str, value: Any, _settings: Settings) -> Ours:
+    # One pass is the same in either order.
+    return {"trainer.epochs": value, **({"trainer.epochs_over": "step"} if value != 1 else {})}
+
+
+def _val_size(_key: str, value: Any, settings: Settings) -> Ours:
+    if not settings.get("data.val_files"):
+        return {}
+    return {"data.val_size": value if type(value) is int and value > 0 else _ALL}
+
+
+def _gen_batch_size(_key: str, value: Any, settings: Settings) -> Ours:
+    filtered = settings.get("algorithm.filter_groups.enable")
+    if value is None or not filtered:
+        return {}
+    if value <= whole_number("data.train_batch_size", settings):
+        raise NoCounterpart(
+            "a step samples once, more groups than it trains on; verl samples again until it has enough. Twice "
+            "data.prompts are sampled, give data.gen_batch_size for another number"
+        )
+    return {"data.gen_batch_size": value}
+
+
+def _temperature(_key: str, _value: Any, settings: Settings) -> Ours:
+    drawn = settings.get(f"{_ROLLOUT}.do_sample", True)
+    return {"engine.temperature": settings.get(f"{_ROLLOUT}.temperature", 1.0) if drawn else 0.0}
+
+
+def _val_temperature(_key: str, _value: Any, settings: Settings) -> Ours:
+    drawn = settings.get(f"{_ROLLOUT}.val_kwargs.do_sample", False)
+    return {"val.temperature": settings.get(f"{_ROLLOUT}.val_kwargs.temperature", 0) if drawn else 0.0}
+
+
+def _engine(_key: str, value: Any, _settings: Settings) -> Ours:
+    if value in ("vllm", "hf"):
+        return {"engine.rollout": value}
+    if value in (None, "???"):
+        return {}
+    raise NoCounterpart("the engine is vLLM", {"engine.rollout": "vllm"})
+
+
+def _engines(_key: str, _value: Any, settings: Settings) -> Ours:
+    split = whole_number(f"{_ROLLOUT}.tensor_model_parallel_size", settings)
+    total = gpus(settings)
+    if apart(settings):
+        nodes = whole_number(f"{_ROLLOUT}.nnodes", settings)
+        total = nodes * whole_number(f"{_ROLLOUT}.n_gpus_per_node", settings)
+    if total % split:
+        raise ConfigError(
+            f"{_ROLLOUT}.tensor_model_parallel_size={split} does not divide the {total} GPUs; give a divisor of them."
+        )
+    return {"engine.tensor_parallel": split, "engine.replicas": total // split}
+
+
+def _multi_turn(key: str, value: Any, settings: Settings) -> Ours:
+    if not settings.get(f"{_ROLLOUT}.multi_turn.enable"):
+        return {}
+    leaf, longest = key.rpartition(".")[2], settings.get("data.max_response_length", 512)
+    found: dict[str, Any] = {"tools.max_response_tokens": longest}
+    if leaf == "max_assistant_turns" and value is not None:
+        found["tools.max_turns"] = value
+    if leaf == "format":
+        if value not in (None, "hermes"):
+            raise NoCounterpart("tools.format is hermes, or a class of the file in tools.path", found)
+        found["tools.format"] = "hermes"
+    if leaf == "enable":
+        raise NoCounterpart(
+            "without tools a response is one turn; write them as functions marked with @tool in a Python file, and add "
+            "tools.path=FILE (docs/tools.md)",
+            found,
+        )
+    return found
+
+
+def _estimator(_key: str, value: Any, _settings: Settings) -> Ours:
+    return {"algorithm.adv_estimator": value, **({"algorithm.whiten": "step"} if value == "gae" else {})}
+
+
+def _metric(_key: str, value: Any, _settings: Settings) -> Ours:
+    return {"algorithm.filter_groups.metric": "score" if value in (None, "reward", "seq_reward") else value}
+
+
+def _run_name(key: str, value: Any, settings: Settings) -> Ours:
+    # Under verl's default every launch has the same name.
+    return {"name": str(value).replace("/", "-")} if value and key in settings.given else {}
+
+
+def _backends(_key: str, value: Any, _settings: Settings) -> Ours:
+    named = value if isinstance(value, list) else [value] if value else []
+    known = [str(each) for each in named if each in get_args(Backend)]
+    if missing := [str(each) for each in named if each not in get_args(Backend)]:
+        raise NoCounterpart(f"there is no backend {', '.join(missing)}", {"tracking.backends": known})
+    return {"tracking.backends": known}
+
+
+def _every(key: str, value: Any, settings: Settings) -> Ours:
+    ours = {"test_freq": "val.every", "save_freq": "checkpoint.every"}[key.rpartition(".")[2]]
+    if ours == "val.every" and not settings.get("data.val_files"):
+        return {ours: 0}
+    return {ours: value if type(value) is int and value > 0 else 0}
+
+
+def _world(_key: str, _value: Any, settings: Settings) -> Ours:
+    return {"trainer.world_size": gpus(settings)}
+
+
+def _device(_key: str, value: Any, _settings: Settings) -> Ours:
+    if value not in ("cuda", "cpu"):
+        raise NoCounterpart("runs take NVIDIA's GPUs or CPUs", {"ray.gpus_per_worker": 1.0})
+    return {"ray.gpus_per_worker": 0.0 if value == "cpu" else 1.0}
+
+
+def _keep_last(_key: str, value: Any, settings: Settings) -> Ours:
+    if value is None and settings.get("trainer.save_freq", -1) > 0:
+        raise NoCounterpart("verl keeps all checkpoints; here checkpoint.keep_last=2 and the best are kept, give more")
+    return {} if value is None else {"checkpoint.keep_last": value}
+
+
+def _resume(_key: str, value: Any, settings: Settings) -> Ours:
+    if value not in ("auto", "disable"):
+        raise NoCounterpart("'dataflow resume runs/NAME' resumes from that run's last checkpoint")
+    if "trainer.experiment_name" not in settings.given:  # a run without a name is always a new one
+        return {}
+    return {"resume.mode": "auto" if value == "auto" else "never"}
+
+
+def _runs(key: str, value: Any, settings: Settings) -> Ours:
+    default = f"checkpoints/{settings.get('trainer.project_name')}/{settings.get('trainer.experiment_name')}"
+    return {"runs": value} if key in settings.given and value not in (None, default) else {}
+
+
+def _critic_warmup(_key: str, value: Any, _settings: Settings) -> Ours:
+    return {"critic.warmup": max(0, int(value or 0) - 1)}
+
+
+def _policy(_key: str, value: Any, settings: Settings) -> Ours:
+    if not settings.get("trainer.use_v1", True) or value == "sync":
+        return {"policy.preset": "baseline"}
+    placement = {"placement": "disaggregated"} if apart(settings) else {}
+    return {"policy.preset": "off-policy", **placement}
+
+
+CONVERSIONS: Mapping[str, Conversion] = {
+    **REWARDS,
+    "backends": _backends,
+    "critic_warmup": _critic_warmup,
+    "device": _device,
+    "dynamic": _dynamic,
+    "engine": _engine,
+    "engines": _engines,
+    "epochs": _epochs,
+    "estimator": _estimator,
+    "every": _every,
+    "gen_batch_size": _gen_batch_size,
+    "keep_last": _keep_last,
+    "metric": _metric,
+    "mini_batches": _mini_batches,
+    "multi_turn": _multi_turn,
+    "policy": _policy,
+    "resume": _resume,
+    "rows_per_rank": _rows_per_rank,
+    "run_name": _run_name,
+    "runs": _runs,
+    "steps": _steps,
+    "temperature": _temperature,
+    "val_size": _val_size,
+    "val_temperature": _val_temperature,
+    "warmup": _warmup,
+    "world": _world,
+}
+"""The conversions by the names that the table uses (``how``)."""

@@ -1,0 +1,134 @@
+"""Launches as verl's users write them: GSM8K by GRPO, PPO and RLOO with FSDP, and the published recipe's run."""
+
+from __future__ import annotations
+
+COMMON = """\
+    data.train_files={train} \\
+    data.val_files={val} \\
+    data.train_batch_size=1024 \\
+    data.max_prompt_length=512 \\
+    data.max_response_length=1024 \\
+    data.filter_overlong_prompts=True \\
+    data.truncation='error' \\
+    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct \\
+    actor_rollout_ref.model.use_remove_padding=True \\
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+    actor_rollout_ref.actor.fsdp_config.param_offload=False \\
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=False \\
+    actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \\
+    actor_rollout_ref.ref.fsdp_config.param_offload=True \\
+    trainer.logger='["console","wandb"]' \\
+    trainer.project_name='verl_example_gsm8k' \\
+    trainer.n_gpus_per_node=8 \\
+    trainer.nnodes=1 \\
+    trainer.save_freq=20 \\
+    trainer.test_freq=5 \\
+    trainer.total_epochs=15 \\
+"""
+
+GRPO = f"""\
+set -x
+
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    algorithm.use_kl_in_reward=False \\
+{COMMON}    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.actor.entropy_coeff=0 \\
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 \\
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32 \\
+    actor_rollout_ref.rollout.n=5 \\
+    trainer.critic_warmup=0 \\
+    trainer.experiment_name='qwen2_7b_grpo' $@
+"""
+
+PPO = f"""\
+set -x
+files="['{{train}}', '{{train}}']"
+
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=gae \\
+{COMMON.replace("{train}", '"$files"')}    actor_rollout_ref.actor.use_dynamic_bsz=True \\
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000 \\
+    critic.optim.lr=1e-5 \\
+    critic.model.path=Qwen/Qwen2-7B-Instruct \\
+    critic.model.enable_gradient_checkpointing=True \\
+    critic.ppo_micro_batch_size_per_gpu=32 \\
+    critic.fsdp.param_offload=False \\
+    trainer.critic_warmup=3 \\
+    trainer.experiment_name=qwen2_7b_ppo $@
+"""
+
+RLOO = """\
+#!/usr/bin/env bash
+# RLOO with parameter arrays, as verl's newer scripts are written.
+set -xeuo pipefail
+
+########################### user-adjustable ###########################
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
+train_batch_size=${TRAIN_BATCH_SIZE:-512}
+max_tokens=$(( 1024 + 2 * 1024 ))
+rollout_n=${ROLLOUT_N:-5}
+experiment_name=${EXPERIMENT_NAME:-${MODEL_PATH##*/}_rloo}
+
+DATA=(
+    algorithm.adv_estimator=rloo
+    algorithm.use_kl_in_reward=True
+    algorithm.kl_penalty=kl
+    algorithm.kl_ctrl.kl_coef=0.001
+    data.train_files="{train}"  # one file
+    data.val_files="{val}"
+    data.train_batch_size=${train_batch_size}
+    data.max_response_length=2048
+)
+MODEL=(actor_rollout_ref.model.path="$MODEL_PATH")
+ACTOR=(
+    actor_rollout_ref.actor.ppo_mini_batch_size=128
+    actor_rollout_ref.actor.use_dynamic_bsz=True
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$max_tokens
+)
+ROLLOUT=(actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=$rollout_n)
+EXTRA=(
+)
+case "${OPTIMISER:-adam}" in
+    adam) EXTRA+=(actor_rollout_ref.actor.optim.lr=2e-6) ;;
+    *) echo "unknown optimiser" >&2; exit 1 ;;
+esac
+
+LAUNCH=(python3)
+if [ "${VERL_USE_UV:-1}" != 0 ] && { [ "$rollout_n" -gt 1 ] || [[ -n "$MODEL_PATH" ]]; }; then
+    uv sync --frozen
+    LAUNCH=(uv run --frozen --no-sync python3)
+fi
+"${LAUNCH[@]}" -m verl.trainer.main_ppo \\
+    "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${EXTRA[@]}" \\
+    trainer.total_epochs=2 \\
+    trainer.experiment_name=$experiment_name \\
+    "$@" 2>&1 | tee train.log
+"""
+
+PUBLISHED = f"""\
+python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' \\
+    algorithm.adv_estimator=grpo \\
+{COMMON.replace("fsdp_config", "megatron")}    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.rollout.n=5 \\
+    reward_model.launch_reward_fn_async=True \\
+    custom_reward_function.path=reward_functions.py \\
+    custom_reward_function.name=compute_score \\
+    trainer.experiment_name='qwen2_7b_megatron_baseline' $@
+"""
+"""The run of shared/data/README.md: Qwen2-7B, Megatron, 1,024 x 5, 4 mini-batches, 15 epochs of 7,473 problems."""
+
+
+def filled(launch: str, train: str, val: str = "val.jsonl") -> str:
+    """Returns a launch with the names of its data files."""
+    return launch.replace("{train}", train).replace("{val}", val)

@@ -1,0 +1,104 @@
+"""`dataflow import-verl`: options before and behind the launch; bad input is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dataflow.cli import main
+from dataflow.importing.table import table
+from tests.importing.launches import GRPO, filled
+
+LAUNCH = ("python3", "-m", "verl.trainer.main_ppo", "trainer.total_training_steps=5", "trainer.n_gpus_per_node=2")
+needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text("{}\n" * 2048)
+    file = tmp_path / "launch.sh"
+    file.write_text(filled(GRPO, "train.jsonl"))
+    return file
+
+
+@needs_verl
+def test_the_script_is_printed_or_written(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-verl", "launch.sh"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("#!/usr/bin/env bash\n# Made by 'dataflow import-verl' from launch.sh (verl 0.9).\n")
+    for words in (["-o", "new.sh", "launch.sh"], ["launch.sh", "-o", "new.sh"]):
+        assert main(["import-verl", *words]) == 0
+        assert "new.sh: 31 overrides; 1 key has no counterpart" in capsys.readouterr().out
+        assert Path("new.sh").read_text() == printed
+        assert os.access("new.sh", os.X_OK)
+        Path("new.sh").unlink()
+
+
+@needs_verl
+def test_the_launch_itself_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-verl", "--json", *LAUNCH]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert "steps=5" in facts["overrides"]
+    assert main(["import-verl", " ".join(LAUNCH)]) == 0
+    assert "steps=5" in capsys.readouterr().out
+
+
+def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-verl", "--keys"]) == 0
+    assert capsys.readouterr().out.strip() == table()
+    assert "| `data.train_batch_size` | `data.prompts` |  |" in table()
+
+
+@needs_verl
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give a launch script of verl, its resolved configuration"),
+        (["nothing.sh"], "nothing.sh: there is no such file"),
+        (["."], "it is a directory"),
+        (["empty.sh"], "no command that would be reached in it launches verl.trainer.main_ppo"),
+        (["binary.sh"], "it is not UTF-8 text"),
+        (["large.sh"], "is larger than any launch"),
+        (["locked.sh"], "locked.sh cannot be read"),
+        (["unset.sh"], "unset.sh: DATA_DIR (line 1) is not set; set it: DATA_DIR=... dataflow import-verl unset.sh."),
+        (["odd.yaml"], "odd.yaml: it is not YAML"),
+        (["other.yaml"], "it is no configuration of verl"),
+        (["list.yaml"], "it is no configuration of verl"),
+        (["older.yaml"], "verl 0.9 has no key 'actor_rollout_ref.actor.no_such'"),
+        (["older.yaml", "a=1"], "is a whole configuration; change it there"),
+        (["data.train_batch_size=5"], "is no file and no launch"),
+        (["launch.sh", "data.no_such=1"], "verl 0.9 has no key 'data.no_such'"),
+        (["launch.sh", "-o"], "-o needs the name of the script to write"),
+        (["launch.sh", "-o", "."], "is a directory"),
+        (["launch.sh", "trainer.n_gpus_per_node=0", "-o", "kept.sh"], "trainer.n_gpus_per_node=0: give a whole number"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    script: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    Path("empty.sh").write_text("")
+    Path("binary.sh").write_bytes(b"a\x80")
+    Path("large.sh").write_text("#" * 2**21)
+    Path("locked.sh").write_text("x")
+    Path("locked.sh").chmod(0)
+    Path("unset.sh").write_text("python -m verl.trainer.main_ppo data.train_files=$DATA_DIR/train.parquet")
+    Path("odd.yaml").write_text("a: [")
+    Path("other.yaml").write_text("model: x")
+    Path("list.yaml").write_text("- 1")
+    Path("older.yaml").write_text("actor_rollout_ref: {actor: {no_such: 1}}")
+    Path("kept.sh").write_text("before")
+    if words == ["locked.sh"] and os.access("locked.sh", os.R_OK):
+        pytest.skip("this user may read every file")
+    assert main(["import-verl", *words]) == 2
+    out, said = capsys.readouterr()
+    assert out == ""
+    assert message in said
+    assert said.startswith("ConfigError: ")
+    assert said.count("\n") == 1
+    assert Path("kept.sh").read_text() == "before"
+    assert not list(Path.cwd().glob(".*"))

@@ -1,0 +1,295 @@
+"""Launches of verl for GSM8K and the published recipe's become configurations of the same training."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dataflow.config.keys.overrides import fields, parse_overrides
+from dataflow.errors import ConfigError
+from dataflow.importing.imported import Imported, as_text
+from dataflow.importing.settings import defaults, of_launch
+from dataflow.importing.source import import_launch
+from pipelines import gsm8k_grpo, ppo_critic
+from tests.importing.launches import GRPO, PPO, PUBLISHED, RLOO, filled
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed"),
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+]
+PIPELINES = {"pipelines/gsm8k_grpo.py": gsm8k_grpo, "pipelines/ppo_critic.py": ppo_critic}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with as many problems as GSM8K has for training."""
+    file = tmp_path_factory.mktemp("data") / "train.jsonl"
+    file.write_text("{}\n" * 7473)
+    return file
+
+
+def imported(launch: str, rows: Path, *more: str, name: str = "run.sh") -> Imported:
+    script = rows.parent / name
+    script.write_text(filled(launch, str(rows)))
+    return import_launch([str(script), *more])
+
+
+def built(found: Imported) -> Any:
+    """Returns the configuration that the new script's pipeline itself makes of the overrides."""
+    command = found.script().replace("\\\n", "")
+    words = shlex.split(next(line for line in command.splitlines() if line.startswith("dataflow run ")))
+    assert words[:2] == ["dataflow", "run"]
+    assert words[-1] == "$@"
+    assert words[3:-1] == found.arguments
+    return parse_overrides(PIPELINES[words[2]].Config, words[3:-1])
+
+
+def test_grpo(rows: Path) -> None:
+    found = imported(GRPO, rows)
+    config = built(found)
+    assert found.pipeline == "pipelines/gsm8k_grpo.py"
+    assert (config.steps, config.data.prompts, config.trainer.mini_batches, config.engine.n) == (105, 1024, 4, 5)
+    assert (config.data.train, config.engine.max_tokens, config.data.max_prompt_length) == (str(rows), 1024, 512)
+    assert (config.trainer.lr, config.trainer.weight_decay, config.trainer.betas) == (1e-6, 0.01, (0.9, 0.999))
+    assert (config.trainer.world_size, config.trainer.micro_batch_size, config.trainer.warmup_steps) == (8, 32, 0)
+    assert (config.engine.tensor_parallel, config.engine.replicas, config.ray.gpus_per_worker) == (2, 4, 1)
+    assert (config.algorithm.adv_estimator, config.algorithm.use_kl_loss) == ("grpo", True)
+    assert (config.val.every, config.checkpoint.every, config.name) == (5, 20, "qwen2_7b_grpo")
+    assert (config.policy.preset, config.resume.mode, config.tracking.backends) == (
+        "baseline",
+        "auto",
+        ["console", "wandb"],
+    )
+    assert config.custom_reward_function.path == "pkg://verl.utils.reward_score"
+    assert config.custom_reward_function.name == "default_compute_score"
+    assert [each.key for each in found.lost] == ["trainer.max_actor_ckpt_to_keep"]
+    assert {each.key for each in found.fine} >= {
+        "actor_rollout_ref.ref.fsdp_config.param_offload",
+        "actor_rollout_ref.actor.fsdp_config.param_offload",
+        "actor_rollout_ref.model.enable_gradient_checkpointing",
+    }
+
+
+def test_ppo_of_two_files(rows: Path) -> None:
+    found = imported(PPO, rows)
+    config = built(found)
+    assert found.pipeline == "pipelines/ppo_critic.py"
+    assert config.data.train == [str(rows), str(rows)]
+    assert config.steps == 2 * 7473 // 1024 * 15
+    assert (config.algorithm.adv_estimator, config.algorithm.whiten, config.algorithm.lam) == ("gae", "step", 1.0)
+    assert (config.critic.path, config.critic.lr, config.critic.micro_batch_size) == (
+        "Qwen/Qwen2-7B-Instruct",
+        1e-5,
+        32,
+    )
+    assert (config.critic.warmup, config.critic.mini_batches, config.engine.n) == (2, None, 1)
+    assert config.trainer.max_tokens_per_gpu == 24000
+    assert "critic.use_dynamic_bsz" in {each.key for each in found.lost}  # it follows the actor's in verl
+
+
+def test_rloo_of_a_script_with_arrays_and_conditions(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_N", "4")
+    found = imported(RLOO, rows, "trainer.total_epochs=3")
+    config = built(found)
+    assert (config.algorithm.adv_estimator, config.algorithm.use_kl_in_reward) == ("rloo", True)
+    assert (config.algorithm.kl_ctrl.kl_coef, config.algorithm.kl_penalty) == (0.001, "kl")
+    assert (config.engine.n, config.trainer.lr, config.trainer.mini_batches) == (4, 2e-6, 4)
+    assert (config.trainer.max_tokens_per_gpu, config.engine.max_tokens) == (3072, 2048)
+    assert (config.model.path, config.name) == ("Qwen/Qwen3-8B", "Qwen3-8B_rloo")
+    assert config.steps == 7473 // 512 * 3  # the argument replaces the script's own value
+
+
+def test_the_published_recipe(rows: Path) -> None:
+    found = imported(PUBLISHED, rows)
+    config = built(found)
+    assert (config.steps, config.data.prompts, config.engine.n, config.trainer.mini_batches) == (105, 1024, 5, 4)
+    assert (config.custom_reward_function.path, config.custom_reward_function.name) == (
+        "reward_functions.py",
+        "compute_score",
+    )
+    lost = {each.key: each.instead for each in found.lost}
+    assert "training is FSDP2" in lost["actor_rollout_ref.actor.strategy"]
+    assert {each.key for each in found.fine} >= {
+        "reward_model.launch_reward_fn_async",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
+    }
+
+
+def test_a_resolved_configuration_is_its_launch(rows: Path) -> None:
+    from omegaconf import OmegaConf
+
+    launch = imported(GRPO, rows)
+    whole = defaults()
+    words = shlex.split(filled(GRPO, str(rows)).replace("\\\n", ""))
+    for key, value in of_launch(words[words.index("verl.trainer.main_ppo") + 1 : -1], "x").values.items():
+        OmegaConf.update(whole, key, value, force_add=True)
+    file = rows.parent / "config.yaml"
+    file.write_text(yaml.safe_dump(OmegaConf.to_container(whole, resolve=True)))
+    found = import_launch([str(file)])
+    assert found.overrides == launch.overrides
+    assert {each.key for each in found.lost} == {each.key for each in launch.lost}
+
+
+def test_a_reward_model(rows: Path) -> None:
+    more = ["reward.reward_model.enable=True", "reward.reward_model.model_path=/rm"]
+    more += ["reward.reward_model.rollout.tensor_model_parallel_size=4", "reward_model.reward_manager=dapo"]
+    more += ["+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True"]
+    more += ["+reward_model.reward_kwargs.overlong_buffer_cfg.len=64"]
+    config = built(imported(GRPO, rows, *more))
+    model = config.reward.models["rm"]
+    assert (model.path, model.kind, model.placement) == ("/rm", "classify", "colocated")
+    assert (model.replicas, model.tensor_parallel, model.gpu_memory) == (2, 4, 0.5)
+    assert (config.reward.manager, config.reward.manager_kwargs) == ("dapo", {"overlong_buffer_len": 64})
+    assert config.custom_reward_function.path is None
+    own = ["reward.reward_model.enable_resource_pool=True", "reward.reward_model.nnodes=1"]
+    config = built(imported(GRPO, rows, *more, *own, "reward.reward_model.n_gpus_per_node=4"))
+    assert (config.reward.models["rm"].placement, config.reward.models["rm"].replicas) == ("own", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "ours"),
+    [
+        ("actor_rollout_ref.rollout.do_sample=False", {"engine.temperature": 0.0}),
+        ("actor_rollout_ref.rollout.val_kwargs.do_sample=True", {"val.temperature": 0.0}),
+        ("actor_rollout_ref.actor.ppo_epochs=2", {"trainer.epochs": 2, "trainer.epochs_over": "step"}),
+        ("actor_rollout_ref.actor.clip_ratio=0.3", {"algorithm.clip_ratio_low": 0.2, "algorithm.clip_ratio": 0.3}),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", {"trainer.warmup_steps": 10}),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size=64", {"trainer.micro_batch_size": 8}),
+        ("trainer.v1.trainer_mode=colocate_async", {"policy.preset": "off-policy", "placement": "colocated"}),
+        ("trainer.resume_mode=disable", {"resume.mode": "never"}),
+        ("trainer.save_freq=-1", {"checkpoint.every": 0}),
+        ("trainer.max_actor_ckpt_to_keep=7", {"checkpoint.keep_last": 7}),
+        ("trainer.device=cpu", {"ray.gpus_per_worker": 0.0}),
+        ("trainer.default_local_dir=/data/runs", {"runs": "/data/runs"}),
+        ("trainer.experiment_name=a/b", {"name": "a-b"}),
+        ("data.val_max_samples=100", {"data.val_size": 100}),
+        ("data.train_max_samples=2048", {"steps": 30}),
+        ("data.max_response_length=99", {"engine.max_tokens": 99}),
+        ("actor_rollout_ref.rollout.response_length=98", {"engine.max_tokens": 98}),
+        ("reward.num_workers=4", {"reward.actors": 4}),
+        ("algorithm.rollout_correction.rollout_is=token", {"algorithm.rollout_is": "token"}),
+        ("algorithm.filter_groups.enable=True", {"algorithm.filter_groups.metric": "score"}),
+        (
+            "reward.sandbox_fusion.url=http://h/run_code",
+            {
+                "reward.manager": "sandbox",
+                "reward.manager_kwargs.max_concurrent": 64,
+                "custom_reward_function.path": None,
+            },
+        ),
+        (
+            "+reward.custom_reward_function.reward_kwargs.wrong=0.5",
+            {"custom_reward_function.reward_kwargs": {"wrong": 0.5}},
+        ),
+    ],
+)
+def test_values_are_converted(rows: Path, change: str, ours: dict[str, Any]) -> None:
+    more = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null"] if "micro_batch_size=" in change else []
+    config = built(imported(GRPO, rows, change, *more))
+    for key, value in ours.items():
+        at: Any = config
+        for name in key.split("."):
+            at = at[name] if isinstance(at, dict) else getattr(at, name)
+        assert at == value, key
+
+
+@pytest.mark.parametrize(
+    ("change", "instead"),
+    [
+        ("actor_rollout_ref.model.lora_rank=32", "all weights are trained"),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "constant after the warm-up"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "stay on the GPU"),
+        ("actor_rollout_ref.rollout.name=sglang", "the engine is vLLM"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "tools.path=FILE"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", "without further options"),
+        ("trainer.logger=[console,rl_insight]", "there is no backend rl_insight"),
+        ("reward.reward_manager.name=gdpo", "reward.manager_path"),
+        ("+trainer.of_a_fork=1", "no such key"),
+        ("trainer.val_before_train=False", "evaluates before its first step"),
+    ],
+)
+def test_what_has_no_counterpart_is_listed_with_what_to_do(rows: Path, change: str, instead: str) -> None:
+    found = imported(GRPO, rows, change)
+    key = change.lstrip("+").partition("=")[0]
+    assert any(each.key == key and instead in each.instead for each in found.lost), found.lost
+    assert f"#   {key}=" in found.script()
+    built(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.trian_files=x", "verl 0.9 has no key 'data.trian_files'; did you mean 'data.train_files'?"),
+        ("nonsense", "'nonsense' is not key=value as Hydra reads it"),
+        ("trainer.nnodes=two", "trainer.nnodes=two: give a whole number of at least 1 in the launch."),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=300", "does not divide data.train_batch_size=1024"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "does not divide the 8 GPUs"),
+        ("data.train_files=/nowhere/x.parquet", "which is not on this machine; add trainer.total_training_steps=N."),
+        ("data.train_files=null", "names no file"),
+        (
+            "algorithm.adv_estimator=of_a_fork",
+            "algorithm.adv_estimator=of_a_fork: give gae, grpo",
+        ),
+        ("actor_rollout_ref.actor.optim.lr=0", "actor_rollout_ref.actor.optim.lr becomes trainer.lr=0: give a number"),
+        ("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n becomes engine.n=1: 'grpo' compares"),
+        ("data.train_batch_size=1,2", "is a sweep over several values"),
+        ("--config-name=mine", "a configuration of its own, which is not read; add '--cfg job --resolve'"),
+        ("--multirun", "the option --multirun is not read"),
+        ("model_engine=jax", "model_engine=jax is none of verl's"),
+        ("trainer.project_name=${nothing.here}", "a value refers to another that does not exist"),
+    ],
+)
+def test_a_wrong_launch_is_one_sentence(rows: Path, change: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        imported(GRPO, rows, change)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_both_set_takes_the_value_of_the_launch() -> None:
+    words = ["actor_rollout_ref.actor.optim.clip_grad=0.5", "trainer.total_training_steps=5"]
+    found = import_launch(["python3", "-m", "verl.trainer.main_ppo", *words, "trainer.n_gpus_per_node=2"])
+    assert found.config.trainer.grad_clip == 0.5
+    assert found.config.name is None
+    assert found.config.resume.mode == "never"
+
+
+def test_the_new_script_is_shell(rows: Path) -> None:
+    found = imported(RLOO, rows, "trainer.project_name='a b\"c $HOME'")
+    script = rows.parent / "new.sh"
+    script.write_text(found.script().replace("dataflow run", "printf '%s\\n'"))
+    said = subprocess.run(["bash", str(script), "more=1"], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout.splitlines() == [found.pipeline, *found.arguments, "more=1"]
+    assert 'tracking.project=a b"c $HOME' in found.arguments
+
+
+def test_the_facts_are_json(rows: Path) -> None:
+    facts = json.loads(json.dumps(imported(GRPO, rows).as_dict(), default=str))
+    assert facts["pipeline"] == "pipelines/gsm8k_grpo.py"
+    assert {"key": "actor_rollout_ref.rollout.n", "value": 5}.items() <= next(
+        each for each in facts["mapped"] if each["key"] == "actor_rollout_ref.rollout.n"
+    ).items()
+    assert facts["no_counterpart"][0]["instead"]
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 0.1, 1e-6, 5, "a", "null", "~", "", "'a'", "a: b", ["a", 1], ["a,b"], {}]
+)
+def test_values_are_read_as_they_were_written(value: Any) -> None:
+    from pydantic import BaseModel
+
+    class Keys(BaseModel):
+        text: str | None = None
+        other: Any = None
+
+    key = "text" if isinstance(value, str) else "other"
+    assert getattr(parse_overrides(Keys, [f"{key}={as_text(value)}"]), key) == value
+    assert [".".join(path) for path, _ in fields(Keys)] == ["text", "other"]
