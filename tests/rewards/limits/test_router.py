@@ -404,9 +404,9 @@ def test_a_hedge_goes_to_another_server() -> None:
             agent = agent_of(judge_of(found), hedge_after=0.05)
             agent.submit(1, samples(1))
             rewards = await agent.collect(1)
-            assert rewards.meta["records"][0] | {"begin": 0, "end": 0} == {
-                "group": 0, "sample": 0, "begin": 0, "end": 0, "how": "hedged", "endpoint": found[1].url,
-            }  # fmt: skip
+            (record,) = rewards.meta["records"]  # with its wait in the queue, if the machine is busy
+            assert (record["how"], record["endpoint"]) == ("hedged", found[1].url)
+            assert "resent" not in record
             await agent.close()
 
     run(body())
