@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,8 @@ async def _answered(session: aiohttp.ClientSession, name: str, url: str, limit_s
         except TimeoutError:
             why = "no answer"
         except (aiohttp.ClientError, OSError) as error:
-            why = str(error) or type(error).__name__
+            number = getattr(error, "errno", None) or 0
+            why = os.strerror(number) if number > 0 else str(error) or type(error).__name__
         if time.monotonic() + _AGAIN_S > end:
             raise ConfigError(
                 f"{what}: the server does not answer GET /v1/models ({why}) within reward.models.{name}.start_timeout="
