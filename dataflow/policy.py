@@ -18,6 +18,8 @@ from dataflow.tasks.unroll import Shape, Unroller
 
 MAX_STALENESS = 4
 PRESETS = ("baseline", "mini-batch", "off-policy", "both")
+AUTO = "auto"
+"""The policy of a run that plans itself and changes between others."""
 STREAM = "+stream"
 # Most chunks that a streaming rollout emits in a step: each costs a task, and more hardly start rewards earlier.
 MAX_CHUNKS = 16
@@ -116,6 +118,8 @@ def preset(name: str, mini_batches: int) -> SchedulingPolicy:
     SchedulingPolicy(split=4, max_staleness=1, order='arrival', stream_rollout=False)
     """
     base = name.removesuffix(STREAM)
+    if base == AUTO:
+        raise PolicyError(f"policy '{name}' changes between others while a run goes; give one of {', '.join(PRESETS)}.")
     check_whole("mini_batches", mini_batches)
     split, staleness = {
         "baseline": (1, 0),
@@ -124,8 +128,8 @@ def preset(name: str, mini_batches: int) -> SchedulingPolicy:
         "both": (mini_batches, 1),
     }.get(base, (0, 0))
     if not split:
-        every = [*PRESETS, *(known + STREAM for known in PRESETS)]
-        known = f"policies: {', '.join(PRESETS)}, each also with {STREAM}"
+        every = [*PRESETS, *(known + STREAM for known in PRESETS), AUTO]
+        known = f"policies: {', '.join(PRESETS)}, each also with {STREAM}; a run also takes {AUTO}"
         raise PolicyError(f"unknown policy '{name}'{nearest(name, every)} ({known}).")
     return SchedulingPolicy(split, staleness, stream_rollout=base != name)
 

@@ -173,6 +173,10 @@ class Runner:
         self._execute(instructions)
         return step
 
+    def trace_now(self) -> float:
+        """Returns the seconds since second 0 of the trace."""
+        return self.executor.now() - (self._origin or 0.0)
+
     @property
     def over(self) -> bool:
         """Whether :meth:`finish` found nothing left to do."""

@@ -35,7 +35,7 @@ def test_presets_are_two_integers():
         (
             lambda: preset("bth", 4),
             "unknown policy 'bth'; did you mean 'both'? "
-            "(policies: baseline, mini-batch, off-policy, both, each also with +stream).",
+            "(policies: baseline, mini-batch, off-policy, both, each also with +stream; a run also takes auto).",
         ),
         (lambda: SchedulingPolicy(split=0), "split=0; give 1 (wait for all rewards) or more parts."),
         (lambda: SchedulingPolicy(max_staleness=5), "max_staleness=5; give 0 (on-policy) to 4."),

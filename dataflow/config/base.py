@@ -42,24 +42,57 @@ class PolicyConfig(Section):
     shorthand = "preset"
 
     preset: Text = "both"
-    """Scheduling policy: baseline, mini-batch, off-policy or both; with the suffix +stream the rollout streams."""
+    """Scheduling policy: baseline, mini-batch, off-policy or both, with the suffix +stream for a rollout that streams;
+    or auto, which plans from the run's own trace and changes the policy."""
     split: PositiveInt | None = None
     """Parts in which a step's rewards are collected and used; null takes the preset's."""
     max_staleness: NonNegativeInt | None = None
-    """Steps that a sample's weights may be older than those its update starts from; null takes the preset's."""
+    """Steps that a sample's weights may be older than those its update starts from; null takes the preset's. With auto
+    the most that it may take; null for 1."""
     order: Literal["arrival", "index"] = "arrival"
     """Which groups form a part: the first to be scored, or by index (reproducible bit for bit)."""
     stream_rollout: bool | None = None
-    """Submit each group for scoring as soon as it is finished; null takes the preset's."""
+    """Submit each group for scoring as soon as it is finished; null takes the preset's, with auto what is faster."""
+    replan: PositiveInt = 5
+    """Steps from one plan of auto to the next."""
+    gain: Annotated[float, Field(gt=0, le=1)] = 0.03
+    """auto changes the policy if the present one is predicted to take more than this share longer."""
+
+    @property
+    def auto(self) -> bool:
+        """Whether the run changes its policy."""
+        return self.preset == "auto"
+
+    @property
+    def limit(self) -> int:
+        """The largest staleness that auto may take."""
+        return 1 if self.max_staleness is None else self.max_staleness
+
+    @model_validator(mode="after")
+    def _auto_chooses(self) -> Self:
+        if self.auto and self.split is not None:
+            raise ConfigError(f"policy.split={self.split}: policy=auto chooses the split itself; leave it out.")
+        for name in () if self.auto else ("replan", "gain"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ConfigError(
+                    f"policy.{name}={getattr(self, name)} has no effect under policy={self.preset}; leave it out, or "
+                    "give policy=auto."
+                )
+        return self
 
     def resolve(self, mini_batches: int) -> SchedulingPolicy:
         """Returns the preset for ``mini_batches`` optimizer steps per step, with the given numbers overridden.
+
+        For auto, that is the policy it begins with.
 
         Raises:
             PolicyError: no preset of that name, or a number that does not fit.
         """
         from dataflow.policy import SchedulingPolicy, preset
 
+        if self.auto:
+            SchedulingPolicy(max_staleness=self.limit)  # refuses a limit that no policy may have
+            return SchedulingPolicy(order=self.order, stream_rollout=bool(self.stream_rollout))
         base = preset(self.preset, mini_batches)
         return SchedulingPolicy(
             split=base.split if self.split is None else self.split,
@@ -207,7 +240,10 @@ class PipelineConfig(BaseConfig):
 def values_of(config: BaseConfig) -> dict[str, Any]:
     """Returns the whole configuration as JSON can hold it, with the policy's numbers filled in."""
     values = config.model_dump(mode="json")
-    values["policy"] |= dataclasses.asdict(config.policy.resolve(config.optimizer_steps))
+    if config.policy.auto:
+        values["policy"]["max_staleness"] = config.policy.limit
+    else:
+        values["policy"] |= dataclasses.asdict(config.policy.resolve(config.optimizer_steps))
     return values
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dataflow.errors import ConfigError
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.planner import simulate
 from dataflow.planning.sources.trace import of_trace
-from dataflow.policy import SchedulingPolicy
+from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.timeline import files
 from dataflow.timeline.attribution import summary
 from dataflow.timeline.compare import Load, summary_of, written
@@ -47,13 +48,7 @@ def backtest(trace: Trace, source: str) -> tuple[list[BacktestRow], Trace]:
     """
     workload = of_trace(trace, source, PlanConfig())
     meta = trace.meta
-    policy = SchedulingPolicy(
-        int(meta.get("split", 1)),
-        int(meta.get("max_staleness", 0)),
-        meta.get("order", "arrival"),
-        bool(meta.get("stream_rollout", False)),
-    )
-    predicted = simulate(workload, policy, whole=True)[0].trace
+    predicted = simulate(workload, _policy(meta), whole=True)[0].trace
     predicted.meta["policy"] = f"{meta.get('policy', 'run')} predicted"
     measured, expected = summary(trace), summary(predicted)
     lines = [
@@ -65,6 +60,22 @@ def backtest(trace: Trace, source: str) -> tuple[list[BacktestRow], Trace]:
         of = expected["stages"].get(stage, {"total_s": 0.0})
         lines.append(BacktestRow(stage, measured["stages"][stage]["total_s"], of["total_s"]))
     return lines, predicted
+
+
+def _policy(meta: Mapping[str, Any]) -> SchedulingPolicy | PolicySchedule:
+    """Returns the policy of a run, or the policies of one that changed them."""
+    if changes := meta.get("policies"):
+        return PolicySchedule(tuple((int(each["step"]), _of(each)) for each in changes))
+    return _of(meta)
+
+
+def _of(facts: Mapping[str, Any]) -> SchedulingPolicy:
+    return SchedulingPolicy(
+        int(facts.get("split", 1)),
+        int(facts.get("max_staleness", 0)),
+        facts.get("order", "arrival"),
+        bool(facts.get("stream_rollout", False)),
+    )
 
 
 def predicted(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> str:

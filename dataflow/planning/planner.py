@@ -13,7 +13,7 @@ from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Pipeline
 from dataflow.planning.costs import WorkloadCosts
 from dataflow.planning.workload import Workload
-from dataflow.policy import PRESETS, SchedulingPolicy, divisors, expand, preset
+from dataflow.policy import PRESETS, PolicySchedule, SchedulingPolicy, divisors, expand, preset
 from dataflow.runner import Runner
 from dataflow.timeline.attribution import pool_waits
 from dataflow.timeline.spans import POOLS, Span, Trace, covered
@@ -205,7 +205,7 @@ def _path_s(workload: Workload, policy: SchedulingPolicy, below: float) -> float
 
 
 def simulate(
-    workload: Workload, policy: SchedulingPolicy, whole: bool = False, unlimited: bool = False
+    workload: Workload, policy: SchedulingPolicy | PolicySchedule, whole: bool = False, unlimited: bool = False
 ) -> tuple[Account, WorkloadCosts]:
     """Runs a workload under a policy on the virtual clock.
 
@@ -222,7 +222,7 @@ def simulate(
     costs = WorkloadCosts(workload, graph, unlimited)
     trace = Trace(meta={"resources": dict(pipeline.resources), "steps": workload.steps, "status": "predicted"})
     account = Account(trace, workload.steps, begin=min(costs.begin(t) for t in graph.unroll(1) if not t.deps))
-    left_out = policy.max_staleness if workload.uncounted else 0
+    left_out = graph.max_staleness if workload.uncounted else 0
     sampling = {s.name for s in pipeline.with_role("samples")}
     executor = VirtualExecutor(costs)
     ends: dict[int, float] = {}

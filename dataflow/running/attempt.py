@@ -19,6 +19,7 @@ from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.rewards.naming import MAIN
 from dataflow.runner import Restored, Runner
+from dataflow.running.auto import AutoPolicy
 from dataflow.running.record import Record
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
@@ -41,6 +42,7 @@ class Attempt:
         record: of the run.
         progress: shows the progress.
         ready: waits for what the run has started elsewhere and the first step needs.
+        auto: changes the policy; None for a run that keeps it.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Attempt:
         record: Record,
         progress: Progress,
         ready: Callable[[], Awaitable[None]] | None = None,
+        auto: AutoPolicy | None = None,
     ) -> None:
         self._config = config
         self._graph = graph
@@ -58,6 +61,7 @@ class Attempt:
         self._record = record
         self._progress = progress
         self._ready = ready
+        self._auto = auto
         self._executor = self._make_executor()
         self._hosts = graph.pipeline.hosts()
         self._runner: Runner | None = None
@@ -121,6 +125,8 @@ class Attempt:
             on_step=self._on_step,
             restored=restored,
         )
+        if self._auto is not None:
+            self._auto.begin(runner)
         self._progress.start(self._graph.steps)
         report(training=True)
         showing = asyncio.create_task(self._show(runner))
@@ -129,6 +135,8 @@ class Attempt:
             await self._train(runner, self._training)
         finally:
             showing.cancel()
+            if self._auto is not None:
+                await self._auto.close()
 
     def interrupt(self, main: asyncio.Task[Any]) -> None:
         """Ends the run, if possible after the step in training and with a checkpoint.
@@ -172,7 +180,8 @@ class Attempt:
 
     async def _save(self, runner: Runner, step: int) -> None:
         """Saves a checkpoint of a step that all services have reached, if there is none."""
-        pipeline, executor, staleness = self._graph.pipeline, self._executor, self._graph.max_staleness
+        pipeline, executor = self._graph.pipeline, self._executor
+        staleness = runner.graph.sampled_ahead(step)
         if step in CheckpointStore(self._record.directory / "checkpoints").whole():
             return
         saves = pipeline.with_role("saves")
@@ -247,13 +256,13 @@ class Attempt:
             # The engine gets the weights by the run's own stages, which leave it as they did after that step.
             graph = expand(pipeline.subset(synced), SchedulingPolicy(), steps=point.step, first=point.step)
             await Runner(graph, self._executor, inputs=_constant(states), trace=Trace()).run()
-        oldest = point.step - self._graph.max_staleness
+        oldest = point.step - self._graph.sampled_ahead(point.step)
         fields = {
             (name, step): value
             for step, values in point.samples().items()
             for name, value in values.items()
             # With a smaller max_staleness than before, samples may be too old: they are drawn again.
-            if getattr(value, "meta", {}).get("weights_version", oldest) >= step - 1 - self._graph.max_staleness
+            if getattr(value, "meta", {}).get("weights_version", oldest) >= step - 1 - self._graph.staleness(step)
         }
         return Restored(states, fields)
 
@@ -266,14 +275,25 @@ class Attempt:
         await Runner(graph, self._executor, inputs=inputs, trace=self._record.before, on_step=self._on_step).run()
 
     def _on_step(self, step: int, metrics: dict[str, float]) -> None:
+        ended = step > self._record.steps
+        if ended and self._auto is not None:
+            metrics = {**metrics, **self._auto.metrics(step)}
         # The spans of the last steps include all of this one.
-        shown = self._record.step(step, metrics, (self._graph.ahead + 3) * sum(self._graph.parts.values()))
+        shown = self._record.step(step, metrics, self._window)
         if step in self._record.evaluations and any(name.startswith("val-core/") for name in metrics):
             self._progress.accuracy(step, self._record.evaluations[step])
         if shown is not None:
             self._progress.step(step, shown)
+        if ended and self._auto is not None:
+            self._auto.ended(step)
         if FAILED in metrics:
             self._count_failed(bool(metrics[FAILED]))
+
+    @property
+    def _window(self) -> int:
+        """The number of last spans that include all of a step that ends."""
+        graph = self._graph if self._runner is None else self._runner.graph
+        return (graph.ahead + 3) * sum(graph.parts.values())
 
     def _count_failed(self, failed: bool) -> None:
         """Counts checkpoints that failed one after another.
@@ -291,7 +311,6 @@ class Attempt:
 
     async def _show(self, runner: Runner) -> None:
         """Updates the picture, if there is one, until the run ends."""
-        per_step = sum(self._graph.parts.values())
         stats: dict[str, Any] = {}
         while self._progress.moves:
             try:
@@ -299,7 +318,7 @@ class Attempt:
             except DataflowError as error:
                 # If the agent died, the run itself reports it or builds a new one.
                 logger.debug(f"a reward agent does not answer: {error}")
-            self._progress.show(runner.trace, runner.running(), stats, (self._graph.ahead + 3) * per_step)
+            self._progress.show(runner.trace, runner.running(), stats, self._window)
             await asyncio.sleep(SHOWN_S)
 
 

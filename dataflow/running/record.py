@@ -185,6 +185,16 @@ class Record:
         self._writer.describe(meta)
         return float(meta["started"])
 
+    def describe(self, **facts: Any) -> None:
+        """Adds facts to the trace's meta.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
+        self.trace.meta |= facts
+        if self._writer is not None:
+            self._writer.describe(self.trace.meta)
+
     def step(self, step: int, metrics: dict[str, float], window: int) -> dict[str, float] | None:
         """Writes the metrics of a step.
 

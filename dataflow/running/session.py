@@ -24,10 +24,11 @@ from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, UserError
 from dataflow.files import replaced, written
 from dataflow.graph import Hosted, TaskGraph
-from dataflow.policy import SchedulingPolicy, expand
+from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
 from dataflow.rewards.naming import JUDGE
 from dataflow.rewards.user.build import scores_alone
 from dataflow.running.attempt import Attempt
+from dataflow.running.auto import AutoPolicy, listed, load_schedule
 from dataflow.running.directory import check_directory, locked, make_directory, remove_directory, remove_temporary
 from dataflow.running.hosting import REWARD
 from dataflow.running.prompts import Prompts
@@ -64,6 +65,7 @@ class Session:
         self.module = module
         self.progress = progress
         self.policy: SchedulingPolicy = config.policy.resolve(config.optimizer_steps)
+        self.schedule = self._schedule(directory)
         self.graph: TaskGraph
         self.record: Record
         self._resumes = directory is not None
@@ -153,6 +155,11 @@ class Session:
             )
         return {name: found[name] for name in pipeline.inputs}
 
+    def _schedule(self, directory: Path | None) -> PolicySchedule:
+        """Returns the policies of the steps: those that a run has had so far, if it changes them, and the last one."""
+        known = load_schedule(directory) if directory is not None and self.config.policy.auto else None
+        return known or PolicySchedule(((1, self.policy),))
+
     def expand(self, first: int = 1) -> TaskGraph:
         """Returns the run's task graph from a step on (and keeps it)."""
         config = self.config
@@ -160,7 +167,7 @@ class Session:
         for sentence in pipeline.unread() if first == 1 else ():
             logger.warning(sentence)
         self.graph = expand(
-            pipeline, self.policy, config.steps, config.optimizer_steps, groups=config.step_groups, first=first
+            pipeline, self.schedule, config.steps, config.optimizer_steps, groups=config.step_groups, first=first
         )
         return self.graph
 
@@ -241,8 +248,11 @@ class Session:
 
     def _newest(self) -> Checkpoint | None:
         point = CheckpointStore(self.directory / "checkpoints").newest()
+        if point is not None and self.config.policy.auto:
+            self.schedule = self._schedule(self.directory)
+            self.expand(first=min(point.step + 1, self.config.steps))
         early = frozenset(s.name for s in self.graph.pipeline.stages if any(r.lag == "carried" for r in s.reads))
-        self.record.cut(point.step if point else 0, early, self.graph.max_staleness if point else 0)
+        self.record.cut(point.step if point else 0, early, self.graph.sampled_ahead(point.step) if point else 0)
         return point
 
     def _train(self, point: Checkpoint | None) -> None:
@@ -304,7 +314,9 @@ class Session:
         record = self.record
         # Again, as the judge's address is known now. Of a run that has made its steps the last one's graph says enough.
         graph = self.expand(first=min(point.step + 1, self.config.steps) if point else 1)
-        attempt = Attempt(self.config, graph, self.inputs, record, self.progress, self._ready)
+        options = self.config.policy
+        auto = AutoPolicy(options, graph, self.schedule, self.config.optimizer_steps, record) if options.auto else None
+        attempt = Attempt(self.config, graph, self.inputs, record, self.progress, self._ready, auto)
         stopping.calls(partial(loop.call_soon_threadsafe, attempt.interrupt, main))
         try:
             record.open(self._meta())
@@ -336,6 +348,7 @@ class Session:
             "max_staleness": self.policy.max_staleness,
             "order": self.policy.order,
             "stream_rollout": self.policy.stream_rollout,
+            **({"policies": listed(self.schedule)} if self.config.policy.auto else {}),
             "steps": self.config.steps,
             "seed": self.config.seed,
             "status": "running",

@@ -206,12 +206,12 @@ class Trace:
         steps = sorted({s.step for s in training})
         if self.meta.get("status", "finished") not in UNFINISHED:
             return steps
-        parts = {s.stage: s.parts for s in training}
-        needed = {stage["name"]: 1 for stage in self.declared if stage.get("every") is None} | parts
-        ended: dict[tuple[int, str], int] = {}
+        needed = {stage["name"] for stage in self.declared if stage.get("every") is None} | {s.stage for s in training}
+        # The number of parts may change with the policy.
+        left: dict[tuple[int, str], int] = {}
         for s in training:
-            ended[s.step, s.stage] = ended.get((s.step, s.stage), 0) + 1
-        return [step for step in steps if all(ended.get((step, name), 0) >= n for name, n in needed.items())]
+            left[s.step, s.stage] = left.get((s.step, s.stage), s.parts) - 1
+        return [step for step in steps if all(left.get((step, name), 1) <= 0 for name in needed)]
 
     @property
     def declared(self) -> list[dict[str, Any]]:

@@ -1,0 +1,249 @@
+"""`policy=auto` against the best fixed policy known afterwards, on the virtual clock.
+
+    python benchmarks/auto.py --workers 2
+
+Runs workloads over a grid of judge latency, requests in flight, GPU work and raggedness, some of which change in
+mid-run (the judge or the rollout becomes slower or faster), under every fixed policy and under auto, which sees only
+its own trace. The first five steps are left out of the comparison with the best policy, not of that with the baseline.
+Prints a table, writes JSON, and exits with 1 if a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from _run import table
+
+from dataflow.distribution import Distribution, parse_distribution
+from dataflow.executors.base import Chunk, Done
+from dataflow.executors.virtual import VirtualExecutor
+from dataflow.graph import TaskGraph, TaskId
+from dataflow.planning.auto.controller import LEAST_LEFT, Controller
+from dataflow.planning.auto.forecast import candidates, forecast
+from dataflow.planning.auto.window import MOST, window
+from dataflow.planning.costs import WorkloadCosts
+from dataflow.planning.workload import Modelled, Rewards, Workload, grpo
+from dataflow.policy import SchedulingPolicy, expand
+from dataflow.runner import Runner
+from dataflow.timeline.spans import Trace
+
+STEPS, PROMPTS, RESPONSES, MINI_BATCHES = 30, 8, 8, 2
+FIRST = 5
+"""Steps in which auto may lose time: it has to measure before it can plan."""
+MEDIAN, WORST, BASELINE = 1.01, 1.03, 1.01
+
+LATENCIES = (0.3, 1.0, 3.0, 10.0)
+"""Mean seconds of a reward request; a step has 64."""
+CONCURRENCIES = (4, 16, 64)
+GPU = ((1.0, 0.3, 1.0), (4.0, 1.0, 2.0), (3.0, 2.0, 8.0))
+"""Seconds of rollout, log-probs and all updates of a step."""
+RAGGED = (0.0, 0.4, 1.0)
+"""Sigma of the lognormal latencies; a third of it is that of the rollouts' times."""
+CHANGES = ((1.0, 1.0), (4.0, 1.0), (0.25, 1.0), (1.0, 3.0))
+"""Factors of latency and of rollout time from the middle of the run on."""
+
+
+@dataclass(frozen=True)
+class Changing(Workload):
+    """A workload whose rewards and rollouts take another time from a step on."""
+
+    change_at: int = 0
+    latency_factor: float = 1.0
+    rollout_factor: float = 1.0
+
+    def latencies(self, step: int, agent: str = "reward") -> list[float]:
+        drawn = super().latencies(step, agent)
+        return [s * self.latency_factor for s in drawn] if 0 < self.change_at <= step else drawn
+
+    def seconds(self, name: str, step: int, part: int, parts: int) -> float:
+        found = super().seconds(name, step, part, parts)
+        return found * self.rollout_factor if name == "rollout" and 0 < self.change_at <= step else found
+
+
+def workloads(count: int) -> list[dict[str, Any]]:
+    """Returns the numbers of workloads: the grid, repeated with further changes and seeds until there are enough."""
+    grid = list(itertools.product(CHANGES, LATENCIES, CONCURRENCIES, GPU, RAGGED))
+    steady = [point for point in grid if point[0] == CHANGES[0]]
+    changing = [point for point in grid if point[0] != CHANGES[0]]
+    Random(0).shuffle(changing)
+    chosen = (steady + changing)[:count] if count >= len(steady) else Random(0).sample(grid, count)
+    keys = ("change", "latency_s", "concurrency", "gpu_s", "ragged")
+    return [{**dict(zip(keys, point, strict=True)), "seed": n} for n, point in enumerate(chosen)]
+
+
+def workload(point: dict[str, Any]) -> Changing:
+    """Returns the workload of one point of the grid."""
+    rollout, log_probs, updates = point["gpu_s"]
+    ragged, latency = point["ragged"], point["latency_s"]
+    drawn = parse_distribution(f"lognormal:{latency}:{ragged}") if ragged else Distribution("constant", latency)
+    times = {"old_log_prob": log_probs, "actor_update": updates, "sync_weights": 0.1}
+    modelled = {name: Modelled(Distribution("constant", seconds)) for name, seconds in times.items()}
+    of = parse_distribution(f"lognormal:{rollout}:{ragged / 3}") if ragged else Distribution("constant", rollout)
+    change, factors = STEPS // 2 + 1, point["change"]
+    return Changing(
+        source="benchmark",
+        pipeline=grpo(False),
+        steps=STEPS,
+        prompts=PROMPTS,
+        responses=RESPONSES,
+        mini_batches=MINI_BATCHES,
+        times={**modelled, "rollout": Modelled(of)},
+        rewards=Rewards(drawn, point["concurrency"]),
+        seed=point["seed"],
+        change_at=change if factors != CHANGES[0] else 0,
+        latency_factor=factors[0],
+        rollout_factor=factors[1],
+    )
+
+
+class MarkingExecutor(VirtualExecutor):
+    """A virtual executor that records the reward requests of each part that was collected, as an agent does."""
+
+    def __init__(self, load: Workload, graph: TaskGraph) -> None:
+        super().__init__(WorkloadCosts(load, graph))
+        self._load = load
+        self._drawn: tuple[int, list[float]] = (0, [])
+
+    def _push(self, at: float, event: Done | Chunk) -> None:
+        if isinstance(event, Done) and event.report is not None and event.report.groups is not None:
+            event.report.marks = [
+                {"name": "reward", "begin": at - seconds, "end": at} for seconds in self._seconds(event.id, event)
+            ]
+        super()._push(at, event)
+
+    def _seconds(self, i: TaskId, event: Done) -> list[float]:
+        if self._drawn[0] != i.step:
+            self._drawn = (i.step, self._load.latencies(i.step))
+        assert event.report is not None
+        n = self._load.responses
+        return [s for g in event.report.groups or () for s in self._drawn[1][g * n : (g + 1) * n]]
+
+
+def run(
+    load: Workload, policy: SchedulingPolicy, on_step: Callable[[Runner, int, float], None] | None = None
+) -> list[float]:
+    """Runs a workload on the virtual clock; returns when each step ended."""
+    graph = expand(load.pipeline, policy, load.steps, load.mini_batches, groups=load.prompts)
+    executor = MarkingExecutor(load, graph) if on_step else VirtualExecutor(WorkloadCosts(load, graph))
+    job = {"pipeline": load.pipeline.facts(), "prompts": load.prompts, "responses": load.responses}
+    job |= {"mini_batches": load.mini_batches, "concurrency": load.rewards.concurrency}
+    trace = Trace(
+        meta={"resources": dict(load.pipeline.resources), "steps": load.steps, "status": "running", "job": job}
+    )
+    ends: list[float] = []
+
+    def ended(step: int, _metrics: object) -> None:
+        ends.append(executor.now())
+        # A run keeps all of its trace; a plan reads its end alone.
+        trace.spans[:] = [s for s in trace.spans if s.step > step - 2 * MOST]
+        trace.marks[:] = [m for m in trace.marks if m.args["step"] > step - 2 * MOST]
+        if on_step is not None:
+            on_step(runner, step, executor.now())
+
+    inputs: dict[str, Callable[[int], Any]] = dict.fromkeys(load.pipeline.inputs, lambda step: None)
+    runner = Runner(graph, executor, inputs=inputs, trace=trace, origin=0.0, on_step=ended)
+    asyncio.run(runner.run())
+    return ends
+
+
+def auto(
+    load: Workload, policies: Sequence[SchedulingPolicy], replan: int, gain: float
+) -> tuple[list[float], list[Any]]:
+    """Runs a workload under auto; returns when each step ended, and the changes of policy."""
+    controller = Controller(policies, SchedulingPolicy(), replan, gain)
+
+    def on_step(runner: Runner, step: int, now: float) -> None:
+        due = controller.ended(step, now)
+        controller.outcome(step)
+        if not due or step > load.steps - LEAST_LEFT:
+            return
+        found = window(runner.trace, step)
+        if found is None:
+            return
+        # A plan runs an event loop of its own.
+        seconds = other.submit(forecast, found, policies, controller.current).result()
+        known = {policy: s for policy, s in zip(policies, seconds, strict=True) if s is not None}
+        wanted = controller.decide(step, known, step + 1 - found.meta["steps"])
+        if wanted is not None and (first := runner.switch(wanted)) is not None:
+            controller.switched(first, wanted, known)
+
+    with ThreadPoolExecutor(1) as other:
+        return run(load, SchedulingPolicy(), on_step), controller.switches
+
+
+def measure(point: dict[str, Any], replan: int, gain: float) -> dict[str, Any]:
+    """Returns the times of a workload under every fixed policy and under auto."""
+    load = workload(point)
+    policies = candidates(load.pipeline, load.mini_batches, load.prompts, limit=1)
+    fixed = {policy: run(load, policy) for policy in policies}
+    ends, switches = auto(load, policies, replan, gain)
+    best = min(policies, key=lambda policy: fixed[policy][-1] - fixed[policy][FIRST - 1])
+    later = fixed[best][-1] - fixed[best][FIRST - 1]
+    return {
+        **point,
+        "auto_s": ends[-1],
+        "baseline_s": fixed[SchedulingPolicy()][-1],
+        "best": name(best),
+        "best_s": fixed[best][-1],
+        "ratio": (ends[-1] - ends[FIRST - 1]) / later,
+        "to_baseline": ends[-1] / fixed[SchedulingPolicy()][-1],
+        "switches": [
+            {"step": s.step, "to": name(s.after), "gain": s.gain, "predicted_s": s.after_s, "measured_s": s.measured_s}
+            for s in switches
+        ],
+    }
+
+
+def name(policy: SchedulingPolicy) -> str:
+    """Returns a policy in a few characters."""
+    return f"{policy.split}/{policy.max_staleness}{'+stream' if policy.stream_rollout else ''}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", type=int, default=200)
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--replan", type=int, default=5)
+    parser.add_argument("--gain", type=float, default=0.03)
+    parser.add_argument("-o", dest="out", default="auto.json")
+    options = parser.parse_args()
+    points = workloads(options.workloads)
+    with ProcessPoolExecutor(options.workers) as pool:
+        jobs = [pool.submit(measure, point, options.replan, options.gain) for point in points]
+        rows = []
+        for job in jobs:
+            rows.append(job.result())
+            print(f"\r{len(rows)} of {len(points)}", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    lines = [("workloads", "number", "auto / best, median", "worst", "auto / baseline, worst", "switches, mean")]
+    kinds = {"steady": [row for row in rows if tuple(row["change"]) == CHANGES[0]]}
+    kinds |= {"changing in mid-run": [row for row in rows if row not in kinds["steady"]], "all": rows}
+    for kind, of in kinds.items():
+        if of:
+            ratios = [row["ratio"] for row in of]
+            cells = [f"{len(of)}", f"{statistics.median(ratios):.3f}", f"{max(ratios):.3f}"]
+            cells += [f"{max(row['to_baseline'] for row in of):.3f}"]
+            lines.append((kind, *cells, f"{statistics.fmean(len(row['switches']) for row in of):.1f}"))
+    print(table(lines))
+    ratios = [row["ratio"] for row in rows]
+    found = {"median": statistics.median(ratios), "worst": max(ratios), "baseline": max(r["to_baseline"] for r in rows)}
+    bounds = {"median": MEDIAN, "worst": WORST, "baseline": BASELINE}
+    good = all(found[key] <= bounds[key] for key in bounds)
+    Path(options.out).write_text(json.dumps({"rows": rows, "found": found, "bounds": bounds}, indent=1))
+    print(f"\nbounds: {', '.join(f'{key} {value:g}' for key, value in bounds.items())}: {'held' if good else 'MISSED'}")
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    main()

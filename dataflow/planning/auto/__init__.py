@@ -1,0 +1,1 @@
+"""`policy=auto`: a run that plans from its own trace and changes its policy."""

@@ -1,0 +1,133 @@
+"""Seconds a step under each of some policies, once the pipeline is filled, from the last steps of a run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dataflow.errors import DataError, PipelineError, PolicyError
+from dataflow.executors.virtual import VirtualExecutor
+from dataflow.graph import Pipeline
+from dataflow.planning.config import PlanConfig
+from dataflow.planning.costs import WorkloadCosts
+from dataflow.planning.sources.trace import of_trace
+from dataflow.planning.workload import Workload
+from dataflow.policy import SchedulingPolicy, divisors, expand
+from dataflow.runner import Runner
+from dataflow.timeline.spans import Trace
+
+REQUESTS = 40_000
+"""Reward requests to simulate for each policy, about."""
+STEPS = (8, 16)
+"""Least and most steps to simulate for each policy."""
+CLOSE = 0.1
+"""Policies slower than the fastest by more are not looked at with another number of parts, or streaming."""
+SPLITS = 4
+"""Numbers of parts to try, at most."""
+
+
+def candidates(
+    pipeline: Pipeline,
+    mini_batches: int,
+    groups: int | None,
+    *,
+    limit: int,
+    order: str = "arrival",
+    streams: bool | None = None,
+) -> list[SchedulingPolicy]:
+    """Returns the policies that a pipeline can run under, with the least stale first.
+
+    Args:
+        pipeline: the stages of a step.
+        mini_batches, groups: optimizer steps and prompt groups of a step.
+        limit: the largest staleness.
+        order: of the run.
+        streams: whether the rollout may, must (True) or must not (False) stream.
+    """
+    splits = divisors(mini_batches)
+    while len(splits) > SPLITS:
+        del splits[1]  # few large parts gain little
+    found = []
+    for staleness in range(limit + 1):
+        for stream in (False, True) if streams is None else (streams,):
+            for split in splits if pipeline.collector is not None else [1]:
+                policy = SchedulingPolicy(split, staleness, order, stream and pipeline.streaming)  # type: ignore[arg-type]
+                if policy not in found and _fits(pipeline, policy, mini_batches, groups):
+                    found.append(policy)
+    return found
+
+
+def _fits(pipeline: Pipeline, policy: SchedulingPolicy, mini_batches: int, groups: int | None) -> bool:
+    try:
+        expand(pipeline, policy, 1, mini_batches, groups=groups)
+    except (PolicyError, PipelineError):
+        return False
+    return True
+
+
+def forecast(
+    window: Trace, policies: Sequence[SchedulingPolicy], current: SchedulingPolicy, adapted: float | None = None
+) -> list[float | None]:
+    """Returns the seconds a step under each policy; None for one that cannot be predicted, or is not worth it.
+
+    Every policy sees the same latencies and stage times, so that their differences are more exact than the times.
+
+    Args:
+        window: the last steps of a run (:func:`dataflow.planning.auto.window.window`).
+        policies: to predict.
+        current: the policy in force, which is predicted in any case.
+        adapted: requests in flight at most at present, if the agent adapts that number.
+    """
+    try:
+        workload = of_trace(window, "the run", PlanConfig())
+    except DataError:
+        return [None] * len(policies)
+    if adapted is not None:
+        workload = replace(workload, rewards=replace(workload.rewards, concurrency=max(1, round(adapted))))
+    return _search(workload, policies, current)
+
+
+def _search(workload: Workload, policies: Sequence[SchedulingPolicy], current: SchedulingPolicy) -> list[float | None]:
+    """Predicts the policies with the least and the most parts, then the others as stale as the fastest of them."""
+    ends = {min(p.split for p in policies), max(p.split for p in policies)}
+    plain = [p for p in policies if not p.stream_rollout] or policies
+    found = {p: _predicted(workload, p) for p in policies if p == current or (p in plain and p.split in ends)}
+    known = {p: s for p, s in found.items() if s is not None}
+    near = {p.max_staleness for p, s in known.items() if s <= min(known.values()) * (1 + CLOSE)}
+    found |= {p: _predicted(workload, p) for p in policies if p not in found and p.max_staleness in near}
+    return [found.get(policy) for policy in policies]
+
+
+def _predicted(workload: Workload, policy: SchedulingPolicy) -> float | None:
+    try:
+        return steady_s(workload, policy)
+    except (PolicyError, PipelineError):
+        return None
+
+
+def steady_s(workload: Workload, policy: SchedulingPolicy) -> float:
+    """Returns the seconds a step of a run that neither begins nor ends.
+
+    Raises:
+        PolicyError, PipelineError: the policy does not fit the workload.
+    """
+    least, most = STEPS
+    counted = max(least, min(most, REQUESTS // max(1, workload.prompts * workload.responses)))
+    filled = 2 + policy.max_staleness
+    # The last steps have no next rollout beside them, so some more follow those that count.
+    steps = filled + counted + policy.max_staleness + 1
+    graph = expand(workload.pipeline, policy, steps, workload.mini_batches, groups=workload.prompts)
+    executor = VirtualExecutor(WorkloadCosts(workload, graph))
+    ends: dict[int, float] = {}
+
+    def on_step(step: int, _metrics: object) -> None:
+        ends.setdefault(step, executor.now())
+        trace.spans.clear()
+
+    trace = Trace(meta={"resources": dict(workload.pipeline.resources)})
+    inputs: dict[str, Callable[[int], Any]] = dict.fromkeys(workload.pipeline.inputs, lambda step: None)
+    estimates = {name: time.mean / graph.parts.get(name, 1) for name, time in workload.times.items()}
+    asyncio.run(Runner(graph, executor, inputs=inputs, trace=trace, estimates=estimates, on_step=on_step).run())
+    return (ends[filled + counted] - ends[filled]) / counted

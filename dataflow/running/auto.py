@@ -1,0 +1,207 @@
+"""`policy=auto` in a run: when to plan, the process that plans, and what is written about each change of policy.
+
+The schedule of policies is in the run's ``policy.json``, so that a run that resumes goes on with the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from dataflow.config.base import PolicyConfig
+from dataflow.errors import DataflowError, RunError
+from dataflow.files import replaced, written
+from dataflow.graph import TaskGraph
+from dataflow.planning.auto.controller import LEAST_LEFT, Controller, Switch
+from dataflow.planning.auto.forecast import candidates
+from dataflow.planning.auto.window import window
+from dataflow.policy import PolicySchedule, SchedulingPolicy
+from dataflow.runner import Runner
+from dataflow.running.record import Record
+from dataflow.system.children import command
+from dataflow.timeline.agents import MAIN
+from dataflow.timeline.spans import Level, Trace
+
+FILE = "policy.json"
+LIMIT_S = 600.0
+"""Seconds after which a plan is given up."""
+
+
+def words(policy: SchedulingPolicy) -> str:
+    """Returns a policy in words."""
+    streams = " stream_rollout=true" if policy.stream_rollout else ""
+    return f"split={policy.split} max_staleness={policy.max_staleness}{streams}"
+
+
+def load_schedule(directory: Path) -> PolicySchedule | None:
+    """Returns the policies that a run has had, from its directory; None if it has not changed any.
+
+    Raises:
+        RunError: its file cannot be read.
+    """
+    try:
+        changes = json.loads((directory / FILE).read_text(encoding="utf-8"))["policies"]
+        return PolicySchedule(tuple((each.pop("step"), SchedulingPolicy(**each)) for each in changes))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, DataflowError) as error:
+        raise RunError(
+            f"{directory / FILE} cannot be read ({type(error).__name__}: {error}); delete it, and the run goes on with "
+            "the baseline."
+        ) from error
+
+
+def listed(schedule: PolicySchedule) -> list[dict[str, Any]]:
+    """Returns a schedule as JSON can hold it."""
+    return [{"step": step, **dataclasses.asdict(policy)} for step, policy in schedule.changes]
+
+
+class AutoPolicy:
+    """Changes the policy of one attempt.
+
+    Args:
+        options: section ``policy``.
+        graph: the tasks of the attempt.
+        schedule: the policies so far.
+        mini_batches: optimizer steps of a step.
+        record: of the run.
+    """
+
+    def __init__(
+        self, options: PolicyConfig, graph: TaskGraph, schedule: PolicySchedule, mini_batches: int, record: Record
+    ) -> None:
+        limit = options.limit
+        policies = candidates(
+            graph.pipeline, mini_batches, graph.groups, limit=limit, order=options.order, streams=options.stream_rollout
+        )
+        self._graph, self._record, self._schedule = graph, record, schedule
+        # Of a run that resumes the policy that was decided last is in force, perhaps from a later step on.
+        current = schedule.changes[-1][1]
+        self._controller = Controller(policies, current, options.replan, options.gain, since=graph.first)
+        self._runner: Runner | None = None
+        self._plan: asyncio.Task[None] | None = None
+        self._new: dict[str, float] = {}
+
+    def begin(self, runner: Runner) -> None:
+        """Takes what runs the steps."""
+        self._runner = runner
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Returns the metrics of a step: its policy, and what has become known of changes since the last step."""
+        policy = self._schedule.at(step)
+        found = {"policy/split": float(policy.split), "policy/max_staleness": float(policy.max_staleness)}
+        found["policy/stream_rollout"] = float(policy.stream_rollout)
+        found |= self._new
+        self._new = {}
+        return found
+
+    def ended(self, step: int) -> None:
+        """Takes the end of a step; begins a plan if one is due."""
+        assert self._runner is not None
+        due = self._controller.ended(step, self._runner.executor.now())
+        if (last := self._controller.outcome(step)) is not None:
+            self._report(last)
+        busy = self._plan is not None and not self._plan.done()
+        if due and not busy and step <= self._graph.steps - LEAST_LEFT:
+            self._plan = asyncio.create_task(self._replan(step))
+
+    async def close(self) -> None:
+        """Ends the plan under way."""
+        if self._plan is not None:
+            self._plan.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._plan
+
+    async def _replan(self, step: int) -> None:
+        try:
+            found = window(self._record.trace, step)
+            policies = self._controller.policies
+            if found is None:
+                return
+            seconds = await _forecast((found, policies, self._controller.current, _adapted(self._record.trace)))
+            predicted = {policy: s for policy, s in zip(policies, seconds, strict=True) if s is not None}
+            policy = self._controller.decide(step, predicted, step + 1 - found.meta["steps"])
+            if policy is not None:
+                self._switch(policy, predicted)
+        except (DataflowError, OSError, ValueError, TimeoutError) as error:
+            logger.warning(f"policy: the run cannot be planned after step {step}, its policy stays: {error}")
+
+    def _switch(self, policy: SchedulingPolicy, predicted: Mapping[SchedulingPolicy, float]) -> None:
+        assert self._runner is not None
+        first = self._runner.switch(policy)
+        if first is None:
+            return
+        change = self._controller.switched(first, policy, predicted)
+        self._schedule = self._schedule.switched(first, policy)
+        self._write()
+        now = self._runner.trace_now()
+        self._record.describe(policies=listed(self._schedule), switches=self._listed())
+        self._record.trace.add(
+            Level("policy split", now, policy.split),
+            Level("policy max_staleness", now, policy.max_staleness),
+            Level("policy stream_rollout", now, policy.stream_rollout),
+        )
+        self._new |= {"policy/switch_step": float(first), "policy/predicted_s": change.after_s}
+        self._new["policy/predicted_before_s"] = change.before_s
+        logger.info(
+            f"policy: {words(policy)} from step {first} on; predicted {change.after_s:.4g} s a step, "
+            f"{change.before_s:.4g} s with {words(change.before)}"
+        )
+
+    def _report(self, change: Switch) -> None:
+        self._record.describe(switches=self._listed())
+        self._write()
+        assert change.measured_s is not None
+        self._new["policy/measured_s"] = change.measured_s
+        logger.info(
+            f"policy: {change.measured_s:.4g} s a step since step {change.step}, predicted {change.after_s:.4g} s, "
+            f"{change.before_s:.4g} s with {words(change.before)}"
+        )
+
+    def _listed(self) -> list[dict[str, Any]]:
+        return [dataclasses.asdict(change) for change in self._controller.switches]
+
+    def _write(self) -> None:
+        path = self._record.directory / FILE
+        content = {"policies": listed(self._schedule), "switches": self._listed()}
+        with written("policies of the run", path), replaced(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _adapted(trace: Trace) -> float | None:
+    """Returns the requests in flight at most at present, if the agent adapts that number."""
+    now = {level.name: level.value for level in trace.levels if level.name.startswith(f"{MAIN} limit")}
+    return sum(now.values()) if now else None
+
+
+async def _forecast(question: tuple[Any, ...]) -> list[float | None]:
+    """Asks a process of its own for a plan.
+
+    Raises:
+        RunError: it failed.
+        TimeoutError: it takes too long.
+    """
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *command("dataflow.planning.auto"), stdin=pipe, stdout=pipe, stderr=pipe
+    )
+    try:
+        out, errors = await asyncio.wait_for(process.communicate(pickle.dumps(question)), LIMIT_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        said = errors.decode(errors="replace").strip().splitlines()
+        raise RunError(
+            f"the planning process ended with code {process.returncode} ({said[-1] if said else 'no reason'})"
+        )
+    return list(json.loads(out))

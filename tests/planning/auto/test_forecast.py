@@ -1,0 +1,108 @@
+"""The window of a run's own trace, and what is predicted from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataflow.distribution import Distribution
+from dataflow.planning.auto.forecast import candidates, forecast, steady_s
+from dataflow.planning.auto.window import window
+from dataflow.planning.planner import simulate
+from dataflow.planning.workload import Modelled, Rewards, Workload, grpo
+from dataflow.policy import SchedulingPolicy
+from dataflow.timeline.spans import Mark, Span, Trace
+
+SECONDS = {"rollout": 4.0, "old_log_prob": 1.0, "actor_update": 4.0, "sync_weights": 0.5}
+BASELINE, BOTH = SchedulingPolicy(), SchedulingPolicy(4, 1)
+
+
+def workload(latency: float = 10.0, steps: int = 8) -> Workload:
+    times = {name: Modelled(Distribution("constant", seconds)) for name, seconds in SECONDS.items()}
+    return Workload("test", grpo(False), steps, 8, 2, 4, times, Rewards(Distribution("constant", latency), 16))
+
+
+def trace_of(latency: float = 10.0, steps: int = 8, policy: SchedulingPolicy = BASELINE) -> Trace:
+    """Returns the trace of a run of the workload, with its requests."""
+    load = workload(latency, steps)
+    trace = simulate(load, policy, whole=True)[0].trace
+    job = {"pipeline": load.pipeline.facts(), "prompts": 8, "responses": 2, "mini_batches": 4, "concurrency": 16}
+    trace.meta |= {"job": job, "status": "running"}
+    for step in range(1, steps + 1):
+        begin = next(s.begin for s in trace.spans if (s.stage, s.step) == ("reward_collect", step))
+        trace.marks += [Mark("reward", "reward", begin, begin + latency, {"step": step}) for _ in range(16)]
+    return trace
+
+
+def faster(trace: Trace, since: int, factor: float, stage: str = "rollout") -> Trace:
+    """Returns a trace whose tasks of a stage take another time from a step on."""
+    spans = [
+        Span(s.stage, s.step, s.part, s.parts, s.resource, s.begin, s.begin + (s.end - s.begin) * factor, s.args)
+        if s.stage == stage and s.step >= since
+        else s
+        for s in trace.spans
+    ]
+    marks = [
+        Mark(m.name, m.resource, m.begin, m.begin + (m.end - m.begin) * factor, m.args)
+        if stage == "reward" and m.args["step"] >= since
+        else m
+        for m in trace.marks
+    ]
+    return Trace(spans, marks, meta=trace.meta)
+
+
+def steps_of(found: Trace | None) -> int:
+    assert found is not None
+    assert sorted({s.step for s in found.spans}) == list(range(1, found.meta["steps"] + 1))
+    assert {m.args["step"] for m in found.marks} == {s.step for s in found.spans}
+    return int(found.meta["steps"])
+
+
+def test_a_window_leaves_out_the_first_step_and_what_follows_its_last() -> None:
+    trace = trace_of()
+    assert window(trace, 0) is None
+    assert steps_of(window(trace, 1)) == 1
+    assert steps_of(window(trace, 6)) == 5
+    assert steps_of(window(trace_of(steps=30), 30)) == 12
+
+
+def test_a_window_begins_at_a_change_of_the_work_or_of_the_latency() -> None:
+    assert steps_of(window(faster(trace_of(), 6, 3.0), 8)) == 3
+    assert steps_of(window(faster(trace_of(), 6, 0.3, "reward"), 8)) == 3
+    assert steps_of(window(faster(trace_of(), 6, 1.1), 8)) == 7
+
+
+def test_one_step_that_is_an_exception_is_no_change() -> None:
+    trace = trace_of()
+    slow = faster(trace, 5, 3.0)
+    odd = Trace(
+        [a if a.step == 5 else b for a, b in zip(slow.spans, trace.spans, strict=True)], trace.marks, meta=trace.meta
+    )
+    assert steps_of(window(odd, 8)) == 7
+
+
+def test_a_forecast_from_a_baseline_is_what_each_policy_then_takes() -> None:
+    load, found = workload(steps=40), window(trace_of(), 8)
+    assert found is not None
+    policies = candidates(load.pipeline, 4, 8, limit=1)
+    seconds = dict(zip(policies, forecast(found, policies, BASELINE), strict=True))
+    assert seconds[BASELINE] == pytest.approx(4 + 1 + 4 + 0.5 + 10 - 1, rel=0.01), "log-probs run during the wait"
+    for policy in (BASELINE, BOTH, SchedulingPolicy(1, 1)):
+        assert seconds[policy] == pytest.approx(steady_s(load, policy), rel=0.01)
+
+
+def test_candidates_are_those_that_the_pipeline_and_the_limit_allow() -> None:
+    pipeline = grpo(False)
+    found = candidates(pipeline, 4, 8, limit=1)
+    assert len(found) == len(set(found)) == 12
+    assert {p.max_staleness for p in candidates(pipeline, 4, 8, limit=0)} == {0}
+    assert {p.stream_rollout for p in candidates(pipeline, 4, 8, limit=1, streams=False)} == {False}
+    assert len({p.split for p in candidates(pipeline, 64, 64, limit=0)}) == 4
+    assert {p.split for p in candidates(pipeline, 4, None, limit=0)} == {1}, "parts need the number of groups"
+
+
+def test_what_cannot_be_predicted_is_left_out() -> None:
+    found = window(trace_of(), 8)
+    assert found is not None
+    assert forecast(found, [BASELINE, SchedulingPolicy(3)], BASELINE)[1] is None
+    del found.meta["job"]
+    assert forecast(found, [BASELINE], BASELINE) == [None]

@@ -1,0 +1,180 @@
+"""`policy=auto` in a run: what it writes, that a resume goes on with the same policies, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.cli import main
+from dataflow.errors import RunError
+from dataflow.planning.backtest import backtest
+from dataflow.policy import SchedulingPolicy
+from dataflow.running import auto
+from dataflow.running.auto import load_schedule
+from dataflow.timeline import perfetto
+
+pytestmark = pytest.mark.timeout(120)
+
+TOY = str(Path(__file__).parents[1] / "faults" / "rig" / "toy_run.py")
+STEPS = 16
+KEYS = (
+    "policy=auto",
+    "policy.order=index",
+    "policy.replan=3",
+    "groups=4",
+    "mini_batches=4",
+    "checkpoint.every=4",
+    "checkpoint.keep_last=9",
+)
+
+Forecast = Callable[[tuple[Any, ...]], Any]
+
+
+def scripted(*wanted: SchedulingPolicy) -> Forecast:
+    """Returns forecasts in which each policy in turn is the fastest, then the last one for ever."""
+    left = list(wanted)
+
+    async def forecast(question: tuple[Any, ...]) -> list[float | None]:
+        window, policies, _current, _adapted = question
+        assert window.spans
+        fastest = left.pop(0) if len(left) > 1 else left[0]
+        return [1.0 if policy == fastest else 2.0 for policy in policies]
+
+    return forecast
+
+
+def policy(split: int, staleness: int) -> SchedulingPolicy:
+    return SchedulingPolicy(split, staleness, "index")
+
+
+def begin(directory: Path, *more: str, code: int = 0) -> Path:
+    keys = [*KEYS, *more, f"steps={STEPS}", f"runs={directory}", "name=auto"]
+    assert main(["run", TOY, *keys, "--quiet"]) == code
+    return directory / "auto"
+
+
+@pytest.fixture
+def changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a run that changed its policy twice."""
+    monkeypatch.setenv("TOY_LOGS", str(tmp_path))
+    monkeypatch.setattr(auto, "_forecast", scripted(policy(4, 1), policy(1, 0)))
+    return begin(tmp_path)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def of_policies(run: Path) -> list[tuple[float, float]]:
+    return [(row["policy/split"], row["policy/max_staleness"]) for row in rows(run) if "policy/split" in row]
+
+
+def test_each_change_is_in_the_metrics_the_trace_and_the_file(changed: Path) -> None:
+    schedule = load_schedule(changed)
+    assert schedule is not None
+    (first, _), (second, after), (third, back) = schedule.changes
+    assert (first, after, back) == (1, policy(4, 1), policy(1, 0))
+    expected = [(schedule.at(s).split, schedule.at(s).max_staleness) for s in range(1, STEPS + 1)]
+    assert of_policies(changed) == expected
+    assert {(4, 1), (1, 0)} == set(expected)
+    said = [row for row in rows(changed) if "policy/predicted_s" in row]
+    assert [row["policy/switch_step"] for row in said] == [second, third]
+    assert all((row["policy/predicted_s"], row["policy/predicted_before_s"]) == (1.0, 2.0) for row in said)
+    assert any(row.get("policy/measured_s", 0) > 0 for row in rows(changed)), "what came of it"
+    trace = perfetto.load(str(changed))
+    assert [change["step"] for change in trace.meta["policies"]] == [1, second, third]
+    assert [change["after_s"] for change in trace.meta["switches"]] == [1.0, 1.0]
+    assert [level.value for level in trace.levels if level.name == "policy split"] == [4.0, 1.0]
+    stale = [row["staleness/rollout"] for row in rows(changed) if "staleness/rollout" in row]
+    assert all(value <= 1 for value in stale)
+
+
+def test_a_resumed_run_goes_on_with_the_same_policies_and_ends_with_the_same_weights(
+    changed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = json.loads((changed / "summary.json").read_text())
+    for kept in (4, 8):
+        again = tmp_path / f"from-{kept}" / "auto"
+        shutil.copytree(changed, again)
+        for directory in (again / "checkpoints").glob("step_*"):
+            if int(directory.name.removeprefix("step_")) > kept:
+                shutil.rmtree(directory)
+        (again / "summary.json").unlink()
+        monkeypatch.setattr(auto, "_forecast", scripted(policy(1, 0)))
+        assert main(["resume", str(again), "--quiet"]) == 0
+        assert of_policies(again) == of_policies(changed)
+        assert json.loads((again / "summary.json").read_text())["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_plan_that_fails_leaves_the_policy_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def fail(question: Sequence[Any]) -> None:
+        raise RunError("the planning process ended with code 1 (no memory)")
+
+    monkeypatch.setenv("TOY_LOGS", str(tmp_path))
+    monkeypatch.setattr(auto, "_forecast", fail)
+    assert set(of_policies(begin(tmp_path))) == {(1.0, 0.0)}
+    assert load_schedule(tmp_path / "auto") is None
+
+
+def test_the_backtest_of_such_a_run_follows_its_policies(changed: Path) -> None:
+    trace = perfetto.load(str(changed))
+    trace.meta["job"]["responses"] = 2
+    _rows, predicted = backtest(trace, "auto")
+    parts = {(s.step, s.parts) for s in predicted.spans if s.stage == "reward_collect"}
+    measured = {(s.step, s.parts) for s in trace.spans if s.stage == "reward_collect"}
+    assert parts == measured
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (("policy.split=2",), "policy.split=2: policy=auto chooses the split itself; leave it out."),
+        (("policy.replan=0",), "policy.replan=0"),
+        (("policy.gain=0",), "policy.gain=0"),
+        (("policy.max_staleness=5",), "max_staleness=5; give 0 (on-policy) to 4."),
+    ],
+)
+def test_what_auto_cannot_be_beside_is_one_sentence(
+    keys: tuple[str, ...], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [key for key in KEYS if key.split("=")[0] not in {k.split("=")[0] for k in keys}]
+    assert main(["run", TOY, *given, *keys, f"runs={tmp_path}", "name=auto"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert sentence in said
+    assert "\n" not in said
+    assert not (tmp_path / "auto").exists()
+
+
+def test_keys_of_auto_have_no_effect_beside_another_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", TOY, "policy=both", "policy.replan=7", "groups=4", "mini_batches=4", f"runs={tmp_path}"]) == 2
+    assert "policy.replan=7 has no effect under policy=both" in capsys.readouterr().err
+
+
+def test_a_broken_file_of_policies_is_named(tmp_path: Path) -> None:
+    (tmp_path / "policy.json").write_text("{}")
+    with pytest.raises(RunError, match=r"policy\.json cannot be read"):
+        load_schedule(tmp_path)
+
+
+def test_a_plan_is_made_in_a_process_of_its_own(changed: Path) -> None:
+    from dataflow.planning.auto.window import window
+
+    trace = perfetto.load(str(changed))
+    trace.meta["job"]["responses"] = 2
+    found = window(trace, STEPS)
+    assert found is not None
+    monkey = [policy(1, 0), policy(4, 1), policy(3, 0)]
+    seconds = asyncio.run(REAL_FORECAST((found, monkey, policy(1, 0), None)))
+    assert seconds[2] is None, "3 parts do not divide 4 mini-batches"
+    assert all(s is not None and s > 0 for s in seconds[:2])
+
+
+REAL_FORECAST = auto._forecast
