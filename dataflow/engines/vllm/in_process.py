@@ -76,7 +76,6 @@ class VllmRollout:
     """
 
     version: int
-    _children = "0"
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ class VllmRollout:
             raise ConfigError("rollout: this process has a vLLM engine; close it, or give the other its own process.")
         self._queue = SampleQueue()
         before = dict(os.environ)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = self._children
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(self._workers_apart()))
         _prepare(self._cuda, threads, offline=Path(model).is_dir())
         try:
             _check_platform(device)
@@ -172,6 +171,10 @@ class VllmRollout:
         self._changed = _changes(before)
         # Without close() the thread would be killed inside C++ code when the interpreter ends, which aborts it.
         atexit.register(self._backend.close)
+
+    def _workers_apart(self) -> bool:
+        """Whether vLLM's workers get processes of their own."""
+        return False
 
     def _why(self, error: Exception) -> str:
         """Returns why vLLM did not start."""

@@ -36,12 +36,15 @@ class AsyncVllmRollout(VllmRollout):
         ConfigError: ``tensor_parallel`` does not divide the model's heads.
     """
 
-    _children = "1"
-
     def __init__(self, *args: Any, tensor_parallel: int = 1, **options: Any) -> None:
         self._tensor_parallel = tensor_parallel
         self._stderr = Stderr()
         super().__init__(*args, **options)
+
+    def _workers_apart(self) -> bool:
+        # Else the engine's process computes itself: a worker beside it is one more process that imports vLLM. Its
+        # threads are bound by the environment that it inherits.
+        return self._cuda or self._tensor_parallel > 1
 
     def _open(self, arguments: Mapping[str, Any], threads: int) -> VllmBackend:
         heads = self._config.get_text_config().num_attention_heads

@@ -125,6 +125,7 @@ def server_environment(device: str, threads: int = 1) -> dict[str, str]:
     }
     if device == "cpu":
         own |= {"OMP_NUM_THREADS": str(threads), "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        own |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # no worker beside the engine's process that imports vLLM again
     else:
         own |= {"VLLM_SERVER_DEV_MODE": "1"}  # offers /sleep and /wake_up, on loopback
     return {**own, **os.environ}

@@ -489,10 +489,7 @@ def pids_of(home: Path) -> list[int]:
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.parametrize(
-    "kind", ["vllm.in_process:VllmRollout", "vllm.multi_process:AsyncVllmRollout"]
-)  # as on a CPU and as on GPUs
-def test_two_vllm_replicas_say_what_transformers_does(kind: str, tmp_path: Path) -> None:
+def test_two_vllm_replicas_say_what_transformers_does(tmp_path: Path) -> None:
     paths = [tiny_models.save_model(tmp_path / str(seed), seed) for seed in range(2)]
     models = [tiny_models.load(path) for path in paths]
     options = {
@@ -505,7 +502,7 @@ def test_two_vllm_replicas_say_what_transformers_does(kind: str, tmp_path: Path)
     batch, sampling = tiny_models.prompts([3, 33, 17, 5, 9, 1]), Sampling(temperature=0.0, max_tokens=16)
     drawn = Sampling(n=N, temperature=0.8, max_tokens=16)
     before = {process.pid for process in below()}
-    engine = Replicas(f"dataflow.engines.{kind}", options, 2, slots=4)
+    engine = Replicas("dataflow.engines.vllm.in_process:VllmRollout", options, 2, slots=4)
     try:
         for version, model in enumerate(models):
             if version:
