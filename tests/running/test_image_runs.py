@@ -1,4 +1,4 @@
-"""Runs whose prompts have images: stopped and resumed, and on Ray with two ranks."""
+"""Runs whose prompts have images, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataflow.cli import main
 from dataflow.models.tiny_vision import write_tiny_vision
 from tests.running.test_resume import PIPELINE, REWARD, SMALL
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400), pytest.mark.shares_ray]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 MAKE = Path(__file__).parents[2] / "examples" / "images" / "make.py"
 
@@ -61,9 +61,3 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_never_stopped(keys: tup
         row["images"] = rows[0]["images"]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
     assert run(keys, "alike", *more)["weights_sha256"] != whole["weights_sha256"]
-
-
-def test_on_ray_pixels_reach_each_rank(keys: tuple[str, ...], local_ray: None) -> None:
-    own = (key for key in keys if key != "executor=inline")
-    found = run((*own, "executor=ray", "trainer.world_size=2", "checkpoint.every=0", "steps=2"), "two")
-    assert (found["status"], found["steps"]) == ("finished", 2)

@@ -1,10 +1,9 @@
-"""The critic against plain transformers and PyTorch, at one and two ranks. Run as a script, it is a rank."""
+"""The critic against plain transformers and PyTorch, at one and two ranks."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +18,12 @@ from dataflow.engines.verl.model import digest
 from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.errors import ConfigError
 
-if TYPE_CHECKING or __name__ != "__main__":
-    from tests.engines.verl.test_trainer import P, alone, largest_difference, responses, run_ranks, training_batch
+if TYPE_CHECKING or "." in __name__:
+    from tests.engines.verl.test_trainer import P, largest_difference, responses, training_batch
     from tests.engines.verl.test_trainer import build as build_actor
-else:  # to a script, ``tests`` may be another package
-    from test_trainer import P, alone, largest_difference, responses, run_ranks, training_batch
+    from tests.rigs.ranks import RankHost, alone
+else:  # in a rank, ``tests`` may be another package
+    from test_trainer import P, largest_difference, responses, training_batch
     from test_trainer import build as build_actor
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
@@ -259,13 +259,13 @@ def be_a_rank(out: str, *jobs: str) -> None:
 
 
 @pytest.mark.timeout(700)
-def test_ranks_do_what_one_does_and_go_on_from_a_checkpoint(tiny_qwen: Path, tmp_path: Path) -> None:
+def test_ranks_do_what_one_does_and_go_on_from_a_checkpoint(ranks: RankHost, tiny_qwen: Path, tmp_path: Path) -> None:
     found = {}
     for world in (1, 2):
         place = tmp_path / str(world)
         place.mkdir()
         (place / "model").symlink_to(tiny_qwen)
-        found[world] = run_ranks([("saved", place), ("loaded", place)], world, place, __file__)
+        found[world] = ranks.run(Path(__file__).stem, [("saved", place), ("loaded", place)], world, place)
         for rank in found[world]:
             first, again = rank
             assert first["digest"] == again["digest"] == found[world][0][0]["digest"]
@@ -277,7 +277,3 @@ def test_ranks_do_what_one_does_and_go_on_from_a_checkpoint(tiny_qwen: Path, tmp
         for name in ("critic/vf_loss", "critic/grad_norm", "critic/lr"):
             assert at_two[name] == pytest.approx(at_one[name], abs=1e-4)
     assert largest_difference(two["weights"], one["weights"]) < 1e-4
-
-
-if __name__ == "__main__":
-    be_a_rank(*sys.argv[1:])

@@ -23,6 +23,7 @@ from dataflow.models.directory import check_files, check_weights
 from dataflow.models.processor import Processor
 from dataflow.models.tiny_vision import write_tiny_vision
 from tests.engines.images import ROWS, R, by_transformers, row, source
+from tests.rigs.ranks import RankHost
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
@@ -113,6 +114,22 @@ def test_rollout_and_trainer_agree_with_transformers_and_depend_on_the_image(
     again = responses(engine, source(tmp_path / "export").all())  # with the processor that the export has
     assert torch.allclose(again["rollout_log_probs"], by_transformers(tmp_path / "export", again), atol=1e-4)
     assert torch.allclose(again["rollout_log_probs"], trainer.old_log_probs(again)["old_log_probs"], atol=1e-4)
+
+
+def test_each_rank_gets_the_pixels_of_its_rows(ranks: RankHost, model: Path, tmp_path: Path) -> None:
+    engine = HfRollout(str(model), 64)
+    batch = responses(engine, source(model).all())
+    expected = by_transformers(model, batch)
+    (tmp_path / "model").symlink_to(model)
+    torch.save(batch, tmp_path / "batch.pt")
+    (one,), *two = (
+        found for world in (1, 2) for found in ranks.run("image_rank", [("train", tmp_path)], world, tmp_path)
+    )
+    assert two[0][0]["digest"] == two[1][0]["digest"] != one["digest"]
+    for (rank,) in two:
+        assert torch.allclose(rank["before"], expected, atol=1e-4)
+        assert torch.allclose(rank["after"], one["after"], atol=1e-3)
+    assert not torch.allclose(one["after"], expected, atol=1e-2), "the step is no small one"
 
 
 def test_rows_of_equal_length_are_scored_as_others_are(model: Path, trainer: VerlTrainer) -> None:

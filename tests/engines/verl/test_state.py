@@ -1,4 +1,4 @@
-"""The trainer's state: copied, written, loaded and gone on from, at one and two ranks. As a script, it is a rank."""
+"""The trainer's state: copied, written, loaded and gone on from, at one and two ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import resource
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +20,11 @@ from dataflow.engines.verl.state import TrainerState, full_weights
 from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.errors import ConfigError, DataflowError
 
-if TYPE_CHECKING or __name__ != "__main__":
-    from tests.engines.verl.test_trainer import build, largest_difference, responses, run_ranks, training_batch
-else:  # to a script, ``tests`` may be another package
-    from test_trainer import build, largest_difference, responses, run_ranks, training_batch
+if TYPE_CHECKING or "." in __name__:
+    from tests.engines.verl.test_trainer import build, largest_difference, responses, training_batch
+    from tests.rigs.ranks import RankHost
+else:  # in a rank, ``tests`` may be another package
+    from test_trainer import build, largest_difference, responses, training_batch
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
@@ -228,7 +228,7 @@ Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ranks]:
+def results(ranks: RankHost, tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ranks]:
     """Results of each rank by world size and job; ``other`` is :func:`loaded` with what the other world saved."""
     from transformers import AutoModelForCausalLM
 
@@ -244,8 +244,8 @@ def results(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[i
     def run(world: int, *jobs: tuple[str, str, Path]) -> Ranks:
         """Runs (name of the result, job, directory), one after another."""
         out = tmp_path_factory.mktemp("out")
-        ranks = run_ranks([(job, directory) for _, job, directory in jobs], world, out, __file__)
-        return [dict(zip((name for name, _, _ in jobs), rank, strict=True)) for rank in ranks]
+        found = ranks.run(Path(__file__).stem, [(job, directory) for _, job, directory in jobs], world, out)
+        return [dict(zip((name for name, _, _ in jobs), rank, strict=True)) for rank in found]
 
     def own(world: int) -> list[tuple[str, str, Path]]:
         return [(job, job, places[world]) for job in ("saved", "loaded", "overlapped", "busy", "full")]
@@ -306,7 +306,3 @@ def test_another_model_is_refused(results: dict[int, Ranks], world: int) -> None
 
 def test_a_write_that_hangs_does_not_keep_the_process(results: dict[int, Ranks]) -> None:
     assert [rank["stuck"] for rank in results[1]] == [True]
-
-
-if __name__ == "__main__":
-    be_a_rank(*sys.argv[1:])

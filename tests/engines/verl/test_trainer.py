@@ -1,17 +1,16 @@
-"""The trainer against plain transformers and PyTorch, at one and two ranks. Run as a script, it is a rank."""
+"""The trainer against plain transformers and PyTorch, at one and two ranks."""
 
 from __future__ import annotations
 
 import copy
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -26,6 +25,9 @@ from dataflow.errors import ConfigError, DataflowError
 from dataflow.graph import TaskInfo
 from dataflow.stages.advantage import advantage
 from dataflow.stages.correction import correct
+
+if TYPE_CHECKING or "." in __name__:  # in a rank, ``tests`` may be another package
+    from tests.rigs.ranks import RankHost, alone
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
@@ -576,39 +578,6 @@ SCENARIOS = {f.__name__: f for f in (scenario, with_drops, without_drops)}
 OPTIONS = {"micro_batch_size": 2, "reference": True, "use_kl_loss": True, "warmup_steps": 2}
 
 
-def alone() -> dict[str, str]:
-    """The environment without what makes a process a rank."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in ranks}
-
-
-def run_ranks(jobs: list[tuple[str, Path]], world: int, out: Path, script: str = __file__) -> list[list[Any]]:
-    """Runs each (scenario, path) on that many processes, one after another; returns results by rank and job."""
-    found = [socket.create_server(("127.0.0.1", 0)) for _ in jobs]
-    ports = [str(server.getsockname()[1]) for server in found]
-    for server in found:
-        server.close()
-    ranks = []
-    for rank in range(world):
-        environment = alone() | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-        }
-        words = [word for port, (name, model) in zip(ports, jobs, strict=True) for word in (port, name, str(model))]
-        command = [sys.executable, script, str(out / f"{rank}.pt"), *words]
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=600)  # on a busy machine; alone it takes a tenth
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
-    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(world)]
-
-
 def be_a_rank(out: str, *jobs: str) -> None:
     results = []
     for port, name, model in zip(jobs[::3], jobs[1::3], jobs[2::3], strict=True):
@@ -623,20 +592,25 @@ def be_a_rank(out: str, *jobs: str) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(
-    tiny_qwen: Path, untied_qwen: Path, tmp_path_factory: pytest.TempPathFactory
+    ranks: RankHost, tiny_qwen: Path, untied_qwen: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[list[dict[str, Any]]]:
     """Results by rank of the scenario with two models, then of the one with drops and the one without."""
     jobs = [("scenario", tiny_qwen), ("scenario", untied_qwen), ("with_drops", tiny_qwen), ("without_drops", tiny_qwen)]
-    return run_ranks(jobs, 2, tmp_path_factory.mktemp("ranks"))
+    return ranks.run(Path(__file__).stem, jobs, 2, tmp_path_factory.mktemp("ranks"))
 
 
 def test_two_ranks_do_what_one_does(
-    make: Make, tiny_qwen: Path, untied_qwen: Path, two_ranks: list[list[dict[str, Any]]], tmp_path: Path
+    make: Make,
+    ranks: RankHost,
+    tiny_qwen: Path,
+    untied_qwen: Path,
+    two_ranks: list[list[dict[str, Any]]],
+    tmp_path: Path,
 ) -> None:
-    models, ranks = [tiny_qwen, untied_qwen], two_ranks
-    again = run_ranks([("scenario", model) for model in models], 2, tmp_path)
+    models = [tiny_qwen, untied_qwen]
+    again = ranks.run(Path(__file__).stem, [("scenario", model) for model in models], 2, tmp_path)
     for i, model in enumerate(models):
-        one, first, second = scenario(make(model, **OPTIONS)), ranks[0][i], ranks[1][i]
+        one, first, second = scenario(make(model, **OPTIONS)), two_ranks[0][i], two_ranks[1][i]
         assert first["digest"] == second["digest"] == digest(first["weights"])
         assert second["weights"] == {}, "a machine holds them once, not once a rank"
         assert first["metrics"] == second["metrics"]
@@ -667,7 +641,3 @@ def test_two_ranks_leave_out_dropped_rows_and_skip_together(
         for name in ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/lr"):
             assert at_two.get(name) == pytest.approx(at_one.get(name), abs=1e-5)
     assert largest_difference(ranks[0][0]["weights"], one["weights"]) < 1e-4
-
-
-if __name__ == "__main__":
-    be_a_rank(*sys.argv[1:])

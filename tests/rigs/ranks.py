@@ -1,0 +1,107 @@
+"""Ranks of a trainer, forked from one process that has imported verl, which takes each new process seconds.
+
+Run as a script, it is that process: ``python ranks.py DIRECTORY``, where DIRECTORY has the modules of the ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+WAIT_S = 600.0  # on a busy machine; alone it takes a tenth
+
+
+def alone() -> dict[str, str]:
+    """The environment without what makes a process a rank."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in ranks}
+
+
+class RankHost:
+    """Runs ranks; a context manager, which ends what still runs.
+
+    Args:
+        directory: of modules with a function ``be_a_rank``.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __enter__(self) -> RankHost:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(self._directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=alone(),
+            text=True,
+            start_new_session=True,
+        )
+        return self
+
+    def run(self, module: str, jobs: list[tuple[str, Path]], world: int, out: Path) -> list[list[Any]]:
+        """Runs each (job, path) on that many processes, one after another; returns results by rank and job."""
+        import torch
+
+        found = [socket.create_server(("127.0.0.1", 0)) for _ in jobs]
+        ports = [str(server.getsockname()[1]) for server in found]
+        for server in found:
+            server.close()
+        words = [word for port, (name, path) in zip(ports, jobs, strict=True) for word in (port, name, str(path))]
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([module, world, str(out), words]) + "\n")
+        self._process.stdin.flush()
+        assert select.select([self._process.stdout], [], [], WAIT_S)[0], "the ranks do not end"
+        codes = json.loads(self._process.stdout.readline() or "null")
+        assert codes is not None, "the host of the ranks has ended: see its traceback on stderr"
+        errors = [(out / f"{rank}.err").read_text() for rank in range(world)]
+        assert codes == [0] * world, "\n".join(errors)
+        return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+    def __exit__(self, *_: object) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+def main(directory: str) -> None:
+    # What each rank would import: verl asks transformers for the classes of all models there are.
+    from transformers import AutoModelForCausalLM
+
+    from dataflow.engines.verl.process import import_worker
+
+    import_worker("cpu")
+    list(AutoModelForCausalLM._model_mapping.keys())
+    sys.path.insert(0, directory)
+    for line in sys.stdin:
+        module, world, out, words = json.loads(line)
+        work = importlib.import_module(module).be_a_rank
+        pids = []
+        for rank in range(world):
+            if not (pid := os.fork()):
+                become(rank, world, out)
+                work(f"{out}/{rank}.pt", *words)
+                return  # as any process ends, with its threads and what it has registered for its exit
+            pids.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(json.dumps(codes), flush=True)
+
+
+def become(rank: int, world: int, out: str) -> None:
+    """Gives this process the environment of a rank, and a file for its errors."""
+    with open(f"{out}/{rank}.err", "wb") as errors, open(os.devnull, "r+b") as nothing:
+        for handle, file in enumerate((nothing, nothing, errors)):
+            os.dup2(file.fileno(), handle)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {name: str(value) for name, value in place.items()}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
