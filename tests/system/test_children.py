@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing.forkserver
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from dataflow.rewards.user.function import FIELDS
 from dataflow.rewards.user.processes import Pool
 from dataflow.rewards.user.worker import Recipe
 from dataflow.system import children
+from tests.rigs.interrupted import SLOW, interrupt
 from tests.rigs.listening import Listener, check
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +56,8 @@ def look(advantages):
         "environment": [seen["environment"](p) for p in seen["below"](run)],
         "safe": [sys.flags.safe_path, os.environ.get("PYTHONSAFEPATH")],
     }
-    Path(os.environ["FOUND"]).write_text(json.dumps(found))
+    if not os.path.exists(os.environ["FOUND"]):  # the signal may cut a later write short
+        Path(os.environ["FOUND"]).write_text(json.dumps(found))
     return 1
 
 
@@ -165,33 +168,27 @@ def test_a_setting_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("executor", ["ray"])  # inline starts fewer of the same processes
-def test_a_run_executes_nothing_from_the_working_directory_and_listens_on_loopback_alone(
-    trapped: Callable[[], list[str]], tmp_path: Path, tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch, executor: str
+def test_a_run_on_ray_executes_nothing_from_the_working_directory_listens_on_loopback_alone_and_stops_at_ctrl_c(
+    trapped: Callable[[], list[str]], tmp_path: Path, tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pipeline.py").write_text(PIPELINE)
     monkeypatch.setenv("FOUND", str(tmp_path / "found.json"))
     monkeypatch.setenv("RIGS", str(ROOT / "tests" / "rigs"))
     monkeypatch.setenv("GRPO", str(ROOT / "pipelines" / "gsm8k_grpo.py"))
-    keys = ["engine.rollout=hf", "steps=1", "data.prompts=4", "engine.n=2", "engine.max_tokens=8", "val.every=0"]
-    keys += ["data.max_prompt_length=200", f"model.path={tiny_qwen}", f"runs={tmp_path / 'runs'}", "name=marked"]
-    keys += ["judge.time_scale=0", "policy=baseline", "trainer.mini_batches=1", f"executor={executor}"]
+    keys = ["engine.rollout=hf", "data.prompts=8", "engine.n=2", "engine.max_tokens=8", "data.max_prompt_length=200"]
+    keys += ["data.train_size=200", "data.val_size=8"]
+    keys += [f"model.path={tiny_qwen}", f"runs={tmp_path / 'runs'}", "name=marked", "executor=ray", *SLOW]
     # As the console script does it, whose directory takes the working directory's place on the path.
     script = tmp_path / "bin" / "dataflow"
     script.parent.mkdir()
     script.write_text("import sys\nfrom dataflow.cli import main\nsys.exit(main())\n")
     command = [sys.executable, str(script), "run", str(tmp_path / "pipeline.py"), *keys]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220)
-    assert done.returncode == 0, done.stderr
+    interrupt(command, signal.SIGINT, tmp_path / "runs" / "marked", children=5)
     assert trapped() == []
     found = json.loads((tmp_path / "found.json").read_text())
     listening = [Listener(*each) for each in found["listeners"]]
-    assert {"judge_server"} <= {each.process for each in listening}
-    workers = sum(" ".join(command).startswith("ray::") for command in found["commands"])
-    check(listening, workers)
-    if executor == "inline":
-        return
-    assert {"gcs_server", "raylet", "ray::*"} <= {each.process for each in listening}
+    assert {"judge_server", "gcs_server", "raylet", "ray::*"} <= {each.process for each in listening}
+    check(listening, sum(" ".join(command).startswith("ray::") for command in found["commands"]))
     assert found["safe"] == [True, None]
     programs = " ".join(command[0] + " " + " ".join(command[1:3]) for command in found["commands"] if command)
     assert not [name for name in ("monitor.py", "dashboard.py", "log_monitor.py") if name in programs]
