@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import sys
@@ -23,6 +24,10 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+# What modules hold lives as long as the process: without a look at all of it at each collection of garbage, importing
+# them takes a sixth less.
+gc.disable()
 
 # A shell ignores SIGINT in what it starts in the background, and nohup ignores SIGHUP. Processes inherit that, but no
 # handler that does nothing: the tests of signals start theirs with the defaults.
@@ -98,6 +103,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("vllm") and item.path.stem != "test_gpu":
                 item.add_marker(pytest.mark.skip(reason=reason))
     items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
