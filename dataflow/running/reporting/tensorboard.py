@@ -5,9 +5,10 @@ verl's backend writes the same files through torch's, whose import takes seconds
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from dataflow.system import clock
 
 
 class TensorBoard:
@@ -34,7 +35,7 @@ class TensorBoard:
 
         for name, value in data.items():
             summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
-            self._writer.add_event(Event(step=step, wall_time=time.time(), summary=summary))
+            self._writer.add_event(Event(step=step, wall_time=clock.now(), summary=summary))
 
     def finish(self, exit_code: int = 0) -> None:
         """Writes what is buffered and closes the file."""
