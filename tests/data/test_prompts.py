@@ -338,7 +338,7 @@ def test_several_files_are_one(tokenizer, tmp_path):
     assert (len(val.rows), train.name) == (3, f"{files[0]}, {files[1]}")
     assert str(files[1]) in train.labels[3] or "b.jsonl" in train.labels[3]
     with pytest.raises(DataError, match="nowhere"):
-        read_problems(options(train=[str(files[0]), "nowhere.jsonl"], val=None))
+        read_problems(options(train=[str(files[0]), "nowhere.jsonl"], val=str(files[0])))
 
 
 def test_each_row_keeps_its_own_values(tokenizer, tmp_path):

@@ -376,5 +376,4 @@ def test_an_installed_module_is_named_as_in_verl() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 def test_verls_own_function_scores() -> None:
     found = build_reward(load_reward("pkg://verl.utils.reward_score", "default_compute_score", None, {}), None, {})
-    score = asyncio.run(found.compute_score("openai/gsm8k", "so #### 72", "72", {}))
-    assert score == 1.0
+    assert found("openai/gsm8k", "so #### 72", "72", {}) == 1.0
