@@ -29,8 +29,13 @@ def sleepers_of(config: Any) -> list[Sleeper]:
                 f"reward.models.{name}.placement=colocated: vLLM cannot sleep on a CPU; give placement=own, or "
                 "engine=hf for a tiny classifier."
             )
-        found.append(Sleeper(name, model.given_urls, model.start_timeout))
+        found.append(Sleeper(name, model.given_urls, model.start_timeout, config.run_file(flag_of(name))))
     return found
+
+
+def flag_of(model: str) -> str:
+    """Returns the name, in a run's directory, of the file that is there while a reward model sleeps."""
+    return f"servers/{model}.asleep"
 
 
 def colocated(config: Any, stages: Sequence[Stage]) -> list[Stage]:

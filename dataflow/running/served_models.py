@@ -29,7 +29,7 @@ from dataflow.rewards.models.router_keeper import RouterKeeper
 from dataflow.rewards.models.server import server_command, server_environment
 from dataflow.rewards.naming import keyed
 from dataflow.rewards.user.function import load_reward, takes
-from dataflow.running.colocation import sleepers_of
+from dataflow.running.colocation import flag_of, sleepers_of
 from dataflow.running.hosting import gpus_of
 from dataflow.stage import Hosted
 
@@ -302,4 +302,5 @@ def _servers(
         start_s=model.start_timeout,
         restarts=model.restarts,
         on_lost=on_lost,
+        flag=logs.parent / flag_of(name) if model.placement == "colocated" else None,
     )

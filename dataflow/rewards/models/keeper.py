@@ -14,10 +14,12 @@ from loguru import logger
 from dataflow.errors import RunError
 from dataflow.rewards.models.gpus import VISIBLE
 from dataflow.rewards.models.server import ModelServer, Port
-from dataflow.rewards.models.sleeping import gate_of
 from dataflow.system.health import HANG_S
 from dataflow.system.kept import KeptServer
 from dataflow.system.loopback import ADDRESS
+
+_WAKES_S = 0.2
+"""Seconds between two looks whether a model has woken, which another process may do."""
 
 
 class ModelServers:
@@ -37,6 +39,7 @@ class ModelServers:
         hang_s: seconds without an answer to a health check after which a server is restarted.
         restarts: of all servers together.
         on_lost: called from another thread when a server cannot be started, or when none is left.
+        flag: file that is there while they sleep; one that dies then is started when the file is gone.
 
     Attributes:
         urls: of the servers; they do not change.
@@ -57,6 +60,7 @@ class ModelServers:
         hang_s: float = HANG_S,
         restarts: int,
         on_lost: Callable[[RunError], None],
+        flag: Path | None = None,
     ) -> None:
         self.name = name
         self.restarted = 0
@@ -64,6 +68,10 @@ class ModelServers:
         self._most = restarts
         self._on_lost = on_lost
         self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._flag = flag
+        if flag is not None:
+            flag.unlink(missing_ok=True)  # of an earlier process of the run
         self._started: set[int] = set()
         self._lost: set[int] = set()
         self._logs = [logs / f"{name}-{number}.log" for number in range(replicas)]
@@ -115,8 +123,7 @@ class ModelServers:
         self._close(self._servers)
 
     def _close(self, servers: Sequence[KeptServer[ModelServer]]) -> None:
-        for url in self.urls:
-            gate_of(url).set()  # a keeper that waits for it would not end
+        self._closing.set()
         # Side by side, as each may take seconds.
         threads = [threading.Thread(target=server.close) for server in servers]
         for thread in threads:
@@ -145,10 +152,13 @@ class ModelServers:
                     f"(reward.models.{self.name}.restarts={self._most}); see {self._logs[number]}."
                 )
             self.restarted += 1
-        gate = gate_of(self.urls[number])
-        then = "requests in flight there are sent again" if gate.is_set() else "it starts when its model wakes"
+        then = "it starts when its model wakes" if self._asleep() else "requests in flight there are sent again"
         logger.warning(f"{what}: server {number} ended ({reason}): restart {self.restarted} of {self._most}; {then}.")
-        gate.wait()  # until then others use the memory of its GPU
+        while self._asleep() and not self._closing.wait(_WAKES_S):
+            pass  # others use the memory of its GPU
+
+    def _asleep(self) -> bool:
+        return self._flag is not None and self._flag.exists()
 
     def _lose(self, number: int, error: RunError) -> None:
         with self._lock:

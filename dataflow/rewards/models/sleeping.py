@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dataflow.errors import RunError
@@ -21,19 +21,6 @@ _AGAIN_S = 0.5
 """Seconds between two tries to reach a server that is being restarted."""
 
 
-_GATES: dict[str, threading.Event] = {}
-
-
-def gate_of(url: str) -> threading.Event:
-    """Returns what is set while the server at an address may use its GPU, for whatever starts it in this process."""
-    root = root_of(without_login(url)[0])
-    if root not in _GATES:
-        opened = threading.Event()
-        opened.set()
-        _GATES.setdefault(root, opened)
-    return _GATES[root]
-
-
 @dataclass(frozen=True)
 class Sleeper:
     """The servers of one reward model.
@@ -42,11 +29,13 @@ class Sleeper:
         model: its name.
         urls: of its servers, maybe with a login.
         limit_s: seconds that a server may take, a restart included.
+        flag: file that is there while the servers sleep, for their keeper, which may be in another process.
     """
 
     model: str
     urls: Sequence[str]
     limit_s: float
+    flag: str | None = None
 
     async def wake(self) -> None:
         """Wakes all servers; one that has been restarted meanwhile is awake.
@@ -67,17 +56,16 @@ class Sleeper:
     async def _all(self, call: str, asleep: bool) -> None:
         import aiohttp
 
-        gates = [gate_of(url) for url in self.urls]
-        if not asleep:
-            for gate in gates:
-                gate.set()
+        flag = None if self.flag is None else Path(self.flag)
+        if flag is not None and not asleep:
+            flag.unlink(missing_ok=True)
         if not self.urls:
             raise RunError(f"reward model '{self.model}' has no server; give reward.models.{self.model}.path or url.")
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.limit_s)) as session:
             await asyncio.gather(*(self._one(session, url, call, asleep) for url in self.urls))
-        if asleep:
-            for gate in gates:
-                gate.clear()
+        if flag is not None and asleep:
+            flag.parent.mkdir(parents=True, exist_ok=True)
+            flag.touch()
 
     async def _one(self, session: aiohttp.ClientSession, url: str, call: str, asleep: bool) -> None:
         import aiohttp

@@ -21,7 +21,6 @@ from dataflow.errors import RunError
 from dataflow.rewards.models import hf_server
 from dataflow.rewards.models.keeper import ModelServers
 from dataflow.rewards.models.server import Port, reason_in, server_command, server_environment
-from dataflow.rewards.models.sleeping import gate_of
 from tests.rigs.model_server import fake_command
 from tests.rigs.processes import below, left
 
@@ -45,7 +44,7 @@ with ModelServers("rm", command, 1, logs=Path(sys.argv[1]), environment=os.envir
 
 
 def servers(
-    logs: Path, *more: str, replicas: int = 1, restarts: int = 3, on_lost: Any = print, **options: float
+    logs: Path, *more: str, replicas: int = 1, restarts: int = 3, on_lost: Any = print, **options: Any
 ) -> ModelServers:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return ModelServers(
@@ -133,23 +132,30 @@ def test_a_server_whose_log_was_removed_comes_back(pair: ModelServers, warned: l
     assert pair._logs[1].exists()
 
 
-def test_a_server_that_dies_asleep_starts_when_its_model_wakes(pair: ModelServers, warned: list[str]) -> None:
-    gate, dead = gate_of(pair.urls[0]), server_of(pair.pids[0])
-    gate.clear()
-    said = threading.Event()
-
-    def end(guard: int) -> None:
+def test_a_server_that_dies_asleep_starts_when_its_model_wakes(tmp_path: Path, warned: list[str]) -> None:
+    flag, again = tmp_path / "rm.asleep", threading.Event()
+    flag.touch()
+    with servers(tmp_path, flag=flag) as running:
+        assert not flag.exists(), "it is that of an earlier process"
+        running.ready.result(READY_S)
+        flag.touch()
+        kept, dead = running._servers[0], server_of(running.pids[0])
+        start = kept._start
+        kept._start = lambda: (start(), again.set())[0]
         dead.kill()
         assert left([dead], timeout=READY_S) == []
-        assert not said.wait(0.5), "a new server has been started"
-        gate.set()
-
-    kept = pair._servers[0]
-    start = kept._start
-    kept._start = lambda: (said.set(), start())[1]
-    restarted(pair, 0, end)
-    kept._start = start
+        assert not again.wait(0.5), "a new server has been started"
+        flag.unlink()
+        assert again.wait(READY_S)
     assert warned[0].endswith("; it starts when its model wakes.")
+
+
+def test_closed_asleep_nothing_waits(tmp_path: Path) -> None:
+    flag = tmp_path / "rm.asleep"
+    with servers(tmp_path, flag=flag) as running:
+        running.ready.result(READY_S)
+        flag.touch()
+        server_of(running.pids[0]).kill()
 
 
 def test_a_server_that_is_killed_while_it_starts_is_started_again(tmp_path: Path, warned: list[str]) -> None:
