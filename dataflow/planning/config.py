@@ -15,6 +15,9 @@ from dataflow.errors import ConfigError
 DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 
 
+WAKE_S = 2.0
+
+
 class ModelPlan(Section):
     """The servers of a reward model, where they are to differ from those of the run."""
 
@@ -22,7 +25,7 @@ class ModelPlan(Section):
     """Servers."""
     max_num_seqs: PositiveInt | None = None
     """Requests in flight at one server."""
-    wake: NonNegativeFloat = 2.0
+    wake: NonNegativeFloat = WAKE_S
     """Seconds to wake it, and as many to let it sleep, where the run did not: for gpus, if it shares GPUs."""
 
 

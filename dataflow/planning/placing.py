@@ -41,7 +41,8 @@ class Placing:
     def words(self) -> str:
         """What it is, in a few words."""
         servers = f"{self.servers} server{'s' * (self.servers > 1)}"
-        return f"{servers} on {'the same' if self.shared else 'other'} GPUs than the {self.training} of training"
+        where = "the same GPUs as" if self.shared else "other GPUs than"
+        return f"{servers} on {where} the {self.training} of training"
 
 
 def placings(workload: Workload, gpus: int) -> list[Placing]:

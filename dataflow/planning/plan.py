@@ -9,13 +9,20 @@ from typing import Any
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import ConfigError
 from dataflow.planning.advice import advise
-from dataflow.planning.config import PlanConfig
+from dataflow.planning.config import WAKE_S, PlanConfig
 from dataflow.planning.placing import sentences
 from dataflow.planning.planner import ROWS, Prediction, Sweep, parse_sweep, predict, simulate, sweep, total_s
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.workload import Workload
 from dataflow.policy import STREAM, SchedulingPolicy, preset
 from dataflow.timeline.text import table
+
+FAR_OFF = 0.2
+"""Share by which a replay may be off the log before the plan says that it lacks something."""
+_FAR_OFF = (
+    ": this plan lacks something that the run waits for (compute_group and a user's own stages are not planned), or "
+    "the run is so short that its start counts."
+)
 
 
 @dataclass(frozen=True)
@@ -63,9 +70,10 @@ class Plan:
         if load.logged is not None and self.replayed_s is not None:
             policy, seconds, steps = load.logged
             logged = seconds / steps
+            off = self.replayed_s / logged - 1
             blocks.append(
                 f"as logged ({policy}, {steps} steps): predicted {self.replayed_s:.4g} s a step, "
-                f"logged {logged:.4g} s, {self.replayed_s / logged - 1:+.1%}"
+                f"logged {logged:.4g} s, {off:+.1%}" + (_FAR_OFF if abs(off) > FAR_OFF else "")
             )
         blocks.append(_table(self.rows))
         if load.assumptions:
@@ -93,6 +101,8 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     rest = [a for a in arguments if not a.startswith(("policy=", "sweep="))]
     on_work(f"reading {source}")
     workload, config = read_workload(source, rest)
+    if config.gpus is None and (name := next((n for n, m in config.reward.models.items() if m.wake != WAKE_S), None)):
+        raise ConfigError(f"reward.models.{name}.wake has no effect without gpus=N; give the number of GPUs in all.")
     for text in sweeps:
         parse_sweep(text, workload)
     policies = _policies(workload, config, named)

@@ -50,7 +50,7 @@ def check_models(config: RunConfig, agents: Iterable[str], hosts: Iterable[Hoste
     Raises:
         ConfigError: a model cannot be served, an agent names one that is not there, or no agent uses one.
     """
-    models, scoring, asked = config.reward.models, set[str](), False
+    models, scoring, asked, free = config.reward.models, set[str](), False, list[str]()
     for name in agents:
         source = source_of(config, name)
         scorer = model_of(config, source)
@@ -64,12 +64,15 @@ def check_models(config: RunConfig, agents: Iterable[str], hosts: Iterable[Hoste
             raise ConfigError(keyed(str(error), name)) from error
         if scorer is not None:
             scoring.add(scorer)
+        elif source.custom.path is None:
+            free.append(name)
         asked |= _asks(source)
     for name, model in models.items():
         if name not in scoring and not asked:
             raise ConfigError(
-                f"reward.models.{name}: no reward agent uses it; give reward.model={name}, or leave it out (a "
-                "function asks it only with a parameter reward_router_address)."
+                f"reward.models.{name}: no reward agent uses it; "
+                f"{f'give {free[0]}.model={name}, or ' if free else ''}leave it out (a function asks it only with a "
+                "parameter reward_router_address)."
             )
         if name not in scoring and model.normalize != "none":  # a function scores
             raise ConfigError(

@@ -11,6 +11,7 @@ from dataflow.drawing.style import COLOURS, HATCHED, INK, PIXELS, WIDTH, colours
 from dataflow.errors import DataError
 from dataflow.timeline.attribution import exposed_waits, pool_waits, waits_after
 from dataflow.timeline.downtime import CUT, Axis, Downtime
+from dataflow.timeline.servers import servers_of
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes, looks
 from dataflow.timeline.text import extent, named, tick
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _BAND = "#F3C766"
 _HEIGHTS = dict.fromkeys(POOLS, 0.62)
 _BAND_HEIGHT = 0.5  # of a reward agent
+_SERVER_HEIGHT = 0.22
 _THIN = 0.2
 _CUT, _SMALL = "#8A8A8A", 7.0
 
@@ -101,6 +103,10 @@ class _Panel:
                 thin = _THIN * max(1, min(len(rows), 4))
                 height = _BAND_HEIGHT if resource in self.levels else _HEIGHTS.get(resource, thin)
                 self.rows.append((resource, rows, height))
+        self.outages: dict[str, Sequence[tuple[float, float]]] = {}
+        for server in servers_of(trace):
+            self.levels[server.name], self.outages[server.name] = in_flight(server.marks), server.outages
+            self.rows.append((server.name, [], _SERVER_HEIGHT))
         self.height = sum(h for *_, h in self.rows) + 0.07 * (len(self.rows) + 1)
 
     def draw(self, axis: Axes, colour: Mapping[str, str], longest: float, reference: _Panel) -> None:
@@ -120,6 +126,8 @@ class _Panel:
                 self._lane(axis, lane, at - (i + 1) * tall, tall, colour, pixels)
             if resource in POOLS:
                 self._waits(axis, below, height, resource)
+            out = [(self.time.at(begin), end - begin) for begin, end in self.outages.get(resource, ())]
+            axis.broken_barh(out, (below, height), **HATCHED)
             middles.append(below + height / 2)
             names.append(resource)
             at = below - 0.07
@@ -203,7 +211,7 @@ class _Panel:
     def _band(self, axis: Axes, agent: str, below: float, height: float, own_lanes: int) -> None:
         """Draws an agent's requests in flight, and a line where its rewards of a part were complete."""
         levels = self.levels[agent]
-        most = max(level for _, level in levels)
+        most = max((level for _, level in levels), default=1)
         room = height * (0.62 if own_lanes else 1.0)
         times = [self.time.at(time) for time, _ in levels]
         tops = [below + level / most * room for _, level in levels]
@@ -219,9 +227,10 @@ def _handles(panels: Sequence[_Panel], colour: Mapping[str, str]) -> list[Any]:
 
     shown = {s.stage for p in panels for _, rows, _ in p.rows for lane in rows for s in lane}
     handles: list[Any] = [Patch(color=colour[s], label=s) for s in colour if s in shown]
-    handles.append(Patch(**HATCHED, label="exposed wait"))
+    out = any(times for p in panels for times in p.outages.values())
+    handles.append(Patch(**HATCHED, label="exposed wait, or a server that is out" if out else "exposed wait"))
     if any(p.levels for p in panels):
-        most = max(level for p in panels for levels in p.levels.values() for _, level in levels)
+        most = max((level for p in panels for levels in p.levels.values() for _, level in levels), default=0)
         handles.append(Patch(color=_BAND, label=f"rewards in flight (at most {most})"))
         stroke = Line2D([], [], color=COLOURS["requests"][0], marker="|", markersize=11, linestyle="none")
         stroke.set_label("rewards of a part complete")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dataflow.timeline import perfetto
 from dataflow.timeline.page.tracks import sheet
+from dataflow.timeline.picture import draw
 from dataflow.timeline.servers import servers_of
 from dataflow.timeline.spans import Level, Mark, Span, Trace
 from dataflow.timeline.text import gantt
@@ -63,6 +64,14 @@ def test_a_server_that_does_not_come_back_is_out_to_the_end() -> None:
     cut.marks = [mark for mark in cut.marks if mark.args["endpoint"] != SECOND]
     assert [(s.name, list(s.outages)) for s in servers_of(cut)][1] == ("rm 1", [(6.0, 20.0)])
     assert "rm 1" in gantt(cut)
+
+
+def test_the_picture_has_a_row_for_each_server(tmp_path: Path) -> None:
+    picture = tmp_path / "run.svg"
+    draw(trace(), picture)
+    text = picture.read_text()
+    assert all(f">{name}<" in text for name in ("rm 0", "rm 1", "judge.example/v1"))
+    assert "a server that is out" in text
 
 
 def test_a_run_without_endpoints_has_no_servers() -> None:

@@ -148,6 +148,11 @@ def _check_models(trace: Trace, config: PlanConfig, source: str) -> None:
     """
     models = [found[0] for agent in agents_of(trace) if (found := model_of(trace, agent)) is not None]
     if unknown := [name for name in config.reward.models if name not in models]:
+        if unknown[0] in ((trace.meta.get("job") or {}).get("models") or {}):
+            raise ConfigError(
+                f"reward.models.{unknown[0]}: a function of the run of {source} asked its servers, so that the trace "
+                "does not show their requests; leave it out."
+            )
         guess = nearest(unknown[0], models) or f"; it has {', '.join(models) or 'none'}."
         raise ConfigError(f"reward.models.{unknown[0]}: the run of {source} has no reward model of this name{guess}")
 

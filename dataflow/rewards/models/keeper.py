@@ -18,8 +18,8 @@ from dataflow.system.health import HANG_S
 from dataflow.system.kept import KeptServer
 from dataflow.system.loopback import ADDRESS
 
-_WAKES_S = 0.2
-"""Seconds between two looks whether a model has woken, which another process may do."""
+_LOOK_S = 5.0
+"""Seconds after which a wait for another process to remove a file looks for itself; the file's end wakes it."""
 
 
 class ModelServers:
@@ -154,8 +154,19 @@ class ModelServers:
             self.restarted += 1
         then = "it starts when its model wakes" if self._asleep() else "requests in flight there are sent again"
         logger.warning(f"{what}: server {number} ended ({reason}): restart {self.restarted} of {self._most}; {then}.")
-        while self._asleep() and not self._closing.wait(_WAKES_S):
-            pass  # others use the memory of its GPU
+        if self._flag is not None and self._asleep():  # others use the memory of its GPU
+            from watchfiles import watch
+
+            looks_ms = int(_LOOK_S * 1000)
+            for _ in watch(
+                self._flag.parent,
+                stop_event=self._closing,
+                rust_timeout=looks_ms,
+                yield_on_timeout=True,
+                recursive=False,
+            ):
+                if not self._asleep():
+                    break
 
     def _asleep(self) -> bool:
         return self._flag is not None and self._flag.exists()

@@ -17,7 +17,8 @@ from dataflow.usercode.load import describe, is_async, load_file, name_of, pick
 FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The keywords that verl calls a reward function with, in its order."""
 
-CONTEXT = {"reward_router_address": "reward.router_address", "reward_model_tokenizer": "reward.model_tokenizer"}
+ROUTER = "reward_router_address"
+CONTEXT = {ROUTER: "reward.router_address", "reward_model_tokenizer": "reward.model_tokenizer"}
 """verl's further keywords, passed to functions that accept them, and the configuration key of each."""
 
 MADE = "_dataflow_made"
@@ -142,7 +143,8 @@ def _from_context(
         if value is not None and (parameter is not None or takes_all):
             taken[name] = value
         elif parameter is not None and parameter.default is parameter.empty:
-            raise ConfigError(f"{what} needs {name}, which is not configured; set {key}.")
+            or_served = " or serve a model (reward.models.NAME.path)" if name == ROUTER else ""
+            raise ConfigError(f"{what} needs {name}, which is not configured; set {key}{or_served}.")
     return taken
 
 

@@ -188,7 +188,7 @@ def test_a_context_that_lacks_what_is_needed(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "context.py", CONTEXT_FORMS)
     kwargs = {"scale": 2} if name == "Made" else {}
     found = load_reward(path, name, kwargs)  # before a run is configured, that is left open
-    message = r"needs reward_router_address, which is not configured; set reward\.router_address\."
+    message = r"needs reward_router_address, which is not configured; set reward\.router_address or serve a model"
     with pytest.raises(ConfigError, match=message):
         build_reward(found, kwargs, {"reward_model_tokenizer": "tokenizer"})
     with pytest.raises(ConfigError, match=message):
