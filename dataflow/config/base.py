@@ -155,6 +155,11 @@ class BaseConfig(Section):
         """Prompt groups that a step trains on; None if the pipeline has none."""
 
     @property
+    def gpus(self) -> int:
+        """GPUs of the run; on CPUs the processes in their place."""
+        return 1
+
+    @property
     def worker_threads(self) -> int:
         """CPU threads of a worker."""
         return 1

@@ -236,6 +236,13 @@ class RunConfig(BaseConfig):
         return self.data.prompts
 
     @property
+    def gpus(self) -> int:
+        """See :attr:`BaseConfig.gpus`: those of the trainer, of engines apart and of reward models on their own."""
+        engines = self.engine.replicas * self.engine.tensor_parallel if self.placement == "disaggregated" else 0
+        served = [m for m in self.reward.models.values() if m.url is None and m.placement == "own"]
+        return self.trainer.world_size + engines + sum(m.replicas * m.tensor_parallel for m in served)
+
+    @property
     def worker_threads(self) -> int:
         return self.trainer.threads
 

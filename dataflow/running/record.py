@@ -18,6 +18,7 @@ from dataflow.errors import DataflowError, RunError, UserError
 from dataflow.files import replaced, written
 from dataflow.running.remains import EVALUATIONS, summarise
 from dataflow.running.reporting.agent_totals import AgentTotals, Stats
+from dataflow.running.reporting.throughput import throughput
 from dataflow.running.reporting.tracking import METRICS, Tracker, read_metrics, step_metrics, write_summary
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Level, Mark, Span, Trace
@@ -41,6 +42,7 @@ class Record:
     Args:
         directory: of the run.
         backends: of its metrics.
+        gpus: of the run, by which its throughput is divided.
 
     Attributes:
         trace: of training.
@@ -51,7 +53,7 @@ class Record:
         digests: of the weights of further models than the actor, by service.
     """
 
-    def __init__(self, directory: Path, backends: Backends) -> None:
+    def __init__(self, directory: Path, backends: Backends, gpus: int = 1) -> None:
         self.directory = directory
         self.trace = Trace()
         self.before = Trace()
@@ -61,6 +63,7 @@ class Record:
         self.summary: dict[str, Any] = {}
         self.digests: dict[str, str] = {}
         self._backends = backends
+        self._gpus = gpus
         self._tracker: Tracker | None = None
         self._writer: TraceWriter | None = None
         self._evaluations: TraceWriter | None = None
@@ -210,6 +213,7 @@ class Record:
         if ended:
             # A long run is not read again from its beginning.
             metrics = {**metrics, **step_metrics(Trace(self.trace.spans[-window:], meta=self.trace.meta), step)}
+            metrics = {**metrics, **throughput(metrics, self._gpus)}
         self._take(step, metrics)
         assert self._tracker is not None
         self._tracker.log(step, metrics)

@@ -227,7 +227,7 @@ class Session:
             stopping.calls(interrupt)
             shown = redact_values(config.model_dump(mode="json"))
             record = self.record = Record(
-                self.directory, Backends(config.tracking.backends, config.tracking.project, shown)
+                self.directory, Backends(config.tracking.backends, config.tracking.project, shown), config.gpus
             )
             try:
                 point = self._point()

@@ -20,6 +20,7 @@ from dataflow.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from dataflow.batch import Batch
 from dataflow.errors import DataError
 from dataflow.graph import Read, Stage, TaskInfo, stage
+from dataflow.stages.rollout import token_metrics
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +99,7 @@ def advantage_stage(algorithm: Any) -> Stage:
 
 
 def _advantage(responses: Batch, rewards: Batch, *more: Batch, algorithm: Any, task: TaskInfo) -> Batch:
+    task.log(token_metrics(responses, task))
     estimator = estimator_of(algorithm.adv_estimator)
     sampled = responses.like(sampled_mask=responses["response_mask"])  # before a correction rejects tokens
     data = responses.merge(sampled, rewards, *(_for_rows(field, responses) for field in more))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataflow.batch import Batch
 from dataflow.engines.base import Teacher
 from dataflow.graph import TaskInfo, stage
+from dataflow.stages.rollout import token_metrics
 
 
 @stage(writes="teacher_log_probs", on="teacher", role="collects")
@@ -49,6 +50,7 @@ def distill_advantage(responses: Batch, old_log_probs: Batch, teacher_log_probs:
     Returns:
         ``advantages`` and ``returns``, float32 ``[rows, R]``, 0 after the end of each response.
     """
+    task.log(token_metrics(responses, task))
     data = responses.merge(old_log_probs, teacher_log_probs)
     mask = data["response_mask"]
     own = data["old_log_probs" if "old_log_probs" in data else "rollout_log_probs"]

@@ -98,6 +98,23 @@ def length_metrics(responses: Batch) -> dict[str, float]:
     }
 
 
+def token_metrics(responses: Batch, task: TaskInfo) -> dict[str, float]:
+    """Returns the tokens of a step: ``perf/total_num_tokens``, as verl counts them, and ``perf/response_tokens``.
+
+    Tools' answers are among a response's tokens.
+
+    Args:
+        responses: of one of the step's parts.
+        task: of that part.
+    """
+    if "attention_mask" not in responses or "response_mask" not in responses:
+        return {}
+    mask, room = responses["attention_mask"], responses["response_mask"].shape[1]
+    tokens = {"perf/total_num_tokens": int(mask.sum()), "perf/response_tokens": int(mask[:, -room:].sum())}
+    # A step's metric is the mean over its parts; multiplied by their number, it is the sum.
+    return {name: float(number * task.parts) for name, number in tokens.items()}
+
+
 def not_emitted(prompts: Batch, task: TaskInfo) -> Batch:
     """Returns the prompts whose responses the task has not emitted yet."""
     done = {group for batch in task.emitted.values() for group in batch.ids}

@@ -114,6 +114,8 @@ def test_staleness_never_exceeds_the_policy_and_files_are_whole(streamed: dict[s
         "response_length/mean",
         "overlap/exposed_wait_s",
         "overlap/gpu_busy_frac",
+        "perf/throughput",
+        "timing_per_token_ms/gen",
     } <= named
     assert {"reward/latency_p95", "val-core/dataflow/problems/reward/mean@1"} <= named
     trace = perfetto.read(directory / "trace.json")

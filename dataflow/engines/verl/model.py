@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from dataflow.batch import Batch
 from dataflow.engines.verl import value_engine, vision
+from dataflow.engines.verl.measures import count_flops, reduced
 from dataflow.engines.verl.process import import_worker, join, quiet
 from dataflow.engines.verl.state import TrainerState
 from dataflow.errors import ConfigError, DataflowError
@@ -86,6 +87,7 @@ class TrainedModel:
         self.micro_batch_size = options.micro_batch_size
         self.max_tokens, self.balance = max_tokens, balance
         self._shares_gpu = shares_gpu
+        self.counts_flops = device == "cuda"  # verl knows what GPUs can do, not CPUs
         torch.set_num_threads(threads)
         with quiet():
             worker_type = import_worker(device)
@@ -190,10 +192,12 @@ class TrainedModel:
         metrics |= self._imbalance(columns["attention_mask"], slots)
         rows = self._rank_rows(columns, slots)
         tu.assign_non_tensor(rows, update_lr_scheduler=last, **options)
+        if self.counts_flops:
+            count_flops(rows, columns["attention_mask"])
         with self._left_free():
             found = tu.get(self.worker.train_batch(rows), "metrics")
         found.pop("lr", None)  # that of the next step, present only if the scheduler stepped
-        return metrics | _reduce(found, self.name)
+        return metrics | reduced(found, self.name)
 
     def _infer(
         self, worker: TrainingWorker, batch: Batch, names: Sequence[str], **options: Any
@@ -246,7 +250,7 @@ class TrainedModel:
 
     def _imbalance(self, attention_mask: torch.Tensor, slots: np.ndarray) -> dict[str, float]:
         """Returns verl's ``global_seqlen/*``: tokens of the ranks with consecutive rows, and with theirs (balanced)."""
-        if self.world == 1 or len(attention_mask) < self.world:
+        if len(attention_mask) < self.world:
             return {}
         from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
@@ -381,17 +385,3 @@ def _build(
             # The ratio to the old log-probs must be 1 before a step, and runs must repeat bit for bit.
             module.p = 0.0
     return worker
-
-
-def _reduce(found: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """Returns one float per metric, under verl's names, from the values of each rank and micro-batch."""
-    from verl.utils.metric import Metric
-
-    metrics: dict[str, float] = {}
-    for name, value in found.items():
-        if name.startswith("perf/"):
-            continue  # memory statistics of the device, zero on a CPU
-        if isinstance(value, list) and isinstance(value[0], Metric):
-            value = Metric.aggregate_dp(value)
-        metrics[name if "/" in name else f"{prefix}/{name}"] = float(np.mean(value))
-    return metrics

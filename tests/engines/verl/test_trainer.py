@@ -325,6 +325,28 @@ def test_micro_batches_by_tokens_give_the_same_update(make: Make, tiny_qwen: Pat
         trainer.update(data, last=True)
 
 
+def test_the_share_of_a_gpus_flops_is_verls(make: Make, tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.utils import flops_counter
+
+    told: list[list[int]] = []
+
+    def estimate(_counter: Any, tokens: list[int], _seconds: float, **_: Any) -> tuple[float, float]:
+        told.append(tokens)
+        return 2.0, 8.0
+
+    monkeypatch.setattr(flops_counter.FlopsCounter, "estimate_flops", estimate)
+    batch = responses(8)
+    trainer = make(tiny_qwen)
+    data = training_batch(trainer.old_log_probs(batch)["old_log_probs"], batch)
+    assert not any(name.startswith("perf/") for name in trainer.update(data, last=False))  # a CPU's are not known
+    trainer.counts_flops = True
+    metrics = trainer.update(data, last=True)
+    assert (metrics["perf/mfu/actor"], told) == (0.25, [batch["attention_mask"].sum(dim=1).tolist()])
+    assert metrics["global_seqlen/mean"] == sum(told[0])
+    monkeypatch.setattr(flops_counter.FlopsCounter, "estimate_flops", lambda *_, **__: (2.0, float("inf")))
+    assert "perf/mfu/actor" not in trainer.update(data, last=True)
+
+
 def test_ranks_get_rows_of_about_the_same_number_of_tokens() -> None:
     lengths = torch.tensor([9, 9, 8, 8, 1, 1, 2, 2])
     mask = (torch.arange(9) < lengths[:, None]).long()
