@@ -1,10 +1,17 @@
-"""Metrics of a step's tokens and times, computed by verl: ``perf/*`` and ``timing_per_token_ms/*``."""
+"""Metrics of a step's tokens and times under verl's names: ``perf/*`` and ``timing_per_token_ms/*``.
+
+verl's own functions of these divisions are not called: a run's own process would import verl for them, 8 s of CPU time.
+The tests compare the results with them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 TIMING = "timing_s/"
+TOTAL, RESPONSES = "perf/total_num_tokens", "perf/response_tokens"
+_OF_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
+"""Stages that verl divides by the tokens of prompts and responses; ``gen`` by those of the responses."""
 
 
 def throughput(metrics: Mapping[str, float], gpus: int) -> dict[str, float]:
@@ -15,20 +22,17 @@ def throughput(metrics: Mapping[str, float], gpus: int) -> dict[str, float]:
         gpus: of trainer, engine and reward models; on CPUs their processes.
 
     Returns:
-        ``perf/throughput``, tokens per second and GPU, ``perf/total_num_tokens``, ``perf/time_per_step``, and
-        ``timing_per_token_ms/<stage>``. Empty for a step whose tokens or time nothing has counted.
+        ``perf/throughput``, tokens per second and GPU, ``perf/time_per_step``, and ``timing_per_token_ms/<stage>``.
+        Empty for a step whose tokens or time nothing has counted.
     """
-    total, responses = metrics.get("perf/total_num_tokens"), metrics.get("perf/response_tokens")
-    if total is None or responses is None or metrics.get(f"{TIMING}step", 0.0) <= 0:
+    total, responses = metrics.get(TOTAL), metrics.get(RESPONSES)
+    seconds = metrics.get(f"{TIMING}step", 0.0)
+    if total is None or responses is None or seconds <= 0:
         return {}
-    import torch
-    from verl import DataProto
-    from verl.trainer.ppo.metric_utils import compute_throughout_metrics, compute_timing_metrics
-
-    seconds = {name.removeprefix(TIMING): of for name, of in metrics.items() if name.startswith(TIMING)}
-    # verl adds up the tokens of the samples; here they are one.
-    lengths = {"prompt_length": torch.tensor([total - responses]), "response_length": torch.tensor([responses])}
-    batch = DataProto.from_dict(tensors=lengths, meta_info={"global_token_num": [total]})
-    per_token = compute_timing_metrics(batch, seconds)
-    found = {name: of for name, of in per_token.items() if not name.startswith(TIMING)}
-    return {**found, **compute_throughout_metrics(batch, seconds, gpus)}
+    tokens = {"gen": responses, **dict.fromkeys(_OF_ALL_TOKENS, total)}
+    per_token = {
+        f"timing_per_token_ms/{name}": metrics[f"{TIMING}{name}"] * 1000 / count if count else 0.0
+        for name, count in tokens.items()
+        if f"{TIMING}{name}" in metrics
+    }
+    return {**per_token, "perf/time_per_step": seconds, "perf/throughput": total / (seconds * gpus)}

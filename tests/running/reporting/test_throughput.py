@@ -70,6 +70,7 @@ def test_tokens_and_times_are_verls(parts: int) -> None:
     found = metrics | throughput(metrics, 4)
     assert set(expected) <= set(found)
     assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert set(throughput(metrics, 4)) <= set(expected)
     assert {"timing_per_token_ms/gen", "perf/throughput", "perf/time_per_step", "timing_s/step"} <= set(expected)
 
 
