@@ -38,6 +38,7 @@ def test_a_run_trains_on_them_and_exports_the_processor(tmp_path: Path) -> None:
     shapes = tmp_path / "shapes"
     options = [f"model.path={shapes}/model", f"data.train={shapes}/train.parquet", f"data.val={shapes}/val.parquet"]
     options += ["executor=inline", "steps=2", "data.prompts=4", "engine.n=2", "engine.max_tokens=4", "val.every=0"]
+    options += ["engine.rollout=hf"]  # as the other tests: vLLM takes as long to import as the run
     command = [sys.executable, "-m", "dataflow", "run", ROOT / "pipelines" / "gsm8k_grpo.py"]
     done = subprocess.run(
         [*command, *options, f"runs={tmp_path}", "name=seen"],

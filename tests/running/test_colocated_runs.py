@@ -19,7 +19,7 @@ PIPELINE = str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py")
 SMALL = (
     "engine.rollout=hf", "steps=2", "data.prompts=4", "engine.n=2", "engine.max_tokens=8", "data.max_prompt_length=200",
     "trainer.mini_batches=2", "val.every=2", "data.val_size=4", "checkpoint.export=false",
-    "executor=inline", "policy=both",
+    "executor=inline", "policy=both", "data.train_size=200",
 )  # fmt: skip
 MODEL = {"engine": "hf", "placement": "colocated", "replicas": 2, "max_num_seqs": 4}
 

@@ -27,6 +27,7 @@ SMALL = (
     "engine.n=2",
     "engine.max_tokens=8",
     "data.max_prompt_length=200",
+    "data.train_size=200",
     "trainer.mini_batches=2",
     "val.every=0",
     "checkpoint.export=false",
