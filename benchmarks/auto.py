@@ -33,7 +33,8 @@ from dataflow.planning.auto.controller import LEAST_LEFT, Controller
 from dataflow.planning.auto.forecast import candidates, forecast
 from dataflow.planning.auto.window import MOST, window
 from dataflow.planning.costs import WorkloadCosts
-from dataflow.planning.workload import Modelled, Rewards, Workload, grpo
+from dataflow.planning.rewards import Rewards
+from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.runner import Runner
 from dataflow.timeline.spans import Trace

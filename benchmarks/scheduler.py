@@ -23,7 +23,8 @@ from _run import table
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.planner import simulate
-from dataflow.planning.workload import Modelled, Rewards, Validation, Workload, grpo
+from dataflow.planning.rewards import Rewards, Validation
+from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import expand, preset
 from dataflow.scheduler import Scheduler
 from dataflow.tasks.events import Instruction, Start, TaskFinished

@@ -21,7 +21,8 @@ from _run import table
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.planner import simulate
-from dataflow.planning.workload import Modelled, Rewards, Workload, grpo
+from dataflow.planning.rewards import Rewards
+from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import preset
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Level, Mark, Span, Trace

@@ -297,7 +297,7 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError("plan: give a SOURCE: a run's directory, a verl log or a costs.yaml.")
     from rich.console import Console
 
-    from dataflow.planning.picture import KINDS, draw_plan
+    from dataflow.planning.drawing.picture import KINDS, draw_plan
     from dataflow.planning.plan import beside, make_plan
     from dataflow.timeline import files
 

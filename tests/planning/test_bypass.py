@@ -10,9 +10,10 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.planner import simulate
+from dataflow.planning.rewards import Validation
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
-from dataflow.planning.workload import Validation, Workload, grpo
+from dataflow.planning.workload import Workload, grpo
 from dataflow.policy import PRESETS, expand, preset
 from dataflow.testing import SteadyCosts
 from dataflow.testing import simulate as run

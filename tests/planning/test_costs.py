@@ -8,7 +8,8 @@ from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError
 from dataflow.executors.virtual import End
 from dataflow.planning.costs import WorkloadCosts, fit_latency, makespan
-from dataflow.planning.workload import Modelled, Rewards, Validation, Workload, grpo
+from dataflow.planning.rewards import Rewards, Validation
+from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import expand, preset
 
 

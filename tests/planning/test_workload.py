@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.planning.workload import Measured, Modelled, Rewards, Validation, Workload, grpo
+from dataflow.planning.rewards import Rewards, Validation
+from dataflow.planning.workload import Measured, Modelled, Workload, grpo
 
 
 def job(**changes: object) -> Workload:

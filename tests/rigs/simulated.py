@@ -6,7 +6,8 @@ import json
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.planning.planner import simulate
-from dataflow.planning.workload import Modelled, Rewards, Validation, Workload, grpo
+from dataflow.planning.rewards import Rewards, Validation
+from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import preset
 from dataflow.timeline.spans import Mark, Trace
 

@@ -12,12 +12,11 @@ from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.files import decoded
 from dataflow.graph import Pipeline
 from dataflow.planning.config import PlanConfig
+from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.workload import (
     CRITIC,
     STAGES,
     Modelled,
-    Rewards,
-    Validation,
     Workload,
     advantage,
     grpo,

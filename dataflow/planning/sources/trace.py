@@ -11,10 +11,11 @@ from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError, DataError, nearest
 from dataflow.graph import Pipeline
 from dataflow.planning.config import AgentPlan, ModelPlan, PlanConfig
+from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.roles import Roles
 from dataflow.planning.servers.fit import fit
 from dataflow.planning.servers.law import Servers
-from dataflow.planning.workload import Measured, Rewards, Validation, Workload
+from dataflow.planning.workload import Measured, Workload
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
 from dataflow.timeline.agents import agents_of, concurrency_of, fills_servers, model_of, rates_of

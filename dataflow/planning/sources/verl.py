@@ -16,8 +16,9 @@ from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError
 from dataflow.planning.config import CheckpointPlan, PlanConfig
 from dataflow.planning.costs import fit_latency, makespan
+from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.sources.scalars import Scalars, read_scalars
-from dataflow.planning.workload import CRITIC, Measured, Rewards, Validation, Workload, grpo
+from dataflow.planning.workload import CRITIC, Measured, Workload, grpo
 from dataflow.policy import check_batch
 
 # After a shorter wait the latency cannot be fitted: the rewards arrived during the log-probs.

@@ -8,7 +8,8 @@ from dataflow.distribution import Distribution
 from dataflow.planning.auto.forecast import candidates, forecast, steady_s
 from dataflow.planning.auto.window import window
 from dataflow.planning.planner import simulate
-from dataflow.planning.workload import Modelled, Rewards, Workload, grpo
+from dataflow.planning.rewards import Rewards
+from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import SchedulingPolicy
 from dataflow.timeline.spans import Mark, Span, Trace
 

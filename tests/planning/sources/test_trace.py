@@ -14,9 +14,10 @@ from dataflow.errors import ConfigError, DataError, PipelineError
 from dataflow.graph import Pipeline
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.planner import simulate
+from dataflow.planning.rewards import Validation
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
-from dataflow.planning.workload import Measured, Modelled, Validation, grpo
+from dataflow.planning.workload import Measured, Modelled, grpo
 from dataflow.policy import preset
 from dataflow.stage import SAMPLED
 from dataflow.stages.checkpoint import checkpoint_stages

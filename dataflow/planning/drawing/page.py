@@ -1,4 +1,4 @@
-"""The plan as an interactive page: the bars and panels of `dataflow.planning.chart`, drawn with bokeh."""
+"""The plan as an interactive page: the bars and panels of `dataflow.planning.drawing.chart`, drawn with bokeh."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.page import BUTTONS, FAINT, INK, LINE, bokeh_scripts, embedded, read_embedded, renumbered, shell
 from dataflow.drawing.style import HATCHED, WIDTH, columns_that_fit
-from dataflow.planning.chart import BESIDE, BOUND, GPU, Bars, Panel, PolicyLine, Style, change_of, seconds_of, styles_of
+from dataflow.planning.drawing.chart import (
+    BESIDE,
+    BOUND,
+    GPU,
+    Bars,
+    Panel,
+    PolicyLine,
+    Style,
+    change_of,
+    seconds_of,
+    styles_of,
+)
 
 if TYPE_CHECKING:
     from bokeh.models import CheckboxButtonGroup

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dataflow.drawing.style import HATCHED, INK, WIDTH, columns_that_fit, save
 from dataflow.errors import DataError
 from dataflow.files import replaced
-from dataflow.planning.chart import BESIDE, BOUND, GPU, Bars, Panel, Style, styles_of
+from dataflow.planning.drawing.chart import BESIDE, BOUND, GPU, Bars, Panel, Style, styles_of
 from dataflow.planning.planner import Prediction, Sweep
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def draw_plan(
             )
     bars, panels = Bars(rows), [Panel(sweep) for sweep in sweeps]
     if kind == "html":
-        from dataflow.planning.page import page
+        from dataflow.planning.drawing.page import page
 
         text = page(bars, panels, title)
         with replaced(target) as temporary:

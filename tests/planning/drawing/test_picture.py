@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from dataflow.errors import DataError
-from dataflow.planning.chart import Bars, Panel
-from dataflow.planning.picture import draw_plan
+from dataflow.planning.drawing.chart import Bars, Panel
+from dataflow.planning.drawing.picture import draw_plan
 from dataflow.planning.planner import ROWS, Prediction, Sweep
 
 STEPS = 10
@@ -286,7 +286,7 @@ def test_markers_that_would_hide_each_other_stand_side_by_side() -> None:
 
 def test_importing_it_loads_no_picture_library() -> None:
     heavy = ("matplotlib", "bokeh")
-    names = "dataflow.planning.picture, dataflow.planning.page"
+    names = "dataflow.planning.drawing.picture, dataflow.planning.drawing.page"
     code = f"import sys, {names}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]"
