@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import secrets
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from dataflow.rewards.sandbox.outcome import BadCases, Outcome, short
+from dataflow.rewards.sandbox.statement import check_statement, check_tests
 
 _KEYS = ("inputs", "outputs", "fn_name", "assert_case")
 _PYTHON = ("python", "python_gpu")
 """Languages whose programs a statement or a call can be added to."""
-_ignored: set[str] = set()
+_warned: set[str] = set()
 
 _MODULES = [
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
@@ -25,37 +24,66 @@ _MODULES = [
 """What a function may use without importing it: the names of verl's wrapper."""
 
 _FUNCTION = """\
-import json, sys
-names = {{"__name__": "__main__"}}
+import builtins, json, sys
+library = type(sys)("builtins")
+vars(library).update(vars(builtins))
 for statement in ("from {{}} import *", "import {{}}"):
     for module in {modules!r}:
-        exec(statement.format(module), names)
+        exec(statement.format(module), vars(library))
+names = {{"__name__": "__main__", "__builtins__": library}}
 exec(compile({source!r}, "solution.py", "exec"), names)
 text = sys.stdin.read()
 arguments = [json.loads(line) for line in text.rstrip().split("\\n")] if text.strip() else []
 name = {name!r}
-function = names[name] if name in names else getattr(names["Solution"](), name)
+function, solution = names.get(name), names.get("Solution")
+if function is None and solution is None:
+    raise NameError("the program defines neither " + name + " nor a class Solution")
+if function is None or hasattr(solution, name) and getattr(function, "__module__", None) != "__main__":
+    function = getattr(solution(), name)
 result = function(*arguments)
 plain = isinstance(result, (dict, list, tuple, bool)) or result is None
 print(json.dumps(result) if plain else result)
+"""
+"""Calls a function of the program, or a method of its ``Solution``, which a name that it has imported does not hide.
+
+What it may use without importing it is built in, so that its own names are those that it defines.
 """
 
 _CHECKED = """\
 def checked(source, statement):
     import os
-    write, mark = os.write, b""
-    while len(mark) < {size}:
-        mark += os.read(0, {size} - len(mark)) or os.abort()
+    def begin():
+        given = b""
+        while piece := os.read(0, 1 << 20):
+            given += piece
+        mark, rest = given[:{size}], given[{size}:]
+        if len(mark) < {size}:
+            os.abort()
+        if rest:
+            import tempfile
+            file = tempfile.TemporaryFile(buffering=0)
+            file.write(rest)
+            file.seek(0)
+        else:
+            file = open(os.devnull)
+        with file:
+            os.dup2(file.fileno(), 0)
+        return mark
     names = globals()
     del names["checked"]
-    exec(compile(source, "solution.py", "exec"), names)
-    exec(compile(statement, "assert_case", "exec"), names)
-    write(1, mark)
+    for call, *given in (
+        (exec, compile(source, "solution.py", "exec"), names),
+        (exec, compile(statement, "assert_case", "exec"), names),
+        (os.write, 1, begin()),
+    ):
+        call(*given)
 checked({source!r}, {statement!r})
 """
 """Prints the beginning of its input once the statement has passed: a program that ends itself before cannot know it.
 
-The two are compiled one by one, so that no end of a program makes the statement a part of something else.
+The two are compiled one by one, so that no end of a program makes the statement a part of something else. All that is
+called, is looked up before the program runs, which may have functions of the same names. The program finds the
+beginning of the input neither by reading the input again nor as a variable of its caller.
 """
 
 
@@ -68,12 +96,14 @@ class Case:
         stdin: its input.
         expected: texts of which its output must be one; empty if it only has to end with exit code 0.
         mark: a secret text that it prints, besides its output, once its last statement has passed; "" for none.
+        value: what its output, read as JSON, may be instead; alone in a tuple, which is empty if nothing may.
     """
 
     source: str
     stdin: str
     expected: tuple[str, ...]
     mark: str = ""
+    value: tuple[Any, ...] = ()
 
     def verdict(self, outcome: Outcome) -> str:
         """Returns ``passed``, ``wrong_answer``, or the outcome's status if the program did not finish."""
@@ -81,8 +111,11 @@ class Case:
             return outcome.status
         if self.mark not in outcome.stdout:
             return "runtime_error"
-        shown = outcome.stdout.replace(self.mark, "", 1).rstrip("\n")
-        return "passed" if not self.expected or shown in self.expected else "wrong_answer"
+        shown = outcome.stdout.replace(self.mark, "", 1)
+        passed = (
+            not self.expected or _trimmed(shown) in self.expected or any(_shows(shown, each) for each in self.value)
+        )
+        return "passed" if passed else "wrong_answer"
 
 
 def code_of(response: str) -> str | None:
@@ -122,7 +155,7 @@ def cases_of(code: str, truth: Any, most: int | None = None, language: str = "py
     if asserts is not None:
         asserts = _list(given, "assert_case")
         for at, statement in enumerate(asserts[:most]):
-            _check_statement(statement, at)
+            check_statement(statement, f"entry {at} of the ground truth's assert_case")
         columns = {"inputs": [""] * len(asserts), "outputs": [None] * len(asserts)}
         given = {**columns, **{key: value for key, value in given.items() if value is not None}}
     inputs, outputs = _list(given, "inputs"), _list(given, "outputs")
@@ -133,6 +166,11 @@ def cases_of(code: str, truth: Any, most: int | None = None, language: str = "py
         )
     if not inputs:
         raise BadCases("the ground truth has no test case")
+    if name and all(isinstance(output, list) and len(output) == 1 for output in outputs):
+        _warn(
+            "each output of a fn_name is a list of one element, which its function must return; in the form of APPS, "
+            "which puts every result into a list, take it out of that list"
+        )
     rows = list(zip(inputs, outputs, asserts, strict=True))[:most]
     return [_case(code, name, at, *row) for at, row in enumerate(rows)]
 
@@ -148,12 +186,14 @@ def _check_kind(asserts: Any, name: Any, language: str) -> None:
 
 
 def _case(code: str, name: str, at: int, given: Any, output: Any, statement: Any) -> Case:
-    stdin, expected = _input(given, at, bool(name)), _expected(output)
+    stdin, expected = _input(given, at, bool(name)), _expected(output, at, bool(name))
     source = f"{code}\n\n"
     if name:
         source = _FUNCTION.format(modules=_MODULES, source=source, name=name)
     if statement is None and (expected or not name):
-        return Case(source, stdin, expected)
+        return Case(source, stdin, expected, value=_value(output) if name else ())
+    if statement is not None and not expected:
+        check_tests(statement, f"entry {at} of the ground truth's assert_case")
     mark = secrets.token_hex(16)
     checked = _CHECKED.format(size=len(mark), source=source, statement=statement or "")
     return Case(checked, mark + stdin, expected, mark)
@@ -176,19 +216,6 @@ def _input(given: Any, at: int, arguments: bool) -> str:
     return text
 
 
-def _check_statement(statement: Any, at: int) -> None:
-    what = f"entry {at} of the ground truth's assert_case"
-    if not isinstance(statement, str):
-        raise BadCases(f"{what} is a {type(statement).__name__}, not a statement of Python as text")
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            empty = not ast.parse(statement).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
-        raise BadCases(f"{what}, {short(repr(statement))}, is no statement of Python ({error})") from error
-    if empty:
-        raise BadCases(f"{what} is empty, so that it would test nothing")
-
-
 def _parsed(truth: Any) -> Mapping[str, Any]:
     if isinstance(truth, str | bytes):
         try:
@@ -202,18 +229,19 @@ def _parsed(truth: Any) -> Mapping[str, Any]:
             continue
         if meant := get_close_matches(key, [each for each in _KEYS if each not in truth], n=1, cutoff=0.75):
             raise BadCases(f"the ground truth has an unknown key '{short(key)}'; did you mean '{meant[0]}'?")
-        _warn(key)
+        # That of another data set's form may be meant as one that has an effect.
+        _warn(f"the key '{short(key)}' of ground truths is ignored; those used are {', '.join(_KEYS)}")
     return truth
 
 
-def _warn(key: str) -> None:
-    """Says once that a key has no effect; that of another data set's form may be meant as one that has."""
-    if key in _ignored or len(_ignored) > 20:
+def _warn(what: str) -> None:
+    """Says something once; more than a few of them are not kept in mind."""
+    if what in _warned or len(_warned) > 20:
         return
-    _ignored.add(key)
+    _warned.add(what)
     from loguru import logger  # as in local.py
 
-    logger.warning(f"sandbox: the key '{short(key)}' of ground truths is ignored; those used are {', '.join(_KEYS)}.")
+    logger.warning(f"sandbox: {what}.")
 
 
 def _list(given: Mapping[str, Any], name: str) -> Sequence[Any]:
@@ -231,10 +259,47 @@ def _plain(value: Any) -> Any:
     return {key: _plain(each) for key, each in value.items()} if isinstance(value, Mapping) else value
 
 
-def _expected(output: Any) -> tuple[str, ...]:
+def _expected(output: Any, at: int, returned: bool) -> tuple[str, ...]:
     if output is None:
         return ()
     if isinstance(output, str):
-        return (output.rstrip("\n"),)
+        return (_trimmed(output),)
+    if isinstance(output, list | dict) and not returned:
+        kind = type(output).__name__
+        raise BadCases(f"entry {at} of the ground truth's outputs is a {kind}; give the text that the program prints")
     # verl compares with str(), which differs from the JSON that a function's result is printed as.
     return (str(output), json.dumps(output, default=str))
+
+
+def _trimmed(text: str) -> str:
+    """Returns a text without white space at the ends of its lines and empty lines at its end, as most judges do."""
+    return "\n".join(line.rstrip() for line in text.rstrip().split("\n"))
+
+
+def _value(output: Any) -> tuple[Any, ...]:
+    """Returns the value that an output of a function stands for, in a tuple, which is empty if it is no JSON."""
+    try:
+        return (json.loads(output if isinstance(output, str) else json.dumps(output)),)
+    except (ValueError, TypeError, RecursionError):
+        return ()
+
+
+def _shows(shown: str, value: Any) -> bool:
+    """Returns whether a function that returns a value may have printed this."""
+    if isinstance(value, str):
+        return shown.removesuffix("\n") == value
+    try:
+        return _same(json.loads(shown), value)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Returns whether two values are equal; of numbers 1 and 1.0 are, but true is no number."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return bool(one == other)

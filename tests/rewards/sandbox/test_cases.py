@@ -64,6 +64,14 @@ def ran(case: Case) -> str:
         ("import os\nos._exit = 1\nprint(open(__file__).read() if '__file__' in globals() else '')\nexit()",
          ["runtime_error"] * 2),
         ("x = '" + "''", ["runtime_error"] * 2),
+        # Names that the wrapper uses are the program's to define, and to replace in vain.
+        ("def f(n): return 1\ndef exec(a): pass\ndef compile(a): pass\ndef open(): pass\nos = write = mark = 1",
+         ["passed"] * 2),
+        ("import builtins\ndef f(n): return 2\nexec = builtins.exec = lambda *a: None", ["runtime_error"] * 2),
+        # The text that is printed at the end is neither in the input nor a variable of the caller.
+        ("import os\nos.lseek(0, 0, 0)\nos.write(1, os.read(0, 32))\nos._exit(0)", ["runtime_error"] * 2),
+        ("import os, sys\nfound = sys._getframe(1).f_locals\nos.write(1, found['mark'])\nos._exit(0)",
+         ["runtime_error"] * 2),
     ],
 )  # fmt: skip
 def test_a_statement_passes_only_if_it_is_reached(code: str, verdicts: list[str]) -> None:
@@ -83,6 +91,96 @@ def test_a_statement_may_go_with_an_input_and_an_output() -> None:
     assert [ran(case) for case in cases_of("n = input()\nprint('b')", truth)] == ["passed", "wrong_answer"]
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "verdict"),
+    [
+        # A name that is imported is not that of a method, and none that the program defines.
+        ("merge", "class Solution:\n    def merge(self, a): return a", "passed"),
+        ("search", "from re import *\nclass Solution:\n    def search(self, a): return a", "passed"),
+        ("f", "def f(a): return a\nclass Solution:\n    def f(self, a): return 0", "passed"),
+        ("f", "class Solution:\n    def __init__(self): self.f = lambda a: a", "passed"),
+        ("abs", "from operator import abs", "passed"),
+        ("fabs", "x = 1", "runtime_error"),
+        ("f", "def f(a: List[int]) -> Optional[int]: return gcd(a, math.comb(a, 1))", "passed"),
+    ],
+)
+def test_a_function_is_one_that_the_program_defines(name: str, code: str, verdict: str) -> None:
+    (case,) = cases_of(code, {"fn_name": name, "inputs": ["7"], "outputs": [7]})
+    assert ran(case) == verdict
+
+
+@pytest.mark.parametrize(
+    ("output", "shown", "verdict"),
+    [
+        ("[2,1]", "[2, 1]\n", "passed"),
+        ("[0.50000]", "[0.5]\n", "passed"),
+        ('"abab"', "abab\n", "passed"),
+        ("abab", "abab\n", "passed"),
+        ('{"a": [true, null]}', '{"a": [true, null]}\n', "passed"),
+        ([1, "\u00e9"], '[1, "\\u00e9"]\n', "passed"),
+        ("2.00000", "2\n", "passed"),
+        ('"ab "', "ab\n", "wrong_answer"),
+        ("1", "true\n", "wrong_answer"),
+        ("[1]", "[true]\n", "wrong_answer"),
+        ("[1]", "[1, 2]\n", "wrong_answer"),
+        ("[1]", "[" * 10**5, "wrong_answer"),
+        ("{1}", "{1}\n", "passed"),
+    ],
+)
+def test_what_a_function_returns_is_compared_as_a_value(output: Any, shown: str, verdict: str) -> None:
+    (case,) = cases_of("p", {"fn_name": "f", "inputs": ["1"], "outputs": [output]})
+    assert case.verdict(Outcome("finished", shown)) == verdict
+
+
+def test_white_space_at_the_ends_of_lines_does_not_count() -> None:
+    (case,) = cases_of("p", {"inputs": [""], "outputs": ["1 \r\n 2\r\n"]})
+    verdicts = [case.verdict(Outcome("finished", shown)) for shown in ("1\n 2", "1\n 2 \n\n", "1\n2", "1\n\n 2")]
+    assert verdicts == ["passed", "passed", "wrong_answer", "wrong_answer"]
+
+
+def test_a_value_in_a_list_may_be_the_form_of_apps() -> None:
+    with logged() as messages:
+        (case,) = cases_of("p", {"fn_name": "f", "inputs": ["1"], "outputs": [[3]]})
+    assert case.verdict(Outcome("finished", "[3]\n")) == "passed"
+    assert len([one for one in messages if "take it out of that list" in one]) == 1
+
+
+CHECK = "def check(f):\n    assert f(1) == 2\n"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        f"{CHECK}\ncheck(add)",
+        "if add(1) != 2:\n    raise ValueError",
+        "import unittest\nclass Test(unittest.TestCase):\n    def test(self): self.fail(add(1))\nunittest.main()",
+        "import numpy\nnumpy.testing.assert_equal(add(1), 2)",
+        "class Test:\n    def test(self):\n        assert add(1) == 2\nTest().test()",
+        "for n in range(2):\n    assert add(n) == n + 1",
+        "import sys\nsys.exit(add(1) != 2)",
+    ],
+)
+def test_a_statement_that_can_fail_is_one(statement: str) -> None:
+    assert len(cases_of("p", {"assert_case": [statement]})) == 1
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("pass", "reaches no assert"),
+        ("'text'", "reaches no assert"),
+        ("assert (x == 1, 'bad')", "reaches no assert"),
+        ("assert True", "reaches no assert"),
+        ("add(1, 2) == 3", "reaches no assert"),
+        (CHECK, r"no assert or raise; call what it defines, as in check\(NAME\)"),
+        (f"METADATA = {{}}\n{CHECK}def other(): check(add)", "call what it defines"),
+    ],
+)
+def test_a_statement_that_passes_with_every_program_is_an_error(statement: str, said: str) -> None:
+    with pytest.raises(BadCases, match=said):
+        cases_of("p", {"assert_case": [statement]})
+
+
 @pytest.mark.parametrize("given", ["1\n2", "1\n2\n", "1\r\n2\r\n\n"])
 def test_arguments_may_end_with_line_breaks(given: str) -> None:
     (case,) = cases_of("def f(a, b): return a + b", {"fn_name": "f", "inputs": [given], "outputs": [3]})
@@ -90,7 +188,8 @@ def test_arguments_may_end_with_line_breaks(given: str) -> None:
 
 
 def test_arrays_in_outputs_are_lists() -> None:
-    truth = {"inputs": np.array(["1"]), "outputs": np.array([np.array([1, 2]), None], dtype=object)[:1]}
+    outputs = np.array([np.array([1, 2]), None], dtype=object)[:1]
+    truth = {"fn_name": "f", "inputs": np.array(["1"]), "outputs": outputs}
     assert cases_of("p", truth)[0].expected == ("[1, 2]", "[1, 2]")
 
 
@@ -116,7 +215,7 @@ def test_a_key_without_effect_is_named_once() -> None:
         ({"assert_case": []}, "no test case"),
         ({"assert_case": "assert 1"}, "no list 'assert_case'"),
         ({"assert_case": [5]}, "entry 0 of the ground truth's assert_case is a int"),
-        ({"assert_case": ["assert 1", None]}, "entry 1 of .* is a NoneType"),
+        ({"assert_case": ["assert x", None]}, "entry 1 of .* is a NoneType"),
         ({"assert_case": ["assert f(1"]}, "no statement of Python"),
         ({"assert_case": ["# true"]}, "is empty"),
         ({"assert_case": ["assert 1"], "fn_name": "f"}, "both fn_name and assert_case"),
@@ -128,6 +227,7 @@ def test_a_key_without_effect_is_named_once() -> None:
         ({"fn_name": "f", "inputs": ["1\n\n2"], "outputs": [1]}, "is not JSON, one argument a line"),
         ({"inputs": [{"a": 1}], "outputs": ["1"]}, "inputs is a dict; give the text"),
         ({"inputs": [True], "outputs": ["1"]}, "inputs is a bool"),
+        ({"inputs": ["1"], "outputs": [["a", "b"]]}, "entry 0 of .* outputs is a list; give the text"),
     ],
 )
 def test_a_ground_truth_without_cases_is_an_error_that_no_try_mends(truth: Any, said: str) -> None:
