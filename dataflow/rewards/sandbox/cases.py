@@ -24,34 +24,40 @@ _MODULES = [
 """What a function may use without importing it: the names of verl's wrapper."""
 
 _FUNCTION = """\
-import builtins, json, sys
-library = type(sys)("builtins")
-vars(library).update(vars(builtins))
-for statement in ("from {{}} import *", "import {{}}"):
-    for module in {modules!r}:
-        exec(statement.format(module), vars(library))
-names = {{"__name__": "__main__", "__builtins__": library}}
-exec(compile({source!r}, "solution.py", "exec"), names)
-text = sys.stdin.read()
-arguments = [json.loads(line) for line in text.rstrip().split("\\n")] if text.strip() else []
-name = {name!r}
-function, solution = names.get(name), names.get("Solution")
-if function is None and solution is None:
-    raise NameError("the program defines neither " + name + " nor a class Solution")
-if function is None or hasattr(solution, name) and getattr(function, "__module__", None) != "__main__":
-    function = getattr(solution(), name)
-result = function(*arguments)
-plain = isinstance(result, (dict, list, tuple, bool)) or result is None
-print(json.dumps(result) if plain else result)
+def call(source, name, modules):
+    import builtins, json, os, sys
+    library = type(sys)("builtins")
+    vars(library).update(vars(builtins))
+    for statement in ("from {{}} import *", "import {{}}"):
+        for module in modules:
+            exec(statement.format(module), vars(library))
+    text = sys.stdin.read()
+    arguments = [json.loads(line) for line in text.rstrip().split("\\n")] if text.strip() else []
+    sys.modules["solution"] = program = type(sys)("solution")
+    program.__builtins__ = library
+    with open(os.dup(1), "w") as shown:
+        os.dup2(2, 1)
+        exec(compile(source, "solution.py", "exec"), vars(program))
+        function, solution = vars(program).get(name), vars(program).get("Solution")
+        if function is None and solution is None:
+            raise NameError("the program defines neither " + name + " nor a class Solution")
+        if function is None or hasattr(solution, name) and getattr(function, "__module__", None) != "solution":
+            function = getattr(solution(), name)
+        result = function(*arguments)
+        plain = isinstance(result, (dict, list, tuple, bool)) or result is None
+        value = lambda each: each.tolist()
+        shown.write((json.dumps(result, default=value) if plain else str(result)) + "\\n")
+call({source!r}, {name!r}, {modules!r})
 """
 """Calls a function of the program, or a method of its ``Solution``, which a name that it has imported does not hide.
 
-What it may use without importing it is built in, so that its own names are those that it defines.
+What it may use without importing it is built in, so that its own names are those that it defines. It is a module of
+its own, not the main one, and what it prints are messages: neither an example of its use nor a trace changes a result.
 """
 
 _CHECKED = """\
-def checked(source, statement):
-    import os
+def checked(source, statement, name):
+    import os, sys
     def begin():
         given = b""
         while piece := os.read(0, 1 << 20):
@@ -71,19 +77,23 @@ def checked(source, statement):
         return mark
     names = globals()
     del names["checked"]
+    sys.modules[name] = sys.modules["__main__"]
     for call, *given in (
+        (names.update, (("__name__", name),)),
         (exec, compile(source, "solution.py", "exec"), names),
+        (names.update, (("__name__", "__main__"),)),
         (exec, compile(statement, "assert_case", "exec"), names),
-        (os.write, 1, begin()),
+        (os.write, os.dup(1), begin()),
     ):
         call(*given)
-checked({source!r}, {statement!r})
+checked({source!r}, {statement!r}, {name!r})
 """
 """Prints the beginning of its input once the statement has passed: a program that ends itself before cannot know it.
 
 The two are compiled one by one, so that no end of a program makes the statement a part of something else. All that is
-called, is looked up before the program runs, which may have functions of the same names. The program finds the
-beginning of the input neither by reading the input again nor as a variable of its caller.
+called, is looked up before the program runs, which may have functions of the same names, and may close its output. The
+program finds the beginning of the input neither by reading the input again nor as a variable of its caller. For the
+statement, this is the main module.
 """
 
 
@@ -195,7 +205,11 @@ def _case(code: str, name: str, at: int, given: Any, output: Any, statement: Any
     if statement is not None and not expected:
         check_tests(statement, f"entry {at} of the ground truth's assert_case")
     mark = secrets.token_hex(16)
-    checked = _CHECKED.format(size=len(mark), source=source, statement=statement or "")
+    # A program that is to be tested only, may not run what it does as the main one, such as tests of its own.
+    alone = statement is not None and not stdin and not expected
+    checked = _CHECKED.format(
+        size=len(mark), source=source, statement=statement or "", name="solution" if alone else "__main__"
+    )
     return Case(checked, mark + stdin, expected, mark)
 
 

@@ -9,28 +9,33 @@ from typing import Any
 from dataflow.rewards.sandbox.outcome import BadCases, short
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_ENDS = ("exit", "_exit", "main")
-"""Names of functions that end a process with an exit code, as ``unittest.main`` does."""
+_ENDS = ("exit", "_exit", "quit")
+"""Names of functions that end a process with an exit code."""
 
 
 def check_statement(statement: Any, what: str) -> None:
-    """Checks that a statement can be run.
+    """Checks that a statement can be run, and can end.
 
     Args:
         statement: Python, as text; it may be several.
         what: says in the error which one it is.
 
     Raises:
-        BadCases: it is empty, or no Python.
+        BadCases: it is empty, or no Python, or ends the process whatever it finds.
     """
     if not isinstance(statement, str):
         raise BadCases(f"{what} is a {type(statement).__name__}, not a statement of Python as text")
     try:
-        empty = not _parsed(statement).body
+        tree = _parsed(statement)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
         raise BadCases(f"{what}, {short(repr(statement))}, is no statement of Python ({error})") from error
-    if empty:
+    if not tree.body:
         raise BadCases(f"{what} is empty, so that it would test nothing")
+    if _ends(tree):
+        raise BadCases(
+            f"{what}, {short(repr(statement))}, ends the process, so that no program would pass; give an assert, "
+            "for unittest as in: assert unittest.main(exit=False).result.wasSuccessful()"
+        )
 
 
 def check_tests(statement: str, what: str) -> None:
@@ -55,6 +60,21 @@ def _parsed(statement: str) -> ast.Module:
         return ast.parse(statement)
 
 
+def _ends(tree: ast.Module) -> bool:
+    """Returns whether a statement ends the process, also after tests that have passed."""
+    for each in tree.body:
+        if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call) and _name(each.value.func) in _ENDS:
+            return True
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "unittest.main":
+            return all(given.arg != "exit" for given in node.keywords)
+    return False
+
+
+def _name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
 def _can_fail(tree: ast.Module) -> bool:
     bodies: dict[str, list[ast.AST]] = {}
     used: set[str] = set()
@@ -72,7 +92,7 @@ def _can_fail(tree: ast.Module) -> bool:
             continue
         if isinstance(node, ast.Raise) or (isinstance(node, ast.Assert) and not _always(node.test)):
             return True
-        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        name = _name(node)
         if name.startswith("assert") or name in _ENDS:
             return True
         if name and name not in used:

@@ -68,6 +68,10 @@ def ran(case: Case) -> str:
         ("def f(n): return 1\ndef exec(a): pass\ndef compile(a): pass\ndef open(): pass\nos = write = mark = 1",
          ["passed"] * 2),
         ("import builtins\ndef f(n): return 2\nexec = builtins.exec = lambda *a: None", ["runtime_error"] * 2),
+        # Tests and examples of its own, and what it does to its output, change nothing.
+        ("import sys, unittest\ndef f(n): return 1\nif __name__ == '__main__': unittest.main()", ["passed"] * 2),
+        ("import sys\ndef f(n): return 1\nsys.stdout.close()", ["passed"] * 2),
+        ("import pickle\nclass A: pass\npickle.dumps(A())\ndef f(n): return 1", ["passed"] * 2),
         # The text that is printed at the end is neither in the input nor a variable of the caller.
         ("import os\nos.lseek(0, 0, 0)\nos.write(1, os.read(0, 32))\nos._exit(0)", ["runtime_error"] * 2),
         ("import os, sys\nfound = sys._getframe(1).f_locals\nos.write(1, found['mark'])\nos._exit(0)",
@@ -102,6 +106,13 @@ def test_a_statement_may_go_with_an_input_and_an_output() -> None:
         ("abs", "from operator import abs", "passed"),
         ("fabs", "x = 1", "runtime_error"),
         ("f", "def f(a: List[int]) -> Optional[int]: return gcd(a, math.comb(a, 1))", "passed"),
+        ("f", "import numpy\ndef f(a): return numpy.int64(a)", "passed"),
+        # What it prints, does as the main module and finds in its input is no result.
+        ("f", "def f(a):\n    print('a is', a)\n    return a\nprint(f(5))", "passed"),
+        ("f", "def f(a): return a\nif __name__ == '__main__': print(f(int(input())))", "passed"),
+        ("f", "import sys\nread = sys.stdin.read()\ndef f(a): return a", "passed"),
+        ("f", "import pickle\nclass A: pass\ndef f(a): return a if pickle.loads(pickle.dumps(A())) else 0", "passed"),
+        ("f", "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: int\ndef f(a): return A(a).b", "passed"),
     ],
 )
 def test_a_function_is_one_that_the_program_defines(name: str, code: str, verdict: str) -> None:
@@ -153,11 +164,11 @@ CHECK = "def check(f):\n    assert f(1) == 2\n"
     [
         f"{CHECK}\ncheck(add)",
         "if add(1) != 2:\n    raise ValueError",
-        "import unittest\nclass Test(unittest.TestCase):\n    def test(self): self.fail(add(1))\nunittest.main()",
+        "import unittest\nclass Test(unittest.TestCase): pass\nassert unittest.main(exit=False).result.wasSuccessful()",
         "import numpy\nnumpy.testing.assert_equal(add(1), 2)",
         "class Test:\n    def test(self):\n        assert add(1) == 2\nTest().test()",
         "for n in range(2):\n    assert add(n) == n + 1",
-        "import sys\nsys.exit(add(1) != 2)",
+        "import sys\nif add(1) != 2: sys.exit(1)",
     ],
 )
 def test_a_statement_that_can_fail_is_one(statement: str) -> None:
@@ -174,6 +185,8 @@ def test_a_statement_that_can_fail_is_one(statement: str) -> None:
         ("add(1, 2) == 3", "reaches no assert"),
         (CHECK, r"no assert or raise; call what it defines, as in check\(NAME\)"),
         (f"METADATA = {{}}\n{CHECK}def other(): check(add)", "call what it defines"),
+        ("assert add(1) == 2\nexit()", "ends the process"),
+        ("import unittest\nif __name__ == '__main__': unittest.main()", "ends the process"),
     ],
 )
 def test_a_statement_that_passes_with_every_program_is_an_error(statement: str, said: str) -> None:
