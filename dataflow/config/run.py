@@ -96,7 +96,7 @@ class EngineConfig(Section):
     """Rollout: how responses are sampled."""
 
     rollout: Literal["auto", "hf", "vllm"] = "auto"
-    """Rollout engine: hf (transformers), vllm, or auto: vLLM if it is installed for the CPU or GPU in use."""
+    """Rollout engine: hf (transformers), vllm, or auto: vLLM if it is installed for this device and faster on it."""
     n: PositiveInt = 8
     """Responses per prompt."""
     temperature: NonNegativeFloat = 1.0

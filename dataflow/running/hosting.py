@@ -10,8 +10,8 @@ from typing import Any
 
 from dataflow.config.reward import RewardConfig, concurrency_of, model_of, source_of
 from dataflow.engines.choice import refused_temperature, rollout_engine
-from dataflow.errors import ConfigError
-from dataflow.models.directory import room_of
+from dataflow.errors import ConfigError, ModelError
+from dataflow.models.directory import headers, room_of
 from dataflow.models.tiny import check_model
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of
 from dataflow.stage import Hosted
@@ -267,8 +267,7 @@ def check_room(config: Any) -> None:
             f"{key}={tokens}: with a prompt that is more than the {positions} tokens that model "
             f"'{config.model.path}' can read; lower it."
         )
-    device = "cuda" if config.ray.gpus_per_worker else "cpu"
-    kind = rollout_engine(draw.rollout, own_process=config.executor != "inline", device=device)
+    kind = rollout_engine(draw.rollout, **circumstances(config))
     # vLLM reserves memory for the longest possible prompt; transformers for each actual one.
     longest = config.data.max_prompt_length
     if kind == "vllm" and positions is not None and longest + tokens > positions:
@@ -283,6 +282,25 @@ def check_room(config: Any) -> None:
         )
 
 
+def circumstances(config: Any) -> dict[str, Any]:
+    """Returns what the choice of the rollout engine depends on, as arguments of :func:`rollout_engine`.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`. Without a model it trains the tiny one.
+    """
+    path, count = config.model.path, None
+    if config.engine.rollout == "auto" and config.engine.tensor_parallel == 1:  # several workers are vLLM's alone
+        try:
+            count = sum(math.prod(shape) for shape, _ in headers(Path(path)).values()) if path else 0
+        except (ModelError, OSError):
+            count = None  # a name on the hub; a directory is checked before the run
+    return {
+        "own_process": config.executor != "inline",
+        "device": "cuda" if config.ray.gpus_per_worker else "cpu",
+        "parameters": count,
+    }
+
+
 def rollout_host(config: Any, gpus: float) -> Hosted:
     """Returns the host of the rollout engine, named ``rollout``.
 
@@ -295,7 +313,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
     """
     draw = config.engine
     device = "cuda" if gpus else "cpu"
-    kind = rollout_engine(draw.rollout, own_process=config.executor != "inline", device=device)
+    kind = rollout_engine(draw.rollout, **circumstances(config) | {"device": device})
     for key, value in (("engine", draw.temperature), ("val", config.val.temperature)):
         if why := refused_temperature(value, kind):
             raise ConfigError(f"{key}.temperature={value:g}: {why}.")

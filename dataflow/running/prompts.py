@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loguru import logger
+
 from dataflow.config.base import BaseConfig
 from dataflow.config.run import ModelConfig, RunConfig
 from dataflow.errors import ConfigError, DataError
@@ -13,7 +15,7 @@ from dataflow.graph import Pipeline
 from dataflow.models.processor import takes_images
 from dataflow.rewards.naming import MAIN
 from dataflow.rewards.user.build import build_manager, scores_alone
-from dataflow.running.hosting import check_room
+from dataflow.running.hosting import check_room, circumstances
 from dataflow.running.reporting.progress import Progress
 
 if TYPE_CHECKING:
@@ -105,7 +107,7 @@ def settle(config: BaseConfig, progress: Progress) -> None:
     """
     if not isinstance(config, RunConfig):
         return
-    from dataflow.engines.choice import rollout_engine
+    from dataflow.engines.choice import rollout_engine, why_transformers
     from dataflow.models.tiny import RECIPES, check_model, tiny_model
 
     for name in type(config).model_fields:
@@ -114,8 +116,11 @@ def settle(config: BaseConfig, progress: Progress) -> None:
             path = model.path or tiny_model(progress=progress.warm_up, recipe=RECIPES[model.tiny])
             model.path = str(check_model(path, f"{name}.path"))
     if config.engine.rollout == "auto":
-        device = "cuda" if config.ray.gpus_per_worker else "cpu"
-        config.engine.rollout = rollout_engine("auto", config.executor != "inline", device)  # type: ignore[assignment]
+        known = circumstances(config)
+        config.engine.rollout = rollout_engine("auto", **known)  # type: ignore[assignment]
+        why = why_transformers(**known)
+        vllm = f"vLLM samples, as it is installed for {'GPUs' if known['device'] == 'cuda' else 'the CPU'}"
+        logger.info(f"engine.rollout=auto: {f'transformers samples, as {why}' if why else vllm}")
 
 
 def check_images(config: RunConfig) -> None:

@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 
 from dataflow.engines import choice
-from dataflow.engines.choice import rollout_engine, vllm_device
+from dataflow.engines.choice import SMALL, rollout_engine, vllm_device, why_transformers
 from dataflow.errors import ConfigError
 
 
@@ -39,6 +39,16 @@ def test_a_vllm_for_another_device_is_not_taken(
     assert rollout_engine("auto", device=device) == "hf"
     with pytest.raises(ConfigError, match=words):
         rollout_engine("vllm", device=device)
+
+
+def test_a_small_model_on_the_cpu_is_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "vllm_device", lambda: "cpu")
+    assert rollout_engine("auto", parameters=SMALL - 1) == "hf"
+    assert rollout_engine("auto", parameters=SMALL) == rollout_engine("auto", parameters=None) == "vllm"
+    assert rollout_engine("vllm", parameters=1) == "vllm"
+    assert "with a model of 0.5 million parameters" in why_transformers(True, "cpu", 549_000)
+    monkeypatch.setattr(choice, "vllm_device", lambda: "cuda")
+    assert rollout_engine("auto", device="cuda", parameters=1) == "vllm"
 
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
