@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from dataflow.system.stopping import stopping
 from dataflow.system.supervisor import open_standard_streams, report
 
 if TYPE_CHECKING:
+    from dataflow.running.reporting.progress import Progress
     from dataflow.running.session import Session
 
 EXAMPLES = {
@@ -171,34 +173,44 @@ def _import_verl(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from dataflow.config.pipeline_file import load_pipeline_file
-    from dataflow.config.run import RunConfig, describe
-
     if options.keys:
+        from dataflow.config.pipeline_file import load_pipeline_file
+        from dataflow.config.run import RunConfig, describe
+
         print(describe(load_pipeline_file(options.pipeline).Config if options.pipeline else RunConfig))
         return 0
     if options.pipeline is None:
         raise ConfigError("run: give a PIPELINE.py, such as pipelines/gsm8k_grpo.py.")
+    progress = _starting(options.pipeline, options)
     from dataflow.config.saved import load
-    from dataflow.running.reporting.progress import Progress
     from dataflow.running.resume import Complete, began
     from dataflow.running.session import prepare_logging
 
     prepare_logging()
-    session = began(*load(options.pipeline, options.overrides), options.overrides, Progress(quiet=options.quiet))
+    session = began(*load(options.pipeline, options.overrides), options.overrides, progress)
     if isinstance(session, Complete):
         print(json.dumps(session.summary, indent=1) if options.json else f"{session.words}.")
         return 0
     return _train(session, options)
 
 
-def _resume(options: argparse.Namespace) -> int:
+def _starting(what: str, options: argparse.Namespace) -> Progress:
+    """Says on a terminal what starts, before the imports that take a second; returns what shows the rest of the run."""
+    began = time.monotonic()
+    if sys.stderr.isatty() and not options.quiet:  # elsewhere, wrong input is answered by one line
+        print(f"starting {what}", file=sys.stderr, flush=True)
     from dataflow.running.reporting.progress import Progress
+
+    return Progress(quiet=options.quiet, began=began)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    progress = _starting(options.run, options)
     from dataflow.running.resume import resumed
     from dataflow.running.session import prepare_logging
 
     prepare_logging()
-    return _train(resumed(Path(options.run), options.overrides, Progress(quiet=options.quiet)), options)
+    return _train(resumed(Path(options.run), options.overrides, progress), options)
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -127,6 +127,7 @@ class Attempt:
         )
         if self._auto is not None:
             self._auto.begin(runner)
+        self._progress.reached("the first task starts")
         self._progress.start(self._graph.steps)
         report(training=True)
         showing = asyncio.create_task(self._show(runner))
@@ -241,7 +242,11 @@ class Attempt:
         from dataflow.executors.ray import RayExecutor
 
         ray = self._config.ray
-        return RayExecutor(ray.address, ray.num_cpus, self._config.worker_threads, imports=self._config.imports)
+        threads, imports = self._config.worker_threads, self._config.imports
+        return RayExecutor(ray.address, ray.num_cpus, threads, imports, self._up)
+
+    def _up(self, name: str) -> None:
+        self._progress.reached(f"{name} is up")
 
     async def _restore(self, point: Checkpoint) -> Restored:
         """Loads a checkpoint into the services; returns what the runner continues from."""

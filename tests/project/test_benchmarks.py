@@ -65,3 +65,19 @@ def test_reward_models_are_measured_and_a_bound_that_is_exceeded_ends_the_benchm
             assert bench.main() == (0 if held else 1)
             assert json.loads(out.read_text())["engine"]["gain"] == 2.0
             assert capsys.readouterr().err.count("falls short") == (not held)
+
+
+@pytest.mark.parametrize("seconds", [10.0, 13.0])
+def test_a_start_that_takes_too_long_ends_its_benchmark_with_1(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with benchmark("start") as bench:
+        found = {"output_s": 0.5, "task_s": seconds, "end_s": 2.0, "cpu_s": 9.0, "cpu": {"ray::trainer": 9.0}}
+        monkeypatch.setattr(bench, "imported", lambda: (5.0, 4.0))
+        monkeypatch.setattr(bench, "started", lambda *_given: dict(found))
+        monkeypatch.setattr(sys, "argv", ["start.py", "--rounds", "2", "-o", str(tmp_path / "out.json")])
+        assert bench.main() == (1 if seconds > 12 else 0)
+        assert bench.name_of(["python", "-P", "-m", "dataflow.data.chats"]) == "dataflow.data.chats"
+        assert bench.name_of(["ray::controller.run"]) == "ray::controller"
+    assert "ray::trainer" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "out.json").read_text())["hf"]) == 2

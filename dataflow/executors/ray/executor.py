@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dataflow.cluster.answer import cause, fetch
@@ -38,15 +38,22 @@ class RayExecutor:
         threads: OMP threads in each worker.
         imports: modules that each worker imports before it builds its service, so that the first task does not wait
             for them.
+        on_up: called with what is up: Ray, then the name of each service.
     """
 
     def __init__(
-        self, address: str | None = None, num_cpus: int | None = None, threads: int = 1, imports: Sequence[str] = ()
+        self,
+        address: str | None = None,
+        num_cpus: int | None = None,
+        threads: int = 1,
+        imports: Sequence[str] = (),
+        on_up: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.address = address
         self.num_cpus = num_cpus
         self.threads = threads
         self.imports = tuple(imports)
+        self._on_up = on_up
         self.bytes_read = 0
         self.bytes_put = 0
         self._hosts: dict[str, WorkerGroup] = {}
@@ -62,8 +69,10 @@ class RayExecutor:
             ConfigError: the cluster cannot be reached.
             RunError: a service cannot be built.
         """
-        with console_kept():
-            self._connect()
+        if not self._hosts:
+            with console_kept():
+                self._connect()
+            self._on_up("Ray")
         staged: dict[str, dict[str, Stage]] = {}
         for s in pipeline.stages:
             staged.setdefault((s.host or HELPER).name, {})[s.name] = s
@@ -146,6 +155,7 @@ class RayExecutor:
             await workers.add(stages)
         else:
             await (workers or self._group(spec)).open(stages)
+            self._on_up(spec.name)
 
     def _group(self, spec: Hosted) -> WorkerGroup:
         workers = WorkerGroup(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +35,13 @@ class Progress:
     Args:
         quiet: whether to show nothing.
         console: rich's console to print to; stderr by default.
+        began: when the command began, in seconds of ``time.monotonic``; now if None.
     """
 
-    def __init__(self, quiet: bool = False, console: Console | None = None) -> None:
+    def __init__(self, quiet: bool = False, console: Console | None = None, began: float | None = None) -> None:
         from rich.console import Console
 
+        self._began = time.monotonic() if began is None else began
         self._console = console or Console(stderr=True, quiet=quiet, highlight=False)
         self._bar: Any = None
         self._live: Any = None
@@ -90,6 +93,11 @@ class Progress:
         else:
             self._console.print(what)
             yield
+
+    def reached(self, what: str) -> None:
+        """Prints what of the start is done, and how many seconds after the command began."""
+        if self._console.is_terminal:  # elsewhere a line per step is enough
+            self._console.print(f"  {time.monotonic() - self._began:.1f} s: {what}")
 
     @property
     def moves(self) -> bool:

@@ -42,6 +42,13 @@ def test_off_a_terminal_a_step_is_a_plain_line() -> None:
     )
 
 
+def test_what_has_started_is_shown_on_a_terminal_alone() -> None:
+    for terminal in (True, False):
+        progress, file = screen(terminal)
+        progress.reached("Ray is up")
+        assert ("s: Ray is up" in file.getvalue()) is terminal
+
+
 def test_on_a_terminal_a_late_evaluation_is_shown_when_it_ends() -> None:
     progress, file = screen(terminal=True)
     progress.accuracy(0, 0.25)

@@ -1,0 +1,165 @@
+"""How long a run takes from its command to its first task, and which process spends the CPU time of it.
+
+    python benchmarks/start.py [--engines hf vllm] [--rounds 3] [key=value ...]
+
+Each round imports, in a process of its own, what a trainer of one process begins with (torch, transformers and trl; or
+accelerate where trl is not installed), and then starts the default run on a terminal, with warm caches. Times are also
+given as ratios to that import in the same round, since the machine may be slower for a while. CPU seconds, which a
+loaded machine changes little, are those of each process at the first task. Prints tables and writes JSON; exits with 1
+if a median ratio exceeds its bound: 12 s with transformers and 20 s with vLLM, where the import takes 5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import pty
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _run import PIPELINE, ROOT, table
+
+BOUNDS = {"hf": 12 / 5, "vllm": 20 / 5}
+"""Largest median ratio of the first task's time to that of the import, by engine."""
+IMPORTS = ("torch", "transformers", "trl" if importlib.util.find_spec("trl") else "accelerate")
+HEAVIEST = "from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer"
+FIRST = "the first task starts"
+"""What the run prints then."""
+
+
+def imported() -> tuple[float, float]:
+    """Returns the seconds and the CPU seconds of the import that runs are compared with."""
+    code = f"import {', '.join(IMPORTS)}\n{HEAVIEST}"
+    before, began = os.times(), time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    seconds, after = time.monotonic() - began, os.times()
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    return seconds, spent
+
+
+class Cpu:
+    """Follows the CPU seconds of a process and of all below it, by name."""
+
+    def __init__(self, root: int) -> None:
+        self._root = psutil.Process(root)
+        self._seen: dict[tuple[int, float], tuple[str, float]] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._over.wait(0.1):
+            self._look()
+
+    def _look(self) -> None:
+        for process in [self._root, *self._root.children(recursive=True)]:
+            try:
+                times, words = process.cpu_times(), process.cmdline()
+                key = (process.pid, process.create_time())
+            except psutil.Error:
+                continue
+            self._seen[key] = (name_of(words), times.user + times.system)
+
+    def take(self) -> dict[str, float]:
+        """Returns the seconds by process, largest first, and stops following."""
+        self._over.set()
+        self._thread.join()
+        self._look()
+        found: Counter[str] = Counter()
+        for name, seconds in self._seen.values():
+            found[name] += seconds
+        return dict(found.most_common())
+
+
+def name_of(words: list[str]) -> str:
+    """Returns a short name of a process, from its command line."""
+    text = " ".join(words)
+    if module := re.search(r"-m (dataflow[\w.]*)", text):
+        return "the run and its supervisor" if module[1] == "dataflow" else module[1]
+    if ray := re.search(r"ray::(\w+)", text):
+        return f"ray::{ray[1]}"
+    return Path(words[0]).name if words else "ended"
+
+
+def started(engine: str, runs: Path, keys: list[str]) -> dict[str, Any]:
+    """Starts the default run; returns the seconds to the first output, to the first task and of the end."""
+    ours, terminal = pty.openpty()
+    command = [sys.executable, "-m", "dataflow", "run", str(PIPELINE), f"runs={runs}", "steps=1", "val.every=0"]
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [*command, f"engine.rollout={engine}", *keys], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=terminal
+    )
+    os.close(terminal)
+    cpu, found, text = Cpu(process.pid), {}, ""
+    while True:
+        try:
+            text += os.read(ours, 1 << 16).decode(errors="replace")
+        except OSError:  # its end
+            break
+        now = time.monotonic() - began
+        found.setdefault("output_s", now)
+        if FIRST in text and "task_s" not in found:
+            found |= {"task_s": now, "cpu": cpu.take()}
+        if "step 1/1" in text or "1/1" in text:
+            found.setdefault("step_s", now)
+    os.close(ours)
+    if process.wait() or "task_s" not in found:
+        sys.exit(f"the run failed:\n{text}")
+    found["end_s"] = time.monotonic() - began - found.get("step_s", found["task_s"])
+    found["cpu_s"] = sum(found["cpu"].values())
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="of the run")
+    parser.add_argument("--engines", nargs="+", default=["hf"], choices=sorted(BOUNDS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("-o", dest="out", type=Path, default=Path("start.json"))
+    options = parser.parse_intermixed_args()
+    rounds: dict[str, list[dict[str, Any]]] = {engine: [] for engine in options.engines}
+    with tempfile.TemporaryDirectory(prefix="dataflow-start-") as runs:
+        for _round in range(options.rounds):
+            for engine in options.engines:
+                seconds, spent = imported()
+                found = started(engine, Path(runs), options.keys)
+                row = {"import_s": seconds, "import_cpu_s": spent, "ratio": found["task_s"] / seconds}
+                rounds[engine].append(found | row | {"cpu_ratio": found["cpu_s"] / spent})
+    options.out.write_text(json.dumps(rounds, indent=1) + "\n")
+    return shown(rounds)
+
+
+def shown(rounds: dict[str, list[dict[str, Any]]]) -> int:
+    """Prints the tables; returns the exit code."""
+    names = ("output_s", "task_s", "import_s", "ratio", "cpu_s", "import_cpu_s", "cpu_ratio", "end_s")
+    rows: list[tuple[str, ...]] = [("engine", *names)]
+    held = True
+    for engine, found in rounds.items():
+        medians = {name: statistics.median(row[name] for row in found) for name in names}
+        rows.append((engine, *(f"{medians[name]:.2f}" for name in names)))
+        if medians["ratio"] > BOUNDS[engine]:
+            held = False
+            print(f"{engine}: {medians['ratio']:.2f} exceeds the bound {BOUNDS[engine]:.2f}", file=sys.stderr)
+    print(f"import: {', '.join(IMPORTS)}\n{table(rows)}")
+    for engine, found in rounds.items():
+        least = min(found, key=lambda row: float(row["cpu_s"]))
+        print(f"\n{engine}: CPU s of each process at the first task")
+        print(table([("process", "CPU s"), *((name, f"{s:.1f}") for name, s in least["cpu"].items() if s >= 0.05)]))
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
