@@ -15,13 +15,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dataflow.rewards.sandbox.calls import filter_of
 from dataflow.rewards.sandbox.outcome import Outcome, SandboxError, Status
 
-JAIL = Path(__file__).with_name("jail.py")
+JAIL = "import sys; sys.path.insert(0, {folder!r}); from jail.main import main; main()"
+"""Starts the process around a program; what it imports is in this folder, and no more."""
 _DISK_MB, _FILES, _PROCESSES, _THREADS = 64, 256, 32, 64
 _HIDDEN = ("/dev", "/run", "/var/run", "/tmp", "/var/tmp")
 """Folders that a program sees empty: services have sockets and pipes in them."""
 _STDERR = 2000  # characters that are kept
+LATEST = 10
+"""How many times its time a program may take if others have the cores."""
 _START_S = 60.0
 """Seconds that the jail may take besides those of the program."""
 _END_S = 10.0
@@ -39,7 +43,7 @@ class LocalSandbox:
     """Runs Python programs in processes of this machine.
 
     Args:
-        timeout: seconds that a program may take.
+        timeout: seconds that a program may take, without those in which it waits for a core that others have.
         memory_limit_mb: of a program, all its processes together.
         max_output_bytes: of a program.
         isolate: whether namespaces are used where the system has them.
@@ -85,7 +89,8 @@ class LocalSandbox:
             with _held(source) as code, _held(stdin) as given:
                 # In a session of its own: signals of a terminal do not reach it.
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", "-B", str(JAIL), json.dumps(self._options(work, tells, code))),
+                    *(sys.executable, "-I", "-S", "-B", "-c", JAIL.format(folder=str(Path(__file__).parent))),
+                    json.dumps(self._options(work, tells, code)),
                     stdin=given,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
@@ -96,7 +101,7 @@ class LocalSandbox:
             os.close(tells)
             tells = -1
             try:
-                async with asyncio.timeout(self._timeout + _START_S):
+                async with asyncio.timeout(LATEST * self._timeout + _START_S):
                     (output, more), (errors, _) = await asyncio.gather(
                         self._read(process, process.stdout, self._most, ends=True),
                         self._read(process, process.stderr, 4 * _STDERR, ends=False),
@@ -129,6 +134,10 @@ class LocalSandbox:
             "command": [sys.executable, "-s", "-B", "main.py"],
             "environment": names | threads,
             "timeout": self._timeout,
+            "latest": LATEST * self._timeout,
+            "calls": filter_of(os.uname().machine),
+            # Signals to all processes of this user, to this one and to those of its terminal.
+            "guarded": [-1, os.getpid(), -os.getpgrp()],
             "memory_mb": self._memory_mb,
             "disk_mb": _DISK_MB,
             "files": _FILES,
@@ -220,10 +229,7 @@ def _status(said: str, messages: str, code: int | None) -> Status:
         )
     end = last.get("end")
     if end == "exit":
-        code = last["code"]
-        if code in (-signal.SIGXCPU, -signal.SIGKILL):
-            return "timeout" if code == -signal.SIGXCPU else "memory_limit"
-        return "finished" if code == 0 else "runtime_error"
+        return "finished" if last["code"] == 0 else "runtime_error"
     if end not in _LIMITS:
         raise SandboxError(f"a program could not be run: {last.get('why', end)}", fix=_FIX)
     return _LIMITS[end]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.sandbox.cases import Case, cases_of, code_of
-from dataflow.rewards.sandbox.local import LocalSandbox
+from dataflow.rewards.sandbox.local import LATEST, LocalSandbox
 from dataflow.rewards.sandbox.outcome import Outcome
 from dataflow.rewards.sandbox.remote import RemoteSandbox
 from dataflow.rewards.user.managers import register
@@ -103,7 +103,8 @@ class Sandbox:
         self._slots = asyncio.Semaphore(running)
         self._all, self._most, self._language = score == "all", max_cases, language
         self._counts = {"programs": 0, "programs_timed_out": 0}
-        self.limits = {"concurrency": running, "rpm": None, "tpm": None, "timeout_s": 60 + (max_cases or 50) * timeout}
+        longest = timeout * (LATEST if url is None else 1)
+        self.limits = {"concurrency": running, "rpm": None, "tpm": None, "timeout_s": 60 + (max_cases or 50) * longest}
 
     def check_truth(self, truth: Any) -> None:
         """Checks a ground truth before a run starts.
