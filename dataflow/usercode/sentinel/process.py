@@ -241,10 +241,9 @@ class Watch:
         facts = {"kind": kind, "step": step, "group": group, "sample": sample, "key": key.rstrip(b"\0").hex()}
         if self.record is not None:
             with contextlib.suppress(OSError), open(self.record, "a") as file:
-                # The leading newline separates it from a truncated line.
+                # The leading newline separates it from a truncated line. No fsync: the page cache outlives the process,
+                # and a disk that stalls for minutes would keep the frozen process alive.
                 file.write("\n" + json.dumps({**facts, "story": story}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
         if self.reason is not None:
             with contextlib.suppress(OSError):  # the run's directory is on another machine
                 Path(self.reason).write_text(f"{request}: {story}")

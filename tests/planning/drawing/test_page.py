@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.planning.test_picture import PLAN, SWEEPS
+from tests.planning.drawing.test_picture import PLAN, SWEEPS
 
 from dataflow.planning.drawing.picture import draw_plan
 from dataflow.testing import chromium
