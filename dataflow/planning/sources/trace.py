@@ -29,7 +29,13 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         DataError: the trace cannot be read, or has no complete step.
     """
     file = path / "trace.json" if path.is_dir() else path
-    return of_trace(perfetto.read(file), str(path), config)
+    trace = perfetto.read(file)
+    planned = of_trace(trace, str(path), config)
+    own = PlanConfig(seed=config.seed)
+    if config.model_copy(update={"policy": None}) == own:
+        return planned
+    # What is to be compared with the trace is the run as it was, without what the keys change.
+    return replace(planned, loop=of_trace(trace, str(path), own))
 
 
 def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:

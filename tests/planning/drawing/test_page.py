@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.planning.drawing.test_picture import PLAN, SWEEPS
 
 from dataflow.planning.drawing.picture import draw_plan
 from dataflow.testing import chromium
+from tests.planning.drawing.test_picture import PLAN, SWEEPS
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
 
