@@ -151,6 +151,8 @@ class ServedModelConfig(Section):
             for key, default in (("tensor_parallel", 1), ("gpu_memory", 0.9)):
                 if getattr(self, key) != default:
                     raise ValueError(f"{key} has no effect with engine=hf, which has one GPU or none; leave it out")
+        if "model" in self.prompt.options:
+            raise ValueError("prompt.options may not contain 'model': requests name it as its section; rename that")
         if self.kind != "chat" and self.prompt != PromptConfig():
             raise ValueError(f"prompt has no effect with kind={self.kind}; leave it out, or give kind=chat")
         return self

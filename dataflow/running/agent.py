@@ -24,7 +24,7 @@ from dataflow.rewards.models.served import ServedReward
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of, keyed
 from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
-from dataflow.rewards.user.build import build_manager, find_manager, scores_alone
+from dataflow.rewards.user.build import build_manager, check_suits, find_manager, scores_alone
 from dataflow.rewards.user.function import CONTEXT, build_reward, find_reward, load_reward
 from dataflow.system.redaction import keep_secrets, redact_logs
 from dataflow.usercode.sentinel.sentinel import REWARDS, Sentinel, Watched
@@ -38,6 +38,8 @@ _ASIDE = ("url", "api_key_env", "timeout", "client", "max_tokens", "max_cost", "
 """Options of a judge that change how it is called, but not its prompt."""
 _TEXTS = (".py", ".txt", ".md")
 """Files whose content is part of what scores."""
+_LOCAL = "http://127.0.0.1"
+"""Stands for the address of a judge that the run starts."""
 _UNUSED: Mapping[str, Any] = {"name": "compute_score", "reward_kwargs": {}}
 """What section custom_reward_function holds if no function is given."""
 
@@ -168,7 +170,7 @@ def check_reward(
 def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options: RewardConfig) -> None:
     kwargs = default.get("kwargs") or {}
     keep_secrets([custom, kwargs, options.manager_kwargs])
-    find_manager(options.manager, options.manager_path, options.manager_kwargs)
+    manager = find_manager(options.manager, options.manager_path, options.manager_kwargs)
     limits_of(options)
     retry_of(options)
     if options.cache is not None:
@@ -179,7 +181,8 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
                 f"reward.manager={options.manager} scores without a function, and custom_reward_function.path names "
                 "one; leave one of the two out."
             )
-        load_reward(custom["path"], custom["name"], custom["reward_kwargs"], _configured(options))
+        found = load_reward(custom["path"], custom["name"], custom["reward_kwargs"], _configured(options))
+        check_suits(manager, found)
         return
     if unused := [key for key, value in _UNUSED.items() if custom.get(key, value) != value]:
         raise ConfigError(
@@ -193,17 +196,22 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
                 "reward.models to another agent, or leave the manager out."
             )
         build_manager(options.manager, None, **options.manager_kwargs)
-    elif default["target"] == JUDGE:
-        url = kwargs.get("url")
-        judged = Judge(**{**kwargs, "url": "http://127.0.0.1" if url is None else url})
-        if url is not None:
-            check_endpoints(judged, limits_of(options))
-    elif default["target"] == SERVED:
-        served = ServedReward(**kwargs)
-        if kwargs["url"] is not None:
-            check_endpoints(served, limits_of(options))
-    else:
-        find_reward(default["target"])
+        return
+    check_suits(manager, find_reward(default["target"]))
+    if default["target"] not in (JUDGE, SERVED):
+        return
+    url = kwargs.get("url")
+    scores: Any = ServedReward(**kwargs) if default["target"] == SERVED else Judge(**{**kwargs, "url": url or _LOCAL})
+    if url is not None:
+        check_endpoints(scores, limits_of(options))
+    elif options.endpoints:
+        first, key = next(iter(options.endpoints)), "judge.url"
+        if default["target"] == SERVED:
+            key = f"reward.models.{kwargs['name']}.url"
+        raise ConfigError(
+            f"reward.endpoints={{{first}: ...}}: the run starts the servers, at addresses that are not known before; "
+            f"leave it out, or give {key}."
+        )
 
 
 def limits_of(options: RewardConfig, declared: Mapping[str, Any] | None = None) -> Limits:

@@ -72,7 +72,8 @@ class Prompts:
 def check_truths(config: RunConfig, problems: Problems) -> None:
     """Checks that the data is of the form that the reward manager needs, if it scores without a function.
 
-    One bad row is left to the failure rule; if the first ones all are, the data is another.
+    Single bad rows are left to the failure rule, and a warning names one; if the first ones all are bad, the data is
+    another.
 
     Raises:
         DataError: it is not.
@@ -85,18 +86,23 @@ def check_truths(config: RunConfig, problems: Problems) -> None:
     manager = build_manager(options.manager, None, **options.manager_kwargs)
     if not hasattr(manager, "check_truth"):
         return
-    first = None
-    for row in problems.rows[:_TRUTHS]:
+    rows, bad = problems.rows[:_TRUTHS], []
+    for at, row in enumerate(rows):
         try:
             manager.check_truth(truth_of(row))
         except DataError as error:
-            first = first or error
-        else:
-            return
-    if first is not None:
-        label = problems.labels[0] if problems.labels else f"{problems.name}, row 1"
-        fix = getattr(first, "fix", "give other data")
-        raise DataError(f"{label}: reward.manager={options.manager}: {first}; {fix}.") from first
+            bad.append((at, error))
+    if not bad:
+        return
+    at, first = bad[0]
+    label = problems.labels[at] if problems.labels else f"{problems.name}, row {at + 1}"
+    said = f"{label}: reward.manager={options.manager}: {first}"
+    if len(bad) == len(rows):
+        raise DataError(f"{said}; {getattr(first, 'fix', 'give other data')}.") from first
+    logger.warning(
+        f"{said}. Of the first {len(rows)} rows, {len(bad)} cannot be scored: reward.on_failure={options.on_failure} "
+        "says what becomes of them."
+    )
 
 
 def settle(config: BaseConfig, progress: Progress) -> None:

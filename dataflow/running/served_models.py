@@ -28,6 +28,7 @@ from dataflow.rewards.models.keeper import ModelServers
 from dataflow.rewards.models.router_keeper import RouterKeeper
 from dataflow.rewards.models.server import server_command, server_environment
 from dataflow.rewards.naming import keyed
+from dataflow.rewards.user.build import scores_alone
 from dataflow.rewards.user.function import load_reward, takes
 from dataflow.running.colocation import flag_of, sleepers_of
 from dataflow.running.hosting import gpus_of
@@ -99,10 +100,12 @@ def _check_effect(source: Source, scorer: str | None) -> None:
             f"reward.model={scorer} has no effect: the function of custom_reward_function.path={custom.path} scores, "
             "and reaches all models at reward_router_address; leave one of the two out."
         )
+    changed = [key for key, value in JudgeConfig() if key not in _STAND_IN and getattr(judge, key) != value]
+    if changed and scores_alone(options.manager, options.manager_path):
+        raise ConfigError(f"judge.{changed[0]} has no effect: reward.manager={options.manager} scores; leave it out.")
     if scorer is None:
         return
-    defaults = JudgeConfig()
-    if changed := [key for key, value in defaults if key not in _STAND_IN and getattr(judge, key) != value]:
+    if changed:
         raise ConfigError(
             f"judge.{changed[0]} has no effect: reward model '{scorer}' scores; leave it out, or give the key of "
             f"reward.models.{scorer} (prompt, url)."

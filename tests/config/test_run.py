@@ -87,6 +87,12 @@ def test_a_value_arrives(arg: str, at: str, value: object) -> None:
         ("actor.optim.lr=1", "unknown key 'actor.optim.lr'; did you mean 'trainer.lr'?"),
         ("trainer.lr.x=1", "unknown key 'trainer.lr.x'; did you mean 'trainer.lr'?"),
         ("val={m: 4}", "unknown key 'val.m'; keys of 'val': every, n, temperature."),
+        ("val.tmp=4", "unknown key 'val.tmp'; keys of 'val': every, n, temperature."),
+        (
+            "reward.models.a.prompt={foo: 1}",
+            "unknown key 'reward.models.a.prompt.foo'; keys of 'reward.models.a.prompt': method, template, system, "
+            "score_pattern, score_range, normalize, temperature, max_tokens_reply, options.",
+        ),
         ("trainer.world_size=two", "trainer.world_size=two: give a whole number."),
         ("steps=2.5", "steps=2.5: give a whole number."),
         ("steps=true", "steps=true: give a number, not true or false."),

@@ -13,7 +13,8 @@ from dataflow.batch import Batch
 from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import RewardAgent
-from dataflow.running.agent import _sentinel, build_agent, host_agent, limits_of, retry_of
+from dataflow.rewards.naming import JUDGE, SERVED
+from dataflow.running.agent import _sentinel, build_agent, check_reward, host_agent, limits_of, retry_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -91,6 +92,28 @@ def test_what_the_configuration_leaves_open_the_reward_may_declare() -> None:
     assert (limits.concurrency, limits.rpm, limits.tpm) == (5, 10, None)
     assert retry_of(RewardConfig(), 9.0).timeout_s == 9.0
     assert retry_of(RewardConfig(timeout=4), 9.0).timeout_s == 4
+
+
+@pytest.mark.parametrize(
+    ("target", "keys", "message"),
+    [
+        (JUDGE, {"manager": "remote"}, "'compute_score' is async, .* take the manager 'naive'"),
+        (SERVED, {"manager": "remote"}, "'compute_score' is async"),
+        ("file", {"manager": "remote"}, "'later' is async"),
+        (JUDGE, {"endpoints": {"http://x": {"concurrency": 3}}}, "not known before; leave it out, or give judge.url"),
+        (SERVED, {"endpoints": {"http://x": {}}}, "http://x: ...}: the run starts .* give reward.models.rm.url"),
+    ],
+)
+def test_what_cannot_be_built_once_servers_run_is_refused_before(
+    target: str, keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text(COUNTING.replace("def compute_score", "async def later", 1))
+    custom = {"path": str(tmp_path / "reward.py") if target == "file" else None, "name": "later", "reward_kwargs": {}}
+    served = {"name": "rm", "url": None, "kind": "chat"} if target == SERVED else {"url": None}
+    if target != "file":
+        custom |= {"name": "compute_score"}
+    with pytest.raises(ConfigError, match=message):
+        check_reward(custom, {"target": target, "kwargs": served}, RewardConfig(**keys))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dataflow.data.prompts import Problems
 from dataflow.errors import ConfigError, DataError
 from dataflow.running.prompts import check_images, check_truths
 from pipelines import distill, ppo_critic
+from tests.rigs.logs import logged
 
 
 def configured(path: Path, kind: str, base: type[RunConfig] = RunConfig, **sections: Any) -> RunConfig:
@@ -58,5 +59,7 @@ def test_data_that_the_reward_manager_cannot_score_is_refused_before_the_run() -
     good = {"inputs": ["1"], "outputs": ["1"]}
     with pytest.raises(DataError, match=r"sums\.jsonl, row 1: reward\.manager=sandbox: .* is a int; give"):
         checked("5", 7)
-    checked("5", good)  # one bad row is left to the failure rule
+    with logged() as messages:
+        checked(good, "5")  # single bad rows are left to the failure rule
+    assert [one for one in messages if "sums.jsonl, row 2: " in one and "Of the first 2 rows, 1 cannot" in one]
     checked("5", manager="naive")

@@ -168,6 +168,12 @@ def test_models_that_can_be_served_pass(rm: Path, chat: Path, tmp_path: Path) ->
             ("judge.url=http://j", "rule.custom_reward_function.path=ASKS"),
             "reward.models.m.normalize=sigmoid has no effect: a function gets what the server answers",
         ),
+        (
+            {"url": "http://h"},
+            ("rule.model=m", "reward.manager=sandbox", "judge.url=http://j"),
+            "judge.url has no effect: reward.manager=sandbox scores; leave it out",
+        ),
+        ({"url": "http://h", "kind": "chat", "prompt": {"options": {"model": "x"}}}, (), "may not contain 'model'"),
         ({"path": "RM"}, ("judge.url=http://judge",), "reward.models.m: no reward agent uses it"),
     ],
 )

@@ -229,7 +229,8 @@ def _unknown(cls: type[BaseModel], key: str) -> str:
     if not guess and same_leaf:
         names = f"'{same_leaf[0]}'" if len(same_leaf) == 1 else f"one of {', '.join(same_leaf)}"
         guess = f"; did you mean {names}?"
-    if len(leaf) > 2:
+    # A short name is like some key of any configuration; those beside it say more.
+    if len(leaf) > (3 if same_section else 2):
         guess = guess or _nearest_leaf(leaf, keys)
     if not guess and same_section:
         guess = f"; keys of '{section}': {', '.join(k.removeprefix(f'{section}.') for k in same_section)}."

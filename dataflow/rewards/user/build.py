@@ -8,7 +8,8 @@ from typing import Any
 
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.user import sandbox as _sandbox  # noqa: F401 - registers its manager
-from dataflow.rewards.user.managers import MANAGERS
+from dataflow.rewards.user.adapter import scorer_of
+from dataflow.rewards.user.managers import MANAGERS, Remote
 from dataflow.rewards.user.verl_manager import VerlManager
 from dataflow.usercode.copies import own_options
 from dataflow.usercode.failures import is_interrupt
@@ -53,6 +54,16 @@ def build_manager(
 def scores_alone(name: str, path: str | None = None) -> bool:
     """Whether a manager scores by itself, so that no function, judge or model of the run is used."""
     return path is None and bool(getattr(MANAGERS.get(name), "alone", False))
+
+
+def check_suits(kind: Any, found: Any) -> None:
+    """Checks that a manager can call a function or a class, which is not built yet.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if isinstance(kind, type) and issubclass(kind, Remote):
+        kind.check(scorer_of(found))
 
 
 def find_manager(name: str, path: str | None = None, options: Mapping[str, Any] | None = None) -> Any:

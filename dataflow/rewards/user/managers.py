@@ -231,11 +231,7 @@ class Remote(Manager):
         from dataflow.rewards.user.worker import recipe_of
 
         score = self.compute_score
-        if is_async(score):
-            raise ConfigError(
-                f"reward manager 'remote': '{name_of(score)}' is async, which needs no process of its own; take the "
-                "manager 'naive' for it."
-            )
+        self.check(score)
         count = (os.cpu_count() or 1) if workers is None else workers
         pool = self._pool = Pool(recipe_of(reward), count, start_method)
         pool.start()  # now, so that they are ready by the first call
@@ -246,6 +242,19 @@ class Remote(Manager):
 
         call.__name__ = name_of(score)
         self.compute_score = call
+
+    @staticmethod
+    def check(score: Any) -> None:
+        """Checks that worker processes can call a function.
+
+        Raises:
+            ConfigError: it is async.
+        """
+        if is_async(score):
+            raise ConfigError(
+                f"reward manager 'remote': '{name_of(score)}' is async, which needs no process of its own; take the "
+                "manager 'naive' for it."
+            )
 
     def usage(self) -> dict[str, float]:
         """Returns the reward's own usage, and the numbers of workers that died and that were killed."""

@@ -12,7 +12,7 @@ from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.sandbox.cases import Case, cases_of, code_of
 from dataflow.rewards.sandbox.local import LATEST, LocalSandbox
-from dataflow.rewards.sandbox.outcome import Outcome
+from dataflow.rewards.sandbox.outcome import BadCases, Outcome
 from dataflow.rewards.sandbox.remote import RemoteSandbox
 from dataflow.rewards.user.managers import register
 
@@ -128,7 +128,11 @@ class Sandbox:
             BadCases: the ground truth holds no test cases.
         """
         code = code_of(solution_str)
-        cases = cases_of(code or "", ground_truth, self._most, self._language)
+        try:
+            cases = cases_of(code or "", ground_truth, self._most, self._language)
+        except BadCases as error:
+            index = (extra_info or {}).get("index")
+            raise error if index is None else BadCases(f"{error} (of the row with extra_info.index={index})") from None
         if code is None:
             return {"score": 0.0, "passed": 0, "cases": len(cases), "status": "no_code", "explanation": ""}
         try:
