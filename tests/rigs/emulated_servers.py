@@ -29,6 +29,7 @@ class Emulated:
         tokens: mean of a request; their standard deviation is a third of that. Of no effect with ``batching``.
         slots: requests in flight at one server at most.
         concurrency: requests in flight in all; None for all slots.
+        gathers: how often an idle batching server begins with all of a burst; otherwise it begins with the first.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Emulated:
     tokens: int = 1
     slots: int = 16
     concurrency: int | None = None
+    gathers: float = 0.0
 
 
 class _Server(ABC):
@@ -67,6 +69,8 @@ class _Server(ABC):
 
 class _Batching(_Server):
     async def work(self) -> None:
+        if self.spec.gathers and self.rng.random() < self.spec.gathers:
+            await asyncio.sleep(0.002)
         while self.waiting:
             batch, self.waiting = self.waiting, []
             await self.take(len(batch))

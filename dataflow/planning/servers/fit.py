@@ -34,8 +34,8 @@ class Batch(NamedTuple):
 
     seconds: float
     size: int
-    idle: bool
-    """Whether the server had been idle."""
+    fresh: bool
+    """Whether nothing waited at the server when the batch before it ended."""
     left: int
     """Requests that came before it ended, and were not in it."""
 
@@ -94,10 +94,10 @@ def _batch_law(servers: Sequence[Sequence[Call]]) -> Law | None:
     sizes, seconds = [batch.size for batch in best], [batch.seconds for batch in best]
     if alike < _ALIKE or max(sizes, default=1) == 1:
         return None
-    # An idle server may begin with the first of a burst, or with all of it.
-    idle = [batch for batch in best if batch.idle]
-    some = [batch.size for batch in idle if batch.left]
-    first = round(statistics.median(some)) if some else max((batch.size for batch in idle), default=1)
+    # An idle server may begin with the first of a burst, or with all of it; a request that came alone shows neither.
+    most = max(sizes)
+    fresh = [batch for batch in best if batch.fresh and (batch.left or batch.size > 1)]
+    first = tuple(batch.size if batch.left else most for batch in fresh) or (most,)
     if min(sizes) == max(sizes):
         return Law(0.0, statistics.fmean(seconds) / sizes[0], True, first, known=False)
     each, base = statistics.linear_regression(sizes, seconds)
@@ -132,7 +132,7 @@ def _batches(calls: Sequence[Call], tolerance: float) -> tuple[list[Batch], list
         possible = sum(call.begin <= start + tolerance for call in of)
         certain = sum(call.begin < first for call in of)
         shares.append(possible / (size + max(0, there - certain)))
-        batches.append(Batch(end - start, size, idle, bisect.bisect_left(begins, end) - done - size))
+        batches.append(Batch(end - start, size, idle or not there, bisect.bisect_left(begins, end) - done - size))
         done, last, first = done + size, end, of[0].end
     return batches, shares
 

@@ -13,23 +13,31 @@ class Law:
         base, each: in seconds.
         batches: n is the size of a batch: a server computes all requests that wait as one batch, and those that come
             meanwhile as the next one. Otherwise n requests in flight share the server, and each takes so long.
-        first: requests that a batch of an idle server begins with, although more come at the same time.
+        first: for one begin of an idle server after the other, again and again: requests that its batch begins with,
+            although more come at the same time. It is a race: those that lose it wait for the next batch.
         known: whether a run showed the times of several n; if not, ``base`` is 0, as of a server that is never idle.
     """
 
     base: float
     each: float
     batches: bool = False
-    first: int = 1
+    first: tuple[int, ...] = (1,)
     known: bool = True
 
     def seconds(self, n: float) -> float:
         """Returns the seconds of a request beside which ``n - 1`` others are in flight, or those of a batch of n."""
         return self.base + self.each * n
 
-    def scaled(self, factor: float) -> Law:
-        """Returns the law of times ``factor`` times as long."""
-        return replace(self, base=self.base * factor, each=self.each * factor)
+    def of_server(self, pace: float, number: float) -> Law:
+        """Returns the law of one of several servers.
+
+        Args:
+            pace: its times are so many times as long.
+            number: its place among the servers, from 0 to below 1; each goes through ``first`` from a place of its own.
+        """
+        at = int(number * len(self.first))
+        first = (*self.first[at:], *self.first[:at])
+        return replace(self, base=self.base * pace, each=self.each * pace, first=first)
 
 
 @dataclass(frozen=True)

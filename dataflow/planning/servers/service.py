@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
@@ -49,7 +50,8 @@ class ServerService(RewardService):
         kind = _Batching if servers.law.batches else _Sharing
         step = 2 * _UNLIKE / max(1, servers.replicas - 1)
         paces = [1 + step * (i - (servers.replicas - 1) / 2) for i in range(servers.replicas)]
-        self._servers: list[_Server] = [kind(servers.law.scaled(pace)) for pace in paces]
+        laws = [servers.law.of_server(pace, i / servers.replicas) for i, pace in enumerate(paces)]
+        self._servers: list[_Server] = [kind(law) for law in laws]
         self._slots, self._concurrency = servers.slots, concurrency
         self._alone = servers.law.seconds(1) or 1.0
         self._running = 0
@@ -196,13 +198,15 @@ class _Batching(_Server):
         super().__init__(law)
         self._waiting: list[Item] = []
         self._batch: list[Item] = []
+        self._firsts = itertools.cycle(law.first)
+        self._first = next(self._firsts)
 
     def add(self, item: Item, now: float) -> None:
         self._waiting.append(item)
         self.load += 1
         if not self.busy:
             self.event = now
-            if len(self._waiting) >= self.law.first:
+            if len(self._waiting) >= self._first:
                 self._begin()
 
     def _begin(self) -> None:
@@ -217,4 +221,5 @@ class _Batching(_Server):
             self._begin()
         else:
             self.event = math.inf
+            self._first = next(self._firsts)
         return ended

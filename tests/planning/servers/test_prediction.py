@@ -20,6 +20,7 @@ from tests.rigs.emulated_servers import Emulated, emulate
 STEPS = 20
 CLASSIFIER = Emulated("batching", base=0.05, each=0.01)
 OVERHEAD = Emulated("batching", base=0.2, each=0.002)
+RACE = Emulated("batching", base=0.5, each=0.15, slots=8, gathers=0.7)
 JUDGE = Emulated("sharing", base=0.01, each=0.002, tokens=30, slots=8)
 SLOW_JUDGE = replace(JUDGE, base=0.002, each=0.006)
 WIDE_JUDGE = replace(JUDGE, concurrency=16, slots=16)
@@ -36,7 +37,9 @@ def plan(spec: Emulated, before: int, seed: int, **keys: object) -> float:
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1)])
 @pytest.mark.parametrize(
-    "spec", [CLASSIFIER, OVERHEAD, JUDGE, SLOW_JUDGE], ids=["classifier", "overhead", "judge", "slow"]
+    "spec",
+    [CLASSIFIER, OVERHEAD, RACE, JUDGE, SLOW_JUDGE],
+    ids=["classifier", "overhead", "race", "judge", "slow"],
 )
 def test_a_plan_foretells_another_number_of_servers(spec: Emulated, before: int, after: int, seed: int) -> None:
     real = emulate(spec, after, seed, STEPS).wall / STEPS

@@ -9,7 +9,7 @@ from dataflow.planning.servers.law import Law, Servers
 from dataflow.planning.servers.service import ServerService
 
 ABOUT = 0.006  # the times of equal servers differ by half a per cent
-SHARING, BATCHING = Law(1.0, 1.0), Law(1.0, 1.0, batches=True, first=1)
+SHARING, BATCHING = Law(1.0, 1.0), Law(1.0, 1.0, batches=True, first=(1,))
 
 
 def ends(law: Law, replicas: int, slots: int, works: list[float], concurrency: int = 100) -> list[float]:
@@ -35,7 +35,7 @@ def test_requests_that_share_a_server_slow_each_other_down() -> None:
 def test_what_waits_is_the_next_batch() -> None:
     # 1 alone for 2 s, then the other 3 together for 4 s.
     assert ends(BATCHING, 1, 4, [1.0] * 4) == [2.0, 6.0, 6.0, 6.0]
-    assert ends(Law(1.0, 1.0, batches=True, first=9), 1, 4, [1.0] * 4) == [5.0] * 4
+    assert ends(Law(1.0, 1.0, batches=True, first=(9,)), 1, 4, [1.0] * 4) == [5.0] * 4
     # 2 slots: when the first has ended, the fifth joins those of the batch after the second.
     assert ends(BATCHING, 1, 2, [1.0] * 4) == [2.0, 4.0, 6.0, 8.0]
 
