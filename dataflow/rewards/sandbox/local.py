@@ -89,7 +89,7 @@ class LocalSandbox:
             with _held(source) as code, _held(stdin) as given:
                 # In a session of its own: signals of a terminal do not reach it.
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", "-B", "-c", JAIL.format(folder=str(Path(__file__).parent))),
+                    *(sys.executable, "-I", "-S", "-c", JAIL.format(folder=str(Path(__file__).parent))),
                     json.dumps(self._options(work, tells, code)),
                     stdin=given,
                     stdout=asyncio.subprocess.PIPE,

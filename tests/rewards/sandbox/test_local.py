@@ -52,7 +52,7 @@ def _nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """Each test's programs have ended, and their files are gone, when it ends."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
-    programs = [each for each in below() if any("main" in word and "jail" in word for word in command(each))]
+    programs = [each for each in below() if any(word == "main.py" or "jail.main" in word for word in command(each))]
     assert left(programs, 0) == []
     assert list(tmp_path.glob("sandbox-*")) == []
 
