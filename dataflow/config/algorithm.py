@@ -202,6 +202,8 @@ class AlgorithmConfig(Section):
     """Largest importance weight; lower_upper (0.5_5.0) gives weight 0 to a ratio outside."""
     rollout_is_batch_normalize: bool = False
     """Divide the importance weights by their mean over the step."""
+    rollout_is_stale_only: bool = False
+    """Weigh stale samples alone; with policy=auto the correction then goes on and off with the staleness."""
     rollout_rs: Text | None = None
     """Reject tokens (token_k1) or responses (seq_mean_k3) that are too unlikely now; several with commas."""
     rollout_rs_threshold: Threshold | None = None
@@ -259,6 +261,8 @@ class AlgorithmConfig(Section):
             return f"gdpo_reward_weights: {len(weights)} weights for {len(keys)} gdpo_reward_keys; give one for each."
         if self.policy_loss == "dro" and self.dro_beta is None:
             return "dro_beta: policy_loss=dro needs it; give a number greater than 0."
+        if self.rollout_is_stale_only and (self.rollout_is is None or self.bypass_mode):
+            return "rollout_is_stale_only has an effect only with algorithm.rollout_is and without bypass_mode."
         if self.rollout_rs is None:
             if self.rollout_rs_threshold is not None:
                 return "rollout_rs_threshold has no effect without algorithm.rollout_rs; give that, too."
