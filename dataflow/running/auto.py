@@ -22,13 +22,13 @@ from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.planning.auto.controller import LEAST_LEFT, Controller, Switch
 from dataflow.planning.auto.forecast import candidates
-from dataflow.planning.auto.window import window
+from dataflow.planning.auto.window import latency_changed, window
 from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.runner import Runner
 from dataflow.running.record import Record
 from dataflow.system.children import command
 from dataflow.timeline.agents import MAIN
-from dataflow.timeline.spans import Level, Trace
+from dataflow.timeline.spans import Level, Span, Trace
 
 FILE = "policy.json"
 LIMIT_S = 600.0
@@ -64,6 +64,14 @@ def listed(schedule: PolicySchedule) -> list[dict[str, Any]]:
     return [{"step": step, **dataclasses.asdict(policy)} for step, policy in schedule.changes]
 
 
+def facts_of(schedule: PolicySchedule) -> dict[str, Any]:
+    """Returns what a trace's meta says of the policies of a run."""
+    _step, last = schedule.changes[-1]
+    most = max(policy.max_staleness for policy in schedule.policies)
+    numbers = {"split": last.split, "max_staleness": most, "stream_rollout": last.stream_rollout}
+    return {**numbers, "policies": listed(schedule)}
+
+
 class AutoPolicy:
     """Changes the policy of one attempt.
 
@@ -89,6 +97,10 @@ class AutoPolicy:
         self._runner: Runner | None = None
         self._plan: asyncio.Task[None] | None = None
         self._new: dict[str, float] = {}
+        self._last = 0
+        """The last step that ended."""
+        self._waiting: dict[int, set[str]] = {}
+        """Of each step whose rewards come in, the stages that still wait for some."""
 
     def begin(self, runner: Runner) -> None:
         """Takes what runs the steps."""
@@ -109,9 +121,27 @@ class AutoPolicy:
         due = self._controller.ended(step, self._runner.executor.now())
         if (last := self._controller.outcome(step)) is not None:
             self._report(last)
+        self._last = step
+        if due:
+            self._begin_plan(None)
+
+    def on_span(self, span: Span) -> None:
+        """Takes the end of a task; begins a plan if rewards of a step are there that took much longer or shorter."""
+        collectors = {s.name for s in self._graph.pipeline.collectors if s.every is None}
+        if span.stage not in collectors:
+            return
+        left = self._waiting.setdefault(span.step, collectors)
+        if span.part == span.parts - 1:
+            left.discard(span.stage)
+            if not left:
+                del self._waiting[span.step]
+        if self._controller.begun and latency_changed(self._record.trace, span.step, self._last, whole=not left):
+            self._begin_plan(span.step)
+
+    def _begin_plan(self, rewards_of: int | None) -> None:
         busy = self._plan is not None and not self._plan.done()
-        if due and not busy and step <= self._graph.steps - LEAST_LEFT:
-            self._plan = asyncio.create_task(self._replan(step))
+        if not busy and self._last <= self._graph.steps - LEAST_LEFT:
+            self._plan = asyncio.create_task(self._replan(self._last, rewards_of))
 
     async def close(self) -> None:
         """Ends the plan under way."""
@@ -120,15 +150,17 @@ class AutoPolicy:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._plan
 
-    async def _replan(self, step: int) -> None:
+    async def _replan(self, step: int, rewards_of: int | None) -> None:
         try:
-            found = window(self._record.trace, step)
+            found = window(self._record.trace, step, rewards_of)
             policies = self._controller.policies
             if found is None:
                 return
             seconds = await _forecast((found, policies, self._controller.current, _adapted(self._record.trace)))
             predicted = {policy: s for policy, s in zip(policies, seconds, strict=True) if s is not None}
-            policy = self._controller.decide(step, predicted, step + 1 - found.meta["steps"])
+            # Steps with other latencies than the prediction's do not say how right it is.
+            since = step + 1 - (0 if rewards_of else found.meta["steps"])
+            policy = self._controller.decide(step, predicted, since)
             if policy is not None:
                 self._switch(policy, predicted)
         except (DataflowError, OSError, ValueError, TimeoutError) as error:
@@ -143,7 +175,7 @@ class AutoPolicy:
         self._schedule = self._schedule.switched(first, policy)
         self._write()
         now = self._runner.trace_now()
-        self._record.describe(policies=listed(self._schedule), switches=self._listed())
+        self._record.describe(**facts_of(self._schedule), switches=self._listed())
         self._record.trace.add(
             Level("policy split", now, policy.split),
             Level("policy max_staleness", now, policy.max_staleness),

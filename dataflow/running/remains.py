@@ -116,6 +116,7 @@ def summarise(
     last = after[-LAST_EVALUATIONS:]
     found = {
         **{name: trace.meta.get(name) for name in _FACTS},
+        **({"switches": switches} if (switches := trace.meta.get("switches")) else {}),
         "status": trace.meta.get("status"),
         "steps": steps,
         "seed": trace.meta.get("seed"),

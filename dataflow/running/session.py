@@ -28,7 +28,7 @@ from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
 from dataflow.rewards.naming import JUDGE
 from dataflow.rewards.user.build import scores_alone
 from dataflow.running.attempt import Attempt
-from dataflow.running.auto import AutoPolicy, listed, load_schedule
+from dataflow.running.auto import AutoPolicy, facts_of, load_schedule
 from dataflow.running.directory import check_directory, locked, make_directory, remove_directory, remove_temporary
 from dataflow.running.hosting import REWARD
 from dataflow.running.prompts import Prompts
@@ -348,7 +348,7 @@ class Session:
             "max_staleness": self.policy.max_staleness,
             "order": self.policy.order,
             "stream_rollout": self.policy.stream_rollout,
-            **({"policies": listed(self.schedule)} if self.config.policy.auto else {}),
+            **(facts_of(self.schedule) if self.config.policy.auto else {}),
             "steps": self.config.steps,
             "seed": self.config.seed,
             "status": "running",

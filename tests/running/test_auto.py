@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ import pytest
 
 from dataflow.cli import main
 from dataflow.errors import RunError
+from dataflow.planning.auto.window import window
 from dataflow.planning.backtest import backtest
 from dataflow.policy import SchedulingPolicy
 from dataflow.running import auto
 from dataflow.running.auto import load_schedule
 from dataflow.timeline import perfetto
+from dataflow.timeline.spans import Trace
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 TOY = str(Path(__file__).parents[1] / "faults" / "rig" / "toy_run.py")
 STEPS = 16
@@ -59,12 +61,22 @@ def begin(directory: Path, *more: str, code: int = 0) -> Path:
     return directory / "auto"
 
 
-@pytest.fixture
-def changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of a run that changed its policy twice."""
+@pytest.fixture(autouse=True)
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy's rewards take microseconds, which change from step to step: no plan is made for that."""
     monkeypatch.setenv("TOY_LOGS", str(tmp_path))
-    monkeypatch.setattr(auto, "_forecast", scripted(policy(4, 1), policy(1, 0)))
-    return begin(tmp_path)
+    monkeypatch.setattr(auto, "latency_changed", lambda *_trace, whole: False)
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of a run that changed its policy twice, to read."""
+    directory = tmp_path_factory.mktemp("changed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOY_LOGS", str(directory))
+        patch.setattr(auto, "latency_changed", lambda *_trace, whole: False)
+        patch.setattr(auto, "_forecast", scripted(policy(4, 1), policy(1, 0)))
+        yield begin(directory)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -75,6 +87,7 @@ def of_policies(run: Path) -> list[tuple[float, float]]:
     return [(row["policy/split"], row["policy/max_staleness"]) for row in rows(run) if "policy/split" in row]
 
 
+@pytest.mark.slow
 def test_each_change_is_in_the_metrics_the_trace_and_the_file(changed: Path) -> None:
     schedule = load_schedule(changed)
     assert schedule is not None
@@ -89,12 +102,19 @@ def test_each_change_is_in_the_metrics_the_trace_and_the_file(changed: Path) -> 
     assert any(row.get("policy/measured_s", 0) > 0 for row in rows(changed)), "what came of it"
     trace = perfetto.load(str(changed))
     assert [change["step"] for change in trace.meta["policies"]] == [1, second, third]
+    summary = json.loads((changed / "summary.json").read_text())
+    assert (summary["policy"], summary["split"], summary["max_staleness"]) == ("auto", 1, 1)
+    assert [change["step"] for change in summary["switches"]] == [second, third]
+    page = (changed / "timeline.html").read_text()
+    assert f"from step {second}" in page
+    assert "split 4, max staleness 1" in page
     assert [change["after_s"] for change in trace.meta["switches"]] == [1.0, 1.0]
     assert [level.value for level in trace.levels if level.name == "policy split"] == [4.0, 1.0]
     stale = [row["staleness/rollout"] for row in rows(changed) if "staleness/rollout" in row]
     assert all(value <= 1 for value in stale)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_policies_and_ends_with_the_same_weights(
     changed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,18 +132,51 @@ def test_a_resumed_run_goes_on_with_the_same_policies_and_ends_with_the_same_wei
         assert json.loads((again / "summary.json").read_text())["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_plan_that_fails_leaves_the_policy_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def fail(question: Sequence[Any]) -> None:
         raise RunError("the planning process ended with code 1 (no memory)")
 
-    monkeypatch.setenv("TOY_LOGS", str(tmp_path))
     monkeypatch.setattr(auto, "_forecast", fail)
     assert set(of_policies(begin(tmp_path))) == {(1.0, 0.0)}
     assert load_schedule(tmp_path / "auto") is None
 
 
+@pytest.mark.slow
+def test_changes_of_split_alone_end_with_the_weights_of_the_baseline(
+    changed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "_forecast", scripted(policy(4, 0), policy(2, 0)))
+    split = begin(tmp_path, "policy.max_staleness=0")
+    assert {(1.0, 0.0), (4.0, 0.0), (2.0, 0.0)} == set(of_policies(split))
+    keys = [key for key in KEYS if key not in ("policy=auto", "policy.replan=3")]
+    assert (
+        main(["run", TOY, "policy=baseline", *keys, f"steps={STEPS}", f"runs={tmp_path}", "name=fixed", "--quiet"]) == 0
+    )
+    weights = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("auto", "fixed")]
+    assert weights[0]["weights_sha256"] == weights[1]["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_rewards_that_take_longer_are_planned_upon_before_their_step_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def note(trace: Trace, last: int, rewards_of: int | None = None) -> Trace | None:
+        asked.append((last, rewards_of))
+        return window(trace, last, rewards_of)
+
+    monkeypatch.setattr(auto, "latency_changed", lambda _trace, step, _last, whole: step == 9 and whole)
+    monkeypatch.setattr(auto, "window", note)
+    monkeypatch.setattr(auto, "_forecast", scripted(policy(1, 0)))
+    begin(tmp_path)
+    assert [last for last, rewards_of in asked if rewards_of == 9] == [8]
+
+
+@pytest.mark.slow
 def test_the_backtest_of_such_a_run_follows_its_policies(changed: Path) -> None:
     trace = perfetto.load(str(changed))
     trace.meta["job"]["responses"] = 2
@@ -164,9 +217,8 @@ def test_a_broken_file_of_policies_is_named(tmp_path: Path) -> None:
         load_schedule(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_in_a_process_of_its_own(changed: Path) -> None:
-    from dataflow.planning.auto.window import window
-
     trace = perfetto.load(str(changed))
     trace.meta["job"]["responses"] = 2
     found = window(trace, STEPS)

@@ -1,4 +1,4 @@
-"""Plans one window of a run in a process of its own, at the lowest priority: `python -m dataflow.planning.auto`.
+"""Plans one window of a run in a process of its own, at a low priority: `python -m dataflow.planning.auto`.
 
 Standard input has the pickled arguments of :func:`forecast`; standard output gets its answer as JSON. Only the run
 itself starts it.
@@ -13,9 +13,12 @@ import sys
 
 from dataflow.planning.auto.forecast import forecast
 
+NICE = 10
+"""Added to its niceness. With more, it would starve where training keeps all cores busy."""
+
 
 def main() -> None:
-    os.nice(19)
+    os.nice(NICE)
     print(json.dumps(forecast(*pickle.load(sys.stdin.buffer))))
 
 

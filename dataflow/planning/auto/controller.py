@@ -96,6 +96,11 @@ class Controller:
         return step >= self._planned + 2 and step > self._settled and self._is_off(step)
 
     @property
+    def begun(self) -> bool:
+        """Whether it has planned, so that a change within a step can be told from the run's beginning."""
+        return self._planned > 0
+
+    @property
     def _settled(self) -> int:
         """The first step whose time shows the present policy: the next step's rollout is drawn beside it."""
         return self.since + self.current.max_staleness + 1
@@ -133,7 +138,7 @@ class Controller:
         gain = present / predicted[best] - 1 if best != self.current else 0.0
         self._gained = {best: self._gained.get(best, 0.0) + gain} if gain > NEAR else {}
         wanted = self.gain
-        if step < self._left.get(best, -self.replan) + 2 * self.replan:
+        if best in self._left and step < self._left[best] + 2 * self.replan:
             wanted *= 2
         return best if self._gained.get(best, 0.0) > wanted else None
 

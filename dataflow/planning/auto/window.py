@@ -18,7 +18,7 @@ _CHANGED = 0.25
 """Change of a mean (of the logarithm) from one step to the later ones that is one of the run, not of chance."""
 
 
-def window(trace: Trace, last: int) -> Trace | None:
+def window(trace: Trace, last: int, rewards_of: int | None = None) -> Trace | None:
     """Returns the steps up to ``last`` that resemble it, numbered from 1; None if no step is whole.
 
     Steps before a change of the GPU work or of the rewards' latency are left out, and so is the first step of the run
@@ -27,6 +27,7 @@ def window(trace: Trace, last: int) -> Trace | None:
     Args:
         trace: of the run, which may have steps after ``last``.
         last: a step whose training has ended.
+        rewards_of: a later step; the latencies of its rewards replace those of the other steps.
     """
     recent = list(takewhile(lambda s: s.step > last - 2 * MOST, reversed(trace.spans)))
     spans: dict[int, list[Span]] = {}
@@ -46,6 +47,8 @@ def window(trace: Trace, last: int) -> Trace | None:
             break
     if not kept:
         return None
+    if rewards_of is not None:
+        marks = {last: _marks(trace, rewards_of).get(rewards_of, [])}
     first = min(kept)
     begin = min(s.begin for step in kept for s in spans[step])
     number = {step: step - first + 1 for step in kept}
@@ -56,6 +59,20 @@ def window(trace: Trace, last: int) -> Trace | None:
         # Its policy changed within the run, so that the text after the step does not matter.
         meta={**trace.meta, "steps": len(kept), "status": "running"},
     )
+
+
+def latency_changed(trace: Trace, step: int, last: int, whole: bool) -> bool:
+    """Whether the rewards of a step took longer or shorter than those of the step ``last``, by more than chance.
+
+    Args:
+        trace: of the run.
+        step: some of whose rewards are there.
+        last: a step whose training has ended.
+        whole: whether all of its rewards are there; the first to arrive can only show that the service is slower.
+    """
+    marks = _marks(trace, step)
+    change = _change_of_latency(marks.get(step, ()), marks.get(last, ())) if step > last else 0.0
+    return change > 0 or (whole and change < 0)
 
 
 def step_ends(trace: Trace) -> dict[int, float]:
@@ -86,11 +103,17 @@ def _differs(step: int, later: Sequence[int], spans: dict[int, list[Span]], mark
         logs = [math.log(work / usual) for work in before]
         if min(logs) > _CHANGED or max(logs) < -_CHANGED:
             return True
-    one, others = _logs(marks.get(step, ())), [x for at in near for x in _logs(marks.get(at, ()))]
+    return _change_of_latency(marks.get(step, ()), [mark for at in near for mark in marks.get(at, ())]) != 0
+
+
+def _change_of_latency(these: Sequence[Mark], those: Sequence[Mark]) -> float:
+    """Returns by how much the mean of the logarithm differs from that of others; 0 if it may do so by chance."""
+    one, others = _logs(these), _logs(those)
     if len(one) < 2 or len(others) < 2:
-        return False
+        return 0.0
     spread = math.hypot(statistics.stdev(one) / len(one) ** 0.5, statistics.stdev(others) / len(others) ** 0.5)
-    return abs(statistics.fmean(one) - statistics.fmean(others)) > max(_CHANGED / 2, 4 * spread)
+    change = statistics.fmean(one) - statistics.fmean(others)
+    return change if abs(change) > max(_CHANGED / 2, 4 * spread) else 0.0
 
 
 def _work(spans: Sequence[Span]) -> float:

@@ -136,6 +136,11 @@ def panel(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
     return f'<section class="panel">{"".join(parts)}</section>'
 
 
+def _changed(policy: Mapping[str, Any]) -> str:
+    streams = ", stream rollout" if policy.get("stream_rollout") else ""
+    return f"split {policy.get('split')}, max staleness {policy.get('max_staleness')}{streams}"
+
+
 def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
     meta, steps = trace.meta, trace.steps
     of = meta.get("steps")
@@ -144,6 +149,7 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
     rows = [
         ["policy", f"{escape(policy)}{_status(trace)}"],
         ["", f"<small>{escape(', '.join(knobs))}</small>"] if knobs else [],
+        *([f"from step {each['step']}", escape(_changed(each))] for each in meta.get("policies") or ()),
         ["steps", f"{steps} of {of}" if isinstance(of, int) and of != steps else str(steps)],
         ["wall time", f"{seconds(numbers['wall_s'])}, {seconds(numbers['step_s'])} a step"],
         ["exposed wait", seconds(numbers["exposed_wait_s"])],

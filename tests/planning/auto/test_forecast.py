@@ -6,7 +6,7 @@ import pytest
 
 from dataflow.distribution import Distribution
 from dataflow.planning.auto.forecast import candidates, forecast, steady_s
-from dataflow.planning.auto.window import window
+from dataflow.planning.auto.window import latency_changed, window
 from dataflow.planning.planner import simulate
 from dataflow.planning.rewards import Rewards
 from dataflow.planning.workload import Modelled, Workload, grpo
@@ -79,6 +79,22 @@ def test_one_step_that_is_an_exception_is_no_change() -> None:
         [a if a.step == 5 else b for a, b in zip(slow.spans, trace.spans, strict=True)], trace.marks, meta=trace.meta
     )
     assert steps_of(window(odd, 8)) == 7
+
+
+def test_rewards_that_take_another_time_show_before_their_step_ends() -> None:
+    slow = faster(trace_of(), 7, 3.0, "reward")
+    assert latency_changed(slow, 7, 6, whole=False)
+    assert not latency_changed(slow, 8, 7, whole=True), "no longer than those of the step before"
+    assert not latency_changed(trace_of(), 7, 6, whole=True)
+    quick = faster(trace_of(), 7, 0.3, "reward")
+    assert latency_changed(quick, 7, 6, whole=True)
+    assert not latency_changed(quick, 7, 6, whole=False), "the first rewards to arrive are the quickest"
+    assert not latency_changed(slow, 6, 7, whole=True), "a step that has ended is no news"
+    found = window(slow, 6, rewards_of=7)
+    assert found is not None
+    assert {m.end - m.begin for m in found.marks} == {30.0}
+    assert {s.step for s in found.spans} == {1, 2, 3, 4, 5}
+    assert forecast(found, [BASELINE], BASELINE)[0] == pytest.approx(4 + 1 + 4 + 0.5 + 30 - 1, rel=0.01)
 
 
 def test_a_forecast_from_a_baseline_is_what_each_policy_then_takes() -> None:
