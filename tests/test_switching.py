@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+from dataflow.batch import Batch
 from dataflow.errors import PipelineError, PolicyError
-from dataflow.graph import TaskGraph, TaskId
+from dataflow.executors.base import Chunk, Done
+from dataflow.graph import Pipeline, TaskGraph, TaskId, stage
 from dataflow.policy import PolicySchedule, SchedulingPolicy, divisors, expand, preset
-from dataflow.runner import Runner
+from dataflow.runner import Restored, Runner
 from dataflow.testing import (
     RandomCosts,
     RecordingExecutor,
@@ -42,35 +47,86 @@ def other(graph: TaskGraph, dice: random.Random, most: int = 2) -> SchedulingPol
     return SchedulingPolicy(split, dice.randint(0, most), graph.order, dice.random() < 0.5)
 
 
+class Interrupted(RecordingExecutor):
+    """Calls a function between any two events: ends of tasks and chunks of a rollout that streams."""
+
+    def __init__(self, costs: RandomCosts | SteadyCosts) -> None:
+        super().__init__(costs)
+        self.between: Callable[[], None] = lambda: None
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    async def events(self) -> AsyncIterator[Done | Chunk]:
+        async for event in super().events():
+            yield event
+            self.between()
+
+
 def switched(
-    graph: TaskGraph, costs: RandomCosts | SteadyCosts, dice: random.Random, often: float = 0.04, most: int = 2
-) -> tuple[Trace, dict[TaskId, Seen], TaskGraph, list[int]]:
+    graph: TaskGraph,
+    costs: RandomCosts | SteadyCosts,
+    dice: random.Random,
+    changes: int = 8,
+    most: int = 2,
+    restored: Restored | None = None,
+) -> tuple[Trace, dict[TaskId, Seen], TaskGraph, list[tuple[int, SchedulingPolicy]]]:
     """Runs a graph and changes its policy at random times; checks the scheduler's invariants after every task.
 
     Returns:
-        The trace, the inputs of every task, the graph as it was in the end, and the first steps of the policies.
+        The trace, the inputs of every task, the graph as it was in the end, and the changes with their first steps.
     """
-    executor, trace = RecordingExecutor(costs), Trace(meta={"resources": dict(graph.pipeline.resources)})
-    points: list[int] = []
+    executor, trace = Interrupted(costs), Trace(meta={"resources": dict(graph.pipeline.resources)})
+    points: list[tuple[int, SchedulingPolicy]] = []
+    tasks = sum(len(graph.unroll(step)) for step in range(graph.first, graph.steps + 1))
+    # Each task has a span, and an event that is over; chunks add to these.
+    moments = sorted(dice.randrange(3 * tasks) for _ in range(dice.randint(min(1, changes), changes)))
+    now = itertools.count()
 
-    def on_span(_span: object) -> None:
+    def change(*_span: object) -> None:
         runner.scheduler.check()
-        if dice.random() < often:
+        at = next(now)
+        while moments and moments[0] <= at:
+            del moments[0]
+            policy = other(graph, dice, most)
             try:
-                step = runner.switch(other(graph, dice, most))
+                step = runner.switch(policy)
             except (PipelineError, PolicyError):
-                return  # nothing has changed
-            points.extend([step] if step is not None else [])
+                continue  # nothing has changed
+            points.extend([(step, policy)] if step is not None else [])
             runner.scheduler.check()
 
+    executor.between = change
     inputs = dict.fromkeys(graph.pipeline.inputs, lambda step: None)
-    runner = Runner(graph, executor, inputs=inputs, trace=trace, on_span=on_span)
+    # A span is recorded in the middle of an event: the runner has taken it, and the scheduler has not.
+    runner = Runner(graph, executor, inputs=inputs, trace=trace, on_span=change, restored=restored)
     asyncio.run(runner.run())
     return trace, executor.seen, runner.graph, points
 
 
-def grpo(policy: SchedulingPolicy, mini_batches: int = 4, **more) -> TaskGraph:
-    return expand(grpo_pipeline(**more), policy, STEPS, mini_batches, groups=GROUPS)
+@stage(writes="snapshot", on="gpu", role="saves", every=3)
+def stage_checkpoint(actor, weights_version): ...
+
+
+@stage(on="io", role="saves", every=3, ahead_of="write_checkpoint")
+def keep_samples(responses): ...
+
+
+@stage(on="io", role="saves", every=3)
+def write_checkpoint(snapshot): ...
+
+
+def grpo(policy: SchedulingPolicy, mini_batches: int = 4, saves: bool = False, **more: Any) -> TaskGraph:
+    pipeline = grpo_pipeline(**more)
+    if saves:
+        stages = [*pipeline.stages, stage_checkpoint, keep_samples, write_checkpoint]
+        pipeline = Pipeline(stages, inputs=["prompts"], resources=pipeline.resources)
+    return expand(pipeline, policy, STEPS, mini_batches, groups=GROUPS)
+
+
+def version(graph: TaskGraph, step: int) -> int:
+    """Returns the version of the weights that a step samples with, by its policy."""
+    return max(0, step - 1 - graph.staleness(step))
 
 
 # --- rule 5, of any pipeline ---------------------------------------------------------------------------------
@@ -92,17 +148,17 @@ def test_any_run_keeps_every_rule_across_changes(dice, seed, grain):
 @given(DICE, st.integers(0, 999), st.sampled_from(["arrival", "index"]), st.integers(1, 3))
 def test_versions_are_those_of_each_steps_policy(dice, seed, order, gpus):
     resources = {"gpu": gpus, "reward": None, "controller": 1, "io": 1}
-    graph = grpo(SchedulingPolicy(1, dice.randint(0, 2), order), val_every=3, resources=resources)
+    saves = dice.random() < 0.5
+    graph = grpo(SchedulingPolicy(1, dice.randint(0, 2), order), saves=saves, val_every=3, resources=resources)
     trace, seen, after, _points = switched(graph, RandomCosts(seed, GROUPS, order), dice)
     check_trace(trace, after, busy=False)
     versions = []
     for step in range(1, STEPS + 1):
-        version = max(0, step - 1 - after.staleness(step))
-        sync = (TaskId(version, "sync_weights"),) if version else ()
+        sync = (TaskId(version(after, step), "sync_weights"),) if version(after, step) else ()
         assert seen[TaskId(step, "rollout")].fields["weights_version"] == sync
         before = (TaskId(step - 1, "actor_update", 3, 4),) if step > 1 else ()
         assert seen[TaskId(step, "actor_update", 0, 4)].fields["actor"] == before
-        versions.append(version)
+        versions.append(version(after, step))
     assert versions == sorted(versions)
 
 
@@ -112,17 +168,22 @@ def test_each_group_trains_once_a_step(dice, seed):
     graph = grpo(BASELINE)
     _trace, seen, _after, _points = switched(graph, RandomCosts(seed, GROUPS), dice)
     for step in range(1, STEPS + 1):
-        trained = [g for i, what in seen.items() if (i.stage, i.step) == ("actor_update", step) for g in what.groups]
-        assert sorted(trained) == list(range(GROUPS))
+        assert sorted(g for _i, groups in trained(seen, [step]) for g in groups) == list(range(GROUPS))
 
 
 # --- rules 1, 2 and 3 ----------------------------------------------------------------------------------------
 
 
+def trained(seen: dict[TaskId, Seen], steps: Iterable[int]) -> list[tuple[TaskId, tuple[int, ...] | None]]:
+    """Returns each optimizer step of some steps with its groups, in order."""
+    found = sorted((i.step, i.part, i) for i in seen if i.stage == "actor_update" and i.step in steps)
+    return [(i, seen[i].groups) for *_, i in found]
+
+
 def updates(seen: dict[TaskId, Seen]) -> list[tuple[TaskId, tuple[int, ...] | None, object]]:
     """Returns each optimizer step with its groups and the version they were sampled from, in order."""
-    found = sorted((i.step, i.part, i) for i in seen if i.stage == "actor_update")
-    return [(i, seen[i].groups, seen[TaskId(i.step, "rollout")].fields["weights_version"]) for *_, i in found]
+    versions = {i.step: what.fields["weights_version"] for i, what in seen.items() if i.stage == "rollout"}
+    return [(i, groups, versions[i.step]) for i, groups in trained(seen, range(1, STEPS + 1))]
 
 
 @QUICK
@@ -149,6 +210,72 @@ def test_the_same_schedule_gives_the_same_optimizer_steps_whenever_rewards_arriv
         expand(graph.pipeline, schedule, STEPS, 4, GROUPS), RandomCosts(again, GROUPS, "index")
     )
     assert updates(other_order) == updates(seen)
+
+
+# --- checkpoints, and a run that goes on from one ------------------------------------------------------------
+
+
+def cut(graph: TaskGraph, step: int) -> Restored:
+    """Returns what a checkpoint of a step holds: the states, and all that was sampled with older weights."""
+    ahead = range(step + 1, min(STEPS, step + graph.sampled_ahead(step)) + 1)
+    samples = {at: Batch(list(range(GROUPS)), {}, meta={"weights_version": version(graph, at)}) for at in ahead}
+    states = {"actor": "restored", "weights_version": step}
+    return Restored(states, {("responses", at): batch for at, batch in samples.items()})
+
+
+@QUICK
+@given(DICE, st.integers(0, 999))
+def test_a_checkpoint_holds_all_that_was_sampled_before_its_weights_were_synced(dice, seed):
+    graph = grpo(SchedulingPolicy(1, dice.randint(0, 2)), saves=True)
+    trace, _seen, after, _points = switched(graph, RandomCosts(seed, GROUPS), dice)
+    check_trace(trace, after, busy=False)
+    spans = {(s.stage, s.step): s for s in trace.spans if s.parts == 1}
+    for step in (3, 6, 9):
+        synced, written = spans["sync_weights", step], spans["write_checkpoint", step]
+        for at in range(step + 1, STEPS + 1):
+            assert (version(after, at) < step) == (at <= step + after.sampled_ahead(step))
+            if version(after, at) < step:
+                assert spans["rollout", at].end <= synced.begin
+                assert spans["keep_samples", at].end <= written.begin
+
+
+@QUICK
+@given(DICE, st.integers(0, 999), st.sampled_from([3, 6, 9]))
+def test_a_run_that_resumes_ends_as_it_would_have(dice, seed, step):
+    graph = grpo(SchedulingPolicy(1, dice.randint(0, 2), "index"), saves=True)
+    _trace, seen, after, points = switched(graph, RandomCosts(seed, GROUPS, "index"), dice)
+    schedule = PolicySchedule(((1, SchedulingPolicy(1, graph.staleness(1), "index")),))
+    for since, policy in points:
+        schedule = schedule.switched(since, policy)
+    again = expand(graph.pipeline, schedule, STEPS, 4, GROUPS, first=step + 1)
+    assert [again.staleness(at) for at in range(1, STEPS + 1)] == [after.staleness(at) for at in range(1, STEPS + 1)]
+    restored = cut(again, step)
+    _trace, resumed, _after, _none = switched(again, RandomCosts(seed + 1, GROUPS, "index"), dice, 0, 0, restored)
+    late = range(step + 1, STEPS + 1)
+    assert trained(resumed, late) == trained(seen, late)
+    for at in late:
+        assert sampled_with(resumed, restored, at) == sampled_with(seen, Restored(), at) == version(after, at)
+
+
+@QUICK
+@given(DICE, st.integers(0, 999), st.integers(2, 9))
+def test_a_run_that_resumes_and_changes_keeps_its_samples_within_their_steps_staleness(dice, seed, step):
+    begun = SchedulingPolicy(dice.choice([1, 2, 4]), dice.randint(0, 3), "index", dice.random() < 0.5)
+    whole = grpo(begun)
+    again = expand(whole.pipeline, begun, STEPS, 4, GROUPS, first=step + 1)
+    restored = cut(again, step)
+    _trace, seen, after, _points = switched(again, RandomCosts(seed, GROUPS, "index"), dice, most=3, restored=restored)
+    for at in range(step + 1, STEPS + 1):
+        assert sampled_with(seen, restored, at) == version(after, at)
+        assert sorted(g for _i, groups in trained(seen, [at]) for g in groups) == list(range(GROUPS))
+
+
+def sampled_with(seen: dict[TaskId, Seen], restored: Restored, step: int) -> int:
+    """Returns the version that a step's samples are of."""
+    if ("responses", step) in restored.fields:
+        return int(restored.fields["responses", step].meta["weights_version"])
+    (read,) = seen[TaskId(step, "rollout")].fields["weights_version"] or (0,)
+    return read.step if isinstance(read, TaskId) else read or 0
 
 
 # --- what a change costs -------------------------------------------------------------------------------------
