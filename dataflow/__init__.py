@@ -13,7 +13,7 @@ from dataflow.graph import Carried, Hosted, Latest, Pipeline, Stage, TaskInfo, s
 from dataflow.policy import SchedulingPolicy, expand, preset
 
 if TYPE_CHECKING:
-    from dataflow.api import Run, Trace, plan, resume, run, simulate
+    from dataflow.api import Finding, Run, Trace, check, plan, resume, run, simulate
     from dataflow.batch import Batch
     from dataflow.reward_agent import RewardAgent
 
@@ -23,6 +23,7 @@ __all__ = [
     "Batch",
     "Carried",
     "DataflowError",
+    "Finding",
     "Hosted",
     "Latest",
     "Pipeline",
@@ -32,6 +33,7 @@ __all__ = [
     "Stage",
     "TaskInfo",
     "Trace",
+    "check",
     "expand",
     "plan",
     "preset",
@@ -44,7 +46,7 @@ __all__ = [
 _LAZY = {
     "Batch": "dataflow.batch",
     "RewardAgent": "dataflow.reward_agent",
-    **dict.fromkeys(("Run", "Trace", "plan", "resume", "run", "simulate"), "dataflow.api"),
+    **dict.fromkeys(("Finding", "Run", "Trace", "check", "plan", "resume", "run", "simulate"), "dataflow.api"),
 }
 """Names that are imported when they are used, so that ``import dataflow`` takes no time."""
 

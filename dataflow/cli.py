@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dataflow.commands.arguments import Parser, Version, as_key
+from dataflow.commands.arguments import Parser, Version, as_key, is_dry
 from dataflow.commands.ending import act
+from dataflow.commands.trace import read_trace
 from dataflow.errors import ConfigError, Interrupted
 from dataflow.files import written
 from dataflow.system.stopping import stopping
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from dataflow.running.reporting.progress import Progress
     from dataflow.running.session import Session
 
+_FILES = (".py", ".yaml", ".yml")
+"""Ends of the names of what can be run."""
 EXAMPLES = {
     "run": "dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
     "resume": "dataflow resume runs/gsm8k_grpo-both-1 steps=60",
@@ -70,8 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _trains(options: argparse.Namespace) -> bool:
     """Whether a command runs a pipeline."""
     if options.command == "compare":
-        return bool(options.runs[0].endswith(".py"))
-    return options.command == "resume" or (options.command == "run" and not options.keys)
+        return bool(options.runs[0].endswith(_FILES))
+    if options.command == "run":
+        return not options.keys and all(text.replace(" ", "").lower() != "dry=true" for text in options.overrides)
+    return bool(options.command == "resume")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,8 +100,18 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     run = add("run", _run, "Trains a pipeline.")
-    run.add_argument("pipeline", nargs="?", metavar="PIPELINE.py", help="or the config.yaml of a run, to repeat it")
-    run.add_argument("overrides", nargs="*", metavar="key=value", help="configuration; --keys lists them")
+    run.add_argument(
+        "pipeline",
+        nargs="?",
+        metavar="PIPELINE.py",
+        help="or a recipe, or the config.yaml of a run",
+    )
+    run.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="configuration, --keys lists them; dry=true only checks everything",
+    )
     run.add_argument("--keys", action="store_true", help="list every key with its default, and stop")
     run.add_argument("--json", action="store_true", help="print the summary as JSON")
     run.add_argument("--quiet", action="store_true", help="no progress")
@@ -147,7 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     samples.add_argument("--json", action="store_true", help="print them as JSON")
 
     compare = add("compare", _compare, "Shows several runs on one time axis; given a pipeline, runs all four policies.")
-    compare.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or PIPELINE.py key=value ...")
+    compare.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directories, or PIPELINE.py or a recipe, key=value ..."
+    )
     compare.add_argument("-o", dest="out", metavar="FILE.html|.png|.svg", help="draw them; .html to look around in")
     compare.add_argument("--predicted", action="store_true", help="one RUN against its own prediction, stage by stage")
     compare.add_argument("--json", action="store_true", help="print the table as JSON")
@@ -174,20 +191,25 @@ def _import_verl(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.keys:
-        from dataflow.config.pipeline_file import load_pipeline_file
         from dataflow.config.run import RunConfig, describe
+        from dataflow.config.saved import class_of
 
-        print(describe(load_pipeline_file(options.pipeline).Config if options.pipeline else RunConfig))
+        print(describe(class_of(options.pipeline) if options.pipeline else RunConfig))
         return 0
     if options.pipeline is None:
         raise ConfigError("run: give a PIPELINE.py, such as pipelines/gsm8k_grpo.py.")
+    dry, overrides = is_dry(options.overrides)
+    if dry:
+        from dataflow.commands.dry import check
+
+        return check(options.pipeline, overrides, options.json)
     progress = _starting(options.pipeline, options)
     from dataflow.config.saved import load
     from dataflow.running.resume import Complete, began
-    from dataflow.running.session import prepare_logging
+    from dataflow.running.session import Session, prepare_logging
 
     prepare_logging()
-    session = began(*load(options.pipeline, options.overrides), options.overrides, progress)
+    session = began(*load(options.pipeline, overrides), overrides, progress, Session)
     if isinstance(session, Complete):
         print(json.dumps(session.summary, indent=1) if options.json else f"{session.words}.")
         return 0
@@ -244,58 +266,9 @@ def _train(session: Session, options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from dataflow.config.pipeline_file import pipeline_of
-    from dataflow.config.saved import load
-    from dataflow.policy import expand
+    from dataflow.commands.show import show
 
-    if options.out:
-        from dataflow.drawing.graph_picture import check_out
-
-        check_out(Path(options.out))
-    unroll = any(text.startswith("steps=") for text in options.overrides)
-    module, config = load(options.pipeline, options.overrides)
-    pipeline = pipeline_of(module, config)
-    policy = config.policy.resolve(config.optimizer_steps)
-    steps = config.steps
-    graph = expand(pipeline, policy, steps, config.optimizer_steps, groups=config.step_groups)
-    seconds = _seconds_of(options.costs) if options.costs else None
-    if options.out:
-        from dataflow.drawing.graph_picture import draw_graph
-
-        draw_graph(pipeline, graph if unroll else None, Path(options.out), seconds)
-        print(options.out)
-    elif options.json:
-        window = graph.window(1, steps if unroll else 1)
-        nodes = [{"task": str(task), **facts} for task, facts in window.nodes(data=True)]
-        print(json.dumps({"tasks": nodes, "edges": [[str(a), str(b)] for a, b in window.edges]}, indent=1))
-    else:
-        print(pipeline.explain())
-        if unroll:
-            facts = f"{policy.split} parts, max_staleness {policy.max_staleness}, {steps} steps"
-            print(f"\n{config.policy.preset}, {facts}:\n")
-            print(graph.explain(1, steps))
-        print(f"\n{_critical(pipeline, graph if unroll else None, seconds)}")
-    return 0
-
-
-def _seconds_of(run: str) -> dict[str, float]:
-    """Returns how long the tasks of each stage took in one step of a run, together."""
-    from dataflow.timeline.attribution import summary
-    from dataflow.timeline.spans import Trace
-
-    trace = _trace(run)
-    whole = set(trace.whole_steps)
-    # Of a step that was interrupted there are only some tasks.
-    ended = Trace([s for s in trace.spans if s.step in whole], meta=trace.meta) if whole else trace
-    return {name: of["total_s"] / max(1, len(whole)) for name, of in summary(ended)["stages"].items()}
-
-
-def _critical(pipeline: Any, graph: Any, seconds: dict[str, float] | None) -> str:
-    from dataflow.drawing.graph_picture import critical_path, stages
-
-    path = critical_path(pipeline, stages(pipeline) if graph is None else graph.window(), seconds)
-    said = "each stage counts the same; --costs RUN takes the times of a run" if seconds is None else "times of the run"
-    return f"critical path ({said}): {' -> '.join(map(str, path))}"
+    return show(options)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -332,15 +305,6 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _trace(run: str) -> Any:
-    from dataflow.timeline import perfetto
-
-    trace = perfetto.load(run)
-    if note := trace.meta.get("cut"):
-        print(f"note: {run} is {note}", file=sys.stderr)
-    return trace
-
-
 def _timeline(options: argparse.Namespace) -> int:
     from dataflow.files import replaced
     from dataflow.timeline import attribution, files
@@ -356,7 +320,7 @@ def _timeline(options: argparse.Namespace) -> int:
         check_out(options.out)
     else:
         files.check(options.out, ".txt")
-    trace = _trace(options.run)
+    trace = read_trace(options.run)
     if options.merge:
         print(merge(trace, options.merge, options.out))
         return 0
@@ -404,12 +368,12 @@ def _compare(options: argparse.Namespace) -> int:
     if options.predicted:
         from dataflow.planning.backtest import predicted
 
-        print(predicted(runs, _trace, options.out, options.json))
+        print(predicted(runs, read_trace, options.out, options.json))
         return 0
-    if runs[0].endswith(".py"):
+    if runs[0].endswith(_FILES):
         from dataflow.commands.presets import run_all
 
         report(training=True)  # its runs close by themselves, which takes a while
         runs = run_all(runs[0], runs[1:])
-    print(compare(runs, _trace, options.out, options.json))
+    print(compare(runs, read_trace, options.out, options.json))
     return 0

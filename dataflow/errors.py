@@ -33,6 +33,10 @@ class ModelError(UserError):
     """A model directory is missing or incomplete."""
 
 
+class NotChecked(UserError):
+    """Something cannot be checked before a start, which makes or downloads it; the message says what."""
+
+
 class RunError(DataflowError):
     """The run failed: exit code 1, with the trace and metrics so far on disk."""
 

@@ -70,6 +70,7 @@ def run(
     from dataflow.config.saved import load
     from dataflow.running.reporting.progress import Progress
     from dataflow.running.resume import began
+    from dataflow.running.session import Session
 
     arguments = arguments_of(overrides, keys)
     if isinstance(pipeline, Pipeline):
@@ -79,7 +80,7 @@ def run(
         raise ConfigError("run: a pipeline file supplies its inputs itself; define inputs(config) in it.")
     else:
         module, config = load(pipeline, arguments)
-    return _finish(lambda: began(module, config, arguments, Progress(quiet=quiet)))
+    return _finish(lambda: began(module, config, arguments, Progress(quiet=quiet), Session))
 
 
 def resume(directory: str | Path, *overrides: str, quiet: bool = True, **keys: Any) -> Run:

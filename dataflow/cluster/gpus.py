@@ -6,6 +6,7 @@ nothing else, a slot, holds it, all on one node; the process itself requests no 
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -65,6 +66,21 @@ class Gpus:
         if self._group is not None and ray.is_initialized():
             remove_placement_group(self._group)
         self._group, self._slots = None, []
+
+
+def check_count(wanted: float, there: float) -> str:
+    """Checks that a machine has the GPUs that a run needs, for which Ray would wait; returns how many it has.
+
+    Raises:
+        ConfigError: it has too few.
+    """
+    if wanted <= there:
+        return f"{math.ceil(wanted)} of {there:g}"
+    found = f"only {there:g}" if there else "none"
+    raise ConfigError(
+        f"ray.gpus_per_worker: the run needs {math.ceil(wanted)} GPUs, and finds {found} on this machine; leave "
+        "it out to run on the CPU, give fewer ranks (trainer.world_size), or check nvidia-smi and CUDA_VISIBLE_DEVICES."
+    )
 
 
 def see(gpus: tuple[str, ...]) -> None:

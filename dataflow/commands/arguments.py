@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dataflow.commands.ending import one_line
+from dataflow.errors import ConfigError
 
 
 def as_key(unknown: Sequence[str], arguments: Sequence[str]) -> str:
@@ -19,6 +20,22 @@ def as_key(unknown: Sequence[str], arguments: Sequence[str]) -> str:
         following = arguments[arguments.index(option) + 1 :]
         value = following[0] if following and not following[0].startswith("-") else "VALUE"
     return f"; keys are written without dashes, {name.replace('-', '_')}={value}"
+
+
+def is_dry(arguments: Sequence[str]) -> tuple[bool, list[str]]:
+    """Returns whether ``dry=true`` is among ``key=value`` arguments, and the others.
+
+    Raises:
+        ConfigError: it has another value than true or false, or is given twice.
+    """
+    given = [text for text in arguments if text.partition("=")[0].strip() == "dry"]
+    if not given:
+        return False, list(arguments)
+    value = given[0].partition("=")[2].strip().lower()
+    if len(given) > 1 or value not in ("true", "false"):
+        why = "it is given twice; give it once" if len(given) > 1 else "give true, to check everything, or false"
+        raise ConfigError(f"{given[0]}: {why}.")
+    return value == "true", [text for text in arguments if text not in given]
 
 
 class Parser(argparse.ArgumentParser):

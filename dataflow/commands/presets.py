@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataflow.config.pipeline_file import load_pipeline_file
-from dataflow.config.run import parse_overrides
+from dataflow.config.saved import load
 from dataflow.errors import ConfigError, DataflowError, UserError
 from dataflow.policy import PRESETS
 from dataflow.system.children import command
@@ -26,8 +25,7 @@ def run_all(pipeline: str, overrides: Sequence[str]) -> list[str]:
     given = [text for text in overrides if text.split("=")[0] in ("policy", "name")]
     if given:
         raise ConfigError(f"'{given[0]}': compare sets policy and name itself; leave it out.")
-    module = load_pipeline_file(pipeline)
-    config = parse_overrides(module.Config, list(overrides))
+    _module, config = load(pipeline, list(overrides))
     number = 1
     while any((Path(config.runs) / f"compare-{number}-{name}").exists() for name in PRESETS):
         number += 1

@@ -1,7 +1,8 @@
 """The configuration of a run, and its ``config.yaml``, from which the run can be repeated and resumed.
 
 Besides all keys the file has a section ``origin``: the pipeline file with its hash, the git revision, and the versions
-of the packages that the run uses.
+of the packages that the run uses. A file written by hand, a recipe, needs only ``origin.pipeline``, a path from its own
+directory, and the keys that differ from the pipeline's defaults.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from loguru import logger
 
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.base import BaseConfig, dump_yaml
-from dataflow.config.keys.overrides import parse_overrides
+from dataflow.config.keys.overrides import expanded, parse_overrides
 from dataflow.config.pipeline_file import load_pipeline_file
 from dataflow.errors import ConfigError
 from dataflow.system.redaction import MASK
@@ -81,6 +82,7 @@ class Saved:
             self._check_same(origin, Path(module.__file__) if module.__file__ else None)
         self.module = module
         self._class: type[BaseConfig] = module.Config
+        self._values = expanded(self._class, self._values)
 
     def _load(self, origin: Any) -> ModuleType:
         if not isinstance(origin, dict) or not isinstance(origin.get("pipeline"), str):
@@ -88,12 +90,12 @@ class Saved:
                 f"{self.path} does not name its pipeline file ({ORIGIN}.pipeline), as for a pipeline made in Python: "
                 "resume that with run(pipeline, name=..., resume='auto'), and run another from its file."
             )
-        file = Path(origin["pipeline"])
+        file = self.path.parent / origin["pipeline"]  # a run's is absolute, a recipe's is beside it
         if not file.is_file():
             raise ConfigError(
                 f"{self.path}: its pipeline file {file} is gone; put it back, or correct {ORIGIN}.pipeline."
             )
-        self.changed = origin.get("sha256") != _sha256(file)
+        self.changed = origin.get("sha256", digest := _sha256(file)) != digest
         return load_pipeline_file(file)
 
     def _check_same(self, origin: Any, given: Path | None) -> None:
@@ -127,9 +129,9 @@ class Saved:
         values = dict(self._values)
         if given.intersection({"policy", "policy.preset"}):
             # The numbers are those of the preset before.
-            policy = values.get("policy") or {}
-            numbers = ("split", "max_staleness", "stream_rollout")
-            values["policy"] = {k: v for k, v in policy.items() if k not in numbers}
+            policy, numbers = values.get("policy"), ("split", "max_staleness", "stream_rollout")
+            if isinstance(policy, Mapping):
+                values["policy"] = {k: v for k, v in policy.items() if k not in numbers}
         for arg in overrides:
             key, _, value = (part.strip() for part in arg.partition("="))
             if key in ("algorithm", "algorithm.preset", "algorithm.rollout_correction"):
@@ -150,11 +152,23 @@ def load(path: str | Path, overrides: Sequence[str]) -> tuple[ModuleType, BaseCo
     Raises:
         UserError: the file or an argument is wrong, in one sentence.
     """
-    if str(path).endswith((".yaml", ".yml")):
+    if is_saved(path):
         saved = Saved(Path(path))
         return saved.module, saved.again(overrides)
     module = load_pipeline_file(path)
     return module, parse_overrides(module.Config, overrides)
+
+
+def is_saved(path: str | Path) -> bool:
+    """Whether a path is that of a configuration, not of a pipeline file."""
+    return str(path).endswith((".yaml", ".yml"))
+
+
+def class_of(path: str | Path) -> type[BaseConfig]:
+    """Returns the class of the configuration that :func:`load` would return; raises as it does."""
+    module = Saved(Path(path)).module if is_saved(path) else load_pipeline_file(path)
+    found: type[BaseConfig] = module.Config
+    return found
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -166,12 +180,12 @@ def read_values(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give the config.yaml of a run.") from error
+        raise ConfigError(f"{path}: {error.strerror}; give the config.yaml of a run, or a recipe.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         said = " ".join(str(error).split())[:120]
         raise ConfigError(f"{path} cannot be read ({said}); correct it, or give the pipeline file.") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} is not the configuration of a run; give the config.yaml of a run.")
+        raise ConfigError(f"{path} is not the configuration of a run; give the config.yaml of a run, or a recipe.")
     return values
 
 

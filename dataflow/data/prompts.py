@@ -156,6 +156,11 @@ class PromptSource:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self._ids), default=0)
+
     def check_pass(self, most: int, response: int) -> None:
         """Checks that each prompt fits into one pass of the trainer, with a response of up to ``response`` tokens.
 

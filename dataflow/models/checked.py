@@ -38,7 +38,7 @@ class WeightsCheck:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = cache_home() / "checked" / f"{_key(path)}.json"
+        self._file = cache_home() / "checked" / f"{key_of(path)}.json"
         self._process: subprocess.Popen[bytes] | None = None
         if not self._file.is_file() and "torch" not in sys.modules:
             self._process = subprocess.Popen(
@@ -57,8 +57,11 @@ class WeightsCheck:
             with self._process:
                 self._process.kill()
 
-    def wait(self) -> None:
+    def wait(self, keep: bool = True) -> None:
         """Waits for the result; warns of weights that no layer takes.
+
+        Args:
+            keep: whether to remember it for later runs.
 
         Raises:
             ModelError: see :func:`~dataflow.models.directory.check_weights`.
@@ -66,12 +69,16 @@ class WeightsCheck:
         unused = self._known()
         if unused is None:
             unused = self._found()
-            # A home that cannot be written costs the next run this check again.
-            with contextlib.suppress(OSError):
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                with replaced(self._file) as temporary:
-                    temporary.write_text(json.dumps(unused), encoding="utf-8")
+            if keep:
+                self._remember(unused)
         warn_unused(self._path, unused)
+
+    def _remember(self, unused: list[str]) -> None:
+        # A home that cannot be written costs the next run this check again.
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with replaced(self._file) as temporary:
+                temporary.write_text(json.dumps(unused), encoding="utf-8")
 
     def _known(self) -> list[str] | None:
         try:
@@ -91,8 +98,8 @@ class WeightsCheck:
         return unused_weights(self._path)  # the process was killed, or there is none
 
 
-def _key(path: Path) -> str:
-    """Returns a name for all that the result depends on."""
+def key_of(path: Path) -> str:
+    """Returns a name for all that the result of a model's check depends on."""
     config = (path / "config.json").read_bytes().hex()
     versions = [importlib.metadata.version(package) for package in ("transformers", "torch")]
     facts = json.dumps([_REVISION, versions, config, headers(path)], sort_keys=True)

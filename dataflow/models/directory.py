@@ -105,6 +105,15 @@ def check_chat(path: Path) -> None:
         headers(path)
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns the configuration in a model's directory.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
+    """
+    return _json(path, "config.json")
+
+
 def has_chat_template(path: Path) -> bool:
     """Whether the tokenizer in a model's directory has a chat template.
 

@@ -18,11 +18,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dataflow.errors import ModelError
+from dataflow.errors import ModelError, NotChecked
 from dataflow.models.directory import check_files
 from dataflow.models.problems import ITEMS, LARGEST, NAMES, STORIES, apply, generate, solve
 from dataflow.system.supervisor import report
@@ -81,8 +82,22 @@ class Recipe:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
+_LEFT_OUT = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "original/*"]
+"""Files of a model on the hub that nothing here reads."""
+_here_only: ContextVar[bool] = ContextVar("here_only", default=False)
+
 RECIPES = {"default": Recipe(), "teacher": Recipe(right=0.97, wrong=0.02, plain=0.97)}
 """Recipes by name: of the model to train, and of one that was taught the right operations, to distil from."""
+
+
+@contextlib.contextmanager
+def here_only() -> Iterator[None]:
+    """No model is made or downloaded in the block: one that is not on this machine yet is a ``NotChecked``."""
+    before = _here_only.set(True)
+    try:
+        yield
+    finally:
+        _here_only.reset(before)
 
 
 def tiny_model(
@@ -111,6 +126,8 @@ def tiny_model(
     place = home / f"tiny-{recipe.key(seed)}"
     if place.is_dir():
         return place
+    if _here_only.get():
+        raise NotChecked("a tiny Qwen2, which the first start makes (about a minute)")
     try:
         home.mkdir(parents=True, exist_ok=True)
         with _locked(home / f"{place.name}.lock"):
@@ -138,6 +155,7 @@ def check_model(path: str | Path, key: str = "model.path") -> Path:
 
     Raises:
         ModelError: it is missing, is not a complete causal language model, or cannot be downloaded.
+        NotChecked: it would have to be downloaded (:func:`here_only`).
     """
     text = str(path)
     local = Path(path).expanduser()
@@ -150,10 +168,15 @@ def check_model(path: str | Path, key: str = "model.path") -> Path:
         raise ModelError(f"{key}={text} does not exist; give the directory of a Hugging Face model, or a hub id.")
     from huggingface_hub import snapshot_download
 
+    here = _here_only.get()
     try:
-        found = snapshot_download(text, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "original/*"])
+        found = snapshot_download(text, ignore_patterns=_LEFT_OUT, local_files_only=here)
     # The hub's client raises its own kinds, httpx's, ValueError and OSError; all mean the same to the user.
     except Exception as e:
+        if here:
+            raise NotChecked(
+                f"{key}={text} is not on this machine; a start downloads it, and 'hf download {text}' does so now"
+            ) from e
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise ModelError(
             f"{key}={text} is not a local directory, and was not found on the Hugging Face hub ({reason})."

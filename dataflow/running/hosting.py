@@ -11,7 +11,8 @@ from typing import Any
 from dataflow.config.reward import RewardConfig, concurrency_of, model_of, source_of
 from dataflow.engines.choice import refused_temperature, rollout_engine
 from dataflow.errors import ConfigError, ModelError
-from dataflow.models.directory import headers, room_of
+from dataflow.models.directory import room_of
+from dataflow.models.size import count
 from dataflow.models.tiny import check_model
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of
 from dataflow.stage import Hosted
@@ -196,12 +197,15 @@ def check_reader(config: Any, path: str, key: str) -> None:
 
 def gpus_of(hosts: Iterable[Hosted]) -> int:
     """Returns how many GPUs services need together; those that share one count once."""
-    shares = 0.0
+    shares, alone = 0.0, 0
     for host in hosts:
         if host.factory == REPLICAS:
-            shares += host.options["gpus"] * host.options["devices"] * host.options["replicas"]
-        shares += host.gpus * host.devices * host.ranks
-    return math.ceil(round(shares, 6))
+            of, number = host.options["gpus"], host.options["devices"] * host.options["replicas"]
+        else:
+            of, number = host.gpus, host.devices * host.ranks
+        shares += of * number
+        alone += number if 0.5 < of < 1 else 0  # no two such shares fit on one GPU
+    return max(alone, math.ceil(round(shares, 6)))
 
 
 def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Hosted:
@@ -267,7 +271,7 @@ def check_room(config: Any) -> None:
             f"{key}={tokens}: with a prompt that is more than the {positions} tokens that model "
             f"'{config.model.path}' can read; lower it."
         )
-    kind = rollout_engine(draw.rollout, **circumstances(config))
+    kind = _engine(config, "cuda" if config.ray.gpus_per_worker else "cpu")
     # vLLM reserves memory for the longest possible prompt; transformers for each actual one.
     longest = config.data.max_prompt_length
     if kind == "vllm" and positions is not None and longest + tokens > positions:
@@ -288,32 +292,50 @@ def circumstances(config: Any) -> dict[str, Any]:
     Args:
         config: a :class:`~dataflow.config.run.RunConfig`. Without a model it trains the tiny one.
     """
-    path, count = config.model.path, None
+    path, number = config.model.path, None
     if config.engine.rollout == "auto" and config.engine.tensor_parallel == 1:  # several workers are vLLM's alone
         try:
-            count = sum(math.prod(shape) for shape, _ in headers(Path(path)).values()) if path else 0
+            number = count(Path(path)) if path else 0
         except (ModelError, OSError):
-            count = None  # a name on the hub; a directory is checked before the run
+            number = None  # a name on the hub; a directory is checked before the run
     return {
         "own_process": config.executor != "inline",
         "device": "cuda" if config.ray.gpus_per_worker else "cpu",
-        "parameters": count,
+        "parameters": number,
     }
 
 
+def check_engine(config: Any) -> str:
+    """Checks that the rollout engine is installed, for the device of the run; returns its kind.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig`.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    return rollout_engine(config.engine.rollout, **circumstances(config))
+
+
+def _engine(config: Any, device: str) -> str:
+    """Returns the kind of the rollout engine, whether it is installed or not."""
+    name = config.engine.rollout
+    return str(name) if name != "auto" else rollout_engine(name, **circumstances(config) | {"device": device})
+
+
 def rollout_host(config: Any, gpus: float) -> Hosted:
-    """Returns the host of the rollout engine, named ``rollout``.
+    """Returns the host of the rollout engine, named ``rollout``; the engine need not be installed to draw the graph.
 
     Args:
         config: a :class:`~dataflow.config.run.RunConfig`.
         gpus: for each of the engine's workers, shares allowed; 0 samples on the CPU.
 
     Raises:
-        ConfigError: the engine is not installed, or does not support an option.
+        ConfigError: the engine does not support an option.
     """
     draw = config.engine
     device = "cuda" if gpus else "cpu"
-    kind = rollout_engine(draw.rollout, **circumstances(config) | {"device": device})
+    kind = _engine(config, device)
     for key, value in (("engine", draw.temperature), ("val", config.val.temperature)):
         if why := refused_temperature(value, kind):
             raise ConfigError(f"{key}.temperature={value:g}: {why}.")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from dataflow.config.base import BaseConfig, values_of
 from dataflow.config.reward import sources_of
@@ -17,12 +17,13 @@ from dataflow.files import nearest_path
 from dataflow.rewards.ledger.file import check_file
 from dataflow.rewards.naming import MAIN, file_of
 from dataflow.running.directory import check_unlocked
-from dataflow.running.prompts import settle
+from dataflow.running.preparing.prompts import settle
 from dataflow.running.remains import complete
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.running.session import Session
 
+Made = TypeVar("Made")
 MAY_CHANGE = (
     "checkpoint", "engine.gpu_memory", "engine.kv_cache_gb", "engine.max_num_seqs", "engine.replicas",
     "engine.restarts", "executor", "judge.api_key_env", "judge.client", "judge.latency", "judge.max_cost",
@@ -58,7 +59,13 @@ class Complete:
         return f"run '{self.directory}' is complete: {self.summary['steps']} steps"
 
 
-def began(module: ModuleType, config: BaseConfig, overrides: Sequence[str], progress: Progress) -> Session | Complete:
+def began(
+    module: ModuleType,
+    config: BaseConfig,
+    overrides: Sequence[str],
+    progress: Progress,
+    make: Callable[[BaseConfig, ModuleType, Progress, Path | None], Made],
+) -> Made | Complete:
     """Returns the session of ``dataflow run``: a new one, or with ``resume=auto`` the one that resumes a run.
 
     A run that is complete has none, so that a loop which starts a run again and again can end.
@@ -67,6 +74,7 @@ def began(module: ModuleType, config: BaseConfig, overrides: Sequence[str], prog
         module, config: of the run.
         overrides: the arguments that made the configuration.
         progress: shows what happens.
+        make: makes the session, or what else is wanted of the run.
 
     Raises:
         UserError: one sentence; nothing has been written or started.
@@ -80,8 +88,8 @@ def began(module: ModuleType, config: BaseConfig, overrides: Sequence[str], prog
             if (summary := complete(directory, after.steps)) is not None:
                 return Complete(directory, summary)
             _point(directory, after.steps)
-            return Session(after, saved.module, progress, directory.resolve())
-    return Session(config, module, progress)
+            return make(after, saved.module, progress, directory.resolve())
+    return make(config, module, progress, None)
 
 
 def resumed(directory: Path, overrides: Sequence[str], progress: Progress) -> Session:

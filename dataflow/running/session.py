@@ -18,24 +18,18 @@ from loguru import logger
 
 from dataflow.config import saved
 from dataflow.config.base import BaseConfig
-from dataflow.config.pipeline_file import inputs_of, pipeline_of
-from dataflow.config.reward import JudgeConfig, rule_of, source_of
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, UserError
 from dataflow.files import replaced, written
-from dataflow.graph import Hosted, TaskGraph
-from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
-from dataflow.rewards.naming import JUDGE
-from dataflow.rewards.user.build import scores_alone
+from dataflow.graph import TaskGraph
 from dataflow.running.attempt import Attempt
-from dataflow.running.auto import AutoPolicy, facts_of, load_schedule
-from dataflow.running.directory import check_directory, locked, make_directory, remove_directory, remove_temporary
-from dataflow.running.hosting import REWARD
-from dataflow.running.prompts import Prompts
+from dataflow.running.auto import AutoPolicy, facts_of
+from dataflow.running.directory import locked, make_directory, remove_directory, remove_temporary
+from dataflow.running.preparing.check import make_all
+from dataflow.running.preparing.preparation import Preparation
 from dataflow.running.record import Backends, Record
 from dataflow.running.remains import complete, finish, stopped
 from dataflow.running.reporting.progress import Progress
-from dataflow.running.reporting.tracking import check_backends
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.system import clock
 from dataflow.system.redaction import redact, redact_values
@@ -61,115 +55,29 @@ class Session:
         self, config: BaseConfig, module: ModuleType, progress: Progress, directory: Path | None = None
     ) -> None:
         self._began = clock.now()
-        self.config = config.model_copy(deep=True)
+        self._prepared = Preparation(config, module, progress, directory)
+        make_all(self._prepared.checks())
+        self.config = self._prepared.config
         self.module = module
         self.progress = progress
-        self.policy: SchedulingPolicy = config.policy.resolve(config.optimizer_steps)
-        self.schedule = self._schedule(directory)
-        self.graph: TaskGraph
+        self.policy = self._prepared.policy
+        self.inputs = self._prepared.inputs
         self.record: Record
         self._resumes = directory is not None
         self.directory = directory or Path()
-        check_backends(self.config.tracking.backends)
-        if directory is None:
-            check_directory(self.config)
         self._lost: RunError | None = None
         self._cancel: Callable[[], object] | None = None
         self._facts: dict[str, Any] = {}
         self._ready: Callable[[], Awaitable[None]] | None = None
-        self.expand()  # before the model is made, so that an invalid policy fails at once
-        self._check_reward()
-        self.inputs = self._inputs()
-        if isinstance(self.config, RunConfig) and self.config.reward.models:
-            from dataflow.rewards.models.probe import check_servers
-
-            models = self.config.reward.models.items()
-            check_servers([(name, url, model.start_timeout) for name, model in models for url in model.given_urls])
 
     @property
-    def _agents(self) -> dict[str, Hosted]:
-        """The hosts of the run's own reward agents, by name; empty if no stage uses one."""
-        if not isinstance(self.config, RunConfig):
-            return {}
-        return {name: host for name, host in self.graph.pipeline.hosts().items() if host.factory == REWARD}
-
-    @property
-    def _stand_ins(self) -> dict[str, JudgeConfig]:
-        """The judges that the run has to start: those with no address, of agents that nothing else scores for."""
-        found = {}
-        for name, host in self._agents.items():
-            source = source_of(self.config, name)
-            alone = source.custom.path or scores_alone(source.options.manager, source.options.manager_path)
-            if host.options["default"]["target"] == JUDGE and not alone and source.judge.url is None:
-                found[name] = source.judge
-        return found
-
-    def _check_reward(self) -> None:
-        agents, pipeline = self._agents, self.graph.pipeline
-        if isinstance(self.config, RunConfig):
-            from dataflow.running.served_models import check_models
-            from dataflow.stages.normalize import normalizes
-
-            check_models(self.config, agents, pipeline.hosts().values())
-            for name in agents:
-                rule = rule_of(self.config, source_of(self.config, name))
-                if rule == "running" and not normalizes(pipeline.stages, name):
-                    raise ConfigError(
-                        f"reward agent '{name}': this pipeline does not normalise its scores (normalize=running); make "
-                        "it with recipe_pipeline, or give the model normalize=none."
-                    )
-        if not agents:
-            return
-        from dataflow.distribution import parse_distribution
-        from dataflow.running.agent import check_reward
-
-        first = pipeline.collector.host if pipeline.collector is not None else None
-        for name, host in agents.items():
-            check_reward(**host.options)
-            if host.options["options"].extra_groups and first is not None and name != first.name:
-                raise ConfigError(
-                    f"{name}.on_failure=replace_group: the groups of a part are those of agent '{first.name}', so that "
-                    f"no other can take the place of a failed one; give {name}.on_failure=drop_group."
-                )
-        for judge in self._stand_ins.values():
-            parse_distribution(judge.latency)
-
-    def _inputs(self) -> dict[str, Callable[[int], Any]]:
-        """Returns the pipeline's input fields, a function of the step each.
-
-        They are what ``inputs(config)`` of the pipeline file returns, and the prompts of a run that trains a language
-        model.
-
-        Raises:
-            ConfigError: nothing supplies an input.
-        """
-        pipeline, config, file = self.graph.pipeline, self.config, self.module.__file__ or ""
-        prompts = Prompts(config, pipeline, self.progress) if isinstance(config, RunConfig) else None
-        own = inputs_of(self.module, config)
-        found = {**(prompts.fields() if prompts else {}), **own}
-        if missing := [name for name in pipeline.inputs if name not in found]:
-            where = f"pipeline file '{file}'" if file else "the pipeline"
-            raise ConfigError(
-                f"{where}: nothing supplies its input '{missing[0]}'; define inputs(config), which returns "
-                f"{{'{missing[0]}': a function of the step}}."
-            )
-        return {name: found[name] for name in pipeline.inputs}
-
-    def _schedule(self, directory: Path | None) -> PolicySchedule:
-        """Returns the policies of the steps: those that a run has had so far, if it changes them, and the last one."""
-        known = load_schedule(directory) if directory is not None and self.config.policy.auto else None
-        return known or PolicySchedule(((1, self.policy),))
+    def graph(self) -> TaskGraph:
+        """The run's tasks, from the step on that it has reached."""
+        return self._prepared.graph
 
     def expand(self, first: int = 1) -> TaskGraph:
         """Returns the run's task graph from a step on (and keeps it)."""
-        config = self.config
-        pipeline = pipeline_of(self.module, config)
-        for sentence in pipeline.unread() if first == 1 else ():
-            logger.warning(sentence)
-        self.graph = expand(
-            pipeline, self.schedule, config.steps, config.optimizer_steps, groups=config.step_groups, first=first
-        )
-        return self.graph
+        return self._prepared.expand(first)
 
     def run(self) -> dict[str, Any]:
         """Runs to the end; returns the content of summary.json.
@@ -249,7 +157,7 @@ class Session:
     def _newest(self) -> Checkpoint | None:
         point = CheckpointStore(self.directory / "checkpoints").newest()
         if point is not None and self.config.policy.auto:
-            self.schedule = self._schedule(self.directory)
+            self._prepared.schedule = self._prepared.schedule_of(self.directory)
             self.expand(first=min(point.step + 1, self.config.steps))
         early = frozenset(s.name for s in self.graph.pipeline.stages if any(r.lag == "carried" for r in s.reads))
         self.record.cut(point.step if point else 0, early, self.graph.sampled_ahead(point.step) if point else 0)
@@ -278,7 +186,7 @@ class Session:
     def _judges(self) -> Iterator[None]:
         """Runs a stand-in for each judge that has no address; its agent finds the address in its section."""
         with contextlib.ExitStack() as stack:
-            for judge in self._stand_ins.values():
+            for judge in self._prepared.stand_ins.values():
                 from dataflow.rewards.judge.keeper import JudgeKeeper
 
                 keeper = JudgeKeeper(judge.latency, judge.time_scale, self.config.seed, self._lose)
@@ -315,7 +223,11 @@ class Session:
         # Again, as the judge's address is known now. Of a run that has made its steps the last one's graph says enough.
         graph = self.expand(first=min(point.step + 1, self.config.steps) if point else 1)
         options = self.config.policy
-        auto = AutoPolicy(options, graph, self.schedule, self.config.optimizer_steps, record) if options.auto else None
+        auto = (
+            AutoPolicy(options, graph, self._prepared.schedule, self.config.optimizer_steps, record)
+            if options.auto
+            else None
+        )
         attempt = Attempt(self.config, graph, self.inputs, record, self.progress, self._ready, auto)
         stopping.calls(partial(loop.call_soon_threadsafe, attempt.interrupt, main))
         try:
@@ -348,7 +260,7 @@ class Session:
             "max_staleness": self.policy.max_staleness,
             "order": self.policy.order,
             "stream_rollout": self.policy.stream_rollout,
-            **(facts_of(self.schedule) if self.config.policy.auto else {}),
+            **(facts_of(self._prepared.schedule) if self.config.policy.auto else {}),
             "steps": self.config.steps,
             "seed": self.config.seed,
             "status": "running",

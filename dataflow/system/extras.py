@@ -17,11 +17,18 @@ def missing_extra(error: BaseException) -> str | None:
     """Returns a sentence that says which extra to install, if a missing module of one caused an error."""
     for cause in _causes(error):
         name = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
-        extra = EXTRAS.get(name)
-        if extra is not None and importlib.util.find_spec(name) is None:
-            how = "'dataflow-rl[cpu]', or with GPUs 'dataflow-rl[gpu]'" if extra == "cpu" else f"'dataflow-rl[{extra}]'"
-            return f"this needs {name}, which is not installed; pip install {how}."
+        if (why := not_installed(name)) is not None:
+            return why
     return None
+
+
+def not_installed(name: str) -> str | None:
+    """Returns a sentence that says which extra installs a module, if one does and the module is missing."""
+    extra = EXTRAS.get(name)
+    if extra is None or importlib.util.find_spec(name) is not None:
+        return None
+    how = "'dataflow-rl[cpu]', or with GPUs 'dataflow-rl[gpu]'" if extra == "cpu" else f"'dataflow-rl[{extra}]'"
+    return f"this needs {name}, which is not installed; pip install {how}."
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -246,5 +246,5 @@ def test_a_machine_without_gpus_is_an_error_at_once(monkeypatch: pytest.MonkeyPa
             executor._started = False
             await executor.close()
 
-    with pytest.raises(ConfigError, match=r"ray\.gpus_per_worker: the run needs 1 GPUs, but Ray finds none"):
+    with pytest.raises(ConfigError, match=r"ray\.gpus_per_worker: the run needs 1 GPUs, and finds none"):
         asyncio.run(body())

@@ -9,7 +9,7 @@ import yaml
 from loguru import logger
 
 from dataflow.config.run import RunConfig, parse_overrides
-from dataflow.config.saved import ORIGIN, Saved, dump
+from dataflow.config.saved import ORIGIN, Saved, dump, load
 from dataflow.errors import ConfigError
 from dataflow.running.resume import changes, check_changes
 
@@ -60,6 +60,24 @@ def test_it_is_read_as_it_was_and_with_changes(path: Path) -> None:
 def test_another_policy_brings_its_own_numbers(path: Path) -> None:
     assert Saved(path).config(["policy=baseline"]).policy.resolve(4).split == 1
     assert Saved(path).config(["policy.max_staleness=2"]).policy.resolve(4).max_staleness == 2
+
+
+def test_a_file_written_by_hand_names_its_pipeline_from_its_own_directory(
+    path: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    recipe = path.parent / "recipes" / "mine.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("origin: {pipeline: ../own.py}\npolicy: baseline\ntrainer: {lr: 1.0e-6, betas: [0.9, 0.95]}\n")
+    monkeypatch.chdir("/")
+    module, config = load(recipe, ["trainer.lr=2e-6"])
+    assert (module.__file__, config.policy.preset) == (str(path.parent / "own.py"), "baseline")
+    assert (config.trainer.lr, config.trainer.betas) == (2e-6, (0.9, 0.95))  # type: ignore[attr-defined]
+    assert load(recipe, ["policy.order=index"])[1].policy.preset == "baseline"
+    assert load(recipe, ["policy=both"])[1].policy.preset == "both"
+    assert warned == []
+    recipe.write_text("origin: {pipeline: ../own.py}\npolicy: [1]\n")
+    with pytest.raises(ConfigError, match="policy"):
+        load(recipe, ["seed=1"])
 
 
 def test_a_changed_pipeline_file_is_a_warning_and_a_missing_one_an_error(path: Path) -> None:

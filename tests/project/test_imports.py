@@ -41,8 +41,9 @@ SESSION = """
 from dataflow.config.saved import load
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.resume import began
+from dataflow.running.session import Session
 arguments = [f"model.path={sys.argv[1]}", f"runs={sys.argv[2]}", "engine.rollout=hf"]
-session = began(*load("pipelines/gsm8k_grpo.py", arguments), arguments, Progress(quiet=True))
+session = began(*load("pipelines/gsm8k_grpo.py", arguments), arguments, Progress(quiet=True), Session)
 assert len(session.inputs["prompts"](1)) == 32
 """
 

@@ -11,7 +11,7 @@ import pytest
 from dataflow.config.run import RunConfig
 from dataflow.data.prompts import Problems
 from dataflow.errors import ConfigError, DataError
-from dataflow.running.prompts import check_images, check_truths
+from dataflow.running.preparing.prompts import check_images, check_truths
 from pipelines import distill, ppo_critic
 from tests.rigs.logs import logged
 

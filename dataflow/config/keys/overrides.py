@@ -78,6 +78,18 @@ def _laid_over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
+def expanded(cls: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested values with plain ones of sections (``policy: both``) under the keys that they set."""
+    found = dict(values)
+    for name, info in cls.model_fields.items():
+        value, section, short = values.get(name), _section(info), _shorthand(info)
+        if section is not None and isinstance(value, Mapping):
+            found[name] = expanded(section, value)
+        elif short is not None and isinstance(value, str):
+            found[name] = {short: value}
+    return found
+
+
 def build(cls: type[T], values: Mapping[str, Any], typed: Mapping[str, str] | None = None) -> T:
     """Returns ``cls`` built from nested values.
 

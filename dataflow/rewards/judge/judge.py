@@ -124,7 +124,7 @@ class Judge:
         body = {"model": model, "temperature": temperature, "max_tokens": max_tokens_reply}
         self._head, self._reply_tokens = _head({k: v for k, v in body.items() if v is not None}, options)
         self._budget = Budget(max_tokens, max_cost, price_per_million)
-        key = _key(api_key_env)
+        key = key_of(api_key_env)
         if key and any(logins):
             raise ConfigError(f"judge.api_key_env={api_key_env}: judge.url also holds a password; give one of the two.")
         by_url = {address: login for address, login in zip(self._urls, logins, strict=True) if login}
@@ -241,7 +241,12 @@ def _head(body: Mapping[str, Any], options: Mapping[str, Any] | None) -> tuple[s
     return f'{text[:-1]}, "messages": ', limit if isinstance(limit, int) else None
 
 
-def _key(variable: str | None) -> str | None:
+def key_of(variable: str | None) -> str | None:
+    """Returns the API key that an environment variable holds; None without a variable.
+
+    Raises:
+        ConfigError: the variable is not set, or what it holds is no key.
+    """
     if not variable:
         return None
     if not variable.isidentifier():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +11,17 @@ from loguru import logger
 
 from dataflow.config.base import BaseConfig
 from dataflow.config.run import ModelConfig, RunConfig
-from dataflow.errors import ConfigError, DataError
-from dataflow.graph import Pipeline
+from dataflow.errors import ConfigError, DataError, NotChecked
 from dataflow.models.processor import takes_images
 from dataflow.rewards.naming import MAIN
 from dataflow.rewards.user.build import build_manager, scores_alone
 from dataflow.running.hosting import check_room, circumstances
+from dataflow.running.preparing.check import Check, Checks
 from dataflow.running.reporting.progress import Progress
 
 if TYPE_CHECKING:
-    from dataflow.data.prompts import Problems
+    from dataflow.data.prompts import Problems, PromptSource
+    from dataflow.models.checked import WeightsCheck
 
 _TRUTHS = 100
 """Rows that are checked, at most."""
@@ -30,43 +32,89 @@ class Prompts:
 
     Args:
         config: of the run; its model is settled.
-        pipeline: that reads the prompts.
+        hosts: names of its services.
         progress: shows the warm-up of the default model.
-
-    Raises:
-        UserError: the data or the model is wrong, in one sentence.
+        keep: whether to remember that the model's weights were found right.
     """
 
-    def __init__(self, config: RunConfig, pipeline: Pipeline, progress: Progress) -> None:
+    def __init__(self, config: RunConfig, hosts: Collection[str], progress: Progress, keep: bool = True) -> None:
+        self._config, self._hosts, self._progress, self._keep = config, hosts, progress, keep
+        self._problems: tuple[Problems, Problems] | None = None
+        self._sources: tuple[PromptSource, PromptSource] | None = None
+        self._settled = False
+
+    def checks(self) -> Checks:
+        """Yields the checks of data and model."""
+        config = self._config
+        # Before the warm-up, which takes a minute, so that an invalid data file fails at once.
+        yield Check("data", self._read)
+        if self._problems is not None and MAIN in self._hosts:
+            problems = self._problems[0]
+            yield Check("references", lambda: check_truths(config, problems))
+        yield Check("model", self._settle)
+        if self._settled:
+            yield Check("images", lambda: check_images(config))
+            if "rollout" in self._hosts:
+                yield Check("lengths", lambda: check_room(config))
+
+    def made(self) -> Checks:
+        """Yields the checks of the prompts and of the model's weights, after those of :meth:`checks`."""
+        from dataflow.models.checked import WeightsCheck
+
+        if self._problems is None or not self._settled:
+            yield Check("prompts", _unknown)
+            return
+        path, begun = Path(self._config.model.path or ""), list[WeightsCheck]()
+        with ExitStack() as stack:
+            # In a process of its own, beside the tokenizer.
+            yield Check("weights", lambda: begun.append(stack.enter_context(WeightsCheck(path))))
+            yield Check("prompts", self._tokenize)
+            if begun:
+                yield Check("weights", lambda: self._wait(begun[0]))
+
+    def _read(self) -> str:
         from dataflow.data.prompts import read_problems
 
-        self._config = config
-        # Before the warm-up, which takes a minute, so that an invalid data file fails at once.
-        self._problems = read_problems(config.data)
-        if MAIN in pipeline.hosts():
-            check_truths(config, self._problems[0])
-        settle(config, progress)
-        check_images(config)
-        if "rollout" in pipeline.hosts():
-            check_room(config)
+        self._problems = read_problems(self._config.data)
+        train, val = self._problems
+        return f"{train.name}: {len(train.rows):,} rows; {val.name}: {len(val.rows):,}"
 
-    def fields(self) -> dict[str, Callable[[int], Any]]:
-        """Returns the fields ``prompts`` and ``val_prompts``, each a function of the step.
+    def _settle(self) -> str:
+        settle(self._config, self._progress)
+        self._settled = True
+        return str(self._config.model.path)
 
-        Raises:
-            UserError: the model's weights or a prompt is wrong, in one sentence.
-        """
+    def _tokenize(self) -> str:
         from dataflow.data.prompts import load_prompts
-        from dataflow.models.checked import WeightsCheck
         from dataflow.tools import toolbox_of
 
         config = self._config
-        with WeightsCheck(Path(config.model.path or "")) as check:
-            schemas = toolbox_of(config).schemas if config.tools.offered else None
-            train, held_out = load_prompts(config, *self._problems, schemas)
-            check.wait()
+        assert self._problems is not None
+        schemas = toolbox_of(config).schemas if config.tools.offered else None
+        self._sources = load_prompts(config, *self._problems, schemas)
+        most = max(source.longest for source in self._sources)
+        return f"up to {most:,} tokens (data.max_prompt_length={config.data.max_prompt_length})"
+
+    def _wait(self, check: WeightsCheck) -> str:
+        check.wait(self._keep)
+        return "they are those of the model's architecture"
+
+    @property
+    def tokenized(self) -> bool:
+        """Whether the prompts are there."""
+        return self._sources is not None
+
+    def fields(self) -> dict[str, Callable[[int], Any]]:
+        """Returns the fields ``prompts`` and ``val_prompts``, each a function of the step."""
+        assert self._sources is not None
+        train, held_out = self._sources
+        config = self._config
         val = held_out.all(config.data.val_size) if config.val.every else None
         return {"prompts": train.batch, "val_prompts": lambda step: val}
+
+
+def _unknown() -> str:
+    raise NotChecked("their length needs the data and the model's tokenizer")
 
 
 def check_truths(config: RunConfig, problems: Problems) -> None:

@@ -1,0 +1,80 @@
+"""A dry run: everything that a start checks, and what it would find out late; nothing is started or left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from dataflow.config.base import BaseConfig
+from dataflow.errors import UserError
+from dataflow.models.tiny import here_only
+from dataflow.running.preparing.check import Check, Checks, Finding, collect
+from dataflow.running.preparing.needs import Needs, packages
+from dataflow.running.preparing.preparation import Preparation
+from dataflow.running.reporting.progress import Progress
+from dataflow.running.resume import Complete, began
+
+PATIENCE_S = 5.0
+"""Seconds in which servers elsewhere shall answer."""
+Load: TypeAlias = Callable[[Sequence[str]], tuple[ModuleType, BaseConfig]]
+
+
+def dry_run(load: Load, arguments: Sequence[str]) -> list[Finding]:
+    """Returns what all checks of a run found, the problems among them.
+
+    Args:
+        load: returns the pipeline file and its configuration with ``key=value`` arguments.
+        arguments: these.
+    """
+    with here_only():
+        return list(_findings(load, arguments))
+
+
+def _findings(load: Load, arguments: Sequence[str]) -> Iterator[Finding]:
+    found, wrong = _readable(load, arguments)
+    yield from wrong
+    if found is None:
+        return
+    module, config, given = found
+    if not wrong:
+        what = ", ".join(given) if len(given) <= 3 else f"{len(given)} keys are given"
+        yield Finding("configuration", "ok", what or "the defaults")
+    yield from collect(_packages(config))
+    try:
+        prepared = began(module, config, given, Progress(quiet=True), partial(Preparation, **_PATIENT))
+    except UserError as error:
+        yield Finding("resume", "problem", str(error))
+        return
+    if isinstance(prepared, Complete):
+        yield Finding("resume", "ok", f"{prepared.words}; there is nothing left to do")
+        return
+    yield from collect(prepared.checks())
+    yield from collect(Needs(prepared, PATIENCE_S).checks())
+
+
+_PATIENT: dict[str, Any] = {"patience_s": PATIENCE_S, "keep": False}
+
+
+def _packages(config: BaseConfig) -> Checks:
+    yield Check("packages", partial(packages, config))
+
+
+def _readable(
+    load: Load, arguments: Sequence[str]
+) -> tuple[tuple[ModuleType, BaseConfig, list[str]] | None, list[Finding]]:
+    """Returns the configuration without the arguments that are wrong, and a finding for each of these.
+
+    The sentence about a problem names its key; without that argument, the next problem is found.
+    """
+    given, wrong = list(arguments), list[Finding]()
+    while True:
+        try:
+            return (*load(given), given), wrong
+        except UserError as error:
+            wrong.append(Finding("configuration", "problem", str(error)))
+            culprit = next((text for text in given if text.partition("=")[0].strip() in str(error)), None)
+            if culprit is None:
+                return None, wrong
+            given.remove(culprit)

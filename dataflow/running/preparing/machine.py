@@ -1,0 +1,79 @@
+"""What this machine has: GPUs and their memory, CPU memory, disk. Starts nothing on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from dataflow.errors import NotChecked
+from dataflow.rewards.models.gpus import visible_gpus
+
+GIB = 2**30
+_QUERY_S = 20.0
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """The memory of a GPU, in bytes.
+
+    Attributes:
+        gpu: its id, as in CUDA_VISIBLE_DEVICES.
+        name: of its kind.
+        total: all of it.
+        used: by other processes, at present.
+    """
+
+    gpu: str
+    name: str
+    total: int
+    used: int
+
+
+def gpu_memory() -> list[GpuMemory]:
+    """Returns the memory of the GPUs that this process may use, as nvidia-smi says it.
+
+    Raises:
+        NotChecked: there are none, or nvidia-smi does not answer.
+    """
+    ids = visible_gpus()
+    if not ids:
+        raise NotChecked("this machine has no GPU to compare it with")
+    fields = "--query-gpu=index,uuid,name,memory.total,memory.used"
+    try:
+        said = subprocess.run(
+            ["nvidia-smi", fields, "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, check=True, timeout=_QUERY_S,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NotChecked("nvidia-smi does not say how much memory the GPUs have") from error
+    found: dict[str, GpuMemory] = {}
+    for line in said.splitlines():
+        with contextlib.suppress(ValueError):  # a line about something else
+            index, uuid, name, total, used = (word.strip() for word in line.split(","))
+            for key in (index, uuid):
+                found[key] = GpuMemory(key, name, int(total) << 20, int(used) << 20)
+    if missing := [each for each in ids if each not in found]:
+        raise NotChecked(f"nvidia-smi does not know GPU {missing[0]}, which CUDA_VISIBLE_DEVICES names")
+    return [found[each] for each in ids]
+
+
+def cpu_memory() -> int:
+    """Returns the bytes of memory that processes may take: the machine's, or what the container's limit leaves."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    with contextlib.suppress(OSError, ValueError):  # "max", or no control groups
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
+
+
+def free_disk(path: Path) -> int:
+    """Returns the free bytes of the file system of a path, which need not exist."""
+    place = path.absolute()
+    while not os.path.isdir(place) and place != place.parent:
+        place = place.parent
+    return shutil.disk_usage(place).free

@@ -1,0 +1,209 @@
+"""Preparation: what a run is made of before it starts, its policy, task graph and inputs, with all checks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from loguru import logger
+
+from dataflow.config.base import BaseConfig
+from dataflow.config.pipeline_file import inputs_of, pipeline_of
+from dataflow.config.reward import JudgeConfig, rule_of, source_of
+from dataflow.config.run import RunConfig
+from dataflow.errors import ConfigError
+from dataflow.graph import Hosted, TaskGraph
+from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
+from dataflow.rewards.naming import JUDGE
+from dataflow.rewards.user.build import scores_alone
+from dataflow.running.auto import load_schedule
+from dataflow.running.directory import check_directory
+from dataflow.running.hosting import REWARD, check_engine
+from dataflow.running.preparing.check import Check, Checks
+from dataflow.running.preparing.prompts import Prompts
+from dataflow.running.reporting.progress import Progress
+from dataflow.running.reporting.tracking import check_backends
+
+
+class Preparation:
+    """A run before it starts.
+
+    Args:
+        config, module, progress, directory: of the run, see :class:`~dataflow.running.session.Session`.
+        patience_s: seconds to wait for servers elsewhere; None waits as long as their ``start_timeout``.
+        keep: whether to remember that the model's weights were found right.
+
+    Attributes:
+        graph: the run's tasks, once the checks have made it.
+        inputs: the pipeline's input fields, a function of the step each, likewise.
+    """
+
+    graph: TaskGraph
+    inputs: Mapping[str, Callable[[int], Any]]
+
+    def __init__(
+        self,
+        config: BaseConfig,
+        module: ModuleType,
+        progress: Progress,
+        directory: Path | None = None,
+        *,
+        patience_s: float | None = None,
+        keep: bool = True,
+    ) -> None:
+        self.config = config.model_copy(deep=True)
+        self.module = module
+        self.directory = directory
+        self.policy: SchedulingPolicy = config.policy.resolve(config.optimizer_steps)
+        self.schedule = self.schedule_of(directory)
+        self.right: set[str] = set()
+        """Names of the reward agents that were found right."""
+        self._progress, self._patience_s, self._keep = progress, patience_s, keep
+
+    @property
+    def hosts(self) -> Mapping[str, Hosted]:
+        """The hosts of the run's services, by name; empty before there is a graph."""
+        return self.graph.pipeline.hosts() if hasattr(self, "graph") else {}
+
+    @property
+    def agents(self) -> dict[str, Hosted]:
+        """Those of the run's own reward agents; empty if no stage uses one."""
+        if not isinstance(self.config, RunConfig):
+            return {}
+        return {name: host for name, host in self.hosts.items() if host.factory == REWARD}
+
+    @property
+    def judges(self) -> dict[str, JudgeConfig]:
+        """The judges that score, by the name of the agent: those of agents that nothing else scores for."""
+        found = {}
+        for name, host in self.agents.items():
+            source = source_of(self.config, name)
+            alone = source.custom.path or scores_alone(source.options.manager, source.options.manager_path)
+            if host.options["default"]["target"] == JUDGE and not alone:
+                found[name] = source.judge
+        return found
+
+    @property
+    def stand_ins(self) -> dict[str, JudgeConfig]:
+        """The judges that the run has to start, as they have no address."""
+        return {name: judge for name, judge in self.judges.items() if judge.url is None}
+
+    def schedule_of(self, directory: Path | None) -> PolicySchedule:
+        """Returns the policies of the steps: those that a run has had so far, if it changes them, and the last one."""
+        known = load_schedule(directory) if directory is not None and self.config.policy.auto else None
+        return known or PolicySchedule(((1, self.policy),))
+
+    def expand(self, first: int = 1) -> TaskGraph:
+        """Returns the run's task graph from a step on (and keeps it)."""
+        config = self.config
+        pipeline = pipeline_of(self.module, config)
+        for sentence in pipeline.unread() if first == 1 else ():
+            logger.warning(sentence)
+        self.graph = expand(
+            pipeline, self.schedule, config.steps, config.optimizer_steps, groups=config.step_groups, first=first
+        )
+        return self.graph
+
+    def checks(self) -> Checks:
+        """Yields all checks that a start makes, in its order. They need no service and write nothing."""
+        config = self.config
+        yield Check("tracking", lambda: check_backends(config.tracking.backends))
+        if self.directory is None:
+            yield Check("directory", self._check_directory)
+        yield Check("pipeline", self._build)  # before the model is made, so that an invalid policy fails at once
+        if isinstance(config, RunConfig):
+            if "rollout" in self.hosts:
+                yield Check("engine", lambda: check_engine(config))
+            if hasattr(self, "graph"):
+                yield Check("reward models", self._check_models)
+            for name, host in self.agents.items():
+                yield Check(name, partial(self._check_agent, name, host))
+        prompts = Prompts(config, self.hosts, self._progress, self._keep) if isinstance(config, RunConfig) else None
+        if prompts:
+            yield from prompts.checks()
+        own: dict[str, Callable[[int], Any]] = {}
+        yield Check("inputs", lambda: own.update(inputs_of(self.module, config)))
+        if prompts:
+            yield from prompts.made()
+        if hasattr(self, "graph") and (prompts is None or prompts.tokenized):
+            yield Check("inputs", lambda: self._take({**(prompts.fields() if prompts else {}), **own}))
+        if isinstance(config, RunConfig) and any(model.given_urls for model in config.reward.models.values()):
+            yield Check("model servers", self._check_servers)
+
+    def _check_directory(self) -> str:
+        check_directory(self.config)
+        return f"{Path(self.config.runs, self.config.name or '')} can be written"
+
+    def _build(self) -> str:
+        pipeline, policy = self.expand().pipeline, self.policy
+        stages = f"{len(pipeline.stages)} stages, {self.config.steps} steps under {self.config.policy.preset}"
+        if self.config.policy.auto:
+            return stages
+        parts = "1 part" if policy.split == 1 else f"{policy.split} parts"
+        return f"{stages} ({parts}, max_staleness {policy.max_staleness})"
+
+    def _check_models(self) -> str | None:
+        assert isinstance(self.config, RunConfig)
+        from dataflow.running.served_models import check_models
+        from dataflow.stages.normalize import normalizes
+
+        pipeline, agents = self.graph.pipeline, self.agents
+        check_models(self.config, agents, pipeline.hosts().values())
+        for name in agents:
+            rule = rule_of(self.config, source_of(self.config, name))
+            if rule == "running" and not normalizes(pipeline.stages, name):
+                raise ConfigError(
+                    f"reward agent '{name}': this pipeline does not normalise its scores (normalize=running); make "
+                    "it with recipe_pipeline, or give the model normalize=none."
+                )
+        return ", ".join(self.config.reward.models) or None
+
+    def _check_agent(self, name: str, host: Hosted) -> str:
+        from dataflow.distribution import parse_distribution
+        from dataflow.running.agent import check_reward
+
+        collector = self.graph.pipeline.collector
+        first = collector.host if collector is not None else None
+        check_reward(**host.options)
+        if host.options["options"].extra_groups and first is not None and name != first.name:
+            raise ConfigError(
+                f"{name}.on_failure=replace_group: the groups of a part are those of agent '{first.name}', so that "
+                f"no other can take the place of a failed one; give {name}.on_failure=drop_group."
+            )
+        if (stand_in := self.stand_ins.get(name)) is not None:
+            parse_distribution(stand_in.latency)
+        self.right.add(name)
+        custom, options = source_of(self.config, name).custom, host.options["options"]
+        judge = "a stand-in for the judge" if name in self.stand_ins else "the judge"
+        scorer = custom.name if custom.path else judge if name in self.judges else host.options["default"]["target"]
+        return f"{scorer}, {options.concurrency} requests in flight"
+
+    def _take(self, found: Mapping[str, Callable[[int], Any]]) -> None:
+        """Keeps the pipeline's input fields: those of ``inputs(config)``, and the prompts of a run with a model.
+
+        Raises:
+            ConfigError: nothing supplies an input.
+        """
+        pipeline, file = self.graph.pipeline, self.module.__file__ or ""
+        if missing := [name for name in pipeline.inputs if name not in found]:
+            where = f"pipeline file '{file}'" if file else "the pipeline"
+            raise ConfigError(
+                f"{where}: nothing supplies its input '{missing[0]}'; define inputs(config), which returns "
+                f"{{'{missing[0]}': a function of the step}}."
+            )
+        self.inputs = {name: found[name] for name in pipeline.inputs}
+
+    def _check_servers(self) -> str:
+        assert isinstance(self.config, RunConfig)
+        from dataflow.rewards.models.probe import check_servers
+
+        wanted = [
+            (name, url, model.start_timeout if self._patience_s is None else self._patience_s)
+            for name, model in self.config.reward.models.items()
+            for url in model.given_urls
+        ]
+        check_servers(wanted)
+        return f"{len(wanted)} answer"

@@ -1,0 +1,172 @@
+"""`dataflow run ... dry=true`: all problems at once, the exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.cli import main
+from dataflow.running.preparing import needs
+from tests.rigs.stand_ins import QWEN_05B, found_right, show_gpus, write_model
+
+ROOT = Path(__file__).parents[3]
+PIPELINE = str(ROOT / "pipelines" / "gsm8k_grpo.py")
+PROBLEM = {"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7"}
+Dry = Callable[..., tuple[int, dict[str, str], list[str]]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("stand-in") / "qwen", QWEN_05B)
+
+
+@pytest.fixture
+def dry(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> Dry:
+    """Makes a dry run; returns the exit code, what was found by what was checked, and the problems."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    found_right(model, tmp_path / "cache")
+
+    def run(*keys: str, pipeline: str = PIPELINE) -> tuple[int, dict[str, str], list[str]]:
+        before = sorted(tmp_path.rglob("*"))
+        code = main(["run", pipeline, "dry=true", "--json", *keys])
+        found = json.loads(capsys.readouterr().out)
+        assert sorted(tmp_path.rglob("*")) == before, "a dry run leaves something behind"
+        said = {each["what"]: f"{each['state']}: {each['said']}" for each in found}
+        return code, said, [each["said"] for each in found if each["state"] == "problem"]
+
+    return run
+
+
+@pytest.mark.slow
+def test_of_a_run_that_can_start_every_line_is_ok(
+    dry: Dry, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = (f"model.path={model}", "engine.rollout=hf", "data.train_size=200", "data.val_size=8")
+    code, found, problems = dry(*keys)
+    assert (code, problems) == (0, [])
+    assert set(found) == {
+        "configuration", "packages", "directory", "pipeline", "engine", "reward", "data", "model", "prompts",
+        "weights", "CPU memory", "disk",
+    }  # fmt: skip
+    assert found["pipeline"].startswith("ok: 15 stages, 30 steps under both (4 parts, max_staleness 1)")
+    assert found["disk"].startswith("ok: 3 checkpoints of 5.5 GiB and a model of at most 1.8 GiB")
+    assert main(["run", PIPELINE, *keys, "dry=true"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "no problems; nothing was started"
+    assert {line.split()[0] for line in lines[:-2]} == {"ok"}
+
+
+def test_independent_problems_are_shown_at_once(dry: Dry, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, found, problems = dry(
+        "stpes=3", "trainer.lr=fast", "data.train=no.jsonl", "model.path=no/such/dir", "runs=file/runs",
+        "judge.url=http://127.0.0.1:9", "judge.api_key_env=NO_SUCH_KEY", "tracking.backends=[swanlab]",
+        "ray.gpus_per_worker=1", "trainer.world_size=8",
+    )  # fmt: skip
+    assert code == 2
+    words = (
+        "unknown key 'stpes'; did you mean 'steps'?", "trainer.lr=fast: give a number", "tracking.backends: 'swanlab'",
+        "runs=file/runs: ", "judge.api_key_env=NO_SUCH_KEY: this environment variable is not set",
+        "no.jsonl: there is no such file", "model.path=no/such/dir does not exist",
+        "the run needs 8 GPUs, and finds none",
+    )  # fmt: skip
+    assert len(problems) == len(words), problems
+    for sentence in words:
+        assert any(sentence in problem for problem in problems), (sentence, problems)
+    assert found["prompts"].startswith("not checked: ")
+    assert found["GPU memory"].startswith("not checked: ")
+
+
+@pytest.mark.parametrize("value", ["maybe", "", "2"])
+def test_dry_is_true_or_false(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", PIPELINE, f"dry={value}"]) == 2
+    assert "give true, to check everything, or false" in capsys.readouterr().err
+    assert main(["run", PIPELINE, "dry=true", "dry=false"]) == 2
+    assert "given twice" in capsys.readouterr().err
+
+
+def test_a_pipeline_that_cannot_be_loaded_is_one_problem(dry: Dry, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def pipeline(config:\n")
+    code, found, problems = dry("steps=3", pipeline=str(tmp_path / "broken.py"))
+    assert code == 2
+    assert list(found) == ["configuration"]
+    assert "broken.py' cannot be loaded" in problems[0]
+
+
+def test_a_model_that_a_start_makes_or_downloads_is_not_checked(dry: Dry) -> None:
+    code, found, _problems = dry("data.train_size=200", "data.val_size=8")
+    assert code == 0
+    assert found["model"].startswith("not checked: a tiny Qwen2")
+    code, found, _problems = dry("model.path=org/model", "data.train_size=200")
+    assert code == 0
+    assert "a start downloads it, and 'hf download org/model' does so now" in found["model"]
+
+
+@pytest.fixture
+def gpu_keys(model: Path) -> tuple[str, ...]:
+    return (f"model.path={model}", "engine.rollout=vllm", "ray.gpus_per_worker=1", "trainer.max_tokens_per_gpu=8192",
+            "data.train_size=200", "data.val_size=8")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_memory_is_compared_with_what_is_free_on_the_gpus(
+    dry: Dry, gpu_keys: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show_gpus(monkeypatch, tmp_path / "bin", 1)
+    code, found, problems = dry(*gpu_keys)
+    assert (code, problems) == (0, []), problems
+    assert found["GPUs"] == "ok: 1 of 1"
+    assert "rollout 40.0 GiB with a KV cache of 3,2" in found["GPU memory"]
+    assert "at most 46.5 GiB of 80.0 GiB" in found["GPU memory"]
+    show_gpus(monkeypatch, tmp_path / "bin", 1, used=50)
+    _code, _found, (problem,) = dry(*gpu_keys)
+    assert "of which other processes use 50.0 GiB: too much for GPU 0; give more ranks" in problem
+    _code, _found, (problem,) = dry(*gpu_keys, "engine.gpu_memory=0.03")
+    assert problem.startswith("engine.gpu_memory=0.03: of 2.4 GiB, weights and activations leave room for")
+
+
+@pytest.mark.slow
+def test_memory_of_the_machine_and_its_disk(
+    dry: Dry, gpu_keys: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show_gpus(monkeypatch, tmp_path / "bin", 1)
+    monkeypatch.setattr(needs, "cpu_memory", lambda: 4 << 30)
+    monkeypatch.setattr(needs, "free_disk", lambda place: 2 << 30)
+    _code, _found, problems = dry(*gpu_keys)
+    assert [text.partition(":")[0].partition(" take")[0] for text in problems] == [
+        "copies of weights and optimizer for checkpoints and the engine", "runs=runs",
+    ]  # fmt: skip
+    _code, found, problems = dry(*gpu_keys, "checkpoint.every=0", "checkpoint.export=false")
+    assert problems == []
+    assert "disk" not in found
+
+
+def test_without_gpus_to_compare_it_with_the_memory_is_said(dry: Dry, gpu_keys: tuple[str, ...]) -> None:
+    _code, found, problems = dry(*gpu_keys, "data.train=no.jsonl")
+    assert "not checked: this machine has no GPU to compare it with: rollout " in found["GPU memory"]
+    assert any("finds none" in problem for problem in problems)
+
+
+def test_a_judge_is_asked_for_its_models_alone(dry: Dry) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+        _code, found, problems = dry(f"judge.url={url}", "data.train_size=200", "data.val_size=8")
+    assert found["judge"].startswith(f"problem: judge.url={url}: the server does not answer (Connection refused)")
+    assert len(problems) == 1
+
+
+@pytest.mark.parametrize("keys", [{}, {"trainer": {"lr": "fast"}}])
+def test_a_configuration_file_is_checked_too(dry: Dry, keys: dict[str, Any], tmp_path: Path) -> None:
+    values = {"origin": {"pipeline": PIPELINE}, "data": {"train": "no.jsonl"}, **keys}
+    (tmp_path / "mine.yaml").write_text(json.dumps(values))
+    code, _found, problems = dry(pipeline=str(tmp_path / "mine.yaml"))
+    assert code == 2
+    assert len(problems) == 1
+    assert ("trainer.lr=fast" in problems[0]) == bool(keys)
