@@ -24,7 +24,7 @@ from dataflow.rewards.models.served import ServedReward
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of, keyed
 from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
-from dataflow.rewards.user.build import build_manager, check_suits, find_manager, scores_alone
+from dataflow.rewards.user.build import build_manager, check_manager, find_manager, scores_alone
 from dataflow.rewards.user.function import CONTEXT, build_reward, find_reward, load_reward
 from dataflow.system.redaction import keep_secrets, redact_logs
 from dataflow.usercode.sentinel.sentinel import REWARDS, Sentinel, Watched
@@ -170,7 +170,7 @@ def check_reward(
 def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options: RewardConfig) -> None:
     kwargs = default.get("kwargs") or {}
     keep_secrets([custom, kwargs, options.manager_kwargs])
-    manager = find_manager(options.manager, options.manager_path, options.manager_kwargs)
+    find_manager(options.manager, options.manager_path, options.manager_kwargs)
     limits_of(options)
     retry_of(options)
     if options.cache is not None:
@@ -182,7 +182,9 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
                 "one; leave one of the two out."
             )
         found = load_reward(custom["path"], custom["name"], custom["reward_kwargs"], _configured(options))
-        check_suits(manager, found)
+        check_manager(options.manager, found, options.manager_path, **options.manager_kwargs)
+        if not isinstance(found, type) and options.manager_path is None:  # one that a class makes may have more
+            check_endpoints(found, limits_of(options))
         return
     if unused := [key for key, value in _UNUSED.items() if custom.get(key, value) != value]:
         raise ConfigError(
@@ -197,7 +199,8 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
             )
         build_manager(options.manager, None, **options.manager_kwargs)
         return
-    check_suits(manager, find_reward(default["target"]))
+    found = find_reward(default["target"])
+    check_manager(options.manager, found, options.manager_path, **options.manager_kwargs)
     if default["target"] not in (JUDGE, SERVED):
         return
     url = kwargs.get("url")

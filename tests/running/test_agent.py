@@ -99,7 +99,11 @@ def test_what_the_configuration_leaves_open_the_reward_may_declare() -> None:
     [
         (JUDGE, {"manager": "remote"}, "'compute_score' is async, .* take the manager 'naive'"),
         (SERVED, {"manager": "remote"}, "'compute_score' is async"),
-        ("file", {"manager": "remote"}, "'later' is async"),
+        ("later", {"manager": "remote"}, "'later' is async"),
+        (JUDGE, {"manager": "rate_limited", "manager_kwargs": {"max_rpm": -1}}, "max_rpm=-1; give a number above 0"),
+        (JUDGE, {"manager": "rate_limited", "manager_kwargs": {"max_rpm": "1"}}, "cannot be built: TypeError"),
+        ("Router", {"manager": "remote", "manager_kwargs": {"workers": 0}}, "workers=0; give 1 or more"),
+        ("later", {"endpoints": {"x": {}}}, "x: ...}: the reward does not say which endpoint"),
         (JUDGE, {"endpoints": {"http://x": {"concurrency": 3}}}, "not known before; leave it out, or give judge.url"),
         (SERVED, {"endpoints": {"http://x": {}}}, "http://x: ...}: the run starts .* give reward.models.rm.url"),
     ],
@@ -108,12 +112,11 @@ def test_what_cannot_be_built_once_servers_run_is_refused_before(
     target: str, keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "reward.py").write_text(COUNTING.replace("def compute_score", "async def later", 1))
-    custom = {"path": str(tmp_path / "reward.py") if target == "file" else None, "name": "later", "reward_kwargs": {}}
+    path = None if target in (JUDGE, SERVED) else str(tmp_path / "reward.py")
+    custom = {"path": path, "name": target if path else "compute_score", "reward_kwargs": {}}
     served = {"name": "rm", "url": None, "kind": "chat"} if target == SERVED else {"url": None}
-    if target != "file":
-        custom |= {"name": "compute_score"}
     with pytest.raises(ConfigError, match=message):
-        check_reward(custom, {"target": target, "kwargs": served}, RewardConfig(**keys))
+        check_reward(custom, {"target": target, "kwargs": served}, RewardConfig(router_address="h:1", **keys))
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.user import sandbox as _sandbox  # noqa: F401 - registers its manager
-from dataflow.rewards.user.adapter import scorer_of
 from dataflow.rewards.user.managers import MANAGERS, Remote
 from dataflow.rewards.user.verl_manager import VerlManager
 from dataflow.usercode.copies import own_options
@@ -37,15 +37,7 @@ def build_manager(
     kind = find_manager(name, path, options)
     if callable(getattr(kind, "run_single", None)):
         return VerlManager(compute_score, kind, tokenizer=tokenizer, **options)
-    try:
-        manager = kind(compute_score, **options)
-    except ConfigError:
-        raise
-    except BaseException as error:
-        if is_interrupt(error):
-            raise
-        given = f"; correct reward.manager_kwargs ({', '.join(options)})" if options else ""
-        raise ConfigError(f"{what} cannot be built: {describe(error)}{given}.") from error
+    manager = _built(what, partial(kind, compute_score), options)
     if not callable(getattr(manager, "compute_score", None)):
         raise ConfigError(f"{what}: class '{kind.__name__}' has neither compute_score nor verl's run_single.")
     return manager
@@ -56,14 +48,37 @@ def scores_alone(name: str, path: str | None = None) -> bool:
     return path is None and bool(getattr(MANAGERS.get(name), "alone", False))
 
 
-def check_suits(kind: Any, found: Any) -> None:
-    """Checks that a manager can call a function or a class, which is not built yet.
+def check_manager(name: str, found: Any, path: str | None = None, **options: Any) -> None:
+    """Checks, without starting anything, that a manager can be built; a user's own class is not.
+
+    Args:
+        name, path, options: see :func:`build_manager`.
+        found: the function that it will call, or the class or object of that method.
 
     Raises:
         ConfigError: it cannot.
     """
-    if isinstance(kind, type) and issubclass(kind, Remote):
-        kind.check(scorer_of(found))
+    kind, options = find_manager(name, path, options), own_options(options)
+    if path is None:
+        remote = issubclass(kind, Remote)
+        _built(f"reward manager '{name}'", partial(kind.pool_of, found) if remote else partial(kind, _score), options)
+
+
+def _score(**_fields: Any) -> float:
+    """Stands for a reward that is not built yet."""
+    return 0.0
+
+
+def _built(what: str, make: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    try:
+        return make(**options)
+    except ConfigError:
+        raise
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        given = f"; correct reward.manager_kwargs ({', '.join(options)})" if options else ""
+        raise ConfigError(f"{what} cannot be built: {describe(error)}{given}.") from error
 
 
 def find_manager(name: str, path: str | None = None, options: Mapping[str, Any] | None = None) -> Any:

@@ -11,13 +11,16 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dataflow.errors import ConfigError, DataError
 from dataflow.rewards.user.adapter import RewardAdapter, adapted_call, scorer_of
 from dataflow.rewards.user.results import read_amount, read_result
 from dataflow.usercode.copies import own_copy
 from dataflow.usercode.load import is_async, name_of
+
+if TYPE_CHECKING:
+    from dataflow.rewards.user.processes import Pool
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -227,15 +230,10 @@ class Remote(Manager):
 
     def __init__(self, reward: Any, workers: int | None = None, start_method: str = "spawn") -> None:
         super().__init__(reward)
-        from dataflow.rewards.user.processes import Pool
-        from dataflow.rewards.user.worker import recipe_of
-
         score = self.compute_score
-        self.check(score)
-        count = (os.cpu_count() or 1) if workers is None else workers
-        pool = self._pool = Pool(recipe_of(reward), count, start_method)
+        pool = self._pool = self.pool_of(reward, workers, start_method)
         pool.start()  # now, so that they are ready by the first call
-        self.limits = {"concurrency": count, "rpm": None, "tpm": None, "timeout_s": None}
+        self.limits = {"concurrency": pool.workers, "rpm": None, "tpm": None, "timeout_s": None}
 
         async def call(**arguments: Any) -> Any:
             return await pool.call(arguments)
@@ -244,17 +242,21 @@ class Remote(Manager):
         self.compute_score = call
 
     @staticmethod
-    def check(score: Any) -> None:
-        """Checks that worker processes can call a function.
+    def pool_of(reward: Any, workers: int | None = None, start_method: str = "spawn") -> Pool:
+        """Returns the worker processes, which are not started, of a reward or of the class that it will be built from.
 
         Raises:
-            ConfigError: it is async.
+            ConfigError: see the class.
         """
-        if is_async(score):
+        from dataflow.rewards.user.processes import Pool
+        from dataflow.rewards.user.worker import recipe_of
+
+        if is_async(score := scorer_of(reward)):
             raise ConfigError(
                 f"reward manager 'remote': '{name_of(score)}' is async, which needs no process of its own; take the "
                 "manager 'naive' for it."
             )
+        return Pool(recipe_of(reward), (os.cpu_count() or 1) if workers is None else workers, start_method)
 
     def usage(self) -> dict[str, float]:
         """Returns the reward's own usage, and the numbers of workers that died and that were killed."""
