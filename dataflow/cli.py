@@ -28,6 +28,7 @@ EXAMPLES = {
     "run": "dataflow run pipelines/gsm8k_grpo.py policy=mini-batch steps=5",
     "resume": "dataflow resume runs/gsm8k_grpo-both-1 steps=60",
     "export": "dataflow export runs/gsm8k_grpo-both-1 -o my-model",
+    "doctor": "dataflow doctor --start",
     "show": "dataflow show pipelines/gsm8k_grpo.py policy=both steps=2",
     "plan": "dataflow plan runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png",
     "timeline": "dataflow timeline runs/gsm8k_grpo-both-1 -o timeline.html",
@@ -126,6 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run", metavar="RUN", help="a run's directory")
     export.add_argument("overrides", nargs="*", metavar="step=N", help="of which step; the newest by default")
     export.add_argument("-o", dest="out", metavar="DIR", help="directory to make; RUN/model by default")
+
+    doctor = add("doctor", _doctor, "Says what is installed and what this machine has, and the fix of each problem.")
+    doctor.add_argument("--start", action="store_true", help="start vLLM once, too (half a minute)")
+    doctor.add_argument("--json", action="store_true", help="print it as JSON")
 
     show = add("show", _show, "Shows the stages of a pipeline, or the graph unrolled over steps=N.")
     show.add_argument("pipeline", metavar="PIPELINE.py")
@@ -263,6 +268,12 @@ def _train(session: Session, options: argparse.Namespace) -> int:
         print(f"timeline: {page}")
         print(f"trace:    {session.directory / 'trace.json'} (opens in https://ui.perfetto.dev)")
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from dataflow.commands.doctor import doctor
+
+    return doctor(options.start, options.json)
 
 
 def _show(options: argparse.Namespace) -> int:

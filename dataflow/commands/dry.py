@@ -32,8 +32,13 @@ def check(pipeline: str, arguments: Sequence[str], as_json: bool) -> int:
     return 2 if any(each.state == "problem" for each in findings) else 0
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """Returns a line for each finding, and one about all of them."""
+def table(findings: Sequence[Finding], started: bool = False) -> str:
+    """Returns a line for each finding, and one about all of them.
+
+    Args:
+        findings: at least one.
+        started: whether something was started for them.
+    """
     name = max(len(each.what) for each in findings)
     state = max(len(_SHOWN[each.state]) for each in findings)
     lines = [f"{_SHOWN[each.state]:<{state}}  {each.what:<{name}}  {each.said}" for each in findings]
@@ -41,4 +46,4 @@ def table(findings: Sequence[Finding]) -> str:
     later = sum(each.state == "not checked" for each in findings)
     said = "1 problem" if problems == 1 else f"{problems or 'no'} problems"
     said += f", {later} not checked" if later else ""
-    return "\n".join([*lines, "", f"{said}; nothing was started"])
+    return "\n".join([*lines, "", said if started else f"{said}; nothing was started"])

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from dataflow.errors import NotChecked, UserError
+from dataflow.errors import NotChecked, RunError, UserError
 from dataflow.system.extras import missing_extra
 
 State = Literal["ok", "problem", "not checked"]
@@ -71,7 +71,7 @@ def _found(check: Check) -> Finding | None:
         said = check.find()
     except NotChecked as reason:
         return Finding(check.what, "not checked", str(reason))
-    except UserError as error:
+    except (UserError, RunError) as error:
         return Finding(check.what, "problem", str(error))
     except ImportError as error:
         if (why := missing_extra(error)) is None:

