@@ -218,7 +218,7 @@ def engine(rounds: int, requests: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         model = classifier(Path(directory))
         for most in (1, 32):
-            name = "dataflow.rewards.models.hf_server"
+            name = "dataflow.rewards.models.hf.server"
             options = ["--model", model, "--served-model-name", "rm", "--kind", "classify", "--port", "0"]
             arguments = command(name, *options, "--max-num-seqs", str(most))
             with start_server(arguments, START_S, what="the transformers server") as server:

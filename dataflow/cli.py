@@ -318,9 +318,10 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _timeline(options: argparse.Namespace) -> int:
     from dataflow.files import replaced
-    from dataflow.timeline import attribution, files
+    from dataflow.timeline import files
+    from dataflow.timeline.causes import attribution
+    from dataflow.timeline.causes.culprits import worst_waits
     from dataflow.timeline.compare import facts_of
-    from dataflow.timeline.culprits import worst_waits
     from dataflow.timeline.text import gantt, idle_lines
 
     if options.follow:

@@ -28,9 +28,9 @@ from dataflow.config.reward import RewardConfig
 from dataflow.config.run import EngineConfig, RunConfig
 from dataflow.config.tools import ToolsConfig
 from dataflow.graph import Pipeline
-from dataflow.running.hosting import pools_of, reward_host, rollout_host, trainer_host
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import greedy_stages, rollout_stages
+from dataflow.running.services.hosting import pools_of, reward_host, rollout_host, trainer_host
 from dataflow.stages.advantage import advantage_stage
 from dataflow.stages.log_prob import log_prob_stages
 from dataflow.stages.reward import reward_collect, reward_request, val_score

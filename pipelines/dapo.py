@@ -17,9 +17,9 @@ from dataflow.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from dataflow.config.reward import RewardConfig
 from dataflow.config.run import RunConfig
 from dataflow.graph import Pipeline
-from dataflow.running.hosting import pools_of, reward_host, rollout_host, trainer_host
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
+from dataflow.running.services.hosting import pools_of, reward_host, rollout_host, trainer_host
 from dataflow.stages.advantage import advantage_stage
 from dataflow.stages.log_prob import log_prob_stages
 from dataflow.stages.reward import reward_collect, reward_request, val_score

@@ -27,9 +27,9 @@ from dataflow.config.run import RunConfig
 from dataflow.data.tokenize import check_same_tokens
 from dataflow.graph import Pipeline
 from dataflow.models.tiny import check_model
-from dataflow.running.hosting import critic_host, pools_of, reward_host, rollout_host, trainer_host
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
+from dataflow.running.services.hosting import critic_host, pools_of, reward_host, rollout_host, trainer_host
 from dataflow.stages.advantage import advantage_stage
 from dataflow.stages.log_prob import log_prob_stages
 from dataflow.stages.reward import reward_collect, reward_request, val_score

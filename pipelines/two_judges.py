@@ -24,9 +24,9 @@ from dataflow.config.run import RunConfig
 from dataflow.config.section import Section
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
-from dataflow.running.hosting import pools_of, reward_host, rollout_host, trainer_host
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
+from dataflow.running.services.hosting import pools_of, reward_host, rollout_host, trainer_host
 from dataflow.stages.advantage import advantage_stage
 from dataflow.stages.combine import combine_stage
 from dataflow.stages.log_prob import log_prob_stages

@@ -20,7 +20,7 @@ from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import PRESETS, STREAM, SchedulingPolicy, expand, preset
 from dataflow.runner import Runner
 from dataflow.testing import RandomCosts, SteadyCosts, check_trace, simulate
-from dataflow.timeline.culprits import culprits
+from dataflow.timeline.causes.culprits import culprits
 from dataflow.timeline.spans import Trace
 from tests.rigs.golden import check_golden
 

@@ -24,7 +24,7 @@ from dataflow.config.base import BaseConfig, dump_yaml
 from dataflow.config.keys.overrides import expanded, parse_overrides
 from dataflow.config.pipeline_file import load_pipeline_file
 from dataflow.errors import ConfigError
-from dataflow.system.redaction import MASK
+from dataflow.system.secrets.redaction import MASK
 
 CONFIG = "config.yaml"
 ORIGIN = "origin"

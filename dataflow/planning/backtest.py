@@ -13,7 +13,7 @@ from dataflow.planning.planner import simulate
 from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.timeline import files
-from dataflow.timeline.attribution import summary
+from dataflow.timeline.causes.attribution import summary
 from dataflow.timeline.compare import Load, summary_of, written
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import table

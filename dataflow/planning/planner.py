@@ -15,7 +15,7 @@ from dataflow.planning.costs import WorkloadCosts
 from dataflow.planning.workload import Workload
 from dataflow.policy import PRESETS, PolicySchedule, SchedulingPolicy, divisors, expand, preset
 from dataflow.runner import Runner
-from dataflow.timeline.attribution import pool_waits
+from dataflow.timeline.causes.attribution import pool_waits
 from dataflow.timeline.spans import POOLS, Span, Trace, covered
 
 ROWS = (*PRESETS, "both+stream")

@@ -9,8 +9,8 @@ from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.config.reward import rule_of, sources_of
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
-from dataflow.running.colocation import colocated
 from dataflow.running.saving.checkpoints import checkpoint_store
+from dataflow.running.services.colocation import colocated
 from dataflow.stage import Hosted, Stage
 from dataflow.stages.checkpoint import checkpoint_stages
 from dataflow.stages.normalize import with_running

@@ -109,7 +109,7 @@ def summarise(
         total_s: seconds from the run's start to its end.
         digest: of the weights.
     """
-    from dataflow.timeline import attribution
+    from dataflow.timeline.causes import attribution
 
     numbers = attribution.summary(trace)
     after = [evaluations[step] for step in sorted(evaluations) if step > 0]

@@ -32,7 +32,7 @@ from dataflow.running.remains import complete, finish, stopped
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.system import clock
-from dataflow.system.redaction import redact, redact_values
+from dataflow.system.secrets.redaction import redact, redact_values
 from dataflow.system.stopping import stopping
 from dataflow.system.supervisor import report
 from dataflow.usercode.failures import causes_of
@@ -199,7 +199,7 @@ class Session:
         if not isinstance(self.config, RunConfig) or not self.config.reward.models:
             yield
             return
-        from dataflow.running.served_models import ServedModels
+        from dataflow.running.services.served_models import ServedModels
 
         hosts = self.graph.pipeline.hosts().values()
         with ServedModels(self.config, self.directory, self._lose, hosts) as served:

@@ -12,7 +12,8 @@ from urllib.parse import quote
 
 from dataflow.errors import ConfigError, DataError
 from dataflow.files import decoded
-from dataflow.timeline import attribution, files
+from dataflow.timeline import files
+from dataflow.timeline.causes import attribution
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import table
 

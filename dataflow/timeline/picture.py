@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.style import COLOURS, HATCHED, INK, PIXELS, WIDTH, colours, columns_that_fit, contrast, save
 from dataflow.errors import DataError
-from dataflow.timeline.attribution import exposed_waits, pool_waits, waits_after
+from dataflow.timeline.causes.attribution import exposed_waits, pool_waits, waits_after
 from dataflow.timeline.downtime import CUT, Axis, Downtime
 from dataflow.timeline.servers import servers_of
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes, looks

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import DataError
-from dataflow.timeline.attribution import Wait, exposed_waits, summary, waits_after
-from dataflow.timeline.culprits import Culprit, culprits
+from dataflow.timeline.causes.attribution import Wait, exposed_waits, summary, waits_after
+from dataflow.timeline.causes.culprits import Culprit, culprits
 from dataflow.timeline.downtime import Axis
 from dataflow.timeline.servers import servers_of
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes, looks

@@ -20,7 +20,7 @@ from typing import Any
 from dataflow.errors import RunError
 from dataflow.files import cannot_write
 from dataflow.timeline.agents import cause_of
-from dataflow.timeline.attribution import exposed_waits, waits_after
+from dataflow.timeline.causes.attribution import exposed_waits, waits_after
 from dataflow.timeline.servers import servers_of
 from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, flows, in_flight
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from loguru import logger
 
 from dataflow.system import clock
-from dataflow.system.redaction import redact_error
+from dataflow.system.secrets.redaction import redact_error
 from dataflow.usercode.copies import is_awaitable, is_coroutine
 from dataflow.usercode.failures import is_interrupt, readable
 from dataflow.usercode.forks import OneProcess, in_one_process

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dataflow.errors import RunError
-from dataflow.system.redaction import redact
+from dataflow.system.secrets.redaction import redact
 from dataflow.system.stopping import stopping
 from dataflow.usercode.forks import OneProcess, in_one_process
 

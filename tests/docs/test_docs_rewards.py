@@ -31,7 +31,7 @@ from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.remote.metrics import COUNTED, GAUGED
 from dataflow.rewards.retry import _TRANSPORT, is_transient
 from dataflow.rewards.user.results import RESERVED
-from dataflow.running.agent import host_agent
+from dataflow.running.services.agent import host_agent
 from dataflow.testing.options import TABLES, option_table
 
 pytestmark = pytest.mark.timeout(60)
@@ -157,7 +157,7 @@ def test_runs_have_valid_options_and_agents_that_can_be_built(
     monkeypatch.chdir(ROOT)
     pipeline = load_pipeline_file(words[2])
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    monkeypatch.setattr("dataflow.running.agent.load_tokenizer", lambda path, where: object())
+    monkeypatch.setattr("dataflow.running.services.agent.load_tokenizer", lambda path, where: object())
     monkeypatch.setattr("dataflow.rewards.user.processes.Pool.start", lambda self: None)
     if words[3:] == ["--keys"]:
         return

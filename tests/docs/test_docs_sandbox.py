@@ -19,7 +19,7 @@ from dataflow.rewards.naming import JUDGE
 from dataflow.rewards.sandbox import local
 from dataflow.rewards.sandbox.outcome import Status
 from dataflow.rewards.user.sandbox import Sandbox
-from dataflow.running.agent import check_reward
+from dataflow.running.services.agent import check_reward
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,7 +17,7 @@ from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.judge.judge import Judge
 from dataflow.rewards.models.http_router import HttpRouter, RoutedModel
 from dataflow.rewards.user.build import build_manager
-from dataflow.running.agent import build_agent
+from dataflow.running.services.agent import build_agent
 from tests.docs.test_docs_rewards import batch, rewards, run
 from tests.rigs.reward_servers import servers
 
@@ -128,7 +128,7 @@ def test_verl_router(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def body() -> Batch:
         async with serving("/v1/completions", reply) as url:
-            monkeypatch.setattr("dataflow.running.agent.load_tokenizer", lambda path, where: Tokenizer())
+            monkeypatch.setattr("dataflow.running.services.agent.load_tokenizer", lambda path, where: Tokenizer())
             address = url.removeprefix("http://")
             options = RewardConfig(router_address=address, model_tokenizer="reward-model", on_failure="drop_sample")
             options.max_failed_share = 1

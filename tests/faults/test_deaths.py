@@ -46,7 +46,7 @@ class Host:
 
     def __init__(self, url: str, ledger: str, on_failure: str = "fail") -> None:
         from dataflow.config.reward import RewardConfig
-        from dataflow.running.agent import build_agent
+        from dataflow.running.services.agent import build_agent
 
         options = RewardConfig(concurrency=LIMIT, on_failure=on_failure, backoff=0.05, max_backoff=0.1)
         judge = {"target": "dataflow.rewards.judge.judge:Judge", "kwargs": {"url": url}}

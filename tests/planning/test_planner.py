@@ -18,7 +18,7 @@ from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.testing import check_trace
-from dataflow.timeline import attribution
+from dataflow.timeline.causes import attribution
 
 # Seconds a step.
 ROLLOUT, LOG_PROB, UPDATE, SYNC = 10.0, 5.0, 8.0, 1.0

@@ -21,8 +21,8 @@ from dataflow.running.reporting.live import picture
 from dataflow.running.reporting.tracking import step_metrics
 from dataflow.testing import SteadyCosts, grpo_pipeline
 from dataflow.timeline import perfetto
-from dataflow.timeline.attribution import exposed_waits, summary
-from dataflow.timeline.culprits import culprits
+from dataflow.timeline.causes.attribution import exposed_waits, summary
+from dataflow.timeline.causes.culprits import culprits
 from dataflow.timeline.page.critical import critical_path
 from dataflow.timeline.picture import draw
 from dataflow.timeline.spans import Trace

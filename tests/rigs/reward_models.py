@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dataflow.running.served_models import ServedModels
+from dataflow.running.services.served_models import ServedModels
 from tests.rigs.processes import below, command
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "max_position_embeddings": 1024}

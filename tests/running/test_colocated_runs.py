@@ -66,4 +66,4 @@ def test_a_colocated_model_scores_while_nothing_else_runs(
     capsys.readouterr()
     assert main(["plan", str(directory), "reward.models.rm.replicas=1"]) == 0
     assert "model 'rm': 1 server of 4 requests" in capsys.readouterr().out
-    assert not [p for p in psutil.Process().children(recursive=True) if "hf_server" in " ".join(p.cmdline())]
+    assert not [p for p in psutil.Process().children(recursive=True) if "models.hf.server" in " ".join(p.cmdline())]

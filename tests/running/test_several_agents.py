@@ -22,8 +22,8 @@ from dataflow.reward_agent import RewardAgent
 from dataflow.stages.combine import combine_stage
 from dataflow.stages.reward import agent_stages
 from dataflow.timeline.agents import agents_of, concurrency_of, stages_of
-from dataflow.timeline.attribution import pool_waits
-from dataflow.timeline.culprits import culprits
+from dataflow.timeline.causes.attribution import pool_waits
+from dataflow.timeline.causes.culprits import culprits
 from dataflow.timeline.page.tracks import sheet
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import gantt

@@ -13,7 +13,7 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.config.pipeline_file import load_pipeline_file
 from dataflow.errors import PipelineError
 from dataflow.graph import Read, TaskInfo, stage
-from dataflow.running.hosting import reward_host
+from dataflow.running.services.hosting import reward_host
 from dataflow.stages.normalize import (
     Moments,
     normalize_baselines,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from dataflow.running.remains import summarise
 from dataflow.running.reporting.tracking import step_metrics
 from dataflow.timeline import perfetto
-from dataflow.timeline.attribution import Wait, exposed_waits, pool_waits, summary, waits_after
-from dataflow.timeline.culprits import culprits
+from dataflow.timeline.causes.attribution import Wait, exposed_waits, pool_waits, summary, waits_after
+from dataflow.timeline.causes.culprits import culprits
 from dataflow.timeline.downtime import Axis, Downtime, downtimes
 from dataflow.timeline.page.critical import critical_path
 from dataflow.timeline.page.html import page

@@ -91,7 +91,7 @@ def test_ends_and_begins_at_one_time_are_one_change() -> None:
 
 def test_the_timeline_loads_nothing_heavy() -> None:
     code = (
-        "import sys, dataflow.timeline.attribution, dataflow.timeline.perfetto, dataflow.timeline.text,"
+        "import sys, dataflow.timeline.causes.attribution, dataflow.timeline.perfetto, dataflow.timeline.text,"
         " dataflow.timeline.picture, dataflow.running.reporting.tracking;"
         "print([m for m in ('torch', 'ray', 'verl', 'matplotlib', 'numpy') if m in sys.modules])"
     )

@@ -20,7 +20,7 @@ from dataflow.executors.calling import answer, make_chunk, method_of, prepare
 from dataflow.graph import Hosted, Stage, TaskInfo
 from dataflow.system import clock
 from dataflow.system.children import restore_path
-from dataflow.system.redaction import redact_logs
+from dataflow.system.secrets.redaction import redact_logs
 from dataflow.usercode.failures import Contained
 from dataflow.usercode.forks import in_one_process
 

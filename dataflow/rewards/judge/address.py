@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 from dataflow.errors import ConfigError
 from dataflow.rewards.judge.chat import COMPLETIONS
 from dataflow.system.address import is_address
-from dataflow.system.redaction import keep_secret, redact
+from dataflow.system.secrets.redaction import keep_secret, redact
 
 
 def without_login(url: str) -> tuple[str, str]:

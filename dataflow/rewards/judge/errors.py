@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dataflow.rewards.retry import may_pass, read_retry_after
-from dataflow.system.redaction import redact
+from dataflow.system.secrets.redaction import redact
 
 CONNECT_S = 30.0
 """Seconds for connecting if no other time-out is set."""

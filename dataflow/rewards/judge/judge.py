@@ -19,7 +19,7 @@ from dataflow.rewards.judge.chat import make_chat
 from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout, short
 from dataflow.rewards.judge.prompt import RULES, prompt_of, question_of, response_of
 from dataflow.rewards.limits.router import Router, Routing
-from dataflow.system.redaction import keep_secret, redact_reply
+from dataflow.system.secrets.redaction import keep_secret, redact_reply
 
 __all__ = ["BudgetSpent", "Judge", "JudgeError", "JudgeTimeout"]
 

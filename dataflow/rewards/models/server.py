@@ -23,7 +23,7 @@ from dataflow.system.children import command
 from dataflow.system.guard import GRACE_S, LEFT_S
 from dataflow.system.health import HANG_S, answers, hangs
 from dataflow.system.loopback import ADDRESS
-from dataflow.system.redaction import redact
+from dataflow.system.secrets.redaction import redact
 
 CLOSE_S = GRACE_S + LEFT_S + 1.0
 """Seconds that a server may take to end."""
@@ -79,7 +79,7 @@ def server_command(
     given = {key.replace("_", "-"): value for key, value in (engine_kwargs or {}).items()}
     if engine == "hf":
         options |= {"kind": kind, "device": device}
-        return command("dataflow.rewards.models.hf_server", *flags(options | given))
+        return command("dataflow.rewards.models.hf.server", *flags(options | given))
     options |= {
         "runner": None if kind == "chat" else "pooling",
         "tensor-parallel-size": tensor_parallel if tensor_parallel > 1 else None,

@@ -87,7 +87,7 @@ class RemoteAgent:
 
     Args:
         factory: returns the local agent; called in each actor. ``functools.partial`` of
-            :func:`~dataflow.running.agent.build_agent`, or any function that can be pickled.
+            :func:`~dataflow.running.services.agent.build_agent`, or any function that can be pickled.
         actors: number of actors, which share the groups of a step and the limits of one agent.
         restarts: how many actors that died are replaced, in all.
         shared: a limit server that others use too; None starts one if there are several actors.

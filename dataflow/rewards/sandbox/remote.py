@@ -16,7 +16,7 @@ from dataflow.errors import ConfigError
 from dataflow.rewards.retry import Retry, may_pass, read_retry_after
 from dataflow.rewards.sandbox.outcome import Outcome, SandboxError, Status, short
 from dataflow.system.address import is_address
-from dataflow.system.redaction import redact
+from dataflow.system.secrets.redaction import redact
 
 if TYPE_CHECKING:
     import aiohttp

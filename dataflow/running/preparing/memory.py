@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataflow.models.size import Size, size_of
-from dataflow.running.hosting import CRITIC, REPLICAS, TRAINER, VLLM_ON_GPU
 from dataflow.running.preparing.machine import GIB
+from dataflow.running.services.hosting import CRITIC, REPLICAS, TRAINER, VLLM_ON_GPU
 from dataflow.stage import Hosted
 
 _IDLE = 1.0 * GIB

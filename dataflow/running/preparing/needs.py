@@ -18,11 +18,11 @@ from dataflow.errors import ConfigError, NotChecked
 from dataflow.rewards.judge.probe import check_judge
 from dataflow.rewards.models.gpus import visible_gpus
 from dataflow.rewards.naming import keyed
-from dataflow.running.hosting import gpus_of
 from dataflow.running.preparing.check import Check, Checks
 from dataflow.running.preparing.machine import GpuMemory, cpu_memory, free_disk, gpu_memory
 from dataflow.running.preparing.memory import Need, Part, gib, need_of, peak, shown
 from dataflow.running.preparing.preparation import Preparation
+from dataflow.running.services.hosting import gpus_of
 from dataflow.system.extras import not_installed
 
 

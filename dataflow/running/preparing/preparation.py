@@ -21,11 +21,11 @@ from dataflow.rewards.naming import JUDGE
 from dataflow.rewards.user.build import scores_alone
 from dataflow.running.auto import load_schedule
 from dataflow.running.directory import check_directory
-from dataflow.running.hosting import REWARD, check_engine
 from dataflow.running.preparing.check import Check, Checks
 from dataflow.running.preparing.prompts import Prompts
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.tracking import check_backends
+from dataflow.running.services.hosting import REWARD, check_engine
 
 
 class Preparation:
@@ -147,7 +147,7 @@ class Preparation:
 
     def _check_models(self) -> str | None:
         assert isinstance(self.config, RunConfig)
-        from dataflow.running.served_models import check_models
+        from dataflow.running.services.served_models import check_models
         from dataflow.stages.normalize import normalizes
 
         pipeline, agents = self.graph.pipeline, self.agents
@@ -163,7 +163,7 @@ class Preparation:
 
     def _check_agent(self, name: str, host: Hosted) -> str:
         from dataflow.distribution import parse_distribution
-        from dataflow.running.agent import check_reward
+        from dataflow.running.services.agent import check_reward
 
         collector = self.graph.pipeline.collector
         first = collector.host if collector is not None else None

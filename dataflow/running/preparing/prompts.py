@@ -15,9 +15,9 @@ from dataflow.errors import ConfigError, DataError, NotChecked
 from dataflow.models.processor import takes_images
 from dataflow.rewards.naming import MAIN
 from dataflow.rewards.user.build import build_manager, scores_alone
-from dataflow.running.hosting import check_room, circumstances
 from dataflow.running.preparing.check import Check, Checks
 from dataflow.running.reporting.progress import Progress
+from dataflow.running.services.hosting import check_room, circumstances
 
 if TYPE_CHECKING:
     from dataflow.data.prompts import Problems, PromptSource

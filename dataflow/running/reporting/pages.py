@@ -6,8 +6,8 @@ from pathlib import Path
 
 from dataflow.samples.page import run_page
 from dataflow.timeline import files, perfetto
+from dataflow.timeline.causes.culprits import linked
 from dataflow.timeline.compare import facts_of
-from dataflow.timeline.culprits import linked
 
 
 def draw_run(directory: Path) -> None:

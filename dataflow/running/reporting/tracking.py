@@ -24,7 +24,7 @@ from dataflow.running.reporting.run_ids import RunIds
 from dataflow.running.reporting.tensorboard import TensorBoard
 from dataflow.system.children import safe_path
 from dataflow.timeline.agents import causes_of
-from dataflow.timeline.attribution import pool_waits
+from dataflow.timeline.causes.attribution import pool_waits
 from dataflow.timeline.spans import POOLS, Span, Trace, covered
 from dataflow.usercode.numeric import finite
 

@@ -13,7 +13,7 @@ from dataflow.drawing.page import bokeh_scripts, embedded, read_embedded, renumb
 from dataflow.drawing.style import colours
 from dataflow.errors import DataError
 from dataflow.files import replaced
-from dataflow.timeline.attribution import summary
+from dataflow.timeline.causes.attribution import summary
 from dataflow.timeline.page import panel
 from dataflow.timeline.page.chart import chart, script_facts
 from dataflow.timeline.page.tracks import sheet

@@ -11,7 +11,7 @@ from typing import Any
 
 from dataflow.drawing.duration import seconds
 from dataflow.timeline.agents import agents_of, causes_of
-from dataflow.timeline.culprits import Culprit, culprits, place_of
+from dataflow.timeline.causes.culprits import Culprit, culprits, place_of
 from dataflow.timeline.downtime import Axis
 from dataflow.timeline.page.versions import Versions
 from dataflow.timeline.spans import Trace, called
@@ -40,7 +40,7 @@ def change(value: float) -> str:
 
 
 Numbers = Mapping[str, Any]
-"""The result of :func:`dataflow.timeline.attribution.summary` for a run."""
+"""The result of :func:`dataflow.timeline.causes.attribution.summary` for a run."""
 
 
 def compared(

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from dataflow.timeline.attribution import Wait
-from dataflow.timeline.culprits import Culprit, culprits, last_requests, place_of
+from dataflow.timeline.causes.attribution import Wait
+from dataflow.timeline.causes.culprits import Culprit, culprits, last_requests, place_of
 from dataflow.timeline.downtime import Axis
 from dataflow.timeline.page.critical import critical_path
 from dataflow.timeline.page.versions import Versions

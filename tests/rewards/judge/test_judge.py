@@ -525,7 +525,7 @@ def test_a_password_in_the_address_is_sent_and_never_shown() -> None:
 
 
 def test_through_the_agent(server: JudgeProcess) -> None:
-    from dataflow.running.agent import build_agent
+    from dataflow.running.services.agent import build_agent
 
     async def body() -> None:
         columns = {

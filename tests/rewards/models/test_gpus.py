@@ -11,8 +11,8 @@ import pytest
 from dataflow.errors import ConfigError
 from dataflow.rewards.models import gpus as module
 from dataflow.rewards.models.gpus import VISIBLE, GpuPlan, Wanted, plan_gpus, visible_gpus
-from dataflow.running.hosting import gpus_of
-from dataflow.running.served_models import _visible
+from dataflow.running.services.hosting import gpus_of
+from dataflow.running.services.served_models import _visible
 from dataflow.stage import Hosted
 
 FOUR = ["0", "1", "2", "3"]

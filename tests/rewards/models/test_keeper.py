@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from dataflow.errors import RunError
-from dataflow.rewards.models import hf_server
+from dataflow.rewards.models.hf import server as hf_server
 from dataflow.rewards.models.keeper import ModelServers
 from dataflow.rewards.models.server import Port, reason_in, server_command, server_environment
 from tests.rigs.model_server import fake_command
@@ -311,7 +311,7 @@ def test_the_command_line_of_transformers_is_one_that_its_server_takes(capsys: p
         max_model_len=512,
         engine_kwargs={"threads": 2, "max_batch_tokens": 4096},
     )
-    assert words[1:4] == ["-P", "-m", "dataflow.rewards.models.hf_server"]
+    assert words[1:4] == ["-P", "-m", "dataflow.rewards.models.hf.server"]
     assert words[-8:-4] == ["--kind", "pooling", "--device", "cpu"]
     assert words[-4:] == ["--threads", "2", "--max-batch-tokens", "4096"]
     words[words.index("--port") + 1] = "0"

@@ -13,7 +13,7 @@ from aiohttp import web
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, RunError
 from dataflow.rewards.models.sleeping import Sleeper
-from dataflow.running.colocation import sleepers_of
+from dataflow.running.services.colocation import sleepers_of
 from dataflow.system.loopback import ADDRESS
 
 pytestmark = pytest.mark.timeout(60)

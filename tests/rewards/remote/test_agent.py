@@ -27,7 +27,7 @@ from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.shared import start_limits
 from dataflow.rewards.remote.agent import RemoteAgent
 from dataflow.rewards.remote.host import RewardHost, needed
-from dataflow.running.agent import host_agent
+from dataflow.running.services.agent import host_agent
 from tests.executors import test_streaming as streaming
 from tests.rigs.fake_engine import FakeRollout
 

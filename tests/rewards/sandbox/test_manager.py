@@ -14,7 +14,7 @@ from dataflow.errors import ConfigError, RewardFailed
 from dataflow.rewards.naming import JUDGE, SERVED
 from dataflow.rewards.user.build import build_manager, scores_alone
 from dataflow.rewards.user.sandbox import Sandbox
-from dataflow.running.agent import build_agent, check_reward
+from dataflow.running.services.agent import build_agent, check_reward
 from tests.rewards.sandbox.service import serving
 
 pytestmark = pytest.mark.timeout(120)

@@ -15,7 +15,7 @@ from dataflow.errors import ConfigError
 from dataflow.planning.rewards import Validation
 from dataflow.planning.workload import grpo
 from dataflow.running.reporting.tracking import Tracker, step_metrics, write_summary
-from dataflow.timeline.attribution import exposed_waits
+from dataflow.timeline.causes.attribution import exposed_waits
 from dataflow.timeline.spans import Span, Trace
 
 

@@ -15,7 +15,7 @@ from dataflow.testing import chromium
 from dataflow.testing.following import followed
 from dataflow.testing.runs import made_up
 from dataflow.timeline import perfetto
-from dataflow.timeline.culprits import linked
+from dataflow.timeline.causes.culprits import linked
 from dataflow.timeline.page.html import page
 from dataflow.timeline.spans import Span, Trace
 from tests.timeline.traces.resumed import WHY, resumed

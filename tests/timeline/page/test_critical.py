@@ -6,7 +6,7 @@ from hypothesis import given
 
 from dataflow.timeline.page.critical import critical_path
 from dataflow.timeline.spans import Trace
-from tests.timeline.test_attribution import step, task, traces
+from tests.timeline.causes.test_attribution import step, task, traces
 
 
 def names(trace: Trace) -> list[str]:

@@ -14,12 +14,12 @@ import pytest
 from dataflow.drawing.page import renumbered
 from dataflow.errors import DataError
 from dataflow.testing.runs import made_up
-from dataflow.timeline.culprits import last_requests, linked
+from dataflow.timeline.causes.culprits import last_requests, linked
 from dataflow.timeline.page.html import page, text, waiting
 from dataflow.timeline.page.tracks import sheet, step_ends, thin
 from dataflow.timeline.page.versions import Versions
 from dataflow.timeline.spans import Mark, Span, Trace
-from tests.timeline.test_culprits import two_parts
+from tests.timeline.causes.test_culprits import two_parts
 
 EVIL = "<script>alert('x')</script>"
 

@@ -16,7 +16,7 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.config.reward import RewardConfig
-from dataflow.running.agent import build_agent
+from dataflow.running.services.agent import build_agent
 from dataflow.usercode.sentinel.leftovers import end_children
 from tests.rigs.processes import left
 

@@ -12,7 +12,7 @@ import pytest
 from dataflow.config.run import RunConfig
 from dataflow.engines import choice
 from dataflow.errors import ConfigError, UserError
-from dataflow.running.hosting import (
+from dataflow.running.services.hosting import (
     HF,
     REPLICAS,
     VLLM,

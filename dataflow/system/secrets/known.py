@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import AnyStr
 from urllib.parse import quote, quote_plus
 
-from dataflow.system.escapes import layers
+from dataflow.system.secrets.escapes import layers
 
 _SHORTEST = 4  # a shorter value would mask ordinary text
 _WORD = 8  # a shorter value is masked only as a separate word

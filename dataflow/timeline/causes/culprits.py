@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.timeline.agents import causes_of
-from dataflow.timeline.attribution import Wait, exposed_waits, waits_after
+from dataflow.timeline.causes.attribution import Wait, exposed_waits, waits_after
 from dataflow.timeline.spans import POOLS, Mark, Trace
 
 _TASK = re.compile(r"^(?P<stage>.+)\[(?P<step>\d+)(?:\.(?P<part>\d+))?\]$")
@@ -69,12 +69,12 @@ class Culprit:
 
 
 def culprits(trace: Trace, pools: Sequence[str] | None = None, *, after: bool = False) -> list[Culprit]:
-    """Returns a culprit per wait of the GPUs (:func:`~dataflow.timeline.attribution.exposed_waits`), longest first.
+    """Returns a culprit per wait of the GPUs (:func:`~.attribution.exposed_waits`), longest first.
 
     Args:
         trace: of a run.
         pools: of GPUs; None for all that the trace shows.
-        after: whether to include waits after training, see :func:`~dataflow.timeline.attribution.waits_after`.
+        after: whether to include waits after training, see :func:`~dataflow.timeline.causes.attribution.waits_after`.
     """
     last = _Last(trace.marks)
     collectors = dict.fromkeys(m.args["collector"] for m in trace.marks if "collector" in m.args)

@@ -15,15 +15,15 @@ from dataflow.config.pipeline_file import load_pipeline_file
 from dataflow.config.reward import concurrency_of, model_of, source_of
 from dataflow.errors import ConfigError
 from dataflow.rewards.naming import JUDGE, SERVED
-from dataflow.running import served_models
-from dataflow.running.agent import _scorer
-from dataflow.running.hosting import reward_host
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.resume import check_changes
-from dataflow.running.served_models import check_models
+from dataflow.running.services import served_models
+from dataflow.running.services.agent import _scorer
+from dataflow.running.services.hosting import reward_host
+from dataflow.running.services.served_models import check_models
 from dataflow.running.session import Session
 
-PIPELINE = load_pipeline_file(Path(__file__).parents[2] / "pipelines" / "two_judges.py")
+PIPELINE = load_pipeline_file(Path(__file__).parents[3] / "pipelines" / "two_judges.py")
 AGENTS = ("reward", "rule")
 PLAIN = "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n"
 FUNCTION = PLAIN.replace("extra_info", "extra_info, reward_router_address")

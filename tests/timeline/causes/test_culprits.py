@@ -7,10 +7,10 @@ import math
 
 from hypothesis import given
 
-from dataflow.timeline.culprits import culprits, linked, worst_waits
+from dataflow.timeline.causes.culprits import culprits, linked, worst_waits
 from dataflow.timeline.page.panel import _waits
 from dataflow.timeline.spans import Mark, Span, Trace
-from tests.timeline.test_attribution import task, traces
+from tests.timeline.causes.test_attribution import task, traces
 
 
 def request(step: int, group: int, end: float, **facts: object) -> Mark:

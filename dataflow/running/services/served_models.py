@@ -30,8 +30,8 @@ from dataflow.rewards.models.server import server_command, server_environment
 from dataflow.rewards.naming import keyed
 from dataflow.rewards.user.build import scores_alone
 from dataflow.rewards.user.function import load_reward, takes
-from dataflow.running.colocation import flag_of, sleepers_of
-from dataflow.running.hosting import gpus_of
+from dataflow.running.services.colocation import flag_of, sleepers_of
+from dataflow.running.services.hosting import gpus_of
 from dataflow.stage import Hosted
 
 LOGS = "servers"

@@ -26,7 +26,7 @@ from dataflow.rewards.remote.metrics import RayMetrics, in_ray_worker
 from dataflow.rewards.retry import Retry
 from dataflow.rewards.user.build import build_manager, check_manager, find_manager, scores_alone
 from dataflow.rewards.user.function import CONTEXT, build_reward, find_reward, load_reward
-from dataflow.system.redaction import keep_secrets, redact_logs
+from dataflow.system.secrets.redaction import keep_secrets, redact_logs
 from dataflow.usercode.sentinel.sentinel import REWARDS, Sentinel, Watched
 
 if TYPE_CHECKING:
@@ -204,7 +204,11 @@ def _check_reward(custom: Mapping[str, Any], default: Mapping[str, Any], options
     if default["target"] not in (JUDGE, SERVED):
         return
     url = kwargs.get("url")
-    scores: Any = ServedReward(**kwargs) if default["target"] == SERVED else Judge(**{**kwargs, "url": url or _LOCAL})
+    scores: Any = (
+        ServedReward(**kwargs)
+        if default["target"] == SERVED
+        else Judge(**{**kwargs, "url": _LOCAL if url is None else url})
+    )
     if url is not None:
         check_endpoints(scores, limits_of(options))
     elif options.endpoints:

@@ -23,7 +23,7 @@ VLLM_ON_GPU = "dataflow.engines.vllm.multi_process:AsyncVllmRollout"
 REPLICAS = "dataflow.engines.replicas.engine:Replicas"
 TRAINER = "dataflow.engines.verl.trainer:VerlTrainer"
 CRITIC = "dataflow.engines.verl.critic:VerlCritic"
-REWARD = "dataflow.running.agent:host_agent"
+REWARD = "dataflow.running.services.agent:host_agent"
 ROUTER = "127.0.0.1:0"
 """Address of the reward models for users' functions while it is not known."""
 _CLOSE_S = 8.0  # time for vLLM's processes to end and free their shared memory

@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 from dataflow.rewards.judge.server import JudgeProcess, start_server
-from dataflow.rewards.models import hf_server
+from dataflow.rewards.models.hf import server as hf_server
 from dataflow.system.children import command
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(180)]
 
-MODULE = "dataflow.rewards.models.hf_server"
+MODULE = "dataflow.rewards.models.hf.server"
 CHAT = [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "7"}]
 WIDTH = 1024
 
@@ -136,7 +136,7 @@ def test_scores_are_those_of_transformers_in_any_batch(server: JudgeProcess, mod
 def test_other_heads(models: dict[str, Path], name: str, kind: str) -> None:
     """In this process: models without a token for padding, that score every token, that read in both directions."""
     from dataflow.models.directory import check_classifier
-    from dataflow.rewards.models.hf_model import HfModel
+    from dataflow.rewards.models.hf.model import HfModel
 
     ids = rows(30, seed=1)
     check_classifier(models[name], kind, "hf")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.timeline.attribution import Wait, exposed_waits, pool_waits, summary, waits_after
+from dataflow.timeline.causes.attribution import Wait, exposed_waits, pool_waits, summary, waits_after
 from dataflow.timeline.spans import Span, Trace, covered
 
 RESOURCES = ("gpu", "reward", "controller", "io", "sandbox")

@@ -1,6 +1,6 @@
 """A server around a transformers model with a classification head; its protocol is vLLM's.
 
-    python -m dataflow.rewards.models.hf_server --model DIR --kind classify --port 8000
+    python -m dataflow.rewards.models.hf.server --model DIR --kind classify --port 8000
 
 prints ``{"port": N, ...}`` on one line when it is ready. It ends on SIGTERM and at the end of its standard input.
 Requests that arrive while it computes are the next batch. Requests that arrive while it sleeps wait until it is woken,
@@ -26,14 +26,14 @@ from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError
 from dataflow.errors import ConfigError, DataflowError, UserError
 from dataflow.models.directory import HEADS, check_classifier
 from dataflow.rewards.judge.server import serve
-from dataflow.rewards.models.batcher import Batcher, Closed
+from dataflow.rewards.models.hf.batcher import Batcher, Closed
 from dataflow.system import clock
 from dataflow.system.loopback import ADDRESS
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from dataflow.rewards.models.hf_model import HfModel
+    from dataflow.rewards.models.hf.model import HfModel
 
 _BODY = 1 << 28  # bytes
 
@@ -262,7 +262,7 @@ def _run(given: Any) -> None:
     with _bound(given.host, given.port) as bound:
         path, template = Path(given.model).expanduser(), _template(given.chat_template)
         check_classifier(path, given.kind, "hf")
-        from dataflow.rewards.models.hf_model import HfModel
+        from dataflow.rewards.models.hf.model import HfModel
 
         model = HfModel(path, given.dtype, given.device, given.threads, given.max_model_len)
         batcher = Batcher(model.scores, given.max_num_seqs, given.max_batch_tokens)
@@ -283,7 +283,7 @@ def _positive(text: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the server from the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="dataflow.rewards.models.hf_server", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="dataflow.rewards.models.hf.server", description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="directory")
     parser.add_argument("--served-model-name", help="its name in requests; the directory by default")
     parser.add_argument("--kind", choices=sorted(HEADS), default="classify")

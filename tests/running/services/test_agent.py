@@ -14,7 +14,7 @@ from dataflow.config.reward import RewardConfig
 from dataflow.errors import ConfigError
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.naming import JUDGE, SERVED
-from dataflow.running.agent import _sentinel, build_agent, check_reward, host_agent, limits_of, retry_of
+from dataflow.running.services.agent import _sentinel, build_agent, check_reward, host_agent, limits_of, retry_of
 
 pytestmark = pytest.mark.timeout(60)
 

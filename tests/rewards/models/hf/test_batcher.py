@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dataflow.rewards.models.batcher import Batcher, Closed
+from dataflow.rewards.models.hf.batcher import Batcher, Closed
 
 pytestmark = pytest.mark.timeout(30)
 

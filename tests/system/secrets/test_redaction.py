@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dataflow.system import redaction
-from dataflow.system.redaction import (
+from dataflow.system.secrets import redaction
+from dataflow.system.secrets.redaction import (
     MASK,
     Secrets,
     keep_secret,

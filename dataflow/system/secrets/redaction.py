@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from dataflow.system.escapes import layers
-from dataflow.system.known_secrets import Secrets
+from dataflow.system.secrets.escapes import layers
+from dataflow.system.secrets.known import Secrets
 
 MASK = "***"
 

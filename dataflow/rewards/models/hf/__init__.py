@@ -1,0 +1,1 @@
+"""A server of reward models on transformers, for classifiers and tests."""

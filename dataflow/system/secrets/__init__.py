@@ -1,0 +1,1 @@
+"""Keeps secrets out of the texts that a run stores or shows."""

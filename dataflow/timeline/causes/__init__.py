@@ -1,0 +1,1 @@
+"""What the GPUs waited for. Pure."""
