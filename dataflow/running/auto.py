@@ -21,7 +21,7 @@ from dataflow.errors import DataflowError, RunError
 from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.planning.auto.controller import LEAST_LEFT, Controller, Switch
-from dataflow.planning.auto.forecast import candidates
+from dataflow.planning.auto.forecast import Forecast, candidates
 from dataflow.planning.auto.window import latency_changed, window
 from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.runner import Runner
@@ -97,6 +97,7 @@ class AutoPolicy:
         self._runner: Runner | None = None
         self._plan: asyncio.Task[None] | None = None
         self._new: dict[str, float] = {}
+        self._suggested: int | None = None
         self._last = 0
         """The last step that ended."""
         self._waiting: dict[int, set[str]] = {}
@@ -156,13 +157,15 @@ class AutoPolicy:
             policies = self._controller.policies
             if found is None:
                 return
-            seconds = await _forecast((found, policies, self._controller.current, _adapted(self._record.trace)))
-            predicted = {policy: s for policy, s in zip(policies, seconds, strict=True) if s is not None}
+            answer = await _forecast((found, policies, self._controller.current, _adapted(self._record.trace)))
+            predicted = {policy: s for policy, s in zip(policies, answer.seconds, strict=True) if s is not None}
             # Steps with other latencies than the prediction's do not say how right it is.
             since = step + 1 - (0 if rewards_of else found.meta["steps"])
             policy = self._controller.decide(step, predicted, since)
             if policy is not None:
                 self._switch(policy, predicted)
+            if answer.in_flight is not None:
+                self._suggest(*answer.in_flight, min(predicted.values()))
         except (DataflowError, OSError, ValueError, TimeoutError) as error:
             logger.warning(f"policy: the run cannot be planned after step {step}, its policy stays: {error}")
 
@@ -186,6 +189,17 @@ class AutoPolicy:
         logger.info(
             f"policy: {words(policy)} from step {first} on; predicted {change.after_s:.4g} s a step, "
             f"{change.before_s:.4g} s with {words(change.before)}"
+        )
+
+    def _suggest(self, number: int, seconds: float, present: float) -> None:
+        """Says once that more requests in flight would make the steps shorter."""
+        if number == self._suggested:
+            return
+        self._suggested = number
+        self._new |= {"policy/suggested_concurrency": float(number), "policy/suggested_s": seconds}
+        logger.info(
+            f"policy: {seconds:.4g} s a step with reward.concurrency={number}, {present:.4g} s as it is, if requests "
+            "then take as long as now; give it to the next run or to a resume of this one"
         )
 
     def _report(self, change: Switch) -> None:
@@ -214,7 +228,7 @@ def _adapted(trace: Trace) -> float | None:
     return sum(now.values()) if now else None
 
 
-async def _forecast(question: tuple[Any, ...]) -> list[float | None]:
+async def _forecast(question: tuple[Any, ...]) -> Forecast:
     """Asks a process of its own for a plan.
 
     Raises:
@@ -236,4 +250,4 @@ async def _forecast(question: tuple[Any, ...]) -> list[float | None]:
         raise RunError(
             f"the planning process ended with code {process.returncode} ({said[-1] if said else 'no reason'})"
         )
-    return list(json.loads(out))
+    return Forecast(**json.loads(out))

@@ -13,6 +13,7 @@ import pytest
 
 from dataflow.cli import main
 from dataflow.errors import RunError
+from dataflow.planning.auto.forecast import Forecast
 from dataflow.planning.auto.window import window
 from dataflow.planning.backtest import backtest
 from dataflow.policy import SchedulingPolicy
@@ -35,18 +36,18 @@ KEYS = (
     "checkpoint.keep_last=9",
 )
 
-Forecast = Callable[[tuple[Any, ...]], Any]
+Plan = Callable[[tuple[Any, ...]], Any]
 
 
-def scripted(*wanted: SchedulingPolicy) -> Forecast:
+def scripted(*wanted: SchedulingPolicy) -> Plan:
     """Returns forecasts in which each policy in turn is the fastest, then the last one for ever."""
     left = list(wanted)
 
-    async def forecast(question: tuple[Any, ...]) -> list[float | None]:
+    async def forecast(question: tuple[Any, ...]) -> Forecast:
         window, policies, _current, _adapted = question
         assert window.spans
         fastest = left.pop(0) if len(left) > 1 else left[0]
-        return [1.0 if policy == fastest else 2.0 for policy in policies]
+        return Forecast([1.0 if policy == fastest else 2.0 for policy in policies], (128, 0.5))
 
     return forecast
 
@@ -100,6 +101,9 @@ def test_each_change_is_in_the_metrics_the_trace_and_the_file(changed: Path) -> 
     assert [row["policy/switch_step"] for row in said] == [second, third]
     assert all((row["policy/predicted_s"], row["policy/predicted_before_s"]) == (1.0, 2.0) for row in said)
     assert any(row.get("policy/measured_s", 0) > 0 for row in rows(changed)), "what came of it"
+    assert [row["policy/suggested_concurrency"] for row in rows(changed) if "policy/suggested_concurrency" in row] == [
+        128
+    ]
     trace = perfetto.load(str(changed))
     assert [change["step"] for change in trace.meta["policies"]] == [1, second, third]
     summary = json.loads((changed / "summary.json").read_text())
@@ -224,7 +228,7 @@ def test_a_plan_is_made_in_a_process_of_its_own(changed: Path) -> None:
     found = window(trace, STEPS)
     assert found is not None
     monkey = [policy(1, 0), policy(4, 1), policy(3, 0)]
-    seconds = asyncio.run(REAL_FORECAST((found, monkey, policy(1, 0), None)))
+    seconds = asyncio.run(REAL_FORECAST((found, monkey, policy(1, 0), None))).seconds
     assert seconds[2] is None, "3 parts do not divide 4 mini-batches"
     assert all(s is not None and s > 0 for s in seconds[:2])
 

@@ -6,6 +6,7 @@ itself starts it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -19,7 +20,7 @@ NICE = 10
 
 def main() -> None:
     os.nice(NICE)
-    print(json.dumps(forecast(*pickle.load(sys.stdin.buffer))))
+    print(json.dumps(dataclasses.asdict(forecast(*pickle.load(sys.stdin.buffer)))))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Seconds a step under each of some policies, once the pipeline is filled, from the last steps of a run."""
+"""Seconds a step under some policies, once the pipeline is filled, predicted from the last steps of a run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dataflow.errors import DataError, PipelineError, PolicyError
@@ -24,6 +24,8 @@ STEPS = (8, 16)
 """Least and most steps to simulate for each policy."""
 CLOSE = 0.1
 """Policies slower than the fastest by more are not looked at with another number of parts, or streaming."""
+MORE = 0.05
+"""Gain of twice as many requests in flight that is worth a word."""
 SPLITS = 4
 """Numbers of parts to try, at most."""
 
@@ -67,10 +69,24 @@ def _fits(pipeline: Pipeline, policy: SchedulingPolicy, mini_batches: int, group
     return True
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """What is predicted from a window.
+
+    Attributes:
+        seconds: a step under each policy; None for one that cannot be predicted, or is not worth it.
+        in_flight: a number of requests in flight with which the fastest policy takes less, and its seconds a step;
+            None if the service or the GPU pool would not gain, or there are several services.
+    """
+
+    seconds: list[float | None]
+    in_flight: tuple[int, float] | None = None
+
+
 def forecast(
     window: Trace, policies: Sequence[SchedulingPolicy], current: SchedulingPolicy, adapted: float | None = None
-) -> list[float | None]:
-    """Returns the seconds a step under each policy; None for one that cannot be predicted, or is not worth it.
+) -> Forecast:
+    """Returns the seconds a step under each policy, and whether more requests in flight would make it less.
 
     Every policy sees the same latencies and stage times, so that their differences are more exact than the times.
 
@@ -83,10 +99,27 @@ def forecast(
     try:
         workload = of_trace(window, "the run", PlanConfig())
     except DataError:
-        return [None] * len(policies)
+        return Forecast([None] * len(policies))
     if adapted is not None:
         workload = replace(workload, rewards=replace(workload.rewards, concurrency=max(1, round(adapted))))
-    return _search(workload, policies, current)
+    seconds = _search(workload, policies, current)
+    return Forecast(seconds, _in_flight(workload, dict(zip(policies, seconds, strict=True))))
+
+
+def _in_flight(workload: Workload, seconds: Mapping[SchedulingPolicy, float | None]) -> tuple[int, float] | None:
+    """Doubles the requests in flight, as long as the fastest policy gains; assumes that they take as long."""
+    known = {policy: s for policy, s in seconds.items() if s is not None}
+    if not known or workload.beside or workload.rewards.servers is not None:
+        return None
+    best, found = min(known, key=lambda policy: known[policy]), None
+    least, number = known[best], workload.rewards.concurrency
+    while number < workload.prompts * workload.responses:
+        number *= 2
+        more = replace(workload, rewards=replace(workload.rewards, concurrency=number))
+        if (took := _predicted(more, best)) is None or least / took - 1 < MORE:
+            break
+        found, least = (number, took), took
+    return found
 
 
 def _search(workload: Workload, policies: Sequence[SchedulingPolicy], current: SchedulingPolicy) -> list[float | None]:

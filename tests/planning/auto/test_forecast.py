@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dataflow.distribution import Distribution
-from dataflow.planning.auto.forecast import candidates, forecast, steady_s
+from dataflow.planning.auto.forecast import Forecast, candidates, forecast, steady_s
 from dataflow.planning.auto.window import latency_changed, window
 from dataflow.planning.planner import simulate
 from dataflow.planning.rewards import Rewards
@@ -94,14 +94,14 @@ def test_rewards_that_take_another_time_show_before_their_step_ends() -> None:
     assert found is not None
     assert {m.end - m.begin for m in found.marks} == {30.0}
     assert {s.step for s in found.spans} == {1, 2, 3, 4, 5}
-    assert forecast(found, [BASELINE], BASELINE)[0] == pytest.approx(4 + 1 + 4 + 0.5 + 30 - 1, rel=0.01)
+    assert forecast(found, [BASELINE], BASELINE).seconds[0] == pytest.approx(4 + 1 + 4 + 0.5 + 30 - 1, rel=0.01)
 
 
 def test_a_forecast_from_a_baseline_is_what_each_policy_then_takes() -> None:
     load, found = workload(steps=40), window(trace_of(), 8)
     assert found is not None
     policies = candidates(load.pipeline, 4, 8, limit=1)
-    seconds = dict(zip(policies, forecast(found, policies, BASELINE), strict=True))
+    seconds = dict(zip(policies, forecast(found, policies, BASELINE).seconds, strict=True))
     assert seconds[BASELINE] == pytest.approx(4 + 1 + 4 + 0.5 + 10 - 1, rel=0.01), "log-probs run during the wait"
     for policy in (BASELINE, BOTH, SchedulingPolicy(1, 1)):
         assert seconds[policy] == pytest.approx(steady_s(load, policy), rel=0.01)
@@ -117,9 +117,22 @@ def test_candidates_are_those_that_the_pipeline_and_the_limit_allow() -> None:
     assert {p.split for p in candidates(pipeline, 4, None, limit=0)} == {1}, "parts need the number of groups"
 
 
+def test_more_requests_in_flight_are_suggested_as_long_as_they_gain() -> None:
+    trace = trace_of()
+    assert forecast(window(trace, 8), [BASELINE], BASELINE).in_flight is None, "all 16 of a step are in flight"
+    trace.meta["job"]["concurrency"] = 4
+    found = forecast(window(trace, 8), [BASELINE, BOTH], BASELINE)
+    assert found.in_flight is not None
+    number, seconds = found.in_flight
+    assert number == 16
+    assert seconds == pytest.approx(10, rel=0.1), "the GPU work of a step, or a request's latency"
+    held = forecast(window(trace, 8), [BASELINE], BASELINE, adapted=16)
+    assert held.in_flight is None
+
+
 def test_what_cannot_be_predicted_is_left_out() -> None:
     found = window(trace_of(), 8)
     assert found is not None
-    assert forecast(found, [BASELINE, SchedulingPolicy(3)], BASELINE)[1] is None
+    assert forecast(found, [BASELINE, SchedulingPolicy(3)], BASELINE).seconds[1] is None
     del found.meta["job"]
-    assert forecast(found, [BASELINE], BASELINE) == [None]
+    assert forecast(found, [BASELINE], BASELINE) == Forecast([None])
