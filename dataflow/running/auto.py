@@ -59,6 +59,14 @@ def load_schedule(directory: Path) -> PolicySchedule | None:
         ) from error
 
 
+def _switches(directory: Path) -> list[dict[str, Any]]:
+    """Returns the changes of policy that a run has had; :func:`load_schedule` has checked their file."""
+    try:
+        return list(json.loads((directory / FILE).read_text(encoding="utf-8")).get("switches", ()))
+    except FileNotFoundError:
+        return []
+
+
 def listed(schedule: PolicySchedule) -> list[dict[str, Any]]:
     """Returns a schedule as JSON can hold it."""
     return [{"step": step, **dataclasses.asdict(policy)} for step, policy in schedule.changes]
@@ -97,6 +105,8 @@ class AutoPolicy:
         self._runner: Runner | None = None
         self._plan: asyncio.Task[None] | None = None
         self._new: dict[str, float] = {}
+        self._before = _switches(record.directory)
+        """The changes of earlier attempts, as JSON."""
         self._suggested: int | None = None
         self._last = 0
         """The last step that ended."""
@@ -106,6 +116,8 @@ class AutoPolicy:
     def begin(self, runner: Runner) -> None:
         """Takes what runs the steps."""
         self._runner = runner
+        if self._before:
+            self._record.describe(switches=self._listed())
 
     def metrics(self, step: int) -> dict[str, float]:
         """Returns the metrics of a step: its policy, and what has become known of changes since the last step."""
@@ -213,7 +225,7 @@ class AutoPolicy:
         )
 
     def _listed(self) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(change) for change in self._controller.switches]
+        return [*self._before, *(dataclasses.asdict(change) for change in self._controller.switches)]
 
     def _write(self) -> None:
         path = self._record.directory / FILE

@@ -132,6 +132,7 @@ def test_a_resumed_run_goes_on_with_the_same_policies_and_ends_with_the_same_wei
         (again / "summary.json").unlink()
         monkeypatch.setattr(auto, "_forecast", scripted(policy(1, 0)))
         assert main(["resume", str(again), "--quiet"]) == 0
+        assert len(json.loads((again / "summary.json").read_text())["switches"]) == 2
         assert of_policies(again) == of_policies(changed)
         assert json.loads((again / "summary.json").read_text())["weights_sha256"] == whole["weights_sha256"]
 
