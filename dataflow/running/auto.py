@@ -11,6 +11,7 @@ import dataclasses
 import json
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,22 @@ def _switches(directory: Path) -> list[dict[str, Any]]:
         return list(json.loads((directory / FILE).read_text(encoding="utf-8")).get("switches", ()))
     except FileNotFoundError:
         return []
+
+
+def within(schedule: PolicySchedule, options: PolicyConfig, first: int) -> PolicySchedule:
+    """Returns a schedule that keeps the user's limits from a step on, which may have changed with a resume."""
+
+    def allowed(policy: SchedulingPolicy) -> SchedulingPolicy:
+        streams = policy.stream_rollout if options.stream_rollout is None else options.stream_rollout
+        return replace(policy, max_staleness=min(policy.max_staleness, options.limit), stream_rollout=streams)
+
+    later = {step: allowed(policy) for step, policy in schedule.changes if step > first}
+    if schedule.at(first) == allowed(schedule.at(first)) and all(schedule.at(step) == at for step, at in later.items()):
+        return schedule
+    found = schedule.switched(first, allowed(schedule.at(first)))
+    for step, policy in later.items():
+        found = found.switched(step, policy)
+    return found
 
 
 def listed(schedule: PolicySchedule) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, Use
 from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.running.attempt import Attempt
-from dataflow.running.auto import AutoPolicy, facts_of
+from dataflow.running.auto import AutoPolicy, facts_of, within
 from dataflow.running.directory import locked, make_directory, remove_directory, remove_temporary
 from dataflow.running.preparing.check import make_all
 from dataflow.running.preparing.preparation import Preparation
@@ -157,8 +157,9 @@ class Session:
     def _newest(self) -> Checkpoint | None:
         point = CheckpointStore(self.directory / "checkpoints").newest()
         if point is not None and self.config.policy.auto:
-            self._prepared.schedule = self._prepared.schedule_of(self.directory)
-            self.expand(first=min(point.step + 1, self.config.steps))
+            first = min(point.step + 1, self.config.steps)
+            self._prepared.schedule = within(self._prepared.schedule_of(self.directory), self.config.policy, first)
+            self.expand(first=first)
         early = frozenset(s.name for s in self.graph.pipeline.stages if any(r.lag == "carried" for r in s.reads))
         self.record.cut(point.step if point else 0, early, self.graph.sampled_ahead(point.step) if point else 0)
         return point

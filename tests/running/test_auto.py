@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from dataflow.cli import main
+from dataflow.config.base import PolicyConfig
 from dataflow.errors import RunError
 from dataflow.planning.auto.forecast import Forecast
 from dataflow.planning.auto.window import window
 from dataflow.planning.backtest import backtest
-from dataflow.policy import SchedulingPolicy
+from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.running import auto
-from dataflow.running.auto import load_schedule
+from dataflow.running.auto import load_schedule, within
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Trace
 
@@ -135,6 +136,16 @@ def test_a_resumed_run_goes_on_with_the_same_policies_and_ends_with_the_same_wei
         assert len(json.loads((again / "summary.json").read_text())["switches"]) == 2
         assert of_policies(again) == of_policies(changed)
         assert json.loads((again / "summary.json").read_text())["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_resume_keeps_the_limits_that_it_is_given() -> None:
+    schedule = PolicySchedule(((1, policy(1, 0)),)).switched(5, policy(4, 2)).switched(9, policy(2, 1))
+    assert within(schedule, PolicyConfig(preset="auto", max_staleness=2), 7) == schedule
+    strict = within(schedule, PolicyConfig(preset="auto", max_staleness=0), 7)
+    assert [strict.at(step).max_staleness for step in (4, 5, 6, 7, 9, 12)] == [0, 1, 2, 0, 0, 0]
+    assert [strict.at(step).split for step in (6, 7, 9)] == [4, 4, 2]
+    streams = within(schedule, PolicyConfig(preset="auto", max_staleness=2, stream_rollout=True), 9)
+    assert [streams.at(step).stream_rollout for step in (8, 9)] == [False, True]
 
 
 @pytest.mark.slow
