@@ -1,7 +1,7 @@
 """Reward models: what the choice of a server costs, how even the load is, and what batching gains.
 
     python benchmarks/reward_models.py
-    python benchmarks/reward_models.py balance          # or cost, engine
+    python benchmarks/reward_models.py balance          # or cost, engine, plan
 
 ``cost``: CPU time of a request through the agent and the router to four servers, less that of the same request to one
 server without a router; and of the HTTP router's own process. The bounds were set on a machine where aiohttp alone
@@ -9,6 +9,8 @@ takes 0.13 ms for a request, and are multiplied by ``slower``, the ratio of its 
 ``balance``: four servers of unequal speed behind one agent. The makespan is relative to the ideal list schedule, in
 which each request takes the slot that is free first; the table also has that of a fixed choice of server by a hash.
 ``engine``: rows a second of the transformers server with batches of up to 32, relative to one at a time.
+``plan``: seconds a step of runs with one server and with three, each also predicted from the trace of the other; a
+server computes what waits as one batch.
 Prints tables, writes JSON, and exits with 1 if a bound is exceeded.
 """
 
@@ -24,16 +26,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import uvloop
-from _run import table
+from _run import finish, start, table
 
 from dataflow.batch import Batch
+from dataflow.planning.config import PlanConfig
+from dataflow.planning.planner import simulate, total_s
+from dataflow.planning.sources.trace import workload
+from dataflow.policy import preset
 from dataflow.reward_agent import Limits, RewardAgent
 from dataflow.rewards.judge.server import JudgeProcess, serve, start_judge, start_server
 from dataflow.rewards.models.router_keeper import RouterKeeper
@@ -45,19 +51,22 @@ SLOTS = 16
 REQUESTS = 5_120
 AIOHTTP_MS = 0.13
 START_S = 60.0
+BATCH = (0.2, 0.06)  # of the servers of `plan`
+REPLICAS = (1, 3)
 
 
 def main() -> int:
     """Runs the selected parts; returns 1 if a bound is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="*", default=["cost", "balance", "engine"], help="cost, balance, engine")
+    parts = ["cost", "balance", "engine", "plan"]
+    parser.add_argument("what", nargs="*", default=parts, help=", ".join(parts))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("-o", "--output", type=Path, default=Path("reward_models.json"))
-    parser.add_argument("--serve", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=float, nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve is not None:
-        uvloop.run(serve(application(given.serve), 0))
+        uvloop.run(serve(application(*given.serve), 0))
         return 0
     found: dict[str, dict[str, Any]] = {}
     if "cost" in given.what:
@@ -66,8 +75,10 @@ def main() -> int:
         found["balance"] = balance(given.rounds, given.requests * 3 // 8)
     if "engine" in given.what:
         found["engine"] = engine(given.rounds, given.requests // 20)
+    if "plan" in given.what:
+        found["plan"] = plan(given.rounds)
     for part, row in found.items():
-        shown = {name: value for name, value in row.items() if name != "bounds"}
+        shown = {name: value for name, value in row.items() if name not in ("bounds", "errors")}
         cells = tuple(f"{value:.3f}" if isinstance(value, float) else str(value) for value in shown.values())
         print(f"{part}\n{table([tuple(shown), cells])}", flush=True)
     given.output.write_text(json.dumps(found, indent=2) + "\n")
@@ -77,32 +88,59 @@ def main() -> int:
     return 1 if short else 0
 
 
-def application(delay_s: float) -> Any:
-    """Returns a server that scores each request after a fixed delay."""
+def application(delay_s: float, each_s: float | None = None) -> Any:
+    """Returns a server that scores each request after a delay, or batches of n in ``delay_s + each_s * n``."""
     from aiohttp import web
+
+    waiting: list[asyncio.Future[None]] = []
+    arrived = asyncio.Event()
 
     async def classify(request: web.Request) -> web.Response:
         await request.read()
-        if delay_s:
+        if each_s is not None:
+            waiting.append(asyncio.get_running_loop().create_future())
+            arrived.set()
+            await waiting[-1]
+        elif delay_s:
             await asyncio.sleep(delay_s)
         return web.json_response({"data": [{"probs": [1.0]}], "usage": {"total_tokens": 9}})
+
+    async def batches(_app: web.Application) -> AsyncIterator[None]:
+        async def compute() -> None:
+            while each_s is not None:
+                await arrived.wait()
+                batch = waiting[:]
+                waiting.clear()
+                arrived.clear()
+                await asyncio.sleep(delay_s + each_s * len(batch))
+                for answer in batch:
+                    answer.set_result(None)
+
+        task = asyncio.create_task(compute())
+        yield
+        task.cancel()
 
     async def health(_request: web.Request) -> web.Response:
         return web.json_response({})
 
+    async def models(_request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "rm", "object": "model"}]})
+
     app = web.Application()
+    app.cleanup_ctx.append(batches)
     app.router.add_post("/classify", classify)
     app.router.add_get("/health", health)
+    app.router.add_get("/v1/models", models)
     return app
 
 
 @contextmanager
-def servers(delays_s: Sequence[float]) -> Iterator[list[str]]:
-    """Runs a server for each delay, in a process of its own; yields their addresses."""
+def servers(each: Sequence[Sequence[float]]) -> Iterator[list[str]]:
+    """Runs a server for each tuple of arguments of :func:`application`, in processes; yields their addresses."""
     with ExitStack() as stack:
         urls = []
-        for delay_s in delays_s:
-            arguments = [sys.executable, str(Path(__file__).resolve()), "--serve", repr(delay_s)]
+        for times in each:
+            arguments = [sys.executable, str(Path(__file__).resolve()), "--serve", *map(repr, times)]
             urls.append(stack.enter_context(start_server(arguments, START_S, what="a server")).url)
         yield urls
 
@@ -146,7 +184,7 @@ def cost(rounds: int, requests: int) -> dict[str, Any]:
     """Returns the CPU milliseconds of the router in one request."""
     batch, slower = samples(requests), slowness()
     alone, routed, spent = [], [], []
-    with servers([0.0] * 4) as urls:
+    with servers([(0.0,)] * 4) as urls:
         for _ in range(rounds):  # in turn, as the speed of a shared machine varies
             reward = ServedReward("rm", urls[:1], slots=64)
             alone.append(uvloop.run(step(_Unrouted(reward), batch, 64))["cpu_ms"])
@@ -194,7 +232,7 @@ def ideal(delays_s: Sequence[float], requests: int) -> float:
 def balance(rounds: int, requests: int, delays_s: Sequence[float] = DELAYS_S) -> dict[str, Any]:
     """Returns the makespan over servers of unequal speed, relative to the ideal."""
     batch, best = samples(requests), ideal(delays_s, requests)
-    with servers(delays_s) as urls:
+    with servers([(delay_s,) for delay_s in delays_s]) as urls:
         runs = [
             uvloop.run(step(ServedReward("rm", urls, slots=SLOTS), batch, SLOTS * len(urls))) for _ in range(rounds)
         ]
@@ -236,6 +274,36 @@ def engine(rounds: int, requests: int) -> dict[str, Any]:
 def rate(server: JudgeProcess, batch: Batch) -> float:
     """Returns the rows a second of one step."""
     return len(batch) / float(uvloop.run(step(ServedReward("rm", server.url, slots=64), batch, 64))["end_s"])
+
+
+def plan(rounds: int) -> dict[str, Any]:
+    """Returns the median seconds of a step with each number of servers, measured and as planned from the other run."""
+    keys: dict[str, Any] = {"engine.rollout": "hf", "executor": "inline", "steps": 8, "policy": "baseline"}
+    keys |= {"data.prompts": 8, "data.train_size": 200, "engine.n": 8, "engine.max_tokens": 8}
+    keys |= {"val.every": 0, "checkpoint.every": 0, "checkpoint.export": "false", "reward.models.rm.max_num_seqs": 8}
+    measured, predicted, errors = ({count: [] for count in REPLICAS} for _ in range(3))
+    with tempfile.TemporaryDirectory() as directory, servers([BATCH] * max(REPLICAS)) as urls:
+        for at in range(rounds):
+            runs = Path(directory, str(at))
+            for count in REPLICAS:
+                some = f"[{','.join(urls[:count])}]"
+                finish(start(runs, str(count), **keys, **{"reward.models.rm.url": some}))
+            for count, other in (REPLICAS, REPLICAS[::-1]):
+                load = workload(runs / str(count), PlanConfig())
+                assert load.logged is not None
+                measured[count].append(load.logged[1] / load.steps)
+                config = PlanConfig.model_validate({"reward": {"models": {"rm": {"replicas": other}}}})
+                load = workload(runs / str(count), config)
+                predicted[other].append(total_s(simulate(load, preset("baseline", 1))[0]) / load.steps)
+            for count in REPLICAS:
+                errors[count].append(predicted[count][-1] / measured[count][-1] - 1)
+    found: dict[str, Any] = {}
+    for count in REPLICAS:
+        found[f"{count}_measured_s"] = statistics.median(measured[count])
+        found[f"{count}_predicted_s"] = statistics.median(predicted[count])
+        found[f"{count}_error"] = statistics.median(errors[count])
+    held = all(abs(found[f"{count}_error"]) <= 0.05 for count in REPLICAS)
+    return {**found, "errors": errors, "bounds": {"error": 0.05}, "held": held}
 
 
 def classifier(directory: Path) -> str:
