@@ -32,6 +32,8 @@ from dataflow.timeline.agents import MAIN
 from dataflow.timeline.spans import Level, Span, Trace
 
 FILE = "policy.json"
+RECENT = 2000
+"""Last reward requests, which name the endpoints in use."""
 LIMIT_S = 600.0
 """Seconds after which a plan is given up."""
 
@@ -252,9 +254,10 @@ class AutoPolicy:
 
 
 def _adapted(trace: Trace) -> float | None:
-    """Returns the requests in flight at most at present, if the agent adapts that number."""
+    """Returns the requests in flight at most at present, if the agent has adapted that number for each endpoint."""
     now = {level.name: level.value for level in trace.levels if level.name.startswith(f"{MAIN} limit")}
-    return sum(now.values()) if now else None
+    asked = {mark.args.get("endpoint") for mark in trace.marks[-RECENT:] if mark.resource == MAIN}
+    return sum(now.values()) if len(now) >= max(1, len(asked)) else None
 
 
 async def _forecast(question: tuple[Any, ...]) -> Forecast:

@@ -21,7 +21,7 @@ from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.running import auto
 from dataflow.running.auto import load_schedule, within
 from dataflow.timeline import perfetto
-from dataflow.timeline.spans import Trace
+from dataflow.timeline.spans import Level, Mark, Trace
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -146,6 +146,14 @@ def test_a_resume_keeps_the_limits_that_it_is_given() -> None:
     assert [strict.at(step).split for step in (6, 7, 9)] == [4, 4, 2]
     streams = within(schedule, PolicyConfig(preset="auto", max_staleness=2, stream_rollout=True), 9)
     assert [streams.at(step).stream_rollout for step in (8, 9)] == [False, True]
+
+
+def test_the_limit_in_force_is_that_of_all_endpoints_or_none() -> None:
+    marks = [Mark("reward", "reward", 0.0, 1.0, {"step": 1, "endpoint": name}) for name in "ab"]
+    levels = [Level("reward limit a", 0.0, 9), Level("reward limit a", 1.0, 8), Level("reward limit b", 1.0, 4)]
+    assert auto._adapted(Trace(marks=marks, levels=levels)) == 12
+    assert auto._adapted(Trace(marks=marks, levels=levels[:2])) is None, "that of b is not known"
+    assert auto._adapted(Trace(marks=marks)) is None
 
 
 @pytest.mark.slow
