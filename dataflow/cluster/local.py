@@ -14,9 +14,11 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from dataflow.cluster import forked_worker
+from dataflow.cluster.fork_server import ForkServer
 from dataflow.errors import RunError
 from dataflow.system.children import safe_path
 from dataflow.system.loopback import ADDRESS
@@ -40,10 +42,12 @@ class LocalRay:
 
     Args:
         num_cpus: CPUs of the cluster.
+        server: of which its workers are copies; None starts each on its own.
     """
 
-    def __init__(self, num_cpus: int) -> None:
+    def __init__(self, num_cpus: int, server: ForkServer | None = None) -> None:
         self._num_cpus = num_cpus
+        self._server = server
         self._node: Any = None
         self._token: Any = None
 
@@ -70,8 +74,9 @@ class LocalRay:
         self._token.flush()
         atexit.register(self.close)
         try:
-            with _environment(self._token.name), safe_path():
-                self._node = _start_node(self._num_cpus, self._ended)
+            variables = {} if self._server is None else self._server.environment
+            with _environment(self._token.name, variables), safe_path():
+                self._node = _start_node(self._num_cpus, self._ended, self._server is not None)
                 ray.init(address=self._node.gcs_address, **options)
                 # As after ray.init(address="local"), so that any ray.shutdown() ends the node, even one in user code.
                 ray._private.worker._global_node = self._node
@@ -107,13 +112,14 @@ class LocalRay:
 
 
 @contextlib.contextmanager
-def _environment(token_path: str) -> Iterator[None]:
+def _environment(token_path: str, variables: Mapping[str, str]) -> Iterator[None]:
     """Sets the environment that Ray's processes inherit, and that this one reads, while they start."""
     from ray._private import ray_constants
 
     # The last restricts Ray to one machine, the default on macOS: otherwise this process replaces 127.0.0.1 by the
     # address of its network interface. Ray reads it once, at import.
-    settings = {
+    settings: dict[str, str | None] = {
+        **variables,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": None,
         "RAY_AUTH_TOKEN_PATH": token_path,
@@ -147,7 +153,7 @@ def _reread_settings() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _start_node(num_cpus: int, on_end: Callable[[], None]) -> Any:
+def _start_node(num_cpus: int, on_end: Callable[[], None], copies: bool) -> Any:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
@@ -193,6 +199,7 @@ def _start_node(num_cpus: int, on_end: Callable[[], None]) -> Any:
                 include_log_monitor=False,
                 no_monitor=True,
                 _system_config={"enable_metrics_collection": False},
+                **({"worker_path": forked_worker.__file__} if copies else {}),
             )
         )
 

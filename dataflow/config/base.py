@@ -111,6 +111,8 @@ class RayConfig(Section):
     """CPUs of the local one; null for all that Ray detects."""
     gpus_per_worker: NonNegativeFloat = 0.0
     """GPUs per trainer and rollout process; 0 computes on the CPU."""
+    fork: bool = True
+    """Begin the workers of a local Ray as copies of a process that has imported their libraries; not with GPUs."""
 
 
 class TrackingConfig(Section):
@@ -127,6 +129,9 @@ class BaseConfig(Section):
 
     imports: ClassVar[tuple[str, ...]] = ()
     """Modules that a worker imports before the first task, as that would wait for them."""
+
+    copied: ClassVar[tuple[str, ...]] = ("cloudpickle", "dataflow.executors.ray.host")
+    """Modules that most workers use, without Ray; see :class:`~dataflow.cluster.fork_server.ForkServer`."""
 
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     steps: PositiveInt = 30

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from loguru import logger
 
+from dataflow.cluster.fork_server import ForkServer
 from dataflow.config.base import BaseConfig
 from dataflow.config.saved import CONFIG, read_values
 from dataflow.errors import DataflowError, NotOffered, RunError
@@ -43,6 +44,7 @@ class Attempt:
         progress: shows the progress.
         ready: waits for what the run has started elsewhere and the first step needs.
         auto: changes the policy; None for a run that keeps it.
+        server: of which the workers are copies; None starts each on its own.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Attempt:
         progress: Progress,
         ready: Callable[[], Awaitable[None]] | None = None,
         auto: AutoPolicy | None = None,
+        server: ForkServer | None = None,
     ) -> None:
         self._config = config
         self._graph = graph
@@ -62,7 +65,7 @@ class Attempt:
         self._progress = progress
         self._ready = ready
         self._auto = auto
-        self._executor = self._make_executor()
+        self._executor = self._make_executor(server)
         self._hosts = graph.pipeline.hosts()
         self._runner: Runner | None = None
         self._training: asyncio.Future[Trace] | None = None
@@ -235,7 +238,7 @@ class Attempt:
                 raise
             logger.debug(str(error))
 
-    def _make_executor(self) -> Executor:
+    def _make_executor(self, server: ForkServer | None) -> Executor:
         if self._config.executor == "inline":
             from dataflow.executors.inline import InlineExecutor
 
@@ -244,7 +247,7 @@ class Attempt:
 
         ray = self._config.ray
         threads, imports = self._config.worker_threads, self._config.imports
-        return RayExecutor(ray.address, ray.num_cpus, threads, imports, self._up)
+        return RayExecutor(ray.address, ray.num_cpus, threads, imports, self._up, server)
 
     def _up(self, name: str) -> None:
         self._progress.reached(f"{name} is up")

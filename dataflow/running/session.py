@@ -16,10 +16,12 @@ from typing import Any
 
 from loguru import logger
 
+from dataflow.cluster.fork_server import ForkServer
 from dataflow.config import saved
 from dataflow.config.base import BaseConfig
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, UserError
+from dataflow.executors.ray.copies import server_of
 from dataflow.files import replaced, written
 from dataflow.graph import TaskGraph
 from dataflow.running.attempt import Attempt
@@ -46,13 +48,19 @@ class Session:
         module: the pipeline file.
         progress: shows what happens.
         directory: of an earlier run to resume; None begins a new one.
+        server: of which the workers are copies, if it was started before; closed with the run.
 
     Raises:
         UserError: one sentence; nothing has been written or started.
     """
 
     def __init__(
-        self, config: BaseConfig, module: ModuleType, progress: Progress, directory: Path | None = None
+        self,
+        config: BaseConfig,
+        module: ModuleType,
+        progress: Progress,
+        directory: Path | None = None,
+        server: ForkServer | None = None,
     ) -> None:
         self._began = clock.now()
         self._prepared = Preparation(config, module, progress, directory)
@@ -65,6 +73,7 @@ class Session:
         self.record: Record
         self._resumes = directory is not None
         self.directory = directory or Path()
+        self._server = server
         self._lost: RunError | None = None
         self._cancel: Callable[[], object] | None = None
         self._facts: dict[str, Any] = {}
@@ -91,7 +100,8 @@ class Session:
         if not self._resumes:
             self.directory = make_directory(self.config, Path(self.module.__file__ or "run").stem)
         report(directory=str(self.directory.absolute()), steps=self.graph.steps)
-        with stopping, locked(self.directory):
+        self._server = self._server or server_of(self.config)
+        with stopping, self._no_server_left(), locked(self.directory):
             remove_temporary(self.directory)
             if self._resumes and complete(self.directory, self.graph.steps) is not None:
                 raise ConfigError(f"run '{self.directory}' is complete: another process has resumed it meanwhile.")
@@ -169,7 +179,8 @@ class Session:
         restarts = 0
         while True:
             try:
-                asyncio.run(self._attempt(point))
+                with self._no_server_left():
+                    asyncio.run(self._attempt(point))
                 return
             except RunError as error:
                 lost = next((e for e in causes_of(error) if isinstance(e, ServiceLost)), None)
@@ -178,10 +189,19 @@ class Session:
                 restarts += 1
                 said = " ".join(str(error).split())
                 point = self._newest()
+                self._server = server_of(self.config)  # the Ray of the next attempt is another one
                 logger.warning(
                     f"{said}; restart {restarts} of {self.config.recoveries}: the run resumes from "
                     f"{f'its checkpoint of step {point.step}' if point else 'its beginning, as it has no checkpoint'}."
                 )
+
+    @contextlib.contextmanager
+    def _no_server_left(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self._server is not None:
+                self._server.close()
 
     @contextlib.contextmanager
     def _judges(self) -> Iterator[None]:
@@ -229,7 +249,7 @@ class Session:
             if options.auto
             else None
         )
-        attempt = Attempt(self.config, graph, self.inputs, record, self.progress, self._ready, auto)
+        attempt = Attempt(self.config, graph, self.inputs, record, self.progress, self._ready, auto, self._server)
         stopping.calls(partial(loop.call_soon_threadsafe, attempt.interrupt, main))
         try:
             record.open(self._meta())

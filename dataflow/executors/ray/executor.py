@@ -14,6 +14,7 @@ from typing import Any
 
 from dataflow.cluster.answer import cause, fetch
 from dataflow.cluster.console import console_kept
+from dataflow.cluster.fork_server import ForkServer
 from dataflow.cluster.gpus import check_count
 from dataflow.cluster.local import LocalRay
 from dataflow.cluster.log import log_lines
@@ -40,6 +41,7 @@ class RayExecutor:
         imports: modules that each worker imports before it builds its service, so that the first task does not wait
             for them.
         on_up: called with what is up: Ray, then the name of each service.
+        server: of which the workers of a local Ray are copies; None starts each on its own.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class RayExecutor:
         threads: int = 1,
         imports: Sequence[str] = (),
         on_up: Callable[[str], None] = lambda name: None,
+        server: ForkServer | None = None,
     ) -> None:
         self.address = address
         self.num_cpus = num_cpus
         self.threads = threads
         self.imports = tuple(imports)
         self._on_up = on_up
+        self._server = server
         self.bytes_read = 0
         self.bytes_put = 0
         self._hosts: dict[str, WorkerGroup] = {}
@@ -122,7 +126,7 @@ class RayExecutor:
         if "://" not in (self.address or ""):  # for a remote client, the server creates the job
             options["job_config"] = _job()
         if self.address is None:
-            self._local = LocalRay(self.num_cpus or os.cpu_count() or 1)
+            self._local = LocalRay(self.num_cpus or os.cpu_count() or 1, self._server)
             self._local.open(**options)
         else:
             try:
