@@ -45,6 +45,17 @@ class Run:
 
         return list(read_metrics(self.directory / METRICS))
 
+    def _repr_html_(self) -> str:
+        """Returns the timeline's picture and the results, for notebooks."""
+        from dataflow.drawing.notebook import shown
+        from dataflow.running.reporting.progress import end_table
+        from dataflow.timeline import files
+
+        text = f"{end_table(dict(self.summary))}\n\n{self.summary['status']}: {self.directory}"
+        trace = self.trace
+        policy = str(self.summary["policy"])
+        return shown(text, (lambda path: files.draw({policy: trace}, path)) if trace.spans else None, "timeline")
+
 
 def run(
     pipeline: Pipeline | str | Path, *overrides: str, inputs: Inputs | None = None, quiet: bool = True, **keys: Any

@@ -67,3 +67,14 @@ class Trace(spans.Trace):
         from dataflow.timeline.text import gantt, idle_lines
 
         return "\n".join([gantt(self, width), *idle_lines(self)])
+
+    def _repr_html_(self) -> str:
+        """Returns the picture of the timeline, and what its GPUs waited for, for notebooks."""
+        from dataflow.drawing.notebook import shown
+        from dataflow.timeline import files
+        from dataflow.timeline.text import idle_lines
+
+        policy = str(self.meta.get("policy") or "timeline")
+        if not self.spans:
+            return shown("no task has ended yet")
+        return shown("\n".join(idle_lines(self)), lambda path: files.draw({policy: self}, path), "timeline")

@@ -83,6 +83,13 @@ class Plan:
         blocks += [_sweep_table(s) for s in self.sweeps]
         return "\n\n".join(blocks)
 
+    def _repr_html_(self) -> str:
+        """Returns the picture of the plan and its text, for notebooks."""
+        from dataflow.drawing.notebook import shown
+        from dataflow.planning.drawing.picture import draw_plan
+
+        return shown(self.text(), lambda path: draw_plan(self.rows, self.sweeps, path), "predicted seconds a step")
+
 
 def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], None] = lambda text: None) -> Plan:
     """Reads a source and predicts it under every policy.
