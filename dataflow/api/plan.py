@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.api.arguments import arguments_of
+from dataflow.api.notebook import outside_a_loop
 
 if TYPE_CHECKING:
     from dataflow.planning.plan import Plan
@@ -24,4 +25,5 @@ def plan(source: str | Path, *overrides: str, **keys: Any) -> Plan:
     """
     from dataflow.planning.plan import make_plan
 
-    return make_plan(str(source), arguments_of(overrides, keys))
+    arguments = arguments_of(overrides, keys)
+    return outside_a_loop(lambda: make_plan(str(source), arguments))
