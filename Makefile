@@ -10,6 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 BIN := .venv/bin
 # Everything that an install depends on, including the directory: scripts in .venv contain it.
 WANTED = $(shell cat setup.cfg pyproject.toml overrides-cpu.txt | cksum) $(EXTRA) $(CURDIR)
+DOCS_WANTED = $(shell cat setup.cfg pyproject.toml | cksum) $(CURDIR)
 
 CHROMIUM = $(or $(DATAFLOW_CHROMIUM),$(shell command -v chromium || command -v chromium-browser \
 	|| command -v google-chrome))
@@ -22,7 +23,7 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder
 test test-fast: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup install browser train test gpu-check test-fast check format compare bench clean
+.PHONY: help setup install browser train test gpu-check test-fast check format compare bench docs clean
 
 ifeq ($(filter cpu gpu,$(EXTRA)),)
 $(error EXTRA=$(EXTRA): give cpu or gpu)
@@ -106,6 +107,19 @@ compare: setup  ## one seed under all four policies: a table and compare.png
 bench: setup  ## the benchmarks, one after another
 	@for file in benchmarks/[!_]*.py; do echo "$$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
 
+# The stamp comes last: an install cut short starts anew.
+docs:  ## the documentation site, in site/
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "dataflow needs Python 3.11 or newer; install it, or name it: make docs PYTHON=/path/to/python3.11" >&2; \
+		exit 1; \
+	fi
+	@if [ "$$(cat .venv-docs/.installed 2>/dev/null)" != "$(DOCS_WANTED)" ]; then \
+		echo "making .venv-docs with $(PYTHON)"; \
+		"$(PYTHON)" -m venv --clear .venv-docs && .venv-docs/bin/python -m pip install -q -e '.[docs]' \
+			&& echo "$(DOCS_WANTED)" > .venv-docs/.installed; \
+	fi
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict $(ARGS)
+
 clean:  ## remove .venv and caches; runs/ stays
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
+	rm -rf .venv .venv-docs site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 (the run failed), 2 (wrong input), or 128 and the number of the signal that stopped it:
         130 for Ctrl-C, 143 for SIGTERM, 129 for a terminal that was closed.
     """
-    parser, own = _parser(), arguments is None
+    parser, own = make_parser(), arguments is None
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if own:
         open_standard_streams()
@@ -82,7 +82,8 @@ def _trains(options: argparse.Namespace) -> bool:
     return bool(options.command == "resume")
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands, which the documentation prints, too."""
     parser = Parser(
         prog="dataflow",
         description="Schedules RL post-training so that slow rewards hide behind GPU work.",

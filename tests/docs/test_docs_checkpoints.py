@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dataflow.cli import _parser
+from dataflow.cli import make_parser
 from dataflow.config.checkpoint import CheckpointConfig
 from dataflow.config.keys.overrides import fields, parse_overrides
 from dataflow.config.run import RunConfig, TrainerConfig
@@ -36,7 +36,7 @@ def rows(head: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("words", [*COMMANDS, *PLANS], ids=" ".join)
 def test_commands_are_read(words: list[str]) -> None:
-    options = _parser().parse_args(words)
+    options = make_parser().parse_args(words)
     if words[0] == "export":
         assert step_of(options.overrides) == 20
         return

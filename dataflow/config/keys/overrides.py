@@ -82,7 +82,7 @@ def expanded(cls: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested values with plain ones of sections (``policy: both``) under the keys that they set."""
     found = dict(values)
     for name, info in cls.model_fields.items():
-        value, section, short = values.get(name), _section(info), _shorthand(info)
+        value, section, short = values.get(name), section_of(info), _shorthand(info)
         if section is not None and isinstance(value, Mapping):
             found[name] = expanded(section, value)
         elif short is not None and isinstance(value, str):
@@ -130,11 +130,11 @@ def describe(cls: type[BaseModel]) -> str:
     rows: list[tuple[str, str]] = []
     for path, info in fields(cls):
         doc = " ".join((info.description or "").split())
-        if (section := _section(info)) is not None:
+        if (section := section_of(info)) is not None:
             rows.append(("", ""))
             rows.append((f"# {'.'.join(path)}: {' '.join((section.__doc__ or '').split())}", ""))
         else:
-            default = yaml.safe_dump(_plain(_default(cls, path)), default_flow_style=True, width=1000)
+            default = yaml.safe_dump(_plain(default_of(cls, path)), default_flow_style=True, width=1000)
             rows.append((f"{'.'.join(path)}={default.removesuffix('...' + chr(10)).strip()}", doc))
     wide = max(len(left) for left, doc in rows if doc)
     return "\n".join(f"{left:<{wide}}  {doc}".rstrip() for left, doc in rows).strip("\n")
@@ -142,9 +142,9 @@ def describe(cls: type[BaseModel]) -> str:
 
 def fields(cls: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
     """Yields (path, field) of every key and section: plain keys first, then each section with its keys."""
-    for name, info in sorted(cls.model_fields.items(), key=lambda item: _section(item[1]) is not None):
+    for name, info in sorted(cls.model_fields.items(), key=lambda item: section_of(item[1]) is not None):
         yield (*prefix, name), info
-        if (section := _section(info)) is not None:
+        if (section := section_of(info)) is not None:
             yield from fields(section, (*prefix, name))
 
 
@@ -155,7 +155,8 @@ def accepts(annotation: Any, *types: type) -> bool:
     return any(arg in types or type(arg) in types or accepts(arg, *types) for arg in get_args(annotation))
 
 
-def _section(info: FieldInfo) -> type[BaseModel] | None:
+def section_of(info: FieldInfo) -> type[BaseModel] | None:
+    """Returns the class of a field that is a section; None of a plain key."""
     if accepts(info.annotation, dict):
         return None  # sections with names chosen by the user, given as one mapping
     for kind in (info.annotation, *get_args(info.annotation)):
@@ -165,7 +166,7 @@ def _section(info: FieldInfo) -> type[BaseModel] | None:
 
 
 def _keys(cls: type[BaseModel]) -> list[str]:
-    return [".".join(path) for path, info in fields(cls) if _section(info) is None or _shorthand(info)]
+    return [".".join(path) for path, info in fields(cls) if section_of(info) is None or _shorthand(info)]
 
 
 def _keys_below(cls: type[BaseModel], key: str) -> list[str]:
@@ -180,7 +181,7 @@ def _keys_below(cls: type[BaseModel], key: str) -> list[str]:
 
 
 def _shorthand(info: FieldInfo) -> str | None:
-    return getattr(_section(info), "shorthand", None)
+    return getattr(section_of(info), "shorthand", None)
 
 
 def _settings(cls: type[BaseModel], key: str, raw: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -189,7 +190,7 @@ def _settings(cls: type[BaseModel], key: str, raw: str) -> Iterator[tuple[tuple[
     info, rest = _find(cls, path)
     if info is None:
         raise ConfigError(_unknown(cls, key))
-    section = _section(info)
+    section = section_of(info)
     if section is None:
         yield path, _value(key, raw, info if not rest else None)
         return
@@ -210,7 +211,7 @@ def _find(cls: type[BaseModel], path: tuple[str, ...]) -> tuple[FieldInfo | None
     info = cls.model_fields.get(path[0])
     if info is None or len(path) == 1:
         return info, ()
-    section = _section(info)
+    section = section_of(info)
     if section is not None:
         return _find(section, path[1:])
     return (info, path[1:]) if accepts(info.annotation, dict) and all(path) else (None, ())
@@ -317,7 +318,7 @@ def _over_defaults(
     merged = {**(own or {}), **values}
     for name, value in values.items():
         info = cls.model_fields.get(name)
-        section = _section(info) if info is not None else None
+        section = section_of(info) if info is not None else None
         if info is None or section is None or not isinstance(value, Mapping):
             continue
         if own is None or name not in own:
@@ -329,7 +330,8 @@ def _over_defaults(
     return merged
 
 
-def _default(cls: type[BaseModel], path: tuple[str, ...]) -> Any:
+def default_of(cls: type[BaseModel], path: tuple[str, ...]) -> Any:
+    """Returns the default of a key by its path."""
     value: Any = cls.model_fields[path[0]].get_default(call_default_factory=True)
     for name in path[1:]:
         value = getattr(value, name, None)
