@@ -282,12 +282,16 @@ def plan(rounds: int) -> dict[str, Any]:
     keys |= {"data.prompts": 8, "data.train_size": 200, "engine.n": 8, "engine.max_tokens": 8}
     keys |= {"val.every": 0, "checkpoint.every": 0, "checkpoint.export": "false", "reward.models.rm.max_num_seqs": 8}
     measured, predicted, errors = ({count: [] for count in REPLICAS} for _ in range(3))
-    with tempfile.TemporaryDirectory() as directory, servers([BATCH] * max(REPLICAS)) as urls:
+    with tempfile.TemporaryDirectory() as directory, servers([BATCH] * sum(REPLICAS)) as urls:
+        own = (urls[: REPLICAS[0]], urls[REPLICAS[0] :])
         for at in range(rounds):
             runs = Path(directory, str(at))
-            for count in REPLICAS:
-                some = f"[{','.join(urls[:count])}]"
-                finish(start(runs, str(count), **keys, **{"reward.models.rm.url": some}))
+            # Side by side, as the speed of a shared machine varies.
+            both = [
+                start(runs, str(len(some)), **keys, **{"reward.models.rm.url": f"[{','.join(some)}]"}) for some in own
+            ]
+            for process in both:
+                finish(process)
             for count, other in (REPLICAS, REPLICAS[::-1]):
                 load = workload(runs / str(count), PlanConfig())
                 assert load.logged is not None
