@@ -31,6 +31,7 @@ EXAMPLES = {
     "resume": "dataflow resume runs/gsm8k_grpo-both-1 steps=60",
     "export": "dataflow export runs/gsm8k_grpo-both-1 -o my-model",
     "doctor": "dataflow doctor --start",
+    "init": "dataflow init my-project",
     "show": "dataflow show pipelines/gsm8k_grpo.py policy=both steps=2",
     "plan": "dataflow plan runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png",
     "timeline": "dataflow timeline runs/gsm8k_grpo-both-1 -o timeline.html",
@@ -130,6 +131,9 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument("run", metavar="RUN", help="a run's directory")
     export.add_argument("overrides", nargs="*", metavar="step=N", help="of which step; the newest by default")
     export.add_argument("-o", dest="out", metavar="DIR", help="directory to make; RUN/model by default")
+
+    init = add("init", _init, "Writes a project of your own: pipeline, reward, configuration, README and tests.")
+    init.add_argument("directory", metavar="DIR", help="directory to write it to")
 
     doctor = add("doctor", _doctor, "Says what is installed and what this machine has, and the fix of each problem.")
     doctor.add_argument("--start", action="store_true", help="start vLLM once, too (half a minute)")
@@ -277,6 +281,12 @@ def _train(session: Session, options: argparse.Namespace) -> int:
         print(f"timeline: {page}")
         print(f"trace:    {session.directory / 'trace.json'} (opens in https://ui.perfetto.dev)")
     return 0
+
+
+def _init(options: argparse.Namespace) -> int:
+    from dataflow.commands.init import init
+
+    return init(options.directory)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -1,0 +1,47 @@
+"""`dataflow init DIR`: writes a project of one's own, a pipeline with its reward, configuration and tests."""
+
+from __future__ import annotations
+
+import os
+from importlib.resources import files
+from pathlib import Path
+
+from dataflow.errors import ConfigError
+from dataflow.files import replaced, unmakable, written
+
+_TEXT = ".txt"
+"""Ends the names of Python files in the package, so that no tool takes them for its modules or tests."""
+
+
+def init(directory: str) -> int:
+    """Writes the project; prints what to do next, and returns the exit code.
+
+    Args:
+        directory: to write it to; made if it does not exist, and empty or without any of its files otherwise.
+
+    Raises:
+        ConfigError: a file exists, or the directory cannot be written.
+        RunError: a file cannot be written.
+    """
+    place = Path(directory).expanduser()
+    texts = {each.name.removesuffix(_TEXT): each.read_text(encoding="utf-8") for each in _project()}
+    if os.path.lexists(place) and not place.is_dir():
+        raise ConfigError(f"init: {directory} is a file; give the name of a directory.")
+    if taken := sorted(name for name in texts if os.path.lexists(place / name)):
+        raise ConfigError(f"init: {place / taken[0]} exists; give another directory, or move it away.")
+    if (why := unmakable(place)) is not None:
+        raise ConfigError(f"init: {directory}: {why}")
+    with written("project", place):
+        place.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        with written("project", place / name), replaced(place / name) as temporary:
+            temporary.write_text(text.replace("# NAME", f"# {place.absolute().name}", 1), encoding="utf-8")
+    print(f"{directory}: {', '.join(sorted(texts))}")
+    print(f"next: cd {directory} && dataflow run config.yaml dry=true && dataflow run config.yaml steps=3")
+    return 0
+
+
+def _project() -> list[Path]:
+    """Returns the files of the project in the package."""
+    folder = Path(str(files(__package__))) / "project"
+    return sorted(path for path in folder.iterdir() if path.is_file())
