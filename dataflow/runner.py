@@ -197,8 +197,10 @@ class Runner:
     # --- events in ----------------------------------------------------------------------------------------
 
     def _on_event(self, event: Done | Chunk) -> list[Instruction]:
-        if self.graph.pipeline.task_of(event.id) not in self._tasks:
-            return []  # cancelled before it ended
+        # Cancelled before it ended, by this runner or by the one before it on the same executor, of another pipeline.
+        known = event.id.stage in self.graph.pipeline.by_name
+        if not known or self.graph.pipeline.task_of(event.id) not in self._tasks:
+            return []
         return self._on_chunk(event) if isinstance(event, Chunk) else self._on_done(event)
 
     def _on_done(self, done: Done) -> list[Instruction]:

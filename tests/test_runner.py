@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dataflow.batch import Batch
 from dataflow.errors import DataflowError, PipelineError
+from dataflow.executors.base import Chunk, Done
 from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Carried, Latest, Pipeline, TaskGraph, TaskId, stage
 from dataflow.policy import PRESETS, SchedulingPolicy, divisors, expand, preset
@@ -470,3 +471,24 @@ def test_running_tasks_are_spans_until_now() -> None:
         assert now.end == at.end, "until now"
         assert (now.begin, now.resource) == (ended[now.task].begin, ended[now.task].resource)
         assert ended[now.task].end >= at.end
+
+
+def test_events_of_the_run_before_on_the_same_executor_are_ignored() -> None:
+    """Another runner saves an interrupted run, while answers of the cancelled tasks may still come."""
+
+    @stage(writes="saved", on="gpu")
+    def save(numbers):
+        return numbers
+
+    class Late(VirtualExecutor):
+        async def events(self):
+            yield Done(TaskId(3, "reward_collect", 1, 4), error=asyncio.CancelledError())
+            yield Chunk(TaskId(4, "rollout", 0, 8), [0], (None,), 0.0)
+            async for event in super().events():
+                yield event
+
+    graph = expand(Pipeline([save], inputs=["numbers"]), SchedulingPolicy(), 2)
+    runner = Runner(
+        graph, Late(SteadyCosts(seconds={"save": 1.0})), inputs={"numbers": lambda step: step}, trace=Trace()
+    )
+    assert [span.step for span in asyncio.run(runner.run()).spans] == [1, 2]
