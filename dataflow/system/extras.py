@@ -9,8 +9,11 @@ TRAIN = (
     "cachetools", "cloudpickle", "fastapi", "huggingface_hub", "pyarrow", "ray", "safetensors", "tensordict",
     "tokenizers", "torch", "transformers", "uvicorn", "uvloop", "verl",
 )  # fmt: skip
-EXTRAS = {**dict.fromkeys(TRAIN, "cpu"), "openai": "openai", "vllm": "cpu"}
-"""The extra that installs each module which the base does without; those of ``cpu`` are in ``gpu``, too."""
+EXTRAS = {
+    **dict.fromkeys(TRAIN, "cpu"), "aiohttp": "http", "matplotlib": "pictures", "openai": "openai",
+    "vllm": "cpu", "watchfiles": "http",
+}  # fmt: skip
+"""The smallest extra that installs each module which the base does without; those of ``cpu`` are in ``gpu``, too."""
 
 
 def missing_extra(error: BaseException) -> str | None:
