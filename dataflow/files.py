@@ -1,4 +1,4 @@
-"""Writes files atomically (a reader sees the old or the new file), and checks whether paths can be written."""
+"""Writes files atomically (a reader sees the old or the new file), checks whether paths can be written; the cache."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def cache_home() -> Path:
+    """Returns the directory of what is worth keeping between runs: `$XDG_CACHE_HOME/dataflow` or
+    `~/.cache/dataflow`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "dataflow"
 
 
 def no_file(path: str | os.PathLike[str]) -> str | None:

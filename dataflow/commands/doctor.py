@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from dataflow.commands.dry import table
 from dataflow.engines.choice import vllm_device
 from dataflow.errors import ConfigError, NotChecked
-from dataflow.models.tiny import cache_home
+from dataflow.files import cache_home
 from dataflow.rewards.models.gpus import VISIBLE, visible_gpus
 from dataflow.running.preparing.check import Check, Checks, collect
 from dataflow.running.preparing.machine import GIB, cpu_memory, free_disk, free_shared_memory, gpu_memory

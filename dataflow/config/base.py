@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+POLICIES = ("baseline", "mini-batch", "off-policy", "both", "mini-batch+stream", "both+stream", "auto")
+"""Policies to offer; dataflow.policy has them all, and is imported when one is resolved."""
 LONGEST_NAME = 200
 """Maximum bytes of a run's name: file systems allow 255, and files in the directory are named after it."""
 
@@ -41,7 +43,7 @@ class PolicyConfig(Section):
 
     shorthand = "preset"
 
-    preset: Text = "both"
+    preset: Text = Field(default="both", examples=list(POLICIES))
     """Scheduling policy: baseline, mini-batch, off-policy or both, with the suffix +stream for a rollout that streams;
     or auto, which plans from the run's own trace and changes the policy."""
     split: PositiveInt | None = None

@@ -150,7 +150,7 @@ def test_the_base_alone_plans_draws_and_compares(
     for words, says in (
         (("plan", str(ROOT / "examples" / "costs.yaml"), "-o", "plan.html"), "both is the fastest"),
         (("timeline", runs[0]), "waiting for rewards"),
-        (("plan", str(logged), "prompts=8", "responses=2", "reward.concurrency=4"), "both"),
+        (("plan", str(logged), "prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4"), "both"),
         (("timeline", runs[1], "-o", "timeline.html"), "timeline.html"),
         (("compare", *runs, "-o", "compare.html"), "baseline"),
         (("show", pipeline, "policy=both"), "rollout"),
@@ -171,7 +171,16 @@ def test_the_base_alone_runs_a_pipeline_without_a_model(light: Path, tmp_path: P
         "def train(mean: Latest): return (mean or 0) + 1\n"
         "def pipeline(config): return Pipeline([train])\n"
     )
-    done = light_run(light, "run", "toy.py", "executor=inline", "steps=2", "name=toy", cwd=tmp_path)
+    done = light_run(
+        light,
+        "run",
+        "toy.py",
+        "executor=inline",
+        "steps=2",
+        "name=toy",
+        "tracking.backends=[tensorboard]",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     written = {path.name for path in (tmp_path / "runs" / "toy").iterdir()}
     assert {"trace.json", "tensorboard", "timeline.html"} <= written
