@@ -31,7 +31,7 @@ def answer(parser: argparse.ArgumentParser) -> None:
 
 def script(shell: str) -> str:
     """Returns the code that a shell evaluates so that it completes the words of `dataflow`."""
-    from argcomplete import shellcode
+    from argcomplete.shell_integration import shellcode
 
     # bash and zsh run the program that was typed; fish would look for its name, which may not be on the path.
     program = f"{quote(sys.executable)} -P -m dataflow" if shell == "fish" else None

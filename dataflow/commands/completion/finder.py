@@ -18,7 +18,7 @@ class Finder(CompletionFinder):
         command = next((commands.choices[word] for word in comp_words[1:] if word in commands.choices), None)
         if command is not None:
             comp_words = _without_options(comp_words, command)
-        found: list[str] = super()._get_completions(comp_words, *rest)
+        found: list[str] = super()._get_completions(comp_words, *rest)  # type: ignore[no-untyped-call]
         return found
 
 
