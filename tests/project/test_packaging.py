@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,15 @@ def test_the_base_alone_says_what_a_picture_needs_before_it_runs_anything(light:
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.endswith("needs matplotlib, which is not installed; pip install 'dataflow-rl[pictures]'.\n")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(600)
+def test_the_wheel_has_every_file_of_the_package(light: Path) -> None:
+    with zipfile.ZipFile(next(light.parents[2].glob("*.whl"))) as wheel:
+        has = {name for name in wheel.namelist() if name.startswith("dataflow/")}
+    there = (path for path in (ROOT / "dataflow").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    assert has == {path.relative_to(ROOT).as_posix() for path in there}
 
 
 @pytest.mark.heavy
