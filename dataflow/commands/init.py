@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
+import sys
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
+from shutil import which
 
 from dataflow.errors import ConfigError
 from dataflow.files import replaced, unmakable, written
@@ -39,7 +42,10 @@ def init(directory: str) -> int:
             with replaced(place / name) as temporary:
                 temporary.write_text(text.replace("# NAME", f"# {place.absolute().name}", 1), encoding="utf-8")
     print(f"{directory}: {', '.join(sorted(texts))}")
-    print(f"next: cd {directory} && dataflow run config.yaml dry=true && dataflow run config.yaml steps=3")
+    # Of an environment that is not active, the shell does not find the command.
+    program = "dataflow" if which("dataflow") else shlex.quote(str(Path(sys.executable).with_name("dataflow")))
+    run = f"{program} run config.yaml"
+    print(f"next: cd {shlex.quote(directory)} && {run} dry=true && {run} steps=3")
     return 0
 
 

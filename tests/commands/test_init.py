@@ -11,17 +11,24 @@ from pathlib import Path
 import pytest
 
 from dataflow.cli import main
+from dataflow.commands import init as command
 
 FILES = {"README.md", "config.yaml", "pipeline.py", "reward.py", "test_project.py"}
 ROOT = Path(__file__).parents[2]
 
 
-def test_it_writes_a_project_named_after_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("active", [True, False])
+def test_it_writes_a_project_named_after_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, active: bool
+) -> None:
+    monkeypatch.setattr(command, "which", lambda name: "/bin/dataflow" if active else None)
+    called = "dataflow" if active else str(Path(sys.executable).with_name("dataflow"))
     place = tmp_path / "a" / "mine"
     assert main(["init", str(place)]) == 0
     assert {path.name for path in place.iterdir()} == FILES
     assert (place / "README.md").read_text().startswith("# mine\n")
-    assert f"next: cd {place} && dataflow run config.yaml dry=true" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"next: cd {place} && {called} run config.yaml dry=true && {called} run config.yaml steps=3" in said
     for name in FILES:
         assert f"`{name}`" in (place / "README.md").read_text() or name == "README.md"
     assert main(["show", str(place / "config.yaml")]) == 0
