@@ -99,3 +99,15 @@ def test_on_a_full_disk_it_leaves_nothing(
         "directory.\n"
     )
     assert sorted(tmp_path.rglob("*")) == ([place, place / "own.txt"] if there else [])
+
+
+def test_a_misspelt_configuration_is_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine"]) == 0
+    monkeypatch.chdir("mine")
+    assert main(["show", "confg.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: confg.yaml: No such file or directory; did you mean 'config.yaml'?\n"
+    )
