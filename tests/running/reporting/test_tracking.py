@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, RunError
 from dataflow.planning.rewards import Validation
 from dataflow.planning.workload import grpo
+from dataflow.running.reporting.tensorboard import TensorBoard
 from dataflow.running.reporting.tracking import Tracker, step_metrics, write_summary
 from dataflow.timeline.causes.attribution import exposed_waits
 from dataflow.timeline.spans import Span, Trace
@@ -77,6 +78,17 @@ def test_tensorboard_gets_the_numbers_and_nobody_hears_of_it(tmp_path: Path) -> 
     assert [(e.step, e.value) for e in events.Scalars("actor/loss")] == [(1, 0.5), (2, 0.25)]
     assert events.Tags()["scalars"] == ["actor/loss"]
     assert lines(tmp_path / "run")[0]["note"] == "text"
+
+
+def test_an_event_file_on_a_full_disk_is_an_error_of_the_step(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, ["tensorboard"])
+    (backend,) = tracker._backends
+    assert isinstance(backend, TensorBoard)
+    with backend._file, Path("/dev/full").open("wb") as full:
+        backend._file = full
+        with pytest.raises(RunError, match=r"^metrics of the run .* cannot be written: No space left on device"):
+            tracker.log(1, {"a": 1.0})
+    assert [line["step"] for line in lines(tmp_path)] == [1]
 
 
 @pytest.mark.heavy
