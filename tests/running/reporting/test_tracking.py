@@ -84,10 +84,11 @@ def test_an_event_file_on_a_full_disk_is_an_error_of_the_step(tmp_path: Path) ->
     tracker = Tracker(tmp_path, ["tensorboard"])
     (backend,) = tracker._backends
     assert isinstance(backend, TensorBoard)
-    with backend._file, Path("/dev/full").open("wb") as full:
+    with backend._file, Path("/dev/full").open("wb", buffering=0) as full:
         backend._file = full
         with pytest.raises(RunError, match=r"^metrics of the run .* cannot be written: No space left on device"):
             tracker.log(1, {"a": 1.0})
+    tracker.close()
     assert [line["step"] for line in lines(tmp_path)] == [1]
 
 
