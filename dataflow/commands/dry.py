@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 
-from dataflow.config.saved import load
+from dataflow.config.loading.saved import load
 from dataflow.running.dry import dry_run
 from dataflow.running.preparing.check import Finding
 from dataflow.running.session import prepare_logging

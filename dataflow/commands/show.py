@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.commands.trace import read_trace
-from dataflow.config.pipeline_file import pipeline_of
-from dataflow.config.saved import load
+from dataflow.config.loading.pipeline_file import pipeline_of
+from dataflow.config.loading.saved import load
 from dataflow.policy import expand
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from loguru import logger
 
 from dataflow.cluster.fork_server import ForkServer
-from dataflow.config import saved
 from dataflow.config.base import BaseConfig
+from dataflow.config.loading import saved
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, UserError
 from dataflow.executors.ray.copies import server_of

@@ -15,8 +15,8 @@ import pytest
 
 from dataflow.api.simulate import simulate
 from dataflow.cli import main
-from dataflow.config.pipeline_file import pipeline_of
-from dataflow.config.saved import load
+from dataflow.config.loading.pipeline_file import pipeline_of
+from dataflow.config.loading.saved import load
 from dataflow.planning.planner import predict
 from dataflow.planning.sources.read import read_workload
 from dataflow.policy import PRESETS, expand, preset

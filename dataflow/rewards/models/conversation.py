@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.chat import calls_of, text_of, without
 from dataflow.errors import ConfigError
 from dataflow.files import decoded
+from dataflow.models.chat import calls_of, text_of, without
 from dataflow.models.directory import room_of
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.judge.prompt import question_of

@@ -22,7 +22,7 @@ from loguru import logger
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.base import BaseConfig, dump_yaml
 from dataflow.config.keys.overrides import expanded, parse_overrides
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.errors import ConfigError
 from dataflow.system.secrets.redaction import MASK
 
