@@ -147,7 +147,7 @@ class Toolbox:
         """Returns the calls in a turn of the model."""
         return self.reader.parse(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    def said(self, tokens: Sequence[int]) -> str:
+    def reply(self, tokens: Sequence[int]) -> str:
         """Returns the text of a turn without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
