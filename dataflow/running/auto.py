@@ -278,8 +278,8 @@ async def _forecast(question: tuple[Any, ...]) -> Forecast:
             process.kill()
             await process.wait()
     if process.returncode:
-        said = errors.decode(errors="replace").strip().splitlines()
+        lines = errors.decode(errors="replace").strip().splitlines()
         raise RunError(
-            f"the planning process ended with code {process.returncode} ({said[-1] if said else 'no reason'})"
+            f"the planning process ended with code {process.returncode} ({lines[-1] if lines else 'no reason'})"
         )
     return Forecast(**json.loads(out))
