@@ -144,7 +144,7 @@ def test_keys_come_from_the_cache_until_a_file_changes(tmp_path: Path, monkeypat
     (key,) = [key for key in keys.keys_of_file(str(own)) if key.name == "colour"]
     assert key.help == "Of the pipeline"
     loaded = []
-    monkeypatch.setattr("dataflow.config.saved.load_pipeline_file", lambda path: loaded.append(path))
+    monkeypatch.setattr("dataflow.config.loading.saved.load_pipeline_file", lambda path: loaded.append(path))
     assert complete(monkeypatch, f"run {own} colour=g") == ["colour=green"]
     assert loaded == []
     monkeypatch.undo()

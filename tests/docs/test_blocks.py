@@ -14,8 +14,8 @@ import pytest
 from dataflow.cli import main, make_parser
 from dataflow.commands.arguments import is_dry
 from dataflow.config.keys.overrides import parse_overrides
+from dataflow.config.loading.saved import Saved, dump, load
 from dataflow.config.run import RunConfig
-from dataflow.config.saved import Saved, dump, load
 from dataflow.planning.config import PlanConfig
 from dataflow.running.reporting.tensorboard import TensorBoard
 from dataflow.running.saving.export import step_of

@@ -44,7 +44,7 @@ def keys_of_file(path: str) -> list[Key]:
     """Returns the keys of a pipeline file or a configuration file; none of one that cannot be loaded."""
 
     def load() -> tuple[type[BaseModel], list[str]]:
-        from dataflow.config.saved import module_of
+        from dataflow.config.loading.saved import module_of
 
         module = module_of(path)
         return module.Config, [path, *_files_of(module)]
