@@ -66,9 +66,11 @@ def make_chat(
     if client not in CLIENTS:
         hint = nearest(client, CLIENTS) or f"; give {' or '.join(CLIENTS)}."
         raise ConfigError(f"judge.client={client} is unknown{hint}")
+    if client == "aiohttp":
+        return AiohttpChat(key, timeout, max_bytes, logins)
     if (why := not_installed(client)) is not None:
         raise ConfigError(f"judge.client={client}: {why}")
-    return (AiohttpChat if client == "aiohttp" else OpenAIChat)(key, timeout, max_bytes, logins)
+    return OpenAIChat(key, timeout, max_bytes, logins)
 
 
 class AiohttpChat:
