@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -235,15 +236,15 @@ def test_vllm_over_several_shared_gpus_uses_processes_of_its_own() -> None:
 def test_a_machine_without_gpus_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # the executor starts its own
+    monkeypatch.setattr(ray_executor, "LocalRay", mock.Mock())
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
 
     async def body() -> None:
         executor = RayExecutor(num_cpus=2)
-        executor._started = True  # a local Ray
         try:
             await executor.open(processes({"trainer": Hosted("trainer", Process, gpus=1.0)}))
         finally:
-            executor._started = False
             await executor.close()
 
     with pytest.raises(ConfigError, match=r"ray\.gpus_per_worker: the run needs 1 GPUs, and finds none"):
