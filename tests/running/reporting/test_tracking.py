@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ import pytest
 from dataflow.errors import ConfigError, RunError
 from dataflow.planning.rewards import Validation
 from dataflow.planning.workload import grpo
-from dataflow.running.reporting.tensorboard import TensorBoard
 from dataflow.running.reporting.tracking import Tracker, step_metrics, write_summary
 from dataflow.timeline.causes.attribution import exposed_waits
 from dataflow.timeline.spans import Span, Trace
@@ -80,15 +80,17 @@ def test_tensorboard_gets_the_numbers_and_nobody_hears_of_it(tmp_path: Path) -> 
     assert lines(tmp_path / "run")[0]["note"] == "text"
 
 
-def test_an_event_file_on_a_full_disk_is_an_error_of_the_step(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, ["tensorboard"])
-    (backend,) = tracker._backends
-    assert isinstance(backend, TensorBoard)
-    with backend._file, Path("/dev/full").open("wb", buffering=0) as full:
-        backend._file = full
-        with pytest.raises(RunError, match=r"^metrics of the run .* cannot be written: No space left on device"):
-            tracker.log(1, {"a": 1.0})
-    tracker.close()
+def test_an_event_file_on_a_full_disk_is_an_error_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+
+    def full(path: Path, mode: str = "r", **options: Any) -> Any:
+        return opened(Path("/dev/full") if "tfevents" in path.name else path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    with Tracker(tmp_path, ["tensorboard"]) as tracker:
+        for attempt in (lambda: tracker.log(1, {"a": 1.0}), tracker.close):
+            with pytest.raises(RunError, match=r"^metrics of the run .* cannot be written: No space left on device"):
+                attempt()
     assert [line["step"] for line in lines(tmp_path)] == [1]
 
 
