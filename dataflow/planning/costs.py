@@ -13,7 +13,6 @@ from dataflow.distribution import Distribution
 from dataflow.errors import ConfigError
 from dataflow.executors.virtual import Costs, End, chunks_of, groups_by_index
 from dataflow.graph import Task, TaskGraph, TaskId
-from dataflow.planning.requests.requests import Requests
 from dataflow.planning.requests.schedule import Rate, Slots
 from dataflow.planning.reward_service import Delivery, RewardService
 from dataflow.planning.rewards import Rewards
@@ -159,8 +158,8 @@ def makespan(rewards: Rewards, groups: int, responses: int, seed: int = 0, runs:
     total, count = 0.0, groups * responses
     for run in range(runs):
         drawn = rewards.latency.draws(Random(f"{seed}/fit/{run}"), count)
-        requests = Requests(np.arange(count) // responses, np.array(drawn))
-        total += float(Slots(rewards.concurrency, Rate(rewards.rpm)).serve(requests, 0.0).ends.max())
+        slots = Slots(rewards.concurrency, Rate(rewards.rpm))
+        total += float(slots.serve(np.array(drawn), 0.0).ends.max())
     return total / runs
 
 

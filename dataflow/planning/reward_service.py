@@ -236,7 +236,7 @@ class RewardService:
     def _scheduled(self, batch: Batch) -> _Current:
         """Schedules the requests of a batch as if nothing overtook it."""
         requests, end = batch.requests, self._steps[batch.key].end
-        schedule = self._slots.serve(requests, batch.at)
+        schedule = self._slots.serve(requests.seconds, batch.at)
         ends = requests.most(schedule.ends)
         if end:
             for n, group in enumerate(requests.ids.tolist()):

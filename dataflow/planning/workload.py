@@ -222,29 +222,31 @@ class Workload:
             latencies: latencies of the whole step; drawn if None.
         """
         drawn = np.asarray(self.latencies(step) if latencies is None else latencies)
-        n = self.responses
-        chosen = np.asarray(groups, dtype=np.int64)
-        of, seconds = np.repeat(chosen, n), drawn.reshape(-1, n)[chosen].ravel()
-        if self.rewards.scattered:
-            count, seed = len(of), f"{self.seed}/order/{step}"
-            order = np.asarray(_DRAWS.get((seed, count), "q", lambda: _shuffled(Random(seed), count)))
-            of, seconds = of[order], seconds[order]
-        return Requests(of, seconds)
+        n, chosen = self.responses, np.asarray(groups, dtype=np.int64)
+        of, seconds, bounds = np.repeat(chosen, n), drawn.reshape(-1, n)[chosen].ravel(), np.arange(len(chosen)) * n
+        count, seed = len(of), f"{self.seed}/order/{step}"
+        if not self.rewards.scattered:
+            return Requests(of, seconds, np.arange(count), bounds)
+        # Which request is sent first, second, and so on; and when each is sent.
+        orders = np.asarray(_DRAWS.get((seed, count), "q", lambda: _shuffled(Random(seed), count)))
+        return Requests(of[orders[:count]], seconds[orders[:count]], orders[count:], bounds)
 
     def val_requests(self, step: int) -> Requests:
         """Returns a validation's reward requests, each a group of its own."""
         assert self.validation is not None
         latency, count, seed = self.rewards.latency, self.validation.samples, f"{self.seed}/validation/{step}"
         drawn = _DRAWS.get((latency, seed, count), "d", lambda: latency.draws(Random(seed), count))
-        return Requests(np.arange(count), np.asarray(drawn))
+        numbers = np.arange(count)
+        return Requests(numbers, np.asarray(drawn), numbers, numbers)
 
 
 _DRAWS = Draws()
 
 
 def _shuffled(rng: Random, count: int) -> Numbers:
-    """Returns the numbers below ``count`` in a random order."""
-    return np.argsort([rng.random() for _ in range(count)], kind="stable")
+    """Returns the numbers below ``count`` in a random order, and then the place of each in it."""
+    order = np.argsort([rng.random() for _ in range(count)], kind="stable")
+    return np.concatenate((order, np.argsort(order)))
 
 
 # --- the stages of GRPO and PPO as the planner models them: those of pipelines/ without engines -----------------------

@@ -21,11 +21,23 @@ class Requests:
     Attributes:
         groups: group of each request, shape (requests,).
         seconds: that each request takes, shape (requests,).
+        order: the numbers of the requests, those of a group side by side, shape (requests,).
+        bounds: where each group begins in ``order``, shape (groups,).
     """
 
-    def __init__(self, groups: Numbers, seconds: Seconds) -> None:
+    def __init__(self, groups: Numbers, seconds: Seconds, order: Numbers, bounds: Numbers) -> None:
         self.groups = groups
         self.seconds = seconds
+        self.order = order
+        self.bounds = bounds
+
+    @classmethod
+    def sorted(cls, groups: Numbers, seconds: Seconds) -> Requests:
+        """Returns requests of which it is not known where those of a group are."""
+        order = np.argsort(groups, kind="stable")
+        ordered = groups[order]
+        bounds = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        return cls(groups, seconds, order, bounds)
 
     @classmethod
     def of(cls, samples: Requests | Sequence[Sample]) -> Requests:
@@ -33,7 +45,7 @@ class Requests:
         if isinstance(samples, Requests):
             return samples
         groups = np.array([group for group, _seconds in samples], dtype=np.int64)
-        return cls(groups, np.array([seconds for _group, seconds in samples], dtype=np.float64))
+        return cls.sorted(groups, np.array([seconds for _group, seconds in samples], dtype=np.float64))
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -48,44 +60,33 @@ class Requests:
 
     def after(self, count: int) -> Requests:
         """Returns the requests without the first ``count``."""
-        return Requests(self.groups[count:], self.seconds[count:])
-
-    @cached_property
-    def _order(self) -> Numbers:
-        """The numbers of the requests, group by group."""
-        return np.argsort(self.groups, kind="stable")
-
-    @cached_property
-    def _bounds(self) -> Numbers:
-        """Where each group begins in :attr:`_order`."""
-        ordered = self.groups[self._order]
-        return np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        return self.sorted(self.groups[count:], self.seconds[count:])
 
     @cached_property
     def ids(self) -> Numbers:
-        """The groups, in the order of their ids."""
-        return self.groups[self.first]
-
-    @cached_property
-    def first(self) -> Numbers:
-        """The number of each group's first request, in the order of :attr:`ids`."""
-        return self._order[self._bounds]
-
-    @cached_property
-    def last(self) -> Numbers:
-        """The number of each group's last request, in the order of :attr:`ids`."""
-        return self._order[np.concatenate((self._bounds[1:], [len(self)])) - 1]
+        """Each group once, in the order of ``bounds``."""
+        return self.groups[self.order[self.bounds]]
 
     @property
     def sizes(self) -> Numbers:
-        """How many requests each group has, in the order of :attr:`ids`."""
-        return np.diff(self._bounds, append=len(self))
+        """How many requests each group of :attr:`ids` has."""
+        return np.diff(self.bounds, append=len(self))
+
+    @cached_property
+    def first(self) -> Numbers:
+        """The number of the first request of each group of :attr:`ids`."""
+        return np.minimum.reduceat(self.order, self.bounds)
+
+    @cached_property
+    def last(self) -> Numbers:
+        """The number of the last request of each group of :attr:`ids`."""
+        return np.maximum.reduceat(self.order, self.bounds)
 
     def most(self, values: Seconds) -> Seconds:
-        """Returns the largest value of each group's requests, in the order of :attr:`ids`."""
-        return np.maximum.reduceat(values[self._order], self._bounds)
+        """Returns the largest value among the requests of each group of :attr:`ids`."""
+        return np.maximum.reduceat(values[self.order], self.bounds)
 
-    @property
+    @cached_property
     def total_s(self) -> float:
         """The seconds of all requests, added in their order."""
         return sum(self.seconds.tolist())

@@ -10,7 +10,7 @@ from heapq import heapreplace
 
 import numpy as np
 
-from dataflow.planning.requests.requests import Numbers, Requests, Seconds
+from dataflow.planning.requests.requests import Numbers, Seconds
 
 
 class Arrivals:
@@ -114,14 +114,14 @@ class Slots:
         """Returns when a request that is sent at a time can begin."""
         return self.rate.earliest(max(self._free[0], at))
 
-    def serve(self, requests: Requests, at: float) -> Schedule:
-        """Serves requests that are sent at a time, each in the slot that is free first."""
+    def serve(self, seconds: Seconds, at: float) -> Schedule:
+        """Serves requests that are sent at a time and take these seconds, each in the slot that is free first."""
         before = Slots(0, copy(self.rate))
         before._free = self._free.copy()
-        free, seconds = self._free, requests.seconds.tolist()
+        free, took = self._free, seconds.tolist()
         if self.rate.limited:
             starts = []
-            for each in seconds:
+            for each in took:
                 starts.append(self.earliest(at))
                 heapreplace(free, starts[-1] + each)
                 self.rate.take(starts[-1])
@@ -129,8 +129,8 @@ class Slots:
             if free[0] < at:
                 # All that begins later begins at this time or after it; the heap keeps its order.
                 free[:] = [max(each, at) for each in free]
-            starts = [heapreplace(free, free[0] + each) for each in seconds]
-        return Schedule(requests, starts, before)
+            starts = [heapreplace(free, free[0] + each) for each in took]
+        return Schedule(starts, seconds, before)
 
     def after(self, starts: list[float], ends: list[float]) -> Slots:
         """Returns these slots once requests have taken them at ``starts`` until ``ends``, in this order."""
@@ -149,10 +149,9 @@ class Schedule:
         ends: when each ends, shape (requests,).
     """
 
-    def __init__(self, requests: Requests, starts: list[float], before: Slots) -> None:
-        self.requests = requests
+    def __init__(self, starts: list[float], seconds: Seconds, before: Slots) -> None:
         self.starts = starts
-        self.ends: Seconds = np.array(starts) + requests.seconds
+        self.ends: Seconds = np.array(starts) + seconds
         self._before = before
 
     def undone(self, served: int) -> Slots:
