@@ -64,7 +64,7 @@ class _Waiter:
 
 @dataclass
 class _Step:
-    end: dict[int, float] = field(default_factory=dict)  # group of an overtaken batch -> latest end of its samples so far
+    end: dict[int, float] = field(default_factory=dict)  # group of an overtaken batch -> latest end so far
     arrived: dict[int, float] = field(default_factory=dict)  # group -> time, in order of arrival
     delivered: float = -math.inf  # time of the latest delivery
     unclaimed: set[int] = field(default_factory=set)
@@ -303,7 +303,10 @@ class RewardService:
         """Notes the groups that arrive by a time; returns the first delivery that one of them makes."""
         served, current = self._served, self._current
         while True:
-            next_served, next_current = served[0][0] if served else math.inf, current.arrivals.next if current else math.inf
+            next_served, next_current = (
+                served[0][0] if served else math.inf,
+                current.arrivals.next if current else math.inf,
+            )
             if min(next_served, next_current) > until or next_served == next_current == math.inf:
                 return None
             # Of groups that arrive at the same time, that which was served first comes first.
