@@ -54,6 +54,7 @@ class WorkloadCosts(Costs):
             request = roles.request if main else roles.beside[collect]
             spec = workload.service_of(name)
             self._agents.append(_Agent(name, request, collect, spec, self.service if main else service(spec)))
+        self._services = tuple(dict.fromkeys((self.validation, *(agent.service for agent in self._agents))))
         self._by_request = {agent.request: agent for agent in self._agents}
         self._by_collect = {agent.collect: agent for agent in self._agents}
 
@@ -93,7 +94,7 @@ class WorkloadCosts(Costs):
     def advance(self, until: float) -> tuple[TaskId, End] | None:
         """Returns the next task whose rewards are complete by ``until``; None if there is none."""
         limit = until
-        for service in dict.fromkeys((self.validation, *(agent.service for agent in self._agents))):
+        for service in self._services:
             if service not in self._held and (found := service.advance(limit)):
                 self._held[service] = found
             if service in self._held:
