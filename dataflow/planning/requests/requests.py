@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 Sample: TypeAlias = tuple[int, float]
 """(group, seconds) of one request."""
-Numbers: TypeAlias = NDArray[np.int64]
-Seconds: TypeAlias = NDArray[np.float64]
+Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+Seconds: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 
 class Requests:
