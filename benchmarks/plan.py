@@ -39,7 +39,7 @@ reward: {latency: uniform:1:40, concurrency: 256}
 validation: {every: 5, samples: 1319, pool: own}
 checkpoint: {every: 20}
 """
-BOUNDS = {"cpu": 12.0, "wall": 12.0}
+BOUNDS = {"cpu": 9.0, "wall": 8.0}
 """Seconds of a plan over those of the loop: processor time of all processes, and time of the clock."""
 
 

@@ -88,4 +88,4 @@ class Requests:
     @cached_property
     def total_s(self) -> float:
         """The seconds of all requests, added in their order."""
-        return sum(self.seconds.tolist())
+        return float(sum(self.seconds.tolist()))
