@@ -12,7 +12,7 @@ from dataflow.planning.planner import FEW
 from dataflow.planning.simulation.outcomes import Outcomes
 from dataflow.planning.workload import Measured, Modelled, StageTime, Workload
 from dataflow.policy import PRESETS, preset
-from dataflow.stages.sleep import VALIDATION, awake_between, sleep_rewards, wake_rewards
+from dataflow.stages.sampling.sleep import VALIDATION, awake_between, sleep_rewards, wake_rewards
 
 POOL = "gpu"
 MOST = 8
