@@ -11,7 +11,8 @@ from dataflow.errors import ConfigError
 from dataflow.planning.advice import advise
 from dataflow.planning.config import WAKE_S, PlanConfig
 from dataflow.planning.placing import sentences
-from dataflow.planning.planner import ROWS, Prediction, Sweep, parse_sweep, predict, simulate, sweep, total_s
+from dataflow.planning.planner import ROWS, Prediction, Sweep, jobs, parse_sweep, predict, sweep
+from dataflow.planning.simulation.outcomes import Job, Outcomes, processes
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.workload import Workload
 from dataflow.policy import STREAM, SchedulingPolicy, preset
@@ -113,26 +114,25 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     for text in sweeps:
         parse_sweep(text, workload)
     policies = _policies(workload, config, named)
-    rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"))
-    on_work("looking for advice")
-    advice = advise(workload, rows, policies)
-    if config.gpus is not None:
-        advice += sentences(workload, config.gpus)
-    found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work) for text in sweeps]
-    return Plan(workload, rows, advice, found, _replayed_s(workload, rows, policies))
+    own = _own(workload, policies)
+    with Outcomes(processes()) as outcomes:
+        outcomes.begin([*jobs(workload, policies), *([] if own is None else [own])])
+        rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"), outcomes)
+        on_work("looking for advice")
+        advice = advise(workload, rows, policies, outcomes)
+        if config.gpus is not None:
+            advice += sentences(workload, config.gpus, outcomes)
+        found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work, outcomes) for text in sweeps]
+        replayed = None if own is None else outcomes.of(own.workload, own.policy).total_s / own.workload.steps
+    return Plan(workload, rows, advice, found, replayed)
 
 
-def _replayed_s(
-    workload: Workload, rows: Sequence[Prediction], policies: Mapping[str, SchedulingPolicy]
-) -> float | None:
-    """Returns the predicted seconds of a step of the source's own run; None if there is nothing to compare it with."""
+def _own(workload: Workload, policies: Mapping[str, SchedulingPolicy]) -> Job | None:
+    """Returns the simulation of the source's own run; None if there is nothing to compare it with."""
     if workload.logged is None or workload.logged[0] not in policies:
         return None
     policy, _seconds, steps = workload.logged
-    if workload.loop is None and steps == workload.steps:
-        return next(row.step_s for row in rows if row.policy == policy)
-    own = workload.loop or replace(workload, steps=steps)
-    return total_s(simulate(own, policies[policy])[0]) / steps
+    return Job.of(workload.loop or replace(workload, steps=steps), policies[policy])
 
 
 def beside(plans: Sequence[Plan]) -> str:
