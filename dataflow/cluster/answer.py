@@ -21,6 +21,7 @@ from dataflow.usercode.failures import (
 )
 
 DIED = "the process that ran it died (killed, or out of memory)"
+GONE = "a value that it needs is gone with the node that held it"
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,10 +91,23 @@ def died(error: BaseException | None) -> bool:
     return isinstance(error, gone)
 
 
-def cause(error: BaseException) -> BaseException:
-    """Returns the worker's own exception without Ray's wrapping; for a dead process, a ServiceLost in one sentence."""
+def value_lost(error: BaseException | None) -> bool:
+    """Whether a call failed because a value that it was given is gone with the node that held it."""
     from ray import exceptions
 
+    inner = error.cause if isinstance(error, exceptions.RayTaskError) else error
+    return isinstance(inner, exceptions.ObjectLostError)
+
+
+def cause(error: BaseException) -> BaseException:
+    """Returns the worker's own exception without Ray's wrapping.
+
+    For a dead process, or a value that is gone, a ServiceLost in one sentence: a run resumes from a checkpoint.
+    """
+    from ray import exceptions
+
+    if value_lost(error):
+        return ServiceLost(f"{GONE}: {last_words(error)}")
     wrapped = isinstance(error, exceptions.RayTaskError)
     if wrapped and isinstance(inner := getattr(error, "cause", None), BaseException):
         inner.add_note(shortened(str(error)))

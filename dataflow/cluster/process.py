@@ -7,6 +7,12 @@ import gc
 DEATH_REASON = "DATAFLOW_DEATH_REASON"
 """The environment variable that names the file for the reason why a process ends a service's process."""
 
+NODE_ADDRESS = "DATAFLOW_NODE_ADDRESS"
+"""The environment variable with the address of the node that a service's process is on."""
+
+WORKING_DIRECTORY = "DATAFLOW_WORKING_DIRECTORY"
+"""The environment variable with the run's working directory, to which the user's relative paths refer."""
+
 
 def settle_memory() -> None:
     """Excludes what was imported and built from garbage collection, and makes collections rarer.

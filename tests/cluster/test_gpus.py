@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dataflow.cluster.gpus import Gpus
+from dataflow.cluster.local import LocalRay
 from dataflow.engines import choice
 from dataflow.engines.base import Sampling
 from dataflow.engines.choice import vllm_device
@@ -239,11 +240,11 @@ def test_a_machine_without_gpus_is_an_error_at_once(monkeypatch: pytest.MonkeyPa
 
     async def body() -> None:
         executor = RayExecutor(num_cpus=2)
-        executor._started = True  # a local Ray
+        executor._ray = LocalRay(2)  # as if it had started it
         try:
             await executor.open(processes({"trainer": Hosted("trainer", Process, gpus=1.0)}))
         finally:
-            executor._started = False
+            executor._ray = None
             await executor.close()
 
     with pytest.raises(ConfigError, match=r"ray\.gpus_per_worker: the run needs 1 GPUs, and finds none"):

@@ -48,8 +48,8 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayExecutor]:
         executor._connect()
         yield executor
     finally:
-        if executor._local:
-            executor._local.close()
+        if executor._ray:
+            executor._ray.close()
         os.chdir(here)
 
 
@@ -86,8 +86,8 @@ def test_it_starts_what_a_run_uses_and_no_more(executor: RayExecutor) -> None:
 
 
 def test_it_answers_only_who_has_the_token(executor: RayExecutor, tmp_path: Path) -> None:
-    assert executor._local is not None
-    path = executor._local.token_path
+    assert executor._ray is not None
+    path = executor._ray.token_path
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=path).returncode == 0
     for without in (ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="1" * 64), ask(RAY_AUTH_MODE="disabled")):
@@ -98,8 +98,8 @@ def test_it_answers_only_who_has_the_token(executor: RayExecutor, tmp_path: Path
 def test_the_token_is_in_no_environment_command_or_log(executor: RayExecutor) -> None:
     import ray
 
-    assert executor._local is not None
-    token = Path(executor._local.token_path).read_text()
+    assert executor._ray is not None
+    token = Path(executor._ray.token_path).read_text()
     assert len(token) == 64
     for process in [psutil.Process(), *below()]:
         assert token not in " ".join([*command(process), *environment(process).values()])
@@ -134,7 +134,7 @@ def test_a_second_one_has_another_token_and_nothing_is_left_of_the_first(
     """Last: it ends the module's. ``ray.shutdown`` ends this Ray as one that ``ray.init`` has started."""
     import ray
 
-    first = Path(executor._local.token_path).read_text() if executor._local else ""
+    first = Path(executor._ray.token_path).read_text() if executor._ray else ""
     executor._disconnect()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of a cluster that this run does not join")
     before = dict(os.environ)
