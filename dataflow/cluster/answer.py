@@ -91,6 +91,13 @@ def died(error: BaseException | None) -> bool:
     return isinstance(error, gone)
 
 
+def unreachable(error: BaseException | None) -> bool:
+    """Whether a call failed because the connection to the actor broke, before Ray knew if its node is gone."""
+    from ray import exceptions
+
+    return isinstance(error, exceptions.ActorUnavailableError)
+
+
 def value_lost(error: BaseException | None) -> bool:
     """Whether a call failed because a value that it was given is gone with the node that held it."""
     from ray import exceptions
@@ -107,7 +114,7 @@ def cause(error: BaseException) -> BaseException:
     from ray import exceptions
 
     if value_lost(error):
-        return ServiceLost(f"{GONE}: {last_words(error)}")
+        return ServiceLost(GONE)
     wrapped = isinstance(error, exceptions.RayTaskError)
     if wrapped and isinstance(inner := getattr(error, "cause", None), BaseException):
         inner.add_note(shortened(str(error)))

@@ -11,6 +11,7 @@ from typing import Any
 from dataflow.cluster.console import console_kept
 from dataflow.errors import ConfigError
 from dataflow.system.children import working_directory_imported
+from dataflow.usercode.failures import causes_of
 
 
 class JoinedRay:
@@ -36,18 +37,9 @@ class JoinedRay:
             with console_kept():
                 _probe(self._address)
                 ray.init(address=self._address, **options)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"ray.address={self._address}: no Ray cluster answers there; start one with 'ray start --head' "
-                "or leave ray.address out."
-            ) from error
-        except (RuntimeError, ray.exceptions.RayError) as error:  # other versions, or a token that is not its own
+        except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             ray.shutdown()
-            said = " ".join(str(error).split()).rstrip(".")[:300]
-            raise ConfigError(
-                f"ray.address={self._address}: the cluster does not let this process join ({said}); give all nodes the "
-                "same Python environment and, with RAY_AUTH_MODE=token, the same token."
-            ) from error
+            raise ConfigError(f"ray.address={self._address}: {_why(error)}") from error
 
     def close(self) -> None:
         """Disconnects; may be called twice."""
@@ -102,6 +94,21 @@ def _job() -> Any:
         return JobConfig()
     # Ray puts the driver's working directory first on the path of every worker, unless the driver is a remote client.
     return JobConfig(_client_job=True, _py_driver_sys_path=[os.getcwd()] if working_directory_imported() else [])
+
+
+def _why(error: BaseException) -> str:
+    """Returns why a cluster cannot be joined, with the fix."""
+    from ray.exceptions import AuthenticationError
+
+    if any(isinstance(each, AuthenticationError) or "InvalidAuthToken" in str(each) for each in causes_of(error)):
+        return (
+            "the cluster requires a token, and this process has none or another one; set RAY_AUTH_MODE=token, and "
+            "RAY_AUTH_TOKEN_PATH to the file that its nodes use (~/.ray/auth_token)."
+        )
+    if isinstance(error, OSError | ValueError):
+        return "no Ray cluster answers there; start one with 'ray start --head' or leave ray.address out."
+    said = " ".join(str(error).split()).rstrip(".")[:300]  # other versions of Python or Ray
+    return f"this process cannot join the cluster ({said}); give all its nodes the same Python environment."
 
 
 def _probe(address: str) -> None:

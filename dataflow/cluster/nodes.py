@@ -1,6 +1,6 @@
 """The nodes of a Ray cluster: which of them the processes of a service may use, and how its ranks are placed on them.
 
-Pure but for :class:`Places`, which reserves nodes.
+Pure but for :func:`beside` and :class:`Places`, which reserves nodes.
 """
 
 from __future__ import annotations
@@ -110,6 +110,15 @@ def _listed(nodes: Sequence[Node]) -> str:
         own = [f"{name}={value}" for name, value in sorted(node.labels.items()) if not name.startswith("ray.io/")]
         listed.append(f"{node.address}: {', '.join(own) or 'none'}")
     return "; ".join(listed) + ("; ..." if len(nodes) > len(listed) else "")
+
+
+def beside() -> dict[str, Any]:
+    """Returns options of an actor that keep it on the node of this process, if that has room."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
 
 
 class Places:

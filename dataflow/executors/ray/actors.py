@@ -14,7 +14,7 @@ from typing import Any
 
 from loguru import logger
 
-from dataflow.cluster.answer import fetch, first_failure
+from dataflow.cluster.answer import fetch, first_failure, unreachable
 from dataflow.cluster.nodes import NODE_ID, NodeRule, Places, lacking, nodes_of
 from dataflow.cluster.process import DEATH_REASON, NODE_ADDRESS, WORKING_DIRECTORY
 from dataflow.executors.ray.host import Host, Place, WaitingHost
@@ -23,6 +23,8 @@ from dataflow.graph import Hosted
 from dataflow.system import clock
 from dataflow.system.supervisor import report
 
+_SETTLED_S = 90.0
+"""Seconds after which a node that does not answer counts as lost; by default Ray decides within a minute."""
 _LAST_WORDS_S = 20.0
 """Seconds that fetching the reason of a death from another node may take."""
 
@@ -157,11 +159,16 @@ class Actors:
     def _is_here(self, rank: int) -> bool:
         return self._cluster is None or self._places[rank].node == self._cluster.here
 
-    async def death_reason(self) -> str:
+    async def death_reason(self, error: BaseException | None = None) -> str:
         """Returns, once, why processes of the service ended; empty if no reason is known.
 
         Either they were ended on purpose, and have written why to a file on their node; or their node is gone.
+
+        Args:
+            error: of a call that failed when they ended.
         """
+        if unreachable(error):
+            await self._settled()
         files = sorted(Path(self._reasons.name).glob("*"))
         reasons = [_taken(str(file)) for file in files]
         if self._cluster is None:
@@ -179,6 +186,15 @@ class Actors:
                         taken = ray.remote(num_cpus=0, max_retries=0, label_selector={NODE_ID: place.node})(_taken)
                         reasons.append(await fetch(taken.remote(self._reason_of(rank))))
         return " ".join(filter(None, reasons))
+
+    async def _settled(self) -> None:
+        """Waits until each process answers or Ray knows that it is gone: it finds a lost node after some seconds."""
+        asked = [actor.place.options(max_task_retries=-1).remote() for actor in self]
+        answers = [asyncio.ensure_future(fetch(answer)) for answer in asked]
+        _done, late = await asyncio.wait(answers, timeout=_SETTLED_S)
+        for answer in late:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
 
     def kill(self) -> None:
         """Kills the actors and releases their nodes and GPUs."""

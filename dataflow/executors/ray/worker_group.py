@@ -289,7 +289,7 @@ class WorkerGroup:
         if not died(error) or self._closed:
             raise error
         if not self.spec.restarts:
-            if reason := await self.actors.death_reason():
+            if reason := await self.actors.death_reason(error):
                 raise ServiceLost(f"'{self.spec.name}' died: {reason.rstrip('.')}") from error
             raise error
         if generation == self._generation and self._restarting is None:
@@ -313,7 +313,7 @@ class WorkerGroup:
     async def _restart(self, error: Exception) -> None:
         """Rebuilds the service, again if it dies meanwhile, and sends the tasks that the dead one did not finish."""
         while True:
-            reason = await self.actors.death_reason()
+            reason = await self.actors.death_reason(error)
             self._count(error, reason)
             self.actors.kill()
             try:
