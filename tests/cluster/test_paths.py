@@ -77,5 +77,5 @@ def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     archive = packed(str(model(tmp_path / "a")))
     assert archive is not None
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="Not a directory|File exists"):
+    with pytest.raises(OSError, match=r"Not a directory|File exists"):
         unpack(archive, str(tmp_path / "file" / "model"))

@@ -35,8 +35,8 @@ def check_nodes(config: Any, services: Collection[str]) -> None:
     for name in config.ray.nodes:
         if name not in services:
             raise ConfigError(
-                f"ray.nodes.{name}: the run has no service of that name; "
-                f"{nearest(name, services) or 'it has ' + ', '.join(sorted(services)) + '.'}"
+                f"ray.nodes.{name}: the run has no service of that name"
+                f"{nearest(name, services) or '; it has ' + ', '.join(sorted(services)) + '.'}"
             )
         if config.ray.address is None and not running():
             raise ConfigError(
