@@ -133,7 +133,7 @@ def run(machines: Machines, runs: Path, case: str) -> dict[str, Any]:
 
 def refused(machines: Machines, runs: Path, what: str) -> dict[str, Any]:
     """Starts a run that cannot work; returns its exit code and its sentence."""
-    environment, own = dict(machines.environment), []
+    environment, own = dict(machines.environment), list(NODES)
     if what == "token":
         environment |= {"RAY_AUTH_TOKEN": "0" * 64}
     if what == "label":
@@ -141,7 +141,7 @@ def refused(machines: Machines, runs: Path, what: str) -> dict[str, Any]:
     # The head's own memory is on no other machine.
     place = Path("/dev/shm/runs") if what == "directory" else runs
     process = machines.machines[0].start(
-        command(place, f"refused-{what}", f"ray.address={machines.address}", *NODES, *own),
+        command(place, f"refused-{what}", f"ray.address={machines.address}", *own),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=ROOT,
     )  # fmt: skip
     try:
@@ -177,8 +177,8 @@ def main(arguments: list[str]) -> int:
                     results |= {f"refused: {what}": refused(machines, runs, what) for what in REFUSED}
                     continue
                 found = results[case] = run(machines, runs, case)
-                same = found["weights"] == weights
-                found["held"] = same and (case in VICTIM or found["placed"] == PLACED)
+                found["placed"] = {name: sorted(at) for name, at in found["placed"].items()}
+                found["held"] = found["weights"] == weights and (case in VICTIM or found["placed"] == PLACED)
     rows: list[tuple[str, ...]] = [("case", "exit code", "s", "after the loss, s", "held")]
     for name, found in results.items():
         seconds = [f"{found[key]:.1f}" if key in found else "" for key in ("s", "after_s")]

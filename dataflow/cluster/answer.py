@@ -98,6 +98,15 @@ def unreachable(error: BaseException | None) -> bool:
     return isinstance(error, exceptions.ActorUnavailableError)
 
 
+def peer_lost(error: BaseException | None) -> bool:
+    """Whether a call failed because a rank lost its connection to another one, which may have died."""
+    from ray import exceptions
+
+    inner = error.cause if isinstance(error, exceptions.RayTaskError) else error
+    kinds = {kind.__name__ for kind in type(inner).__mro__}
+    return bool(kinds & {"DistBackendError", "DistNetworkError"}) or "gloo/transport" in str(inner)
+
+
 def value_lost(error: BaseException | None) -> bool:
     """Whether a call failed because a value that it was given is gone with the node that held it."""
     from ray import exceptions

@@ -113,12 +113,13 @@ def _listed(nodes: Sequence[Node]) -> str:
 
 
 def beside() -> dict[str, Any]:
-    """Returns options of an actor that keep it on the node of this process, if that has room."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    """Returns options of an actor that keep it on the node of this process.
 
-    here = ray.get_runtime_context().get_node_id()
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
+    Ray's affinity for a node does not, for an actor without resources: it starts on any node.
+    """
+    import ray
+
+    return {"label_selector": {NODE_ID: ray.get_runtime_context().get_node_id()}}
 
 
 class Places:

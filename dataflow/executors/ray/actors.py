@@ -14,7 +14,7 @@ from typing import Any
 
 from loguru import logger
 
-from dataflow.cluster.answer import fetch, first_failure, unreachable
+from dataflow.cluster.answer import died, fetch, first_failure, peer_lost, unreachable
 from dataflow.cluster.nodes import NODE_ID, NodeRule, Places, lacking, nodes_of
 from dataflow.cluster.process import DEATH_REASON, NODE_ADDRESS, WORKING_DIRECTORY
 from dataflow.executors.ray.host import Host, Place, WaitingHost
@@ -168,7 +168,7 @@ class Actors:
             error: of a call that failed when they ended.
         """
         if unreachable(error):
-            await self._settled()
+            await self._death()
         files = sorted(Path(self._reasons.name).glob("*"))
         reasons = [_taken(str(file)) for file in files]
         if self._cluster is None:
@@ -187,14 +187,39 @@ class Actors:
                         reasons.append(await fetch(taken.remote(self._reason_of(rank))))
         return " ".join(filter(None, reasons))
 
-    async def _settled(self) -> None:
-        """Waits until each process answers or Ray knows that it is gone: it finds a lost node after some seconds."""
+    async def outcome(self, refs: Sequence[Any]) -> list[Any]:
+        """Waits for a call of all ranks, or for the first failure.
+
+        Raises:
+            Exception: the failure; if another rank has died, that death and not the connection that broke with it.
+        """
+        try:
+            return await first_failure(refs)
+        except Exception as error:
+            if len(self._actors) > 1 and peer_lost(error) and (death := await self._death()) is not None:
+                raise death from error
+            raise
+
+    async def _death(self) -> Exception | None:
+        """Waits until a process is known to be dead, and returns its error; None if all answer, or time is over.
+
+        Ray knows at once of a process that ended, and after some seconds of a node that is gone.
+        """
         asked = [actor.place.options(max_task_retries=-1).remote() for actor in self]
-        answers = [asyncio.ensure_future(fetch(answer)) for answer in asked]
-        _done, late = await asyncio.wait(answers, timeout=_SETTLED_S)
-        for answer in late:
-            answer.cancel()
-        await asyncio.gather(*answers, return_exceptions=True)
+        left = {asyncio.ensure_future(fetch(answer)) for answer in asked}
+        death: Exception | None = None
+        try:
+            async with asyncio.timeout(_SETTLED_S):
+                while left and death is None:
+                    done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                    errors = (each.exception() for each in done)
+                    death = next((error for error in errors if isinstance(error, Exception) and died(error)), None)
+        except TimeoutError:
+            logger.warning("'{}' does not answer, and Ray knows of no process that died.", self._spec.name)
+        finally:
+            for answer in left:
+                answer.cancel()
+        return death
 
     def kill(self) -> None:
         """Kills the actors and releases their nodes and GPUs."""

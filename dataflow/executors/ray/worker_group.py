@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from loguru import logger
 
-from dataflow.cluster.answer import DIED, cause, died, fetch, first_failure, last_words
+from dataflow.cluster.answer import DIED, cause, died, fetch, last_words
 from dataflow.cluster.log import log_lines
 from dataflow.cluster.pickling import pickled
 from dataflow.errors import DataflowError, RunError, ServiceLost
@@ -232,7 +232,7 @@ class WorkerGroup:
 
         Both happen in one step of the event loop, so that after all attempts have ended, the record is complete.
         """
-        small, *_others = await first_failure([first for first, *_rest in running.refs])
+        small, *_others = await self.actors.outcome([first for first, *_rest in running.refs])
         self._on_read(len(small))
         report, held = pickle.loads(small)
         return self._ended(running, report, held, tuple(running.refs[0][1:]))
@@ -271,7 +271,7 @@ class WorkerGroup:
                 await self._up()
             generation = self._generation
             try:
-                return await first_failure([call(actor) for actor in self.actors])
+                return await self.actors.outcome([call(actor) for actor in self.actors])
             except Exception as error:
                 await self._restarted(generation, error)
 

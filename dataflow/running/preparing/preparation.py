@@ -140,7 +140,7 @@ class Preparation:
 
     def _build(self) -> str:
         pipeline, policy = self.expand().pipeline, self.policy
-        check_nodes(self.config, {"controller", *pipeline.hosts()})
+        check_nodes(self.config, pipeline.hosts())
         stages = f"{len(pipeline.stages)} stages, {self.config.steps} steps under {self.config.policy.preset}"
         if self.config.policy.auto:
             return stages

@@ -254,7 +254,7 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
         run_directory=options.ledger and options.cache is None,
         **model_files(
             config.model.path,
-            **{
+            others={
                 keyed("custom_reward_function.path", name): custom.path,
                 keyed("reward.manager_path", name): options.manager_path,
                 keyed("reward.model_tokenizer", name): options.model_tokenizer,
@@ -405,5 +405,5 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         # vLLM measures the free memory of its GPUs; it would count a trainer that loads meanwhile as its own.
         alone=device == "cuda" and config.placement == "colocated",
         close_s=_CLOSE_S if factory == VLLM_ON_GPU else 1.0,
-        **model_files(config.model.path, **{"tools.path": config.tools.path}),
+        **model_files(config.model.path, others={"tools.path": config.tools.path}),
     )

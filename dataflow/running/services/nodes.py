@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dataflow.cluster.joined import running
 from dataflow.cluster.nodes import NodeRule
 from dataflow.errors import ConfigError, nearest
 from dataflow.models.tiny import cache_home
-from dataflow.rewards.naming import MAIN
+from dataflow.stage import Hosted
+
+CONTROLLER = "controller"
+"""The service of stages that no other hosts."""
 
 
 def node_rules(config: Any) -> dict[str, NodeRule]:
@@ -22,16 +26,17 @@ def node_rules(config: Any) -> dict[str, NodeRule]:
     return {name: NodeRule(each.labels, each.strategy) for name, each in config.ray.nodes.items()}
 
 
-def check_nodes(config: Any, services: Collection[str]) -> None:
+def check_nodes(config: Any, hosts: Mapping[str, Hosted]) -> None:
     """Checks the rules for the nodes of services.
 
     Args:
         config: a :class:`~dataflow.config.base.BaseConfig`.
-        services: names of the pipeline's.
+        hosts: of the pipeline's services, by name.
 
     Raises:
         ConfigError: a rule is for no service, or has no effect.
     """
+    services = {CONTROLLER, *hosts}
     for name in config.ray.nodes:
         if name not in services:
             raise ConfigError(
@@ -43,17 +48,26 @@ def check_nodes(config: Any, services: Collection[str]) -> None:
                 f"ray.nodes.{name} has no effect on a Ray of the run's own, which is on this machine alone; give "
                 "ray.address, or leave it out."
             )
+    away = [name for name, host in hosts.items() if host.here and name in config.ray.nodes]
     models = getattr(getattr(config, "reward", None), "models", {})
     served = [name for name, model in models.items() if model.url is None]
-    if served and MAIN in config.ray.nodes:
+    if served and away:
         raise ConfigError(
-            f"reward.models.{served[0]}: its servers listen on this machine alone, and ray.nodes.{MAIN} gives the "
-            "agent that asks them other nodes; give their url, or leave that out."
+            f"reward.models.{served[0]}: its servers listen on this machine alone, and ray.nodes.{away[0]} gives the "
+            "agent that may ask them other nodes; give their url, or leave that out."
         )
 
 
-def model_files(path: str | None, key: str = "model.path", **others: str | None) -> dict[str, Any]:
-    """Returns what a :class:`~dataflow.stage.Hosted` says about the model of a service, and further files by key."""
+def model_files(
+    path: str | None, key: str = "model.path", others: Mapping[str, str | None] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Returns the arguments of a :class:`~dataflow.stage.Hosted` that name the files of its service.
+
+    Args:
+        path: of its model; None if it has none, or none yet.
+        key: that gives the model.
+        others: paths of further files, by key; None for those that are not given.
+    """
     files = {name: str(Path(value).expanduser().absolute()) for name, value in others.items() if value is not None}
     if path is None or not Path(path).is_dir():  # still to be made, or downloaded
         return {"files": files}

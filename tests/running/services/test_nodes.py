@@ -10,10 +10,11 @@ import pytest
 from dataflow.cluster.nodes import NodeRule
 from dataflow.config.keys.overrides import parse_overrides
 from dataflow.errors import ConfigError
+from dataflow.graph import Hosted
 from dataflow.running.services.nodes import check_nodes, model_files, node_rules
 from pipelines import gsm8k_grpo
 
-SERVICES = {"trainer", "rollout", "reward", "controller"}
+SERVICES = {name: Hosted(name, dict, here=name == "reward") for name in ("trainer", "rollout", "reward")}
 
 
 def config(*overrides: str) -> Any:
@@ -43,8 +44,8 @@ def test_rules_are_given_by_service() -> None:
         ),
         (
             ["ray.address=auto", "ray.nodes.reward.labels.role=a", "reward.models.m.path=m"],
-            "reward.models.m: its servers listen on this machine alone, and ray.nodes.reward gives the agent that asks "
-            "them other nodes; give their url, or leave that out.",
+            "reward.models.m: its servers listen on this machine alone, and ray.nodes.reward gives the agent that may "
+            "ask them other nodes; give their url, or leave that out.",
         ),
     ],
 )
@@ -68,7 +69,7 @@ def test_a_model_of_the_cache_is_copied_and_others_are_compared(
     for path in (tiny, own):
         path.mkdir(parents=True)
     assert model_files(str(tiny)) == {"files": {}, "made": {"model.path": str(tiny)}}
-    tools = model_files(str(own), "critic.path", **{"tools.path": "tools.py"})
+    tools = model_files(str(own), "critic.path", {"tools.path": "tools.py"})
     assert tools == {"files": {"tools.path": str(Path("tools.py").absolute()), "critic.path": str(own)}}
     assert model_files(None) == {"files": {}}
 
