@@ -134,6 +134,8 @@ def cause(error: BaseException) -> BaseException:
 
 
 def last_words(error: BaseException) -> str:
-    """Returns the first line of the message of Ray, or of the service itself, about a death."""
+    """Returns the line of the message of Ray, or of the service itself, that says why a process died."""
     shown = attribute_of(error, "cause") or error
-    return (str(shown).strip().splitlines() or [type(shown).__name__])[0]
+    lines = str(shown).strip().splitlines() or [type(shown).__name__]
+    # Of an actor that could not even be made, such as one without this package, the message has the traceback.
+    return lines[-1].strip() if "in its creation task" in lines[0] else lines[0]

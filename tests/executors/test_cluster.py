@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 from dataflow.cluster.joined import JoinedRay
 from dataflow.cluster.nodes import NodeRule
+from dataflow.cluster.process import DEATH_REASON
 from dataflow.errors import RunError, ServiceLost, StageFailed
 from dataflow.executors.ray import RayExecutor
 from dataflow.graph import Hosted, Pipeline, stage
@@ -44,6 +46,15 @@ class Service:
 
     def directory(self) -> str:
         return os.getcwd()
+
+    def end(self, why: str) -> None:
+        """Ends its process the first time, as a sentinel would."""
+        path = Path(os.environ[DEATH_REASON])
+        if not path.with_suffix(".ended").exists():
+            path.with_suffix(".ended").touch()
+            path.write_text(why)
+            os.kill(os.getpid(), signal.SIGKILL)
+        path.with_suffix(".ended").unlink()
 
 
 @stage(writes=("value", "made"), on="gpu")
@@ -138,6 +149,23 @@ def test_services_run_where_their_rules_say(nodes: Nodes, tmp_path: Path) -> Non
             await executor.close()
 
     asyncio.run(body())
+
+
+def test_why_a_process_was_ended_is_known_from_another_node(nodes: Nodes, tmp_path: Path) -> None:
+    async def body() -> None:
+        executor = RayExecutor(nodes.address, nodes={"taker": NodeRule({"role": "a"})})
+        try:
+            await executor.open(pipeline(tmp_path, taker={"restarts": 1}))
+            await executor.ask("taker", "end", "its function blocked it; give it a time-out.")
+            assert await roles(nodes, executor, "taker") == ["a"]
+        finally:
+            await executor.close()
+
+    with logged() as warned:
+        asyncio.run(body())
+    assert [message for message in warned if "died" in message] == [
+        "'taker' died (its function blocked it; give it a time-out): restart 1 of 1; rebuilding it."
+    ]
 
 
 def test_a_label_that_no_node_has_is_said_at_once_and_ends_the_wait(nodes: Nodes, tmp_path: Path) -> None:

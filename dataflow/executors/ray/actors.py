@@ -14,9 +14,11 @@ from typing import Any
 
 from loguru import logger
 
+from dataflow import __version__
 from dataflow.cluster.answer import died, fetch, first_failure, peer_lost, unreachable
 from dataflow.cluster.nodes import NODE_ID, NodeRule, Places, lacking, nodes_of
 from dataflow.cluster.process import DEATH_REASON, NODE_ADDRESS, WORKING_DIRECTORY
+from dataflow.errors import ConfigError
 from dataflow.executors.ray.host import Host, Place, WaitingHost
 from dataflow.executors.ray.shared_paths import SharedPaths, one_on_each
 from dataflow.graph import Hosted
@@ -87,7 +89,7 @@ class Actors:
         """Starts the actors and waits until they are up, with their GPUs, on nodes that see the service's paths.
 
         Raises:
-            ConfigError: a node does not see a path.
+            ConfigError: a node does not see a path, or has another version of this package.
         """
         import ray
 
@@ -102,10 +104,19 @@ class Actors:
         self._actors = [kind.options(**gpus.options, **how).remote() for gpus in self._reserved.gpus]
         self._places = await first_failure([actor.place.remote() for actor in self])
         if self._cluster is not None:
+            self._check_versions()
             nodes = [(place.node, place.address) for place in self._places]
             directory = self._cluster.directory if spec.run_directory else None
             paths = SharedPaths(spec, directory)
             await paths.check(one_on_each(self._actors, nodes, self._cluster.here))
+
+    def _check_versions(self) -> None:
+        for place in self._places:
+            if place.version != __version__:
+                raise ConfigError(
+                    f"node {place.address}, where '{self._spec.name}' runs, has dataflow {place.version}, and this "
+                    f"machine {__version__}; give all nodes the same Python environment."
+                )
 
     def lacking(self) -> str:
         """Returns what the nodes of a cluster lack for the service, as a clause; "" if nothing is known."""

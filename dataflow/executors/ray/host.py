@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from dataflow import __version__
 from dataflow.batch import Batch
 from dataflow.cluster.answer import answer_to, answering
 from dataflow.cluster.gpus import see
@@ -28,11 +29,12 @@ from dataflow.usercode.forks import in_one_process
 
 
 class Place(NamedTuple):
-    """Where a process is: the id and the address of its node, and a port there that was free."""
+    """Where a process is: the id and the address of its node, a port there that was free, and the package's version."""
 
     node: str
     address: str
     port: int
+    version: str
 
 
 class Host:
@@ -47,7 +49,7 @@ class Host:
         with socket.socket() as s:
             s.bind(("", 0))
             address, port = ray.util.get_node_ip_address(), s.getsockname()[1]
-        return Place(ray.get_runtime_context().get_node_id(), address, port)
+        return Place(ray.get_runtime_context().get_node_id(), address, port, __version__)
 
     def look(self, paths: Sequence[str]) -> list[View]:
         """Returns what this process sees at these paths."""
