@@ -22,6 +22,8 @@ from dataflow.usercode.failures import (
 
 DIED = "the process that ran it died (killed, or out of memory)"
 GONE = "a value that it needs is gone with the node that held it"
+_IN_CREATION = "in its creation task"
+"""How Ray's message says that an actor could not be made."""
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,6 +130,10 @@ def cause(error: BaseException) -> BaseException:
     if wrapped and isinstance(inner := getattr(error, "cause", None), BaseException):
         inner.add_note(shortened(str(error)))
         return inner
+    if died(error) and _IN_CREATION in str(error):
+        return RunError(
+            f"its process could not begin: {last_words(error)}; give all nodes the same Python environment."
+        )
     if died(error):
         return ServiceLost(f"{DIED}; see Ray's log for its last output: {last_words(error)}")
     return error
@@ -138,4 +144,4 @@ def last_words(error: BaseException) -> str:
     shown = attribute_of(error, "cause") or error
     lines = str(shown).strip().splitlines() or [type(shown).__name__]
     # Of an actor that could not even be made, such as one without this package, the message has the traceback.
-    return lines[-1].strip() if "in its creation task" in lines[0] else lines[0]
+    return lines[-1].strip() if _IN_CREATION in lines[0] else lines[0]

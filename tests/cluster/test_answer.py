@@ -13,7 +13,7 @@ GLOO = (
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:45726: Connection reset by peer. This "
     "is typically caused by a remote worker hanging or bugs in the application."
 )
-NOT_MADE = """The actor died because of an error raised in its creation task, ray::trainer.__init__() (pid=1, ip=10.0.0.2)
+NOT_MADE = """The actor died because of an error raised in its creation task, ray::trainer.__init__() (pid=1)
   File "host.py", line 1, in __init__
 ModuleNotFoundError: No module named 'dataflow'
 """
@@ -61,5 +61,8 @@ def test_a_value_that_is_gone_is_a_lost_service() -> None:
 def test_a_process_that_could_not_begin_says_why() -> None:
     from ray.exceptions import RayActorError
 
-    assert last_words(RayActorError(error_msg=NOT_MADE)) == "ModuleNotFoundError: No module named 'dataflow'"
+    assert str(cause(RayActorError(error_msg=NOT_MADE))) == (
+        "its process could not begin: ModuleNotFoundError: No module named 'dataflow'; give all nodes the same Python "
+        "environment."
+    )
     assert last_words(RayActorError(error_msg="The actor died.\nMore.")) == "The actor died."
