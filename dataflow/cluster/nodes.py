@@ -81,8 +81,9 @@ def lacking(rule: NodeRule, number: int, bundle: Mapping[str, float], nodes: Seq
         return f"strategy=strict_spread needs {number} nodes{of}, and the cluster has {len(roomy)}"
     if rule.strategy == "strict_pack" and max(_times(bundle, node) for node in roomy) < number:
         return f"strategy=strict_pack needs {number * each:g} {kind}s on one node{of}, and no node has them"
-    if sum(_times(bundle, node) for node in roomy) < number:
-        return f"it needs {number * each:g} {kind}s on nodes{of}, and the cluster has fewer"
+    if (room := sum(_times(bundle, node) for node in roomy)) < number:
+        where = f"the nodes{of}" if of else "the cluster"
+        return f"it needs {number * each:g} {kind}s, and {where} can give it {room * each:g}"
     return ""
 
 

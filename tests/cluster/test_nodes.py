@@ -65,7 +65,13 @@ def test_a_rule_that_the_cluster_can_keep_lacks_nothing(rule: NodeRule, number: 
             {"GPU": 1},
             "strategy=strict_pack needs 9 GPUs on one node, and no node has them",
         ),
-        (NodeRule(), 17, {"GPU": 1}, "it needs 17 GPUs on nodes, and the cluster has fewer"),
+        (
+            NodeRule({"role": "train"}),
+            27,
+            {"GPU": 0.6},
+            "it needs 16.2 GPUs, and the nodes with the label role=train can give it 15.6",
+        ),
+        (NodeRule(), 17, {"GPU": 1}, "it needs 17 GPUs, and the cluster can give it 16"),
     ],
 )
 def test_what_a_cluster_lacks_is_said(rule: NodeRule, number: int, bundle: dict[str, float], words: str) -> None:

@@ -14,10 +14,9 @@ from typing import Any
 
 from loguru import logger
 
-from dataflow import __version__
 from dataflow.cluster.answer import died, fetch, first_failure, peer_lost, unreachable
 from dataflow.cluster.nodes import NODE_ID, NodeRule, Places, lacking, nodes_of
-from dataflow.cluster.process import DEATH_REASON, NODE_ADDRESS, WORKING_DIRECTORY
+from dataflow.cluster.process import DEATH_REASON, NODE_ADDRESS, WORKING_DIRECTORY, version
 from dataflow.errors import ConfigError
 from dataflow.executors.ray.host import Host, Place, WaitingHost
 from dataflow.executors.ray.shared_paths import SharedPaths, one_on_each
@@ -112,10 +111,10 @@ class Actors:
 
     def _check_versions(self) -> None:
         for place in self._places:
-            if place.version != __version__:
+            if place.version != version():
                 raise ConfigError(
                     f"node {place.address}, where '{self._spec.name}' runs, has dataflow {place.version}, and this "
-                    f"machine {__version__}; give all nodes the same Python environment."
+                    f"machine {version()}; give all nodes the same Python environment."
                 )
 
     def lacking(self) -> str:
@@ -124,7 +123,9 @@ class Actors:
 
         if self._rule is None or self._reserved is None:
             return ""
-        return lacking(self._rule, self._spec.ranks, self._reserved.bundle, nodes_of(ray.nodes()))
+        said = lacking(self._rule, self._spec.ranks, self._reserved.bundle, nodes_of(ray.nodes()))
+        given = self._cluster is not None and self._spec.name in self._cluster.rules
+        return f"{said} (ray.nodes.{self._spec.name})" if said and given else said
 
     async def build(self, blobs: Sequence[bytes]) -> None:
         """Builds the service with its stages in every actor; starts the actors first unless they are placed.

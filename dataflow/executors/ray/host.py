@@ -11,13 +11,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from dataflow import __version__
 from dataflow.batch import Batch
 from dataflow.cluster.answer import answer_to, answering
 from dataflow.cluster.gpus import see
 from dataflow.cluster.log import KEPT, keep_lines
 from dataflow.cluster.paths import View, look, unpack
-from dataflow.cluster.process import WORKING_DIRECTORY, settle_memory
+from dataflow.cluster.process import WORKING_DIRECTORY, settle_memory, version
 from dataflow.executors.base import Chunk, Report, StageCall
 from dataflow.executors.calling import answer, make_chunk, method_of, prepare
 from dataflow.graph import Hosted, Stage, TaskInfo
@@ -49,7 +48,7 @@ class Host:
         with socket.socket() as s:
             s.bind(("", 0))
             address, port = ray.util.get_node_ip_address(), s.getsockname()[1]
-        return Place(ray.get_runtime_context().get_node_id(), address, port, __version__)
+        return Place(ray.get_runtime_context().get_node_id(), address, port, version())
 
     def look(self, paths: Sequence[str]) -> list[View]:
         """Returns what this process sees at these paths."""

@@ -393,7 +393,7 @@ class WorkerGroup:
             gpus = f"it needs {share} GPUs: does the cluster have them ('ray status')?"
             busy = "is the machine out of memory, or busy with something else?"
             missing = self.actors.lacking() if ray.is_initialized() else ""
-            hint = f"{missing} (ray.nodes.{spec.name})." if missing else gpus if spec.gpus else busy
+            hint = f"{missing}." if missing else gpus if spec.gpus else busy
             raise RunError(f"'{spec.name}' was not up after {self.deadline_s:.0f} s; {hint}") from error
         if isinstance(why, DataflowError):
             raise why from error
