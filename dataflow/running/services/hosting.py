@@ -14,8 +14,8 @@ from dataflow.errors import ConfigError, ModelError
 from dataflow.models.directory import room_of
 from dataflow.models.size import count
 from dataflow.models.tiny import check_model
-from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of, keyed
-from dataflow.running.services.nodes import model_files, node_rules
+from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of
+from dataflow.running.services.nodes import agent_place, model_files, node_rules
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
@@ -147,7 +147,7 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         "critic",
         CRITIC,
         {
-            "model": _critic_model(config),
+            "model": (model := _critic_model(config)),
             "critic": config.critic,
             "total_steps": config.steps,
             "seed": config.seed,
@@ -158,7 +158,7 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         ranks=config.trainer.world_size,
         gpus=pools.critic_gpus,
         concurrent=True,  # a checkpoint is written while it trains
-        **model_files(_critic_model(config), "critic.path" if config.critic.path else "model.path"),
+        **model_files(model, "critic.path" if config.critic.path else "model.path"),
     )
 
 
@@ -250,16 +250,7 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
         },
         concurrent=True,
         restarts=options.restarts,
-        here=True,  # beside its ledger, and the servers that the run starts for it
-        run_directory=options.ledger and options.cache is None,
-        **model_files(
-            config.model.path,
-            others={
-                keyed("custom_reward_function.path", name): custom.path,
-                keyed("reward.manager_path", name): options.manager_path,
-                keyed("reward.model_tokenizer", name): options.model_tokenizer,
-            },
-        ),
+        **agent_place(config.model.path, source),
     )
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from dataflow.cluster.joined import running
 from dataflow.cluster.nodes import NodeRule
+from dataflow.config.reward import Source
 from dataflow.errors import ConfigError, nearest
 from dataflow.models.tiny import cache_home
+from dataflow.rewards.naming import keyed
 from dataflow.stage import Hosted
 
 CONTROLLER = "controller"
@@ -74,3 +76,22 @@ def model_files(
     if Path(path).parent == cache_home():
         return {"files": files, "made": {key: str(path)}}
     return {"files": {**files, key: str(Path(path).absolute())}}
+
+
+def agent_place(model: str | None, source: Source) -> dict[str, Any]:
+    """Returns the arguments of a Hosted that place a reward agent beside the command, with the files that it needs.
+
+    There are its ledger, and the servers that the run starts for it.
+
+    Args:
+        model: of the run, whose tokenizer it reads.
+        source: of the agent.
+    """
+    options = source.options
+    paths = {
+        "custom_reward_function.path": source.custom.path,
+        "reward.manager_path": options.manager_path,
+        "reward.model_tokenizer": options.model_tokenizer,
+    }
+    files = model_files(model, others={keyed(key, source.name): path for key, path in paths.items()})
+    return {"here": True, "run_directory": options.ledger and options.cache is None, **files}
