@@ -34,7 +34,7 @@ from _run import PIPELINE, ROOT, table
 
 CASES = ("spread", "engine", "cut", "trainer", "refused")
 SMALL = (
-    "steps=6", "policy=both", "policy.order=index", "checkpoint.every=2", "data.prompts=8", "engine.n=2",
+    "steps=8", "policy=both", "policy.order=index", "checkpoint.every=2", "data.prompts=8", "engine.n=2",
     "engine.max_tokens=8", "data.max_prompt_length=200", "data.val_size=8", "judge.latency=uniform:0.3:0.6",
     "judge.time_scale=1", "engine.rollout=hf", "trainer.world_size=2", "val.every=0",
 )  # fmt: skip
@@ -101,7 +101,7 @@ def run(machines: Machines, runs: Path, case: str) -> dict[str, Any]:
         command(runs, case, f"ray.address={machines.address}", *nodes),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=machines.environment, cwd=ROOT,
     )  # fmt: skip
-    reached(runs / case, 2, process)
+    reached(runs / case, 4, process)
     placed = processes(machines)
     lost = time.monotonic()
     if case in VICTIM:
@@ -125,7 +125,7 @@ def run(machines: Machines, runs: Path, case: str) -> dict[str, Any]:
         "after_s": after_s,
         "placed": placed,
         "weights": summary.get("weights_sha256"),
-        "said": [line for line in errors.splitlines() if "died" in line or "restart" in line or "gone" in line][:4]
+        "messages": [line for line in errors.splitlines() if "died" in line or "restart" in line or "gone" in line][:4]
         if summary
         else errors.splitlines()[-4:],
     }
@@ -151,7 +151,7 @@ def refused(machines: Machines, runs: Path, what: str) -> dict[str, Any]:
         _, errors = process.communicate()
     code, words = REFUSED[what]
     held = process.returncode == code and bool(re.search(words, errors)) and "Traceback" not in errors
-    return {"code": process.returncode, "said": errors.splitlines()[-3:], "held": held}
+    return {"code": process.returncode, "messages": errors.splitlines()[-3:], "held": held}
 
 
 def main(arguments: list[str]) -> int:

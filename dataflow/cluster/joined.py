@@ -107,8 +107,8 @@ def _why(error: BaseException) -> str:
         )
     if isinstance(error, OSError | ValueError):
         return "no Ray cluster answers there; start one with 'ray start --head' or leave ray.address out."
-    said = " ".join(str(error).split()).rstrip(".")[:300]  # other versions of Python or Ray
-    return f"this process cannot join the cluster ({said}); give all its nodes the same Python environment."
+    message = " ".join(str(error).split()).rstrip(".")[:300]  # other versions of Python or Ray
+    return f"this process cannot join the cluster ({message}); give all its nodes the same Python environment."
 
 
 def _probe(address: str) -> None:

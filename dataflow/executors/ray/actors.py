@@ -98,8 +98,8 @@ class Actors:
         kind = ray.remote(type(spec.name, (base,), {"__module__": __name__}))
         how = {"max_concurrency": 1000} if spec.concurrent else {}
         self._reserved = Places(spec.ranks, spec.gpus, spec.devices, self._rule)
-        if said := self.lacking():
-            logger.warning("'{}' waits for nodes: {}.", spec.name, said)
+        if shortage := self.lacking():
+            logger.warning("'{}' waits for nodes: {}.", spec.name, shortage)
         self._actors = [kind.options(**gpus.options, **how).remote() for gpus in self._reserved.gpus]
         self._places = await first_failure([actor.place.remote() for actor in self])
         if self._cluster is not None:
@@ -123,9 +123,9 @@ class Actors:
 
         if self._rule is None or self._reserved is None:
             return ""
-        said = lacking(self._rule, self._spec.ranks, self._reserved.bundle, nodes_of(ray.nodes()))
+        clause = lacking(self._rule, self._spec.ranks, self._reserved.bundle, nodes_of(ray.nodes()))
         given = self._cluster is not None and self._spec.name in self._cluster.rules
-        return f"{said} (ray.nodes.{self._spec.name})" if said and given else said
+        return f"{clause} (ray.nodes.{self._spec.name})" if clause and given else clause
 
     async def build(self, blobs: Sequence[bytes]) -> None:
         """Builds the service with its stages in every actor; starts the actors first unless they are placed.
