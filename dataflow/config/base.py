@@ -17,6 +17,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     field_validator,
     model_validator,
@@ -104,6 +105,17 @@ class PolicyConfig(Section):
         )
 
 
+class NodesConfig(Section):
+    """The nodes of a cluster that a service runs on."""
+
+    shorthand = "strategy"
+
+    labels: dict[str, Text] = Field(default_factory=dict)
+    """Labels that a node must have (ray start --labels); a value may be a selector of Ray's: in(a,b), !a."""
+    strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
+    """Its processes on few nodes (pack) or on many (spread); strict_pack on one, strict_spread on one each."""
+
+
 class RayConfig(Section):
     """The Ray cluster."""
 
@@ -115,6 +127,10 @@ class RayConfig(Section):
     """GPUs per trainer and rollout process; 0 computes on the CPU."""
     fork: bool = True
     """Begin the workers of a local Ray as copies of a process that has imported their libraries; not with GPUs."""
+    nodes: dict[str, NodesConfig] = Field(default_factory=dict)
+    """Nodes of the cluster that a service runs on, by its name (trainer, rollout, reward, critic, controller)."""
+    start_timeout: PositiveFloat = 600.0
+    """Seconds that a service may wait for nodes and GPUs of the cluster, and take to be built."""
 
 
 class TrackingConfig(Section):
