@@ -43,6 +43,7 @@ _EXTRA_CAUSES = (
     ("#E2E5C4", "||||", "vertical_line"),
     ("#D3E6E9", "////", "right_diagonal_line"),
 )
+_UNCHANGED = ("baseline", "as logged")
 BESIDE = "markers side by side: (nearly) the same time"
 _NEAR = 0.012  # share of the highest line: markers closer than this hide each other
 _SEEN = 0.004  # share of the longest bar or the highest line: less is too small to see
@@ -239,8 +240,8 @@ def change_of(row: Prediction) -> str:
 
 
 def _label(row: Prediction) -> str:
-    # Baseline is the reference, so its own change is left out.
-    return seconds_of(row.step_s) + ("" if row.policy == "baseline" else f"  ({change_of(row)})")
+    # Baseline is the reference, so its own change is left out, and so is that of a log, which has none.
+    return seconds_of(row.step_s) + ("" if row.change == 0 and row.policy in _UNCHANGED else f"  ({change_of(row)})")
 
 
 def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:

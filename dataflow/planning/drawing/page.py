@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from bokeh.models import CheckboxButtonGroup
     from bokeh.plotting import figure
 
+    from dataflow.planning.drawing.words import Words
+
 _HINT = (
     "Point at a bar or a marker for its numbers. A button switches a policy off in all panels. "
     "The tools at the right of a chart zoom and move it."
@@ -48,13 +50,14 @@ async function start(item, themed) {
 """
 
 
-def page(bars: Bars, panels: Sequence[Panel], title: str) -> str:
+def page(bars: Bars, panels: Sequence[Panel], title: str, words: Words | None = None) -> str:
     """Returns the page: one HTML file that loads nothing; the same plan gives the same text.
 
     Args:
         bars: the policies' time per step.
         panels: one per sweep.
         title: over the page; none if empty.
+        words: HTML above and below the drawing; none by default.
     """
     from bokeh.embed import json_item
     from bokeh.layouts import column, row
@@ -68,10 +71,12 @@ def page(bars: Bars, panels: Sequence[Panel], title: str) -> str:
         rows.append(charts.switches(styles))
     rows += [row(*figures[at : at + across], sizing_mode="stretch_width") for at in range(0, len(figures), across)]
     item: Any = renumbered(json_item(column(*rows, sizing_mode="stretch_width")))
-    body = f"<h1>{html.escape(title)}</h1>\n" if title else ""
+    above, below = words or ("", "")
+    body = (f"<h1>{html.escape(title)}</h1>\n" if title else "") + above
     body += f'<div id="plan"></div><p class="hint">{_HINT}</p>'
     if any(panel.crowded for panel in panels):
         body += f'<p class="hint">{html.escape(BESIDE.capitalize())}.</p>'
+    body += below
     data = f"\n{embedded('item', item)}\n{embedded('themed', charts.themed)}\n"
     start = f"start({read_embedded('item')}, {read_embedded('themed')})"
     return shell(title or "plan", body, f"{data}{bokeh_scripts()}\n<script>{_START}{start}\n</script>")
