@@ -359,9 +359,8 @@ def _timeline(options: argparse.Namespace) -> int:
         print(json.dumps({**attribution.summary(trace), "worst_waits": worst_waits(trace)}, indent=1))
         return 0
     if options.out and not options.out.endswith(".txt"):
-        name, run = str(trace.meta.get("policy", "run")), Path(options.run).resolve()
-        title = (run if run.is_dir() else run.parent).name
-        files.draw({name: trace}, options.out, title, {name: facts_of(options.run, options.out)})
+        name = str(trace.meta.get("policy", "run"))
+        files.draw({name: trace}, options.out, files.title_of(options.run), {name: facts_of(options.run, options.out)})
         print(options.out)
         return 0
     text = "\n".join([gantt(trace, 140), *idle_lines(trace)]) + "\n"

@@ -23,8 +23,8 @@ def words(plan: Plan) -> Words:
     load = plan.workload
     above = f'<p class="note" role="status">{_sentence(load.caution)}</p>' if load.caution else ""
     above += f'<p class="headline">{escape(plan.size())}.</p>'
-    lines = [line for said in plan.trust() for line in said.split("\n")]
-    above += "".join(f'<p class="headline">{_sentence(line)}</p>' for line in lines)
+    if lines := [_sentence(line[:1].upper() + line[1:]) for said in plan.trust() for line in said.split("\n")]:
+        above += f'<p class="headline">{"<br>".join(lines)}</p>'
     head, *rows = plan.cells()
     best = min(plan.rows, key=lambda row: row.step_s).policy
     looks = ["logged" if row[0] == AS_LOGGED else "best" if row[0] == best else "" for row in rows]
@@ -37,7 +37,7 @@ def words(plan: Plan) -> Words:
 
 
 def _sentence(text: str) -> str:
-    return escape(text[:1].upper() + text[1:] + ("" if text.endswith(".") else "."))
+    return escape(text if text.endswith(".") else f"{text}.")
 
 
 def _list(title: str, sentences: Sequence[str]) -> str:

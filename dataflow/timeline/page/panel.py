@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from dataflow.drawing.duration import seconds
+from dataflow.drawing.style import cause_colours
 from dataflow.timeline.agents import agents_of, causes_of
 from dataflow.timeline.causes.culprits import Culprit, culprits, place_of
 from dataflow.timeline.downtime import Axis
@@ -39,6 +40,17 @@ def change(value: float) -> str:
     return f"{value:+.1%}".replace("-", "−")
 
 
+BOUNDS = (
+    "Lower bounds differ since each is made of its own run's tasks and requests, as they were measured: other samples, "
+    "delays and speed of the machine."
+)
+
+
+def differ(bounds: Sequence[float]) -> bool:
+    """True if lower bounds are so far apart that a reader wonders why."""
+    return len(bounds) > 1 and max(bounds) > 1.01 * min(bounds)
+
+
 Numbers = Mapping[str, Any]
 """The result of :func:`dataflow.timeline.causes.attribution.summary` for a run."""
 
@@ -46,15 +58,19 @@ Numbers = Mapping[str, Any]
 def compared(
     traces: Mapping[str, Trace], numbers: Mapping[str, Numbers], facts: Mapping[str, Mapping[str, Any]]
 ) -> str:
-    """Returns a table that compares runs with the first."""
+    """Returns a table that compares runs with the first; the fastest is marked."""
     first = next(iter(numbers.values()))
-    head = ["run", "steps", "wall time", "a step", "change", "GPU busy", "exposed wait", "lower bound", "accuracy"]
+    head = ["run", "steps", "wall time", "a step", "change", "GPU busy", "exposed wait", "lower bound"]
+    told = [_accuracy(facts.get(name, {})) for name in numbers]
+    accurate = any(said != "–" for said in told)
+    best = min(numbers, key=lambda name: numbers[name]["step_s"])
     rows = []
     for name, of in numbers.items():
         wall, base, bound = of["wall_s"], first["step_s"], of.get("lower_bound_s")
         busy = of["gpu_busy_s"] / wall if wall else 0.0
         rows.append([
-            f"<b>{escape(name)}</b>{_status(traces[name])}",
+            f"<b>{escape(name)}</b>{_status(traces[name])}"
+            + (" <small>fastest</small>" if name == best and len(numbers) > 1 else ""),
             str(traces[name].steps),
             seconds(wall),
             seconds(of["step_s"]),
@@ -62,9 +78,12 @@ def compared(
             _meter(busy),
             f"{seconds(of['exposed_wait_s'])} <small>{of['exposed_wait_s'] / wall if wall else 0:.0%}</small>",
             "–" if bound is None else seconds(bound),
-            _accuracy(facts.get(name, {})),
+            *([told[len(rows)]] if accurate else []),
         ])  # fmt: skip
-    return f'<section class="compared">{_table(head, rows)}</section>'
+    looks = ["best" if name == best and len(numbers) > 1 else "" for name in numbers]
+    bounds = [of["lower_bound_s"] for of in numbers.values() if of.get("lower_bound_s")]
+    why = f'<p class="hint">{escape(BOUNDS)}</p>' if differ(bounds) else ""
+    return f'<section class="compared">{_table([*head, *["accuracy"] * accurate], rows, looks)}{why}</section>'
 
 
 def _status(trace: Trace) -> str:
@@ -83,6 +102,19 @@ def _accuracy(facts: Mapping[str, Any]) -> str:
     text = f"{after:.3f}" if before is None else f"{before:.3f} → {after:.3f}"
     mean = facts.get("accuracy_mean_last_3")
     return text if mean is None else f"{text} <small>mean of the last 3 evaluations {mean:.3f}</small>"
+
+
+def legend(causes: Sequence[str]) -> str:
+    """Returns the colours of waits by their causes."""
+    if not causes:
+        return ""
+    shown = "".join(f"<span>{_swatch(cause, causes)}{escape(cause)}</span>" for cause in causes)
+    return f'<p class="legend" aria-label="causes of exposed waits"><span>waits for</span>{shown}</p>'
+
+
+def _swatch(cause: str, causes: Sequence[str]) -> str:
+    light, dark = cause_colours(causes)[cause]
+    return f'<span class="swatch" style="--light: {light}; --dark: {dark}"></span>'
 
 
 def notes(trace: Trace, live: bool = False) -> str:
@@ -219,8 +251,14 @@ def _wait(found: Culprit, axis: Axis, several: bool, samples: str) -> list[str]:
 def _causes(trace: Trace, numbers: Numbers) -> str:
     wall = numbers["wall_s"]
     meaning = dict.fromkeys(causes_of(trace), _MEANING["rewards"]) | _MEANING
+    listed = list(numbers["exposed_wait_by_cause"])
     rows = [
-        [escape(cause), seconds(s), _meter(s / wall if wall else 0.0), f"<small>{meaning.get(cause, '')}</small>"]
+        [
+            f"{_swatch(cause, listed)}{escape(cause)}",
+            seconds(s),
+            _meter(s / wall if wall else 0.0),
+            f"<small>{meaning.get(cause, '')}</small>",
+        ]
         for cause, s in numbers["exposed_wait_by_cause"].items()
     ]
     text = _table(["waited for", "time", "share of all", ""], rows) if rows else "<p>The GPUs never waited.</p>"
@@ -254,7 +292,10 @@ def _card(title: str, body: str, kind: str = "") -> str:
     return f'<div class="card {kind}"><h3>{title}</h3>{body}</div>' if body else ""
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], looks: Sequence[str] = ()) -> str:
     top = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    body = "".join(
+        f"<tr{f' class={look}' if look else ''}>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>"
+        for row, look in zip(rows, looks or [""] * len(rows), strict=True)
+    )
     return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
