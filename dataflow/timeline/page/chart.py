@@ -293,7 +293,7 @@ def _overview(sheet: Sheet, spans: Any, main: figure) -> figure:
 
     made = figure(
         name="overview",
-        height=24 + 16 * sheet.stripes,
+        height=round(24 + sheet.high.stripe * sheet.stripes),
         sizing_mode="stretch_width",
         x_range=Range1d(0, main.x_range.end, name="all-seconds"),
         y_range=Range1d(sheet.stripes, -0.15),

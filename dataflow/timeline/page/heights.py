@@ -17,6 +17,7 @@ class Heights:
         lane: one lane of another row.
         band: the reward requests in flight.
         most: all lanes of one row together.
+        stripe: a GPU pool in the overview.
     """
 
     head: float
@@ -26,8 +27,9 @@ class Heights:
     lane: float
     band: float
     most: float
+    stripe: float
 
 
-ALONE = Heights(head=22, strip=15, gap=7, pool=42, lane=15, band=84, most=120)
-BESIDE = Heights(head=17, strip=13, gap=3, pool=27, lane=7, band=34, most=40)
+ALONE = Heights(head=22, strip=15, gap=7, pool=42, lane=15, band=84, most=120, stripe=16)
+BESIDE = Heights(head=17, strip=13, gap=3, pool=27, lane=7, band=34, most=40, stripe=9)
 """Of runs below each other: four of them fit on a screen."""

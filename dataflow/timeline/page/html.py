@@ -29,7 +29,7 @@ _KEYS = (
     ("W S", "zoom in and out, at the pointer"),
     ("A D ← →", "move left and right"),
     ("0", "the whole run"),
-    ("Tab", "to the switches, the slider and the chart's tools; Space switches"),
+    ("Tab", "to the switches, the steps and the chart's tools; Space presses a switch"),
     ("?", "this list; Escape closes it"),
 )
 Facts = Mapping[str, Mapping[str, Any]]
@@ -88,7 +88,7 @@ def text(
         parts.append(panel.compared(traces, numbers, facts))
     else:
         parts += [panel.headline(trace, numbers[name]) for name, trace in traces.items()]
-    parts.append(f'{panel.legend(drawn.causes)}<div id="timeline"></div><p class="hint">{_HINT}</p>{_dialog()}')
+    parts.append(f'<div id="timeline"></div>{panel.legend(drawn.causes)}<p class="hint">{_HINT}</p>{_dialog()}')
     for name, trace in traces.items():
         found = panel.panel(trace, numbers[name], facts.get(name, {}))
         parts.append(f"<h2>{escape(name)}</h2>{panel.headline(trace, numbers[name])}{found}" if several else found)

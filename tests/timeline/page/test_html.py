@@ -16,6 +16,7 @@ from dataflow.errors import DataError
 from dataflow.testing.runs import made_up
 from dataflow.timeline.causes.culprits import last_requests, linked
 from dataflow.timeline.page.html import page, text, waiting
+from dataflow.timeline.page.looks import MARKS, causes, themed
 from dataflow.timeline.page.tracks import sheet, step_ends, thin
 from dataflow.timeline.page.versions import Versions
 from dataflow.timeline.spans import Mark, Span, Trace
@@ -140,6 +141,22 @@ def test_what_cannot_be_shown_is_said_in_a_sentence(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=said):
             page(given, tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_mark_of_a_layer_has_the_colour_that_is_drawn() -> None:
+    drawn = sheet({"run": made_up(2, requests=2)})
+    (band,) = [value[2:] for value in themed(drawn, ["#000000"] * len(drawn.stages)) if value[0] == "band-glyph-0"]
+    light, dark = MARKS.split("@media (prefers-color-scheme: dark)")
+    assert f"nth-child(2)::before {{ background: {band[0]}; }}" in light
+    assert f"nth-child(2)::before {{ background: {band[1]}; }}" in dark
+
+
+def test_gaps_have_the_colour_of_their_cause() -> None:
+    drawn = sheet({"run": made_up(6)})
+    assert set(drawn.causes) == set(drawn.waits["cause"])
+    assert [drawn.causes[why] for why in drawn.waits["why"]] == drawn.waits["cause"]
+    light, dark = causes(drawn)
+    assert len(set(light)) == len(set(dark)) == len(drawn.causes) > 1
 
 
 @pytest.mark.heavy
