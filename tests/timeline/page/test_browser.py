@@ -309,6 +309,8 @@ def test_a_downtime_is_cut_out_of_the_axis_and_tells_of_itself(opened: Open) -> 
     tab.get_by_text(WHY).first.wait_for()
 
 
+INNERMOST = "((on) => { while (on.shadowRoot) on = on.shadowRoot.activeElement; return on })(document.activeElement)"
+"""What has the focus, in whichever shadow tree."""
 RANGE = "[timeline.model('seconds-range').start, timeline.model('seconds-range').end]"
 
 
@@ -334,25 +336,26 @@ def test_keys_steer_the_chart_and_tab_reaches_the_switches(opened: Open) -> None
     assert tab.locator("#keys").is_hidden()
     assert tab.evaluate(RANGE) == [begin, end]
     tab.keyboard.press("Tab")
-    focused = "(() => { let on = document.activeElement; while (on.shadowRoot) on = on.shadowRoot.activeElement; return on })()"
     for _ in range(40):
-        if tab.evaluate(f"{focused}.textContent") == "critical path":
+        if tab.evaluate(f"{INNERMOST}.textContent") == "critical path":
             break
         tab.keyboard.press("Tab")
-    assert tab.evaluate(f"{focused}.getAttribute('aria-pressed')") == "false"
+    assert tab.evaluate(f"{INNERMOST}.getAttribute('aria-pressed')") == "false"
     tab.keyboard.press("Space")
     until(tab, "timeline.model('path-span').visible")
-    assert tab.evaluate(f"{focused}.getAttribute('aria-pressed')") == "true"
+    assert tab.evaluate(f"{INNERMOST}.getAttribute('aria-pressed')") == "true"
 
 
 def test_arrows_are_those_of_what_is_pointed_at_and_stay_inside_the_plot(opened: Open) -> None:
-    tab = opened(made_up(6, requests=2))
+    trace = made_up(6, requests=2)
+    tab = opened(trace)
     arrows = "timeline.model('leads-shown').indices"
     assert tab.evaluate(arrows) == []
-    led = data(tab, "requests", "task")[0]
     point_at(tab, "requests", 0)
     until(tab, f"{arrows}.length === 1")
-    point_at(tab, "spans", next(i for i, s in enumerate(made_up(6, requests=2).spans) if s.task == led))
+    led = data(tab, "requests", "task")[0]
+    begin = next(span.begin for span in trace.spans if span.task == led)
+    point_at(tab, "spans", data(tab, "spans", "begin").index(begin))
     until(tab, f"{arrows}.length === 1 && timeline.columns('requests').task[{arrows}[0]] === '{led}'")
     tab.mouse.move(2, 2)
     until(tab, f"{arrows}.length === 0")
@@ -377,10 +380,11 @@ def test_arrows_are_those_of_what_is_pointed_at_and_stay_inside_the_plot(opened:
 def test_gaps_name_their_cause_and_a_narrow_screen_needs_no_scrolling(opened: Open) -> None:
     tab = opened({"a": run(), "b": run()}, wide=480)
     assert tab.evaluate("document.documentElement.scrollWidth") <= 480
-    tab.evaluate("timeline.model('seconds-range').setv({start: 2, end: 2.6})")
+    longest = max(zip(data(tab, "waits", "begin"), data(tab, "waits", "end"), strict=True), key=lambda w: w[1] - w[0])
+    tab.evaluate("([start, end]) => timeline.model('seconds-range').setv({start, end})", list(longest))
     until(tab, "timeline.model('gaps').data.text.length > 0")
     waits = set(data(tab, "waits", "cause"))
-    assert {text.split()[0] for text in data(tab, "gaps", "text")} <= waits
+    assert {text.split()[0] for text in tab.evaluate("timeline.model('gaps').data.text")} <= waits
     assert tab.locator(".legend").inner_text().split("\n")[0].startswith("waits for")
     tab.get_by_text("exposed waits", exact=True).first.click()
     until(tab, "timeline.model('gaps').data.text.length === 0")
