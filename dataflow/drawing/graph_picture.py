@@ -165,9 +165,14 @@ def _line(
     start, stop = list(begin), list(end)
     start[ahead] += first[ahead] / 2
     stop[ahead] -= last[ahead] / 2 + 1
-    points = [tuple(start), *way, tuple(stop)]
+    # Straight from the box to the end of its layer, then a bend to the next layer, straight through it, and so on.
+    points = [tuple(start), *way[:-1], *([way[-1]] if way[-1][ahead] < stop[ahead] - 2 else []), tuple(stop)]
     vertices, codes = [points[0]], [Line.MOVETO]
-    for (x, y), (to_x, to_y) in itertools.pairwise(points):
+    for i, ((x, y), (to_x, to_y)) in enumerate(itertools.pairwise(points)):
+        if i % 2 == 0:
+            vertices.append((to_x, to_y))
+            codes.append(Line.LINETO)
+            continue
         middle = ((x + to_x) / 2, (y + to_y) / 2)
         bends = [(middle[0], y), (middle[0], to_y)] if across else [(x, middle[1]), (to_x, middle[1])]
         vertices += [*bends, (to_x, to_y)]

@@ -27,7 +27,9 @@ class Layout:
 
     Attributes:
         places: node -> middle of its box.
-        ways: edge -> the points that it runs through, in the layers that it passes; () if it passes none.
+        ways: edge -> the points that it runs through: where it leaves the layer of its first node, where it enters and
+            leaves each layer that it passes, and where it enters the layer of its second node. Within a layer it is
+            straight, between two layers it may bend.
         size: of the whole: (along the layers' normal, across).
     """
 
@@ -56,12 +58,15 @@ def layered(graph: nx.DiGraph, sizes: Mapping[Any, Point], gap: Point) -> Layout
     across = _across(layers, before, after, wide)
     lengths = [max((sizes[node][0] for node in layer if node in sizes), default=0.0) for layer in layers]
     begins = [0.0, *itertools.accumulate(length + gap[0] for length in lengths)]
-    along = {n: begins[i] + lengths[i] / 2 for i, layer in enumerate(layers) for n in layer}
+    spans = {n: (begins[i], begins[i] + lengths[i]) for i, layer in enumerate(layers) for n in layer}
     least = min((across[n] - wide[n] / 2 for n in wide), default=0.0)
     most = max((across[n] + wide[n] / 2 for n in wide), default=0.0)
-    place = {node: (along[node], across[node] - least) for node in wide}
-    ways = {edge: tuple(place[point] for point in chain[1:-1]) for edge, chain in chains.items()}
-    return Layout({n: place[n] for n in graph}, ways, (max(0.0, begins[-1] - gap[0]), most - least))
+    ways = {
+        edge: tuple((along, across[n] - least) for n in chain for along in spans[n])[1:-1]
+        for edge, chain in chains.items()
+    }
+    places = {node: (sum(spans[node]) / 2, across[node] - least) for node in graph}
+    return Layout(places, ways, (max(0.0, begins[-1] - gap[0]), most - least))
 
 
 def _layers(graph: nx.DiGraph) -> tuple[list[list[Hashable]], dict[tuple[Any, Any], list[Hashable]]]:

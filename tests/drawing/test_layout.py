@@ -45,10 +45,11 @@ def test_edges_run_forwards_and_pass_no_box(made: tuple[nx.DiGraph, dict[int, tu
     for (a, b), way in found.ways.items():
         along = [found.places[a][0], *(x for x, _ in way), found.places[b][0]]
         assert along == sorted(along)
-        assert len(set(along)) == len(along)
-        for (x, y), node in itertools.product(way, graph):
+        for ((x, y), (to_x, to_y)), node in itertools.product(zip(way[1::2], way[2::2], strict=False), graph):
+            assert y == to_y
             at, size = found.places[node], sizes[node]
-            assert abs(x - at[0]) > size[0] / 2 or abs(y - at[1]) > size[1] / 2
+            beside = to_x <= at[0] - size[0] / 2 or at[0] + size[0] / 2 <= x
+            assert beside or abs(y - at[1]) > size[1] / 2
 
 
 def test_a_chain_is_straight_and_crossings_are_taken_out() -> None:
