@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import ConfigError
 from dataflow.planning.advice import LEAST, advise
 from dataflow.planning.config import WAKE_S, PlanConfig
+from dataflow.planning.drawing.chart import AS_LOGGED
 from dataflow.planning.placing import sentences
 from dataflow.planning.planner import ROWS, Prediction, Sweep, parse_sweep, predict, sweep
 from dataflow.planning.sources.read import read_workload
@@ -19,8 +19,6 @@ from dataflow.planning.workload import Workload
 from dataflow.policy import STREAM, SchedulingPolicy, preset
 from dataflow.timeline.text import table
 
-AS_LOGGED = "as logged"
-"""The row of the source's own run, replayed."""
 FAR_OFF = 0.2
 """Share by which a replay may be off the log before the plan says that it lacks something."""
 _FAR_OFF = (
@@ -143,10 +141,18 @@ class Plan:
             DataError: the file name has another ending.
         """
         from dataflow.planning.drawing.picture import draw_plan
-        from dataflow.planning.drawing.words import words
+        from dataflow.planning.drawing.words import Words
 
-        page = Path(path).suffix.lower() == ".html"
-        draw_plan(self.drawn, self.sweeps, path, title, words(self) if page else None)
+        best = min(self.rows, key=lambda row: row.step_s).policy
+        words = Words(
+            self.workload.caution,
+            [self.size(), *(line for said in self.trust() for line in said.split("\n"))],
+            self.cells(),
+            {best: "best", AS_LOGGED: "logged"},
+            {"advice": self.advice, "assumed": self.workload.assumptions},
+            {sweep_title(found): sweep_cells(found) for found in self.sweeps},
+        )
+        draw_plan(self.drawn, self.sweeps, path, title, words)
 
     def _repr_html_(self) -> str:
         """Returns the picture of the plan and its text, for notebooks."""

@@ -39,7 +39,9 @@ _HATCHES = {
     "other": ("||||", "vertical_line"),
 }
 _EXTRA_HATCHES = (("++++", "cross"), ("||||", "vertical_line"), ("////", "right_diagonal_line"))
-_UNCHANGED = ("baseline", "as logged")
+AS_LOGGED = "as logged"
+"""The row of the source's own run, replayed."""
+_UNCHANGED = ("baseline", AS_LOGGED)
 BESIDE = "markers side by side: (nearly) the same time"
 _NEAR = 0.012  # share of the highest line: markers closer than this hide each other
 _SEEN = 0.004  # share of the longest bar or the highest line: less is too small to see

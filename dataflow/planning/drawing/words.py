@@ -6,54 +6,65 @@ All text of a plan passes through ``html.escape``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, TypeAlias
 
-if TYPE_CHECKING:
-    from dataflow.planning.plan import Plan
-
-Words: TypeAlias = tuple[str, str]
-"""HTML above a drawing, and below it."""
+Table = Sequence[Sequence[str]]
+"""Rows of cells, the first of which is the head."""
 
 
-def words(plan: Plan) -> Words:
-    """Returns the text of a plan's page."""
-    from dataflow.planning.plan import AS_LOGGED, sweep_cells, sweep_title
+@dataclass(frozen=True)
+class Words:
+    """What a plan says.
 
-    load = plan.workload
-    above = f'<p class="note" role="status">{_sentence(load.caution)}</p>' if load.caution else ""
-    above += f'<p class="headline">{escape(plan.size())}.</p>'
-    if lines := [_sentence(line[:1].upper() + line[1:]) for said in plan.trust() for line in said.split("\n")]:
-        above += f'<p class="headline">{"<br>".join(lines)}</p>'
-    head, *rows = plan.cells()
-    best = min(plan.rows, key=lambda row: row.step_s).policy
-    looks = ["logged" if row[0] == AS_LOGGED else "best" if row[0] == best else "" for row in rows]
-    above += f'<section class="compared">{_table(head, rows, looks)}</section>'
-    cards = [_list("advice", plan.advice), _list("assumed", load.assumptions)]
-    for sweep in plan.sweeps:
-        first, *following = sweep_cells(sweep)
-        cards.append(_card(sweep_title(sweep), _table(first, following)))
-    return above, f'<section class="panel">{"".join(cards)}</section>'
+    Attributes:
+        caution: what to know first; "" for nothing.
+        lines: what is planned, and how far it is off the log.
+        table: of the policies.
+        looks: row -> ``best`` or ``logged``, by its first cell.
+        lists: title -> sentences.
+        sweeps: title -> table.
+    """
+
+    caution: str
+    lines: Sequence[str]
+    table: Table
+    looks: dict[str, str]
+    lists: dict[str, Sequence[str]]
+    sweeps: dict[str, Table]
+
+    def above(self) -> str:
+        """Returns the HTML above the drawing."""
+        note = f'<p class="note" role="status">{_sentence(self.caution)}</p>' if self.caution else ""
+        said = "<br>".join(_sentence(line[:1].upper() + line[1:]) for line in self.lines)
+        table = _table(self.table, self.looks)
+        return f'{note}<p class="headline">{said}</p><section class="compared">{table}</section>'
+
+    def below(self) -> str:
+        """Returns the HTML below the drawing."""
+        cards = [
+            _card(title, f"<ul>{''.join(f'<li>{_sentence(said)}</li>' for said in sentences)}</ul>")
+            for title, sentences in self.lists.items()
+            if sentences
+        ]
+        cards += [_card(title, _table(table, {})) for title, table in self.sweeps.items()]
+        return f'<section class="panel">{"".join(cards)}</section>'
 
 
 def _sentence(text: str) -> str:
     return escape(text if text.endswith(".") else f"{text}.")
 
 
-def _list(title: str, sentences: Sequence[str]) -> str:
-    if not sentences:
-        return ""
-    return _card(title, f"<ul>{''.join(f'<li>{_sentence(said)}</li>' for said in sentences)}</ul>")
-
-
 def _card(title: str, body: str) -> str:
     return f'<div class="card"><h3>{escape(title)}</h3>{body}</div>'
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], looks: Sequence[str] = ()) -> str:
+def _table(table: Table, looks: dict[str, str]) -> str:
+    head, *rows = table
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(
-        f"<tr{f' class={look}' if look else ''}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for row, look in zip(rows, looks or [""] * len(rows), strict=True)
+        f"<tr{f' class={looks[row[0]]}' if row[0] in looks else ''}>"
+        f"{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row in rows
     )
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
