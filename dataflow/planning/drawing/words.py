@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from dataflow.drawing.page import card, table
+
 Table = Sequence[Sequence[str]]
 """Rows of cells, the first of which is the head."""
 
@@ -37,17 +39,17 @@ class Words:
         """Returns the HTML above the drawing."""
         note = f'<p class="note" role="status">{_sentence(self.caution)}</p>' if self.caution else ""
         said = "<br>".join(_sentence(line[:1].upper() + line[1:]) for line in self.lines)
-        table = _table(self.table, self.looks)
-        return f'{note}<p class="headline">{said}</p><section class="compared">{table}</section>'
+        policies = _table(self.table, self.looks)
+        return f'{note}<p class="headline">{said}</p><section class="compared">{policies}</section>'
 
     def below(self) -> str:
         """Returns the HTML below the drawing."""
         cards = [
-            _card(title, f"<ul>{''.join(f'<li>{_sentence(said)}</li>' for said in sentences)}</ul>")
+            card(title, f"<ul>{''.join(f'<li>{_sentence(said)}</li>' for said in sentences)}</ul>")
             for title, sentences in self.lists.items()
             if sentences
         ]
-        cards += [_card(title, _table(table, {})) for title, table in self.sweeps.items()]
+        cards += [card(title, _table(cells, {})) for title, cells in self.sweeps.items()]
         return f'<section class="panel">{"".join(cards)}</section>'
 
 
@@ -55,16 +57,6 @@ def _sentence(text: str) -> str:
     return escape(text if text.endswith(".") else f"{text}.")
 
 
-def _card(title: str, body: str) -> str:
-    return f'<div class="card"><h3>{escape(title)}</h3>{body}</div>'
-
-
-def _table(table: Table, looks: dict[str, str]) -> str:
-    head, *rows = table
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join(
-        f"<tr{f' class={looks[row[0]]}' if row[0] in looks else ''}>"
-        f"{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+def _table(cells: Table, looks: dict[str, str]) -> str:
+    head, *rows = ([escape(cell) for cell in row] for row in cells)
+    return table(head, rows, [looks.get(row[0], "") for row in cells[1:]])

@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from dataflow.drawing.duration import seconds
+from dataflow.drawing.page import card, table
 from dataflow.drawing.style import cause_colours
 from dataflow.timeline.agents import agents_of, causes_of
 from dataflow.timeline.causes.culprits import Culprit, culprits, place_of
@@ -83,7 +84,7 @@ def compared(
     looks = ["best" if name == best and len(numbers) > 1 else "" for name in numbers]
     bounds = [of["lower_bound_s"] for of in numbers.values() if of.get("lower_bound_s")]
     why = f'<p class="hint">{escape(BOUNDS)}</p>' if differ(bounds) else ""
-    return f'<section class="compared">{_table([*head, *["accuracy"] * accurate], rows, looks)}{why}</section>'
+    return f'<section class="compared">{table([*head, *["accuracy"] * accurate], rows, looks)}{why}</section>'
 
 
 def _status(trace: Trace) -> str:
@@ -215,17 +216,17 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
             middle, slow = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
             rows.append(["", f"<small>half within {seconds(middle)}, 99% within {seconds(slow)}, "
                          f"the slowest {seconds(times[-1])}</small>"])  # fmt: skip
-    return _card("run", _table([], [row for row in rows if row]))
+    return card("run", table([], [row for row in rows if row]))
 
 
 def _waits(trace: Trace, samples: str = "") -> str:
     axis = Axis(trace.downtimes, *extent(trace))
     found = culprits(trace)[:LONGEST]
     if not found:
-        return _card("longest waits", "<p>The GPUs never waited.</p>" if trace.pools else "")
+        return card("longest waits", "<p>The GPUs never waited.</p>" if trace.pools else "")
     several = len(trace.pools) > 1
     rows = [_wait(c, axis, several, samples) for c in found]
-    return _card("longest waits", _table(["waited", "at", "for", "who came last", "then ran"], rows), "wide")
+    return card("longest waits", table(["waited", "at", "for", "who came last", "then ran"], rows), "wide")
 
 
 def _wait(found: Culprit, axis: Axis, several: bool, samples: str) -> list[str]:
@@ -261,13 +262,13 @@ def _causes(trace: Trace, numbers: Numbers) -> str:
         ]
         for cause, s in numbers["exposed_wait_by_cause"].items()
     ]
-    text = _table(["waited for", "time", "share of all", ""], rows) if rows else "<p>The GPUs never waited.</p>"
-    return _card("exposed wait by cause", text, "wide")
+    text = table(["waited for", "time", "share of all", ""], rows) if rows else "<p>The GPUs never waited.</p>"
+    return card("exposed wait by cause", text, "wide")
 
 
 def _busy(numbers: Numbers) -> str:
     rows = [[escape(name), _meter(share)] for name, share in numbers["busy"].items()]
-    return _card("busy", _table(["resource", "share of the time"], rows))
+    return card("busy", table(["resource", "share of the time"], rows))
 
 
 def _staleness(trace: Trace) -> str:
@@ -280,22 +281,9 @@ def _staleness(trace: Trace) -> str:
         return ""
     total = sum(counts.values())
     rows = [[f"{n} step{'s' * (n != 1)} old", str(counts[n]), _meter(counts[n] / total)] for n in sorted(counts)]
-    return _card("staleness", _table(["samples were", "updates", "share"], rows))
+    return card("staleness", table(["samples were", "updates", "share"], rows))
 
 
 def _meter(share: float) -> str:
     percent = "&lt;0.1%" if 0 < share < 0.001 else f"{share:.1%}" if 0 < share < 0.01 else f"{share:.0%}"
     return f'<meter min="0" max="1" value="{min(1.0, max(0.0, share)):.4f}"></meter> {percent}'
-
-
-def _card(title: str, body: str, kind: str = "") -> str:
-    return f'<div class="card {kind}"><h3>{title}</h3>{body}</div>' if body else ""
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], looks: Sequence[str] = ()) -> str:
-    top = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(
-        f"<tr{f' class={look}' if look else ''}>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>"
-        for row, look in zip(rows, looks or [""] * len(rows), strict=True)
-    )
-    return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
