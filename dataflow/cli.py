@@ -203,8 +203,8 @@ def _import_verl(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.keys:
+        from dataflow.config.loading.saved import class_of
         from dataflow.config.run import RunConfig, describe
-        from dataflow.config.saved import class_of
 
         print(describe(class_of(options.pipeline) if options.pipeline else RunConfig))
         return 0
@@ -216,7 +216,7 @@ def _run(options: argparse.Namespace) -> int:
 
         return check(options.pipeline, overrides, options.json)
     progress = _starting(options.pipeline, options)
-    from dataflow.config.saved import load
+    from dataflow.config.loading.saved import load
     from dataflow.executors.ray.copies import server_of
 
     module, config = load(options.pipeline, overrides)

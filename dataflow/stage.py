@@ -15,8 +15,8 @@ from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 from dataflow.errors import PipelineError, nearest
-from dataflow.fields import Carried, Lag, Latest, Read, read_of
-from dataflow.task_info import TaskInfo
+from dataflow.signature.fields import Carried, Lag, Latest, Read, read_of
+from dataflow.signature.task_info import TaskInfo
 
 Grain: TypeAlias = Literal["step", "chunk", "part", "mini-batch"]
 __all__ = [

@@ -11,7 +11,7 @@ from dataflow.graph import Pipeline
 from dataflow.planning.planner import FEW, simulate, total_s
 from dataflow.planning.workload import Measured, Modelled, StageTime, Workload
 from dataflow.policy import PRESETS, preset
-from dataflow.stages.sleep import VALIDATION, awake_between, sleep_rewards, wake_rewards
+from dataflow.stages.sampling.sleep import VALIDATION, awake_between, sleep_rewards, wake_rewards
 
 POOL = "gpu"
 MOST = 8

@@ -13,7 +13,7 @@ from loguru import logger
 
 from dataflow.cluster.fork_server import ForkServer
 from dataflow.config.base import BaseConfig
-from dataflow.config.saved import CONFIG, read_values
+from dataflow.config.loading.saved import CONFIG, read_values
 from dataflow.errors import DataflowError, NotOffered, RunError
 from dataflow.executors.base import Executor
 from dataflow.graph import TaskGraph

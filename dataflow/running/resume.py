@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from dataflow.config.base import BaseConfig, values_of
+from dataflow.config.loading.saved import CONFIG, Saved
 from dataflow.config.reward import sources_of
 from dataflow.config.run import RunConfig
-from dataflow.config.saved import CONFIG, Saved
 from dataflow.errors import ConfigError
 from dataflow.files import nearest_path
 from dataflow.rewards.ledger.file import check_file

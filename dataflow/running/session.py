@@ -17,8 +17,8 @@ from typing import Any
 from loguru import logger
 
 from dataflow.cluster.fork_server import ForkServer
-from dataflow.config import saved
 from dataflow.config.base import BaseConfig
+from dataflow.config.loading import saved
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, UserError
 from dataflow.executors.ray.copies import server_of
@@ -119,10 +119,10 @@ class Session:
                     with contextlib.suppress(RunError):
                         self.record.write_summary(status="failed")
                 status = "failed" if isinstance(error, Exception) else "interrupted"
-                said = finish(self.directory, status, self.graph.steps)
+                message = finish(self.directory, status, self.graph.steps)
                 if isinstance(error, KeyboardInterrupt):
-                    raise Interrupted(said) from None
-                error.add_note(said)
+                    raise Interrupted(message) from None
+                error.add_note(message)
                 raise
         return self.summary
 
@@ -187,11 +187,11 @@ class Session:
                 if lost is None or restarts >= self.config.recoveries or stopping.received is not None:
                     raise
                 restarts += 1
-                said = " ".join(str(error).split())
+                message = " ".join(str(error).split())
                 point = self._newest()
                 self._server = server_of(self.config)  # the Ray of the next attempt is another one
                 logger.warning(
-                    f"{said}; restart {restarts} of {self.config.recoveries}: the run resumes from "
+                    f"{message}; restart {restarts} of {self.config.recoveries}: the run resumes from "
                     f"{f'its checkpoint of step {point.step}' if point else 'its beginning, as it has no checkpoint'}."
                 )
 

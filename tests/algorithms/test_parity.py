@@ -18,7 +18,7 @@ from dataflow.config.algorithm import AlgorithmConfig, Kl, KlLoss
 from dataflow.graph import TaskInfo
 from dataflow.stages.advantage import advantage_stage
 from dataflow.stages.correction import correct
-from dataflow.stages.kl_penalty import kl_penalty
+from dataflow.stages.scoring.kl_penalty import kl_penalty
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 

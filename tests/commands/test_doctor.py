@@ -32,7 +32,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def diagnosed(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, str]]:
     code = main(["doctor", "--json", *options])
-    return code, {each["what"]: f"{each['state']}: {each['said']}" for each in json.loads(capsys.readouterr().out)}
+    return code, {each["what"]: f"{each['state']}: {each['message']}" for each in json.loads(capsys.readouterr().out)}
 
 
 def test_a_machine_on_which_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from dataflow.config.keys.overrides import build, fields
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import EngineConfig, PolicyConfig, RunConfig, describe, dump_yaml, parse_overrides, values_of
 from dataflow.errors import ConfigError, DataflowError, PipelineError, PolicyError, UserError
 from dataflow.policy import SchedulingPolicy

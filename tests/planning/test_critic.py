@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.config.keys.overrides import parse_overrides
-from dataflow.config.pipeline_file import load_pipeline_file, pipeline_of
+from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
 from dataflow.planning.config import PlanConfig

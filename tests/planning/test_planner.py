@@ -252,7 +252,8 @@ def test_memory_does_not_follow_the_steps() -> None:
             tracemalloc.stop()
             gc.unfreeze()
 
-    peak(600)  # the draws of its requests are kept, up to a bound of some MB
+    # The draws of its requests are kept, up to a bound of some MB.
+    simulate(load("uniform:1:40", steps=600), preset("both", 4))
     assert peak(600) < 1.3 * peak(300), "a window of some hundred steps is all it takes"
 
 

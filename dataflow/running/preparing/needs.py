@@ -10,10 +10,10 @@ from pathlib import Path
 
 from dataflow.cluster.gpus import check_count
 from dataflow.config.base import BaseConfig
-from dataflow.config.pipeline_file import pipeline_of
+from dataflow.config.loading.pipeline_file import pipeline_of
+from dataflow.config.loading.saved import PACKAGES
 from dataflow.config.reward import sources_of
 from dataflow.config.run import RunConfig
-from dataflow.config.saved import PACKAGES
 from dataflow.errors import ConfigError, NotChecked
 from dataflow.rewards.judge.probe import check_judge
 from dataflow.rewards.models.gpus import visible_gpus

@@ -11,7 +11,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.config.base import BaseConfig
-from dataflow.config.pipeline_file import inputs_of, pipeline_of
+from dataflow.config.loading.pipeline_file import inputs_of, pipeline_of
 from dataflow.config.reward import JudgeConfig, rule_of, source_of
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
@@ -148,7 +148,7 @@ class Preparation:
     def _check_models(self) -> str | None:
         assert isinstance(self.config, RunConfig)
         from dataflow.running.services.served_models import check_models
-        from dataflow.stages.normalize import normalizes
+        from dataflow.stages.scoring.normalize import normalizes
 
         pipeline, agents = self.graph.pipeline, self.agents
         check_models(self.config, agents, pipeline.hosts().values())

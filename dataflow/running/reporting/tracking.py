@@ -224,9 +224,9 @@ def _open(
         ) from error
     # If a service refuses a key or cannot be reached, its package raises errors of its own.
     except Exception as error:
-        said = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+        reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
         raise ConfigError(
-            f"tracking.backends={backends}: cannot be opened ({said}); check the key, or take the backend out."
+            f"tracking.backends={backends}: cannot be opened ({reason}); check the key, or take the backend out."
         ) from error
 
 

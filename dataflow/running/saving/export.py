@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.config.saved import CONFIG, read_values
+from dataflow.config.loading.saved import CONFIG, read_values
 from dataflow.errors import ConfigError, nearest
 from dataflow.running.reporting.tracking import METRICS, read_metrics
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore

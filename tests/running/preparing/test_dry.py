@@ -37,8 +37,8 @@ def dry(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         code = main(["run", pipeline, "dry=true", "--json", *keys])
         found = json.loads(capsys.readouterr().out)
         assert sorted(tmp_path.rglob("*")) == before, "a dry run leaves something behind"
-        said = {each["what"]: f"{each['state']}: {each['said']}" for each in found}
-        return code, said, [each["said"] for each in found if each["state"] == "problem"]
+        said = {each["what"]: f"{each['state']}: {each['message']}" for each in found}
+        return code, said, [each["message"] for each in found if each["state"] == "problem"]
 
     return run
 

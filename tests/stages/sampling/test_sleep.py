@@ -12,7 +12,7 @@ from dataflow.graph import Hosted, Pipeline, TaskGraph, stage
 from dataflow.policy import PRESETS, expand, preset
 from dataflow.rewards.models.sleeping import Sleeper
 from dataflow.scheduler import Scheduler
-from dataflow.stages.sleep import with_sleep
+from dataflow.stages.sampling.sleep import with_sleep
 from dataflow.tasks.events import RunDone, Start, TaskFinished
 from dataflow.testing import RandomCosts, SteadyCosts, check_trace, grpo_pipeline, simulate
 from tests.rigs.golden import check_golden

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataflow.chat import text_of
+from dataflow.models.chat import text_of
 from dataflow.rewards.judge.prompt import question_of, transcript
 
 PARTS = [{"type": "image", "image": object()}, {"type": "text", "text": "Is it red?"}]

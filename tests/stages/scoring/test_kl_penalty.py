@@ -10,8 +10,8 @@ import torch
 from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.graph import Read, TaskInfo
-from dataflow.stages.kl_penalty import kl_penalty
 from dataflow.stages.log_prob import log_prob_stages
+from dataflow.stages.scoring.kl_penalty import kl_penalty
 
 
 def names(**keys: Any) -> list[str]:

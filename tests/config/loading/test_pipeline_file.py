@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from dataflow.config.pipeline_file import inputs_of
+from dataflow.config.loading.pipeline_file import inputs_of
 from dataflow.config.run import RunConfig
 
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from loguru import logger
 
+from dataflow.config.loading.saved import ORIGIN, Saved, dump, load
 from dataflow.config.run import RunConfig, parse_overrides
-from dataflow.config.saved import ORIGIN, Saved, dump, load
 from dataflow.errors import ConfigError
 from dataflow.running.resume import changes, check_changes
 
@@ -43,7 +43,7 @@ def test_it_names_what_the_run_was_made_by(path: Path) -> None:
 
 def test_a_file_in_a_repository_has_its_revision() -> None:
     origin = yaml.safe_load(dump(RunConfig(), Path(__file__)))[ORIGIN]
-    if (Path(__file__).parents[2] / ".git").exists():
+    if (Path(__file__).parents[3] / ".git").exists():
         assert len(origin["revision"]) == 40
         assert isinstance(origin["changed"], bool)
 

@@ -11,7 +11,7 @@ import torch
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError
 from dataflow.graph import Read, TaskInfo
-from dataflow.stages.combine import combine, combine_stage
+from dataflow.stages.scoring.combine import combine, combine_stage
 
 NAN = float("nan")
 BOTH = ("judge", "rule")

@@ -47,10 +47,10 @@ def load_pipeline_file(path: str | Path) -> ModuleType:
     except BaseException as error:
         if is_interrupt(error):
             raise
-        said = message_of(error).rstrip(".")
+        message = message_of(error).rstrip(".")
         raise ConfigError(
             f"pipeline file '{path}' cannot be loaded{_line_in(error, file)}: "
-            f"{type(error).__name__}{f': {said}' if said else ''}."
+            f"{type(error).__name__}{f': {message}' if message else ''}."
         ) from error
     finally:
         del sys.modules[loader.name]
@@ -119,10 +119,10 @@ def _called(module: ModuleType, name: str, config: BaseConfig) -> Any:
         if is_interrupt(error):
             raise
         kind = PipelineError if name == "pipeline" else ConfigError
-        said = message_of(error).rstrip(".")
+        message = message_of(error).rstrip(".")
         raise kind(
             f"pipeline file '{module.__file__}': {name}(config) raised {type(error).__name__}"
-            f"{f': {said}' if said else ''}{_line_in(error, module.__file__ or '')}."
+            f"{f': {message}' if message else ''}{_line_in(error, module.__file__ or '')}."
         ) from error
 
 

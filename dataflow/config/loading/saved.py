@@ -22,7 +22,7 @@ from loguru import logger
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.base import BaseConfig, dump_yaml
 from dataflow.config.keys.overrides import expanded, parse_overrides
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.errors import ConfigError
 from dataflow.system.secrets.redaction import MASK
 
@@ -182,8 +182,8 @@ def read_values(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give the config.yaml of a run, or a recipe.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        said = " ".join(str(error).split())[:120]
-        raise ConfigError(f"{path} cannot be read ({said}); correct it, or give the pipeline file.") from error
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(f"{path} cannot be read ({reason}); correct it, or give the pipeline file.") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not the configuration of a run; give the config.yaml of a run, or a recipe.")
     return values

@@ -209,15 +209,15 @@ class Conversation:
                 version = turn.version if version is None else min(version, turn.version)
                 self._add(turn.tokens, turn.log_probs)
                 self.turns += 1
-                self.messages.append({"role": "assistant", "content": self.tools.said(turn.tokens)})
+                self.messages.append({"role": "assistant", "content": self.tools.reply(turn.tokens)})
                 ended = await self._answer(turn, limits, state)
                 if ended is not None:
                     break
         finally:
             await state.close(self.caller.run)
         counts = {"turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
-        told = {"num_turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
-        extra_info = {**own_copy(self.extra_info or {}), **told, "conversation": self.messages}
+        numbers = {"num_turns": self.turns, "tool_calls": self.calls, "tool_errors": self.errors}
+        extra_info = {**own_copy(self.extra_info or {}), **numbers, "conversation": self.messages}
         facts = {**counts, "ended": ended, "extra_info": extra_info}
         cut: Literal["stop", "length"] = "length" if ended in ("length", "budget") else "stop"
         return Sample(seed[1], seed[2], self.tokens, self.log_probs, version, cut, self.mask, facts)
@@ -236,10 +236,10 @@ class Conversation:
         answers = await asyncio.gather(*(self.caller.answer(call, state) for call in calls))
         self.calls += len(answers)
         self.errors += sum(answer.failed for answer in answers)
-        said = [(call.name, answer.text) for call, answer in zip(calls, answers, strict=True)]
-        self.messages += [{"role": "tool", "name": name, "content": text} for name, text in said]
+        texts = [(call.name, answer.text) for call, answer in zip(calls, answers, strict=True)]
+        self.messages += [{"role": "tool", "name": name, "content": text} for name, text in texts]
         room = limits.tokens - len(self.tokens)
-        frame = self.tools.framed(turn.tokens, said)
+        frame = self.tools.framed(turn.tokens, texts)
         self._add(frame[:room])
         return "budget" if len(frame) >= room else None
 
