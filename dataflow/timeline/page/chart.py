@@ -22,7 +22,7 @@ _TYPES = {
     "float64": ("begin", "end", "at", "from_x", "to_x"),
     "float32": ("top", "bottom", "y", "from_y", "to_y", "idle", "version", "stale", "samples"),
     "int32": ("step", "group", "count"),
-    "int16": ("stage", "part", "parts", "small", "why"),
+    "int16": ("stage", "part", "parts", "small", "cause_index"),
     "uint16": ("run",),
 }
 _COARSE = 2400  # bars in a row of the overview
@@ -224,7 +224,7 @@ def _bars(
     ends_of = made.segment(x0="at", x1="at", y0="top", y1="bottom", source=sources["steps"], view=views["steps"],
                            line_dash=[4, 3], line_width=1.2, name="step")  # fmt: skip
     ends_of.glyph.name = "step-glyph"
-    cause = {"field": "why", "transform": LinearColorMapper(name="causes", palette=causes(sheet)[0], low=-0.5,
+    cause = {"field": "cause_index", "transform": LinearColorMapper(name="causes", palette=causes(sheet)[0], low=-0.5,
                                                             high=max(1, len(sheet.causes)) - 0.5)}  # fmt: skip
     waits = made.quad(source=sources["waits"], view=views["waits"], **edges, fill_color=cause, line_color=None,
                       hatch_scale=7, hatch_pattern="right_diagonal_line", hatch_weight=1, name="wait")  # fmt: skip

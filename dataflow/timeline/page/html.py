@@ -23,7 +23,7 @@ from dataflow.timeline.text import named
 _HINT = (
     "Point at anything for its facts. The wheel zooms, dragging moves; the bar below the chart is the whole run, "
     "and its window can be dragged. A button switches a stage or a layer off. "
-    '<button type="button" class="go" id="help">Keys: <kbd>?</kbd></button>'
+    '<button type="button" class="act" id="help">Keys: <kbd>?</kbd></button>'
 )
 _KEYS = (
     ("W S", "zoom in and out, at the pointer"),
@@ -110,7 +110,7 @@ def _dialog() -> str:
         f"<tr><td>{' '.join(f'<kbd>{key}</kbd>' for key in keys.split())}</td><td>{what}</td></tr>"
         for keys, what in _KEYS
     )
-    close = '<form method="dialog"><button class="go">close</button></form>'
+    close = '<form method="dialog"><button class="act">close</button></form>'
     return f'<dialog id="keys" aria-label="keys"><h3>Keys</h3><table>{rows}</table>{close}</dialog>'
 
 

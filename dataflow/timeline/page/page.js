@@ -193,8 +193,8 @@ const timeline = (() => {
       const from = Math.max(d.begin[i], range.start), to = Math.min(d.end[i], range.end)
       const room = (to - from) * scale
       if (room < 24 || d.bottom[i] - d.top[i] < 11) continue
-      const long = facts.causes[d.why[i]] + " " + time(d.end[i] - d.begin[i])
-      const word = [long, facts.causes[d.why[i]]].find((w) => 6 * w.length + 6 < room)
+      const long = facts.causes[d.cause_index[i]] + " " + time(d.end[i] - d.begin[i])
+      const word = [long, facts.causes[d.cause_index[i]]].find((w) => 6 * w.length + 6 < room)
       if (!word) continue
       x.push((from + to) / 2)
       y.push((d.top[i] + d.bottom[i]) / 2)

@@ -33,7 +33,7 @@ _WORD = 80  # maximum characters of one fact in a tooltip
 _SPANS = ("run", "begin", "end", "top", "bottom", "stage", "step", "part", "parts", "version", "stale", "samples",
           "small", "waited", "more")  # fmt: skip
 _PATH = ("run", "begin", "end", "top", "bottom", "stage", "step", "task", "from_x", "from_y", "y")
-_WAITS = ("run", "begin", "end", "top", "bottom", "step", "why", "pool", "cause", "task", "who")
+_WAITS = ("run", "begin", "end", "top", "bottom", "step", "cause_index", "pool", "cause", "task", "who")
 _BANDS = ("begin", "end", "top", "bottom", "count")
 _REQUESTS = ("run", "begin", "end", "y", "step", "group", "to_x", "to_y", "idle", "who", "task")
 _DOWNTIMES = ("run", "at", "top", "bottom", "y", "length", "words", "why")
@@ -60,7 +60,7 @@ class Sheet:
     Attributes:
         names: the runs, from top to bottom.
         high: heights of the parts.
-        causes: of all waits; the column ``why`` holds indices into it.
+        causes: of all waits; the column ``cause_index`` holds indices into it.
         stages: the stages of all runs; ``stage`` columns hold indices into it.
         rows: the rows of all runs.
         heads: position of each run's name, in pixels.

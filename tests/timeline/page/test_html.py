@@ -154,7 +154,7 @@ def test_the_mark_of_a_layer_has_the_colour_that_is_drawn() -> None:
 def test_gaps_have_the_colour_of_their_cause() -> None:
     drawn = sheet({"run": made_up(6)})
     assert set(drawn.causes) == set(drawn.waits["cause"])
-    assert [drawn.causes[why] for why in drawn.waits["why"]] == drawn.waits["cause"]
+    assert [drawn.causes[i] for i in drawn.waits["cause_index"]] == drawn.waits["cause"]
     light, dark = causes(drawn)
     assert len(set(light)) == len(set(dark)) == len(drawn.causes) > 1
 
