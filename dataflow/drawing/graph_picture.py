@@ -133,7 +133,9 @@ def _draw(graph: nx.DiGraph, path: Path, critical: list[Any], colour: Mapping[st
     place = {node: at if across else at[::-1] for node, at in placed.places.items()}
     on = set(itertools.pairwise(critical))
     for edge in sorted(slim.edges, key=lambda edge: edge in on):
-        look = {"color": CRITICAL, "linewidth": 2.2} if edge in on else {"color": "#8A8A8A", "linewidth": 1.1}
+        look: dict[str, Any] = (
+            {"color": CRITICAL, "linewidth": 2.2} if edge in on else {"color": "#8A8A8A", "linewidth": 1.1}
+        )
         way = [at if across else at[::-1] for at in placed.ways[edge]]
         line = _line(place[edge[0]], boxes[edge[0]], way, place[edge[1]], boxes[edge[1]], across)
         head = FancyArrowPatch(path=line, arrowstyle="-|>", mutation_scale=9, **look)
@@ -146,9 +148,9 @@ def _draw(graph: nx.DiGraph, path: Path, critical: list[Any], colour: Mapping[st
                                facecolor=fill, edgecolor=edge_colour, linewidth=thick)  # fmt: skip
         axis.add_patch(shape)
         name, small = texts[node]
-        look = {"ha": "center", "va": "center_baseline", "color": contrast(fill), "parse_math": False}
-        axis.text(x, y - (5 if small else 0), name, fontsize=_FONT, **look)
-        axis.text(x, y + 8, small, fontsize=_SMALL, **look)
+        words: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": contrast(fill), "parse_math": False}
+        axis.text(x, y - (5 if small else 0), name, fontsize=_FONT, **words)
+        axis.text(x, y + 8, small, fontsize=_SMALL, **words)
     foot = high - _MARGIN - 8
     axis.plot([0, 22], [foot, foot], color=CRITICAL, linewidth=2.2)
     axis.text(28, foot, "critical path", fontsize=_SMALL, va="center_baseline", color=INK)

@@ -28,7 +28,8 @@ def known_settings(path: Path, config: PlanConfig, said: list[str]) -> PlanConfi
         said: gets a sentence on what was found.
     """
     found = read_settings(path)
-    prompts, small = found.get("data.train_batch_size"), found.get("actor_rollout_ref.actor.ppo_mini_batch_size")
+    prompts: Any = found.get("data.train_batch_size")
+    small: Any = found.get("actor_rollout_ref.actor.ppo_mini_batch_size")
     values: dict[str, Any] = {
         "prompts": prompts,
         "responses": found.get("actor_rollout_ref.rollout.n"),

@@ -56,11 +56,11 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
         [] if caution else ["the log is of the baseline: its loop waits for all rewards of a step before the update."]
     )
     config = known_settings(path, config, said)
-    needed, known = examples(log, config)
+    needed, counted = examples(log, config)
     if caution:
         needed["reward.latency"] = "uniform:1:40"
     prompts, responses, mini_batches, concurrency, *_ = config.need(
-        path, needed, known, f"{caution} " if caution else ""
+        path, needed, counted, f"{caution} " if caution else ""
     )
     check_batch(prompts, mini_batches)
     if config.stages:

@@ -65,7 +65,7 @@ def compared(
     told = [_accuracy(facts.get(name, {})) for name in numbers]
     accurate = any(said != "–" for said in told)
     best = min(numbers, key=lambda name: numbers[name]["step_s"])
-    rows = []
+    rows: list[list[str]] = []
     for name, of in numbers.items():
         wall, base, bound = of["wall_s"], first["step_s"], of.get("lower_bound_s")
         busy = of["gpu_busy_s"] / wall if wall else 0.0
