@@ -326,7 +326,7 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError("plan: give a SOURCE: a run's directory, a verl log or a costs.yaml.")
     from rich.console import Console
 
-    from dataflow.planning.drawing.picture import KINDS, draw_plan
+    from dataflow.planning.drawing.picture import KINDS
     from dataflow.planning.plan import beside, make_plan
     from dataflow.timeline import files
 
@@ -339,13 +339,13 @@ def _plan(options: argparse.Namespace) -> int:
         plans = [make_plan(source, keys, status.update) for source in sources]
     plan = plans[0]
     if options.out:
-        draw_plan(plan.rows, plan.sweeps, options.out, f"predicted: {Path(options.source).name}")
+        plan.save(options.out, f"predicted: {Path(options.source).name}")
     if options.json:
         print(json.dumps(plan.as_dict() if len(plans) == 1 else [each.as_dict() for each in plans], indent=1))
     else:
         print("\n\n\n".join([*(each.text() for each in plans), *([beside(plans)] if len(plans) > 1 else [])]))
     if options.out and not options.json:
-        print(f"\npicture: {options.out}")
+        print(f"\n{'page' if options.out.lower().endswith('.html') else 'picture'}: {options.out}")
     return 0
 
 
@@ -373,9 +373,8 @@ def _timeline(options: argparse.Namespace) -> int:
         print(json.dumps({**attribution.summary(trace), "worst_waits": worst_waits(trace)}, indent=1))
         return 0
     if options.out and not options.out.endswith(".txt"):
-        name, run = str(trace.meta.get("policy", "run")), Path(options.run).resolve()
-        title = (run if run.is_dir() else run.parent).name
-        files.draw({name: trace}, options.out, title, {name: facts_of(options.run, options.out)})
+        name = str(trace.meta.get("policy", "run"))
+        files.draw({name: trace}, options.out, files.title_of(options.run), {name: facts_of(options.run, options.out)})
         print(options.out)
         return 0
     text = "\n".join([gantt(trace, 140), *idle_lines(trace)]) + "\n"

@@ -55,7 +55,8 @@ class Hosted:
         devices: GPUs that each process has ``gpus`` of, all on one node.
         concurrent: calls run concurrently on one event loop (for I/O-bound services).
         restarts: how often in a run it may be rebuilt when its process dies; stages that replay then run again,
-            followed by the interrupted tasks. For services whose state can be restored, such as an agent.
+            followed by the interrupted tasks. For services whose state can be restored, such as an agent; with 0 its
+            death restarts the run from the newest checkpoint.
         alone: built before the other services on GPUs, never at the same time, since it measures free memory.
         close_s: seconds that closing it may take at the end of a run.
         here: runs on the node of the run's own process on a cluster, as it uses files or servers there, unless

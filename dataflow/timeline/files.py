@@ -37,6 +37,15 @@ def check(out: str | None, *more: str, kinds: Sequence[str] = KINDS) -> None:
         raise DataError(f"-o {out}: {why}")
 
 
+def title_of(run: str) -> str:
+    """Returns the name of a run, given its directory, its ``trace.json``, or a trace with a name of its own."""
+    path = Path(run).resolve()
+    if path.is_dir():
+        return path.name
+    name = path.name.removesuffix(".gz").removesuffix(".json")
+    return path.parent.name if name == "trace" else name
+
+
 def draw(
     traces: Mapping[str, Trace],
     out: str | Path,

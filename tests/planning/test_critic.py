@@ -55,7 +55,7 @@ def test_values_hide_behind_the_rewards_and_updates_follow_them(costs: Path) -> 
 
 def test_a_critic_needs_the_times_of_both_its_stages(costs: Path) -> None:
     costs.write_text(COSTS.replace(", critic_update: 6", ""))
-    with pytest.raises(ConfigError, match=r"the time of critic_update is missing; give stages\.critic_update=SECONDS"):
+    with pytest.raises(ConfigError, match=r"does not say 'stages.critic_update'; give stages\.critic_update=SECONDS"):
         read_workload(str(costs))
     costs.write_text(COSTS.replace(", critic_update: 6", "").replace("values: 3, ", ""))
     assert "critic" not in read_workload(str(costs))[0].pipeline.writer

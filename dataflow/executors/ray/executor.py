@@ -1,7 +1,7 @@
 """The Ray executor: each service in an actor per rank, each stage function in the process of its service.
 
-Values between stages are object refs, which the controller passes on without fetching them. It reads one small pickled
-report per task; ``bytes_read`` and ``bytes_put`` count all bytes that pass through it. The actors of a service and
+Values between stages are object refs, which the run's process passes on without fetching them. It reads one small
+pickled report per task; ``bytes_read`` and ``bytes_put`` count all bytes that pass through it. The actors of a service and
 their restarts are in ``worker_group``; the code that runs in the actors is in ``host``.
 """
 
@@ -28,7 +28,7 @@ from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 from dataflow.system import clock
 from dataflow.system.supervisor import report
 
-# Stages without a service run here, off the controller's process; async ones run concurrently.
+# Stages without a service run here, off the run's process; async ones run concurrently.
 # They write files of the run, such as its samples.
 HELPER = Hosted("controller", dict, concurrent=True, here=True, run_directory=True)
 BUILD_DEADLINE_S = 600.0

@@ -11,7 +11,7 @@ from dataflow.cluster.joined import running
 from dataflow.cluster.nodes import NodeRule
 from dataflow.config.reward import Source
 from dataflow.errors import ConfigError, nearest
-from dataflow.models.tiny import cache_home
+from dataflow.files import cache_home
 from dataflow.rewards.naming import keyed
 from dataflow.stage import Hosted
 
