@@ -212,7 +212,7 @@ def _difference(load: Workload) -> str:
         ways.append("as validation does not stop training")
     if load.rewards != own.rewards:
         ways.append("with the reward service of this plan")
-    if load.steps != own.steps:
+    if load.steps != own.steps and not ways:
         ways.append(f"over {load.steps} steps")
     return " and ".join(ways) or "with the settings of this plan"
 
