@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dataflow.commands import completion
 from dataflow.commands.arguments import Parser, Version, as_key, is_dry
 from dataflow.commands.ending import act
 from dataflow.commands.trace import read_trace
@@ -31,6 +32,7 @@ EXAMPLES = {
     "resume": "dataflow resume runs/gsm8k_grpo-both-1 steps=60",
     "export": "dataflow export runs/gsm8k_grpo-both-1 -o my-model",
     "doctor": "dataflow doctor --start",
+    "completion": 'eval "$(dataflow completion bash)"',
     "init": "dataflow init my-project",
     "show": "dataflow show pipelines/gsm8k_grpo.py policy=both steps=2",
     "plan": "dataflow plan runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png",
@@ -55,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if own:
         open_standard_streams()
+        if completion.asked():
+            completion.answer(parser)
     # Options may come between key=value arguments, which argparse alone does not accept.
     options, rest = parser.parse_known_args(arguments)
     takes_more = getattr(options, "overrides", getattr(options, "runs", None))
@@ -138,6 +142,11 @@ def make_parser() -> argparse.ArgumentParser:
     doctor = add("doctor", _doctor, "Says what is installed and what this machine has, and the fix of each problem.")
     doctor.add_argument("--start", action="store_true", help="start vLLM once, too (half a minute)")
     doctor.add_argument("--json", action="store_true", help="print it as JSON")
+
+    complete = add(
+        "completion", _completion, "Prints what a shell evaluates to complete commands, files, runs and keys."
+    )
+    complete.add_argument("shell", metavar="SHELL", choices=completion.SHELLS, help=", ".join(completion.SHELLS))
 
     show = add("show", _show, "Shows the stages of a pipeline, or the graph unrolled over steps=N.")
     show.add_argument("pipeline", metavar="PIPELINE.py")
@@ -287,6 +296,11 @@ def _init(options: argparse.Namespace) -> int:
     from dataflow.commands.init import init
 
     return init(options.directory)
+
+
+def _completion(options: argparse.Namespace) -> int:
+    print(completion.script(options.shell))
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

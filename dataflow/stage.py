@@ -58,6 +58,12 @@ class Hosted:
             followed by the interrupted tasks. For services whose state can be restored, such as an agent.
         alone: built before the other services on GPUs, never at the same time, since it measures free memory.
         close_s: seconds that closing it may take at the end of a run.
+        here: runs on the node of the run's own process on a cluster, as it uses files or servers there, unless
+            ``ray.nodes`` names other nodes for it.
+        files: paths that it reads, by the key that gives each; on a cluster its nodes must have the same.
+        made: directories that the run has made itself, likewise, which are copied to a node without them.
+        run_directory: whether it has files in the run's directory, which its nodes then must share. One that a stage
+            with the role ``saves`` calls has.
     """
 
     name: str
@@ -70,6 +76,10 @@ class Hosted:
     restarts: int = 0
     alone: bool = False
     close_s: float = 1.0
+    here: bool = False
+    files: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[str, str] = field(default_factory=dict)
+    run_directory: bool = False
 
     def build(self) -> Any:
         """Returns the service, built in this process."""

@@ -40,7 +40,7 @@ from dataflow.config.reward import (
     sources_of,
 )
 from dataflow.config.samples import SamplesConfig
-from dataflow.config.section import Beta, Section, Text
+from dataflow.config.section import LARGEST_STEP, Beta, Section, Text
 from dataflow.config.tools import ToolsConfig
 from dataflow.errors import ConfigError
 from dataflow.rewards.naming import keyed
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["PolicyConfig", "RunConfig", "Section", "describe", "dump_yaml", "parse_overrides", "values_of"]
 
 Stops = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-LARGEST_STEP = 2**24
-"""Maximum samples of a step, prompts times responses."""
 
 
 class DataConfig(Section):

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from dataflow.config.base import PolicyConfig
 from dataflow.config.placement import Placement
-from dataflow.config.run import LARGEST_STEP, PolicyConfig, Section
+from dataflow.config.section import LARGEST_STEP, Section
 from dataflow.errors import ConfigError
 
 DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]

@@ -13,7 +13,8 @@ from dataflow.planning.advice import LEAST, advise
 from dataflow.planning.config import WAKE_S, PlanConfig
 from dataflow.planning.drawing.chart import AS_LOGGED
 from dataflow.planning.placing import sentences
-from dataflow.planning.planner import ROWS, Prediction, Sweep, parse_sweep, predict, sweep
+from dataflow.planning.planner import ROWS, Prediction, Sweep, jobs, parse_sweep, predict, sweep
+from dataflow.planning.simulation.outcomes import Outcomes, processes
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.workload import Workload
 from dataflow.policy import STREAM, SchedulingPolicy, preset
@@ -183,24 +184,28 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     for text in sweeps:
         parse_sweep(text, workload)
     policies = _policies(workload, config, named)
-    on_work("replaying the log")
-    replay = _replay(workload, policies)
-    rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"))
-    on_work("looking for advice")
-    advice = advise(workload, rows, policies)
-    if config.gpus is not None:
-        advice += sentences(workload, config.gpus)
-    found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work) for text in sweeps]
+    with Outcomes(processes()) as outcomes:
+        own = _own(workload, policies)
+        outcomes.begin([*jobs(workload, policies), *([] if own is None else jobs(*own))])
+        on_work("replaying the log")
+        replay = None if own is None else predict(*own, outcomes=outcomes)[0]
+        rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"), outcomes)
+        on_work("looking for advice")
+        advice = advise(workload, rows, policies, outcomes)
+        if config.gpus is not None:
+            advice += sentences(workload, config.gpus, outcomes)
+        found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work, outcomes) for text in sweeps]
     return Plan(workload, rows, advice, found, replay)
 
 
-def _replay(workload: Workload, policies: Mapping[str, SchedulingPolicy]) -> Prediction | None:
-    """Returns the prediction of the source's own run; None if there is nothing to compare it with."""
+def _own(
+    workload: Workload, policies: Mapping[str, SchedulingPolicy]
+) -> tuple[Workload, dict[str, SchedulingPolicy]] | None:
+    """Returns the source's own run and its policy; None if there is nothing to compare it with."""
     if workload.logged is None or workload.logged[0] not in policies:
         return None
     policy, _seconds, steps = workload.logged
-    own = workload.loop or replace(workload, steps=steps)
-    return predict(own, {AS_LOGGED: policies[policy]})[0]
+    return workload.loop or replace(workload, steps=steps), {AS_LOGGED: policies[policy]}
 
 
 def _difference(load: Workload) -> str:

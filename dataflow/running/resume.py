@@ -127,7 +127,9 @@ def _checked(
         UserError: there is no such run, it is still running, or a key may not change.
     """
     if not (directory / CONFIG).is_file():
-        inside = next((parent for parent in directory.parents if (parent / CONFIG).is_file()), None)
+        # A configuration alone may be that of a project around the runs.
+        runs = (parent for parent in directory.parents if (parent / CONFIG).is_file())
+        inside = next((parent for parent in runs if (parent / "trace.json").is_file()), None)
         near = f"; give the run's directory, {inside}." if inside else nearest_path(directory, directory.parent)
         raise ConfigError(f"no run at '{directory}'{near or '; give a run directory (runs/NAME).'}")
     check_unlocked(directory)

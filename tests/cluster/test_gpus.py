@@ -165,7 +165,7 @@ def test_more_gpus_than_there_are_end_with_the_fix(monkeypatch: pytest.MonkeyPat
         finally:
             await executor.close()
 
-    with pytest.raises(RunError, match="3 x 1 GPUs: does the cluster have them"):
+    with pytest.raises(RunError, match="not up after 5 s; it needs 3 GPUs, and the cluster can give it 2"):
         asyncio.run(body())
 
 

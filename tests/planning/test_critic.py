@@ -11,7 +11,7 @@ from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_o
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.planner import simulate
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
 from dataflow.planning.workload import Workload

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError
-from dataflow.planning.planner import ROWS, parse_sweep, predict, simulate, sweep, turned
+from dataflow.planning.planner import ROWS, parse_sweep, predict, sweep, turned
 from dataflow.planning.reward_service import POLL_S
 from dataflow.planning.rewards import Rewards, Validation
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.testing import check_trace

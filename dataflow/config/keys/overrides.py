@@ -166,6 +166,14 @@ def section_of(info: FieldInfo) -> type[BaseModel] | None:
     return None
 
 
+def named_section_of(info: FieldInfo) -> type[BaseModel] | None:
+    """Returns the class of the sections in a field's mapping, whose names a user chooses; None of any other field."""
+    if section_of(info) is not None:
+        return None
+    kinds = get_args(info.annotation)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
 def _keys(cls: type[BaseModel]) -> list[str]:
     return [".".join(path) for path, info in fields(cls) if section_of(info) is None or _shorthand(info)]
 
@@ -173,8 +181,7 @@ def _keys(cls: type[BaseModel]) -> list[str]:
 def _keys_below(cls: type[BaseModel], key: str) -> list[str]:
     """Returns the keys of the section that a user has named (``reward.models.rm``), if ``key`` is in one."""
     info, rest = _find(cls, tuple(key.split(".")))
-    kinds = () if info is None or len(rest) < 2 else get_args(info.annotation)
-    kind = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    kind = None if info is None or len(rest) < 2 else named_section_of(info)
     if kind is None:
         return []
     name = ".".join(key.split(".")[: -len(rest) + 1])

@@ -24,6 +24,7 @@ from dataflow.config.base import BaseConfig, dump_yaml
 from dataflow.config.keys.overrides import expanded, parse_overrides
 from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.errors import ConfigError
+from dataflow.files import nearest_path
 from dataflow.system.secrets.redaction import MASK
 
 CONFIG = "config.yaml"
@@ -166,9 +167,13 @@ def is_saved(path: str | Path) -> bool:
 
 def class_of(path: str | Path) -> type[BaseConfig]:
     """Returns the class of the configuration that :func:`load` would return; raises as it does."""
-    module = Saved(Path(path)).module if is_saved(path) else load_pipeline_file(path)
-    found: type[BaseConfig] = module.Config
+    found: type[BaseConfig] = module_of(path).Config
     return found
+
+
+def module_of(path: str | Path) -> ModuleType:
+    """Returns the pipeline file that :func:`load` would return; raises as it does."""
+    return Saved(Path(path)).module if is_saved(path) else load_pipeline_file(path)
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -180,7 +185,10 @@ def read_values(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give the config.yaml of a run, or a recipe.") from error
+        guess = nearest_path(path, path.parent, "*.y*ml") if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(
+            f"{path}: {error.strerror}{guess or '; give the config.yaml of a run, or a recipe.'}"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(f"{path} cannot be read ({reason}); correct it, or give the pipeline file.") from error

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from dataflow.system.loopback import ADDRESS, is_loopback, stay_on_loopback
+from dataflow.cluster.process import NODE_ADDRESS
+from dataflow.system.loopback import ADDRESS, is_loopback, stay_on
 
 if TYPE_CHECKING:
     from verl.workers.engine_workers import TrainingWorker
@@ -57,9 +58,10 @@ def join(device: str) -> bool:
             "MASTER_PORT": "0",
         }.items():
             os.environ.setdefault(name, value)
-    here = is_loopback(os.environ["MASTER_ADDR"])
-    if here:
-        stay_on_loopback()
+    own = os.environ.get(NODE_ADDRESS, os.environ["MASTER_ADDR"])
+    known = NODE_ADDRESS in os.environ or is_loopback(own)
+    if known:
+        stay_on(own)
     backend = "gloo"
     if device == "cuda":
         # Ray shows each worker only its own GPU; elsewhere the local rank picks one.
@@ -67,7 +69,7 @@ def join(device: str) -> bool:
         backend = "cpu:gloo,cuda:nccl"
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    elif here and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):  # torchrun provides a store
+    elif known and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):  # torchrun provides a store
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, store=_store(rank, world), rank=rank, world_size=world)
     else:
@@ -76,7 +78,7 @@ def join(device: str) -> bool:
 
 
 def _store(rank: int, world: int) -> dist.Store:
-    """Returns the store for the ranks of one machine; torch's own would listen on every interface."""
+    """Returns the store where the ranks meet; torch's own would listen on every interface."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank:
         return dist.TCPStore(address, port, world, timeout=dist.default_pg_timeout)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import pickle
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dataflow.batch import Batch
 from dataflow.cluster.answer import answer_to, answering
 from dataflow.cluster.gpus import see
 from dataflow.cluster.log import KEPT, keep_lines
-from dataflow.cluster.process import settle_memory
+from dataflow.cluster.paths import View, look, unpack
+from dataflow.cluster.process import WORKING_DIRECTORY, settle_memory, version
 from dataflow.executors.base import Chunk, Report, StageCall
 from dataflow.executors.calling import answer, make_chunk, method_of, prepare
 from dataflow.graph import Hosted, Stage, TaskInfo
@@ -25,18 +27,37 @@ from dataflow.usercode.failures import Contained
 from dataflow.usercode.forks import in_one_process
 
 
+class Place(NamedTuple):
+    """Where a process is: the id and the address of its node, a port there that was free, and the package's version."""
+
+    node: str
+    address: str
+    port: int
+    version: str
+
+
 class Host:
     """One rank of a service, in its own actor."""
 
-    def address(self) -> tuple[str, int]:
-        """Returns the address of this node and a free port, where the ranks can meet."""
+    def place(self) -> Place:
+        """Returns where this process is, with a free port there, where the ranks can meet."""
         import socket
 
         import ray
 
         with socket.socket() as s:
             s.bind(("", 0))
-            return ray.util.get_node_ip_address(), s.getsockname()[1]
+            address, port = ray.util.get_node_ip_address(), s.getsockname()[1]
+        return Place(ray.get_runtime_context().get_node_id(), address, port, version())
+
+    def look(self, paths: Sequence[str]) -> list[View]:
+        """Returns what this process sees at these paths."""
+        return [look(path) for path in paths]
+
+    @answering
+    def unpack(self, archive: bytes, directory: str) -> None:
+        """Makes a directory of an archive on this node."""
+        unpack(archive, directory)
 
     @answering
     def build(
@@ -56,6 +77,8 @@ class Host:
         keep_lines()
         clock.adopt(anchor)
         os.environ.update(environment)
+        with contextlib.suppress(OSError):  # Ray starts the workers of a cluster elsewhere; a node may lack it
+            os.chdir(environment[WORKING_DIRECTORY])
         see(gpus)
         import cloudpickle  # type: ignore[import-untyped]
 

@@ -26,6 +26,7 @@ from dataflow.running.preparing.prompts import Prompts
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.tracking import check_backends
 from dataflow.running.services.hosting import REWARD, check_engine
+from dataflow.running.services.nodes import check_nodes
 
 
 class Preparation:
@@ -139,6 +140,7 @@ class Preparation:
 
     def _build(self) -> str:
         pipeline, policy = self.expand().pipeline, self.policy
+        check_nodes(self.config, pipeline.hosts())
         stages = f"{len(pipeline.stages)} stages, {self.config.steps} steps under {self.config.policy.preset}"
         if self.config.policy.auto:
             return stages

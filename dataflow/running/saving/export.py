@@ -37,6 +37,11 @@ def export(run: Path, directory: Path | None, step: int | None) -> Path:
     target = directory or run / (MODEL if step is None else f"{MODEL}-{step}")
     from dataflow.engines.verl.export import check_new, write_model
 
+    if directory is None and target.is_dir():
+        raise ConfigError(
+            f"{target} is there already, from the end of the run or an earlier export; use it, give -o DIR for a copy, "
+            "or remove it."
+        )
     check_new(target)
     values = read_values(run / CONFIG)
     source = Path(str((values.get("model") or {}).get("path")))

@@ -15,6 +15,7 @@ from dataflow.models.directory import room_of
 from dataflow.models.size import count
 from dataflow.models.tiny import check_model
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of
+from dataflow.running.services.nodes import agent_place, model_files, node_rules
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
@@ -127,6 +128,8 @@ def trainer_host(config: Any, pools: Pools) -> Hosted:
         ranks=config.trainer.world_size,
         gpus=pools.trainer_gpus,
         concurrent=True,  # a checkpoint is written while it trains
+        run_directory=config.checkpoint.export,
+        **model_files(config.model.path),
     )
 
 
@@ -144,7 +147,7 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         "critic",
         CRITIC,
         {
-            "model": _critic_model(config),
+            "model": (model := _critic_model(config)),
             "critic": config.critic,
             "total_steps": config.steps,
             "seed": config.seed,
@@ -155,6 +158,7 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         ranks=config.trainer.world_size,
         gpus=pools.critic_gpus,
         concurrent=True,  # a checkpoint is written while it trains
+        **model_files(model, "critic.path" if config.critic.path else "model.path"),
     )
 
 
@@ -246,6 +250,7 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
         },
         concurrent=True,
         restarts=options.restarts,
+        **agent_place(config.model.path, source),
     )
 
 
@@ -377,6 +382,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             "gpus": gpus,
             "devices": workers,
             "threads": config.trainer.threads,
+            "nodes": node_rules(config).get("rollout"),
         }
         factory, gpus, workers = REPLICAS, 0.0, 1
     return Hosted(
@@ -390,4 +396,5 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         # vLLM measures the free memory of its GPUs; it would count a trainer that loads meanwhile as its own.
         alone=device == "cuda" and config.placement == "colocated",
         close_s=_CLOSE_S if factory == VLLM_ON_GPU else 1.0,
+        **model_files(config.model.path, others={"tools.path": config.tools.path}),
     )

@@ -10,7 +10,7 @@ import pytest
 from dataflow.errors import ConfigError
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.plan import make_plan
-from dataflow.planning.planner import simulate
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import preset

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from dataflow.errors import ConfigError, DataError, PolicyError
-from dataflow.planning.planner import predict, simulate
+from dataflow.planning.planner import predict
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.workload import Measured, Workload
 from dataflow.policy import preset

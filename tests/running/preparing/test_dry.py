@@ -144,7 +144,10 @@ def test_memory_of_the_machine_and_its_disk(
     ]  # fmt: skip
     _code, found, problems = dry(*gpu_keys, "checkpoint.every=0", "checkpoint.export=false")
     assert problems == []
-    assert "disk" not in found
+    assert found["disk"] == "ok: 2.0 GiB are free"
+    monkeypatch.setattr(needs, "free_disk", lambda place: 3 << 20)
+    _code, _found, (problem,) = dry(*gpu_keys, "checkpoint.every=0", "checkpoint.export=false")
+    assert problem.startswith("runs=runs: 3 MiB are free, which its trace, samples and metrics soon fill; make room")
 
 
 def test_without_gpus_to_compare_it_with_the_memory_is_said(dry: Dry, gpu_keys: tuple[str, ...]) -> None:

@@ -66,7 +66,7 @@ def test_the_model_of_a_run(tied: bool, tmp_path: Path, tiny_qwen: Path, capfd: 
         assert len(said.splitlines()) == 1, said
         return said
 
-    assert f"{run / 'model'} exists; give another name" in refused(str(run))
+    assert f"{run / 'model'} is there already, from the end of the run or an earlier export" in refused(str(run))
     assert "there are [2, 3]" in refused(str(run), "step=7")
     assert "no run at" in refused(str(run) + "x")
     (run / "checkpoints" / "step_000003" / "states.pkl").write_bytes(b"")

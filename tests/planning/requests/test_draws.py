@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataflow.planning.draws import Draws
+from dataflow.planning.requests.draws import Draws
 
 
 def test_a_key_is_drawn_once_and_the_first_ones_are_kept() -> None:
