@@ -184,11 +184,11 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     for text in sweeps:
         parse_sweep(text, workload)
     policies = _policies(workload, config, named)
-    own = _own(workload, policies)
     with Outcomes(processes()) as outcomes:
-        outcomes.begin([*(jobs(*own) if own else ()), *jobs(workload, policies)])
+        own = _own(workload, policies)
+        outcomes.begin([*jobs(workload, policies), *([] if own is None else jobs(*own))])
         on_work("replaying the log")
-        replay = predict(*own, outcomes=outcomes)[0] if own else None
+        replay = None if own is None else predict(*own, outcomes=outcomes)[0]
         rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"), outcomes)
         on_work("looking for advice")
         advice = advise(workload, rows, policies, outcomes)
@@ -217,7 +217,7 @@ def _difference(load: Workload) -> str:
         ways.append("as validation does not stop training")
     if load.rewards != own.rewards:
         ways.append("with the reward service of this plan")
-    if load.steps != own.steps:
+    if load.steps != own.steps and not ways:
         ways.append(f"over {load.steps} steps")
     return " and ".join(ways) or "with the settings of this plan"
 

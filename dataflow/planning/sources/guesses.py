@@ -55,6 +55,8 @@ def examples(log: Scalars, config: PlanConfig) -> tuple[dict[str, object], str]:
     offered |= {"prompts": prompts, "responses": responses}
     if config.mini_batches is None:
         offered["mini_batches"] = next(n for n in (4, 2, 1) if prompts % n == 0)
+    if config.prompts is not None and config.responses is not None:
+        return offered, ""
     said = f" (the log's tokens are those of {about}{samples:.0f} samples a step: prompts x responses)"
     return offered, said
 

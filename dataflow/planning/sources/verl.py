@@ -59,6 +59,7 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     needed, counted = examples(log, config)
     if caution:
         needed["reward.latency"] = "uniform:1:40"
+        counted += ", or plan from a log of verl's own loop"
     prompts, responses, mini_batches, concurrency, *_ = config.need(
         path, needed, counted, f"{caution} " if caution else ""
     )
@@ -153,7 +154,7 @@ def _already_overlaps(log: Scalars) -> str:
         return ""
     return (
         f"this log is of a run that overlaps steps already, not of a baseline: {' and '.join(signs)}. Its waits do not "
-        "show how long rewards take; reward.latency has to say it, or a log of verl's own loop."
+        "show how long rewards take."
     )
 
 
