@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -160,6 +161,7 @@ def main(arguments: list[str]) -> int:
     if why := why_not():
         print(f"not run: {why}")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the machines are removed
     from dataflow.models.tiny import tiny_model
 
     cache = tiny_model().parent

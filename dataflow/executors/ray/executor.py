@@ -151,7 +151,7 @@ class RayExecutor:
         import ray
 
         wanted = sum(spec.gpus * spec.ranks * spec.devices for spec in specs)
-        if wanted and isinstance(self._ray, LocalRay):
+        if wanted and self._ray is not None and self.address is None:
             check_count(wanted, ray.cluster_resources().get("GPU", 0))
 
     async def _host(self, spec: Hosted, stages: dict[str, Stage]) -> None:
