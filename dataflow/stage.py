@@ -10,6 +10,7 @@ import inspect
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, TypeAlias
@@ -58,6 +59,8 @@ class Hosted:
             followed by the interrupted tasks. For services whose state can be restored, such as an agent.
         alone: built before the other services on GPUs, never at the same time, since it measures free memory.
         close_s: seconds that closing it may take at the end of a run.
+        around: called with the task of each stage function in its process (except those that save, which run beside
+            others), returns what is entered around the call, such as a profiler.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Hosted:
     restarts: int = 0
     alone: bool = False
     close_s: float = 1.0
+    around: Callable[[TaskInfo], AbstractContextManager[None]] | None = None
 
     def build(self) -> Any:
         """Returns the service, built in this process."""

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from pydantic import Field, PositiveInt
 
 from dataflow.config.run import ModelConfig, RunConfig, TrainerConfig
+from dataflow.config.toy import toy_trainer
 from dataflow.data.tokenize import check_same_tokens
 from dataflow.graph import Hosted, Pipeline
 from dataflow.rewards.user.gsm8k import compute_score
@@ -57,6 +58,7 @@ class Config(RunConfig):
         "samples.every": "it keeps no samples",
     }
 
+    trainer: TrainerConfig = Field(default_factory=toy_trainer)
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
 
 

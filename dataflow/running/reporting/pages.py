@@ -8,10 +8,13 @@ from dataflow.samples.page import run_page
 from dataflow.timeline import files, perfetto
 from dataflow.timeline.causes.culprits import linked
 from dataflow.timeline.compare import facts_of
+from dataflow.timeline.profiles import merge_profiles
 
 
 def draw_run(directory: Path) -> None:
     """Draws ``samples.html``, if the run kept samples, and ``timeline.png`` and ``timeline.html``, which link to it.
+
+    The profiles of a run that has any are merged with its trace.
 
     Raises:
         OSError: a file cannot be written.
@@ -19,5 +22,6 @@ def draw_run(directory: Path) -> None:
     trace = perfetto.load(str(directory))
     name = str(trace.meta.get("policy", "run"))
     run_page(directory, linked(trace))
+    merge_profiles(directory, trace)
     for out in ("timeline.png", "timeline.html"):
         files.draw({name: trace}, directory / out, directory.name, {name: facts_of(str(directory), directory / out)})

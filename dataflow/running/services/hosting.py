@@ -15,6 +15,7 @@ from dataflow.models.directory import room_of
 from dataflow.models.size import count
 from dataflow.models.tiny import check_model
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of
+from dataflow.running.services.training import check_training, profiler_of
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
@@ -108,7 +109,13 @@ def pools_of(config: Any, *, critic: bool = False) -> Pools:
 
 
 def trainer_host(config: Any, pools: Pools) -> Hosted:
-    """Returns the host of the trained actor, named ``trainer``."""
+    """Returns the host of the trained actor, named ``trainer``.
+
+    Raises:
+        ConfigError: it cannot be trained so.
+    """
+    device = "cuda" if pools.trainer_gpus else "cpu"
+    check_training(config.trainer, config.model.path, device)
     return Hosted(
         "trainer",
         TRAINER,
@@ -120,13 +127,14 @@ def trainer_host(config: Any, pools: Pools) -> Hosted:
             "response_length": config.response_length,
             "temperature": config.engine.temperature,
             "seed": config.seed,
-            "device": "cuda" if pools.trainer_gpus else "cpu",
+            "device": device,
             "reference": config.algorithm.reference,
             "shares_gpu": pools.trainer_gpus > 0 and (pools.shared or pools.critic_gpus > 0),
         },
         ranks=config.trainer.world_size,
         gpus=pools.trainer_gpus,
         concurrent=True,  # a checkpoint is written while it trains
+        around=profiler_of(config),
     )
 
 
@@ -138,23 +146,27 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         pools: made with ``critic=True``.
 
     Raises:
-        ConfigError: the model that it begins with does not exist, or cannot read what the actor samples.
+        ConfigError: the model that it begins with does not exist, or cannot read what the actor samples, or cannot be
+            trained so.
     """
+    device, model = "cuda" if pools.critic_gpus else "cpu", _critic_model(config)
+    check_training(config.critic, model, device)
     return Hosted(
         "critic",
         CRITIC,
         {
-            "model": _critic_model(config),
+            "model": model,
             "critic": config.critic,
             "total_steps": config.steps,
             "seed": config.seed,
-            "device": "cuda" if pools.critic_gpus else "cpu",
+            "device": device,
             "threads": config.trainer.threads,
             "shares_gpu": pools.critic_gpus > 0,
         },
         ranks=config.trainer.world_size,
         gpus=pools.critic_gpus,
         concurrent=True,  # a checkpoint is written while it trains
+        around=profiler_of(config),
     )
 
 
@@ -353,7 +365,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         options |= {
             "max_tokens": draw.max_tokens,
             "max_num_seqs": draw.max_num_seqs,
-            "gpu_memory": draw.gpu_memory,
+            "gpu_memory": config.engine_memory,
             "in_flight": draw.in_flight,
         }
         if turns:
@@ -390,4 +402,5 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         # vLLM measures the free memory of its GPUs; it would count a trainer that loads meanwhile as its own.
         alone=device == "cuda" and config.placement == "colocated",
         close_s=_CLOSE_S if factory == VLLM_ON_GPU else 1.0,
+        around=profiler_of(config) if factory == HF else None,
     )
