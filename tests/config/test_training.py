@@ -48,7 +48,10 @@ def test_a_short_run_may_have_the_warm_up_of_its_pipeline() -> None:
             "AdamW, Adamax, NAdam, RAdam, RMSprop, SGD, or the module that has it as trainer.optimizer_impl.",
         ),
         (["trainer.lr_scheduler=linear"], "trainer.lr_scheduler=linear: give constant or cosine."),
-        (["trainer.dtype=float16"], "trainer.dtype=float16: give auto, bfloat16 or float32."),
+        (
+            ["trainer.dtype=float16"],
+            "trainer.dtype=float16: give auto, bfloat16 or float32 (did you mean 'bfloat16'?).",
+        ),
         (
             ["trainer.warmup_steps=31"],
             "trainer.warmup_steps=31: the run has only 30 steps (steps), so that trainer.lr is never "

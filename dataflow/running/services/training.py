@@ -89,22 +89,25 @@ def _fits(layer: str, wanted: str | list[str]) -> bool:
 def _check_names(wanted: str | list[str] | None, layers: dict[str, tuple[int, int]], key: str, model: Any) -> None:
     if wanted is None or wanted == ALL_LINEAR:
         return
+    if isinstance(wanted, str):
+        try:
+            fits = any(_fits(layer, wanted) for layer in layers)
+        except re.error as error:
+            raise ConfigError(
+                f"{key}={wanted} is no regular expression ({error}); correct it, or give [NAME, ...]."
+            ) from error
+        if not fits:
+            raise ConfigError(
+                f"{key}={wanted} matches no linear layer of model {model} as a whole, such as "
+                f"{min(layers, default='')}; give .*{wanted}, or [NAME, ...]."
+            )
+        return
     known = sorted({name.rpartition(".")[2] for name in layers})
-    try:
-        missing = [each for each in ([wanted] if isinstance(wanted, str) else wanted) if not _any(each, wanted, layers)]
-    except re.error as error:
-        raise ConfigError(
-            f"{key}={wanted} is no regular expression ({error}); correct it, or give [NAME, ...]."
-        ) from error
-    if missing:
+    if missing := [each for each in wanted if not any(_fits(layer, [each]) for layer in layers)]:
         guess = nearest(missing[0], known)
         raise ConfigError(
             f"{key}: model {model} has no linear layer '{missing[0]}'{guess or ';'} it has {', '.join(known)}."
         )
-
-
-def _any(one: str, wanted: str | list[str], layers: dict[str, tuple[int, int]]) -> bool:
-    return any(_fits(layer, wanted if isinstance(wanted, str) else [one]) for layer in layers)
 
 
 def _check_adapter(lora: LoraConfig, key: str) -> None:
