@@ -25,7 +25,8 @@ from dataflow.graph import Hosted, Pipeline
 from dataflow.rewards.user.gsm8k import compute_score
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
-from dataflow.running.services.hosting import check_reader, pools_of, rollout_host, trainer_host
+from dataflow.running.services.hosting import pools_of, rollout_host, trainer_host
+from dataflow.running.services.training import check_reader
 from dataflow.stages.distill import distill_advantage, teacher_log_prob
 from dataflow.stages.log_prob import bypassing, log_prob_stages
 from dataflow.stages.sync import gather_weights, sync_weights

@@ -210,7 +210,7 @@ def test_made_in_python_the_values_are_checked_too() -> None:
 
 def test_describe_has_a_line_for_every_key() -> None:
     text = describe(RunConfig)
-    assert "trainer.lr=1e-06" in text
+    assert "trainer.lr=1.0e-06" in text
     assert "policy.split=null" in text
     assert "trainer.betas=[0.9, 0.999]" in text
     assert "# judge: The HTTP judge" in text

@@ -174,7 +174,7 @@ MODEL, OPTIM, FSDP = (f"actor_rollout_ref.{section}" for section in ("model", "a
         ),
         (f"{OPTIM}.lr_warmup_steps=7", {"trainer.warmup_steps": 7, "trainer.warmup_ratio": 0.0}),
         (f"{OPTIM}.optimizer=SGD", {"trainer.optimizer": "SGD"}),
-        (f"{OPTIM}.override_optimizer_config.eps=1e-5", {"trainer.optimizer_kwargs": {"eps": 1e-5}}),
+        (f"+{OPTIM}.override_optimizer_config.eps=1e-5", {"trainer.optimizer_kwargs": {"eps": 1e-5}}),
         (f"{OPTIM}.warmup_style=cosine", {"trainer.lr_scheduler": "cosine"}),
         (f"{OPTIM}.min_lr_ratio=0.1", {"trainer.min_lr_ratio": 0.0}),  # verl's schedule is constant
         (f"{FSDP}.param_offload=False", {"trainer.param_offload": False}),
@@ -188,6 +188,7 @@ MODEL, OPTIM, FSDP = (f"actor_rollout_ref.{section}" for section in ("model", "a
         (f"{MODEL}.lora_alpha=32", {"trainer.lora.alpha": 16.0}),  # of no adapter
         (f"{MODEL}.lora_rank=64", {"trainer.lora.rank": 64, "trainer.lora.target_modules": "all-linear"}),
         ("actor_rollout_ref.actor.ppo_micro_batch_size=64", {"trainer.micro_batch_size": 8}),
+        ("global_profiler.steps=[2,5]", {"profile.steps": [2, 5]}),
         ("trainer.v1.trainer_mode=colocate_async", {"policy.preset": "off-policy", "placement": "colocated"}),
         ("trainer.resume_mode=disable", {"resume.mode": "never"}),
         ("trainer.save_freq=-1", {"checkpoint.every": 0}),
@@ -229,9 +230,8 @@ def test_values_are_converted(rows: Path, change: str, ours: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("change", "instead"),
     [
-        ("actor_rollout_ref.model.lora_rank=32", "all weights are trained"),
-        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "constant after the warm-up"),
-        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "stay on the GPU"),
+        ("actor_rollout_ref.model.lora.rank=32", "trainer.lora.rank trains an adapter with FSDP2"),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "trainer.dtype is float32 or bfloat16"),
         ("actor_rollout_ref.rollout.name=sglang", "the engine is vLLM"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "tools.path=FILE"),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", "without further options"),

@@ -53,5 +53,5 @@ def test_a_broken_profile_costs_the_merged_file_alone(tmp_path: Path, caplog: py
 def test_the_text_names_the_operators_of_each_task() -> None:
     assert profile_lines(profiled()) == [
         "profiled (profile/merged.json has all of it, for Perfetto):",
-        "  actor_update[2]  0.50 s  aten::mm 61%, aten::add 9%",
+        "  actor_update[2]   0.50 s  aten::mm 61%, aten::add 9%",
     ]

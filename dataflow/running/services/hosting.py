@@ -15,7 +15,7 @@ from dataflow.models.directory import room_of
 from dataflow.models.size import count
 from dataflow.models.tiny import check_model
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of
-from dataflow.running.services.training import check_training, profiler_of
+from dataflow.running.services.training import check_reader, check_training, profiler_of
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
@@ -179,32 +179,6 @@ def _critic_model(config: Any) -> str | None:
     if actor and Path(actor).is_dir():
         check_reader(config, found, "critic.path")
     return found
-
-
-def check_reader(config: Any, path: str, key: str) -> None:
-    """Checks that another model can read what the actor samples.
-
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig` whose actor is a directory.
-        path: the other model's directory.
-        key: the key that gave it.
-
-    Raises:
-        ConfigError: it knows fewer tokens than the actor, or reads shorter texts than the actor may write.
-    """
-    other, actor = room_of(path), room_of(config.model.path)
-    if other.vocabulary is not None and actor.vocabulary is not None and other.vocabulary < actor.vocabulary:
-        raise ConfigError(
-            f"{key}={path}: it knows {other.vocabulary} tokens, the actor {actor.vocabulary}; give a model with the "
-            "same tokens."
-        )
-    longest = config.data.max_prompt_length + config.response_length
-    longest = longest if actor.positions is None else min(longest, actor.positions)
-    if other.positions is not None and other.positions < longest:
-        raise ConfigError(
-            f"{key}={path}: it reads {other.positions} tokens, a prompt and its response may have {longest}; give "
-            "another model, or lower data.max_prompt_length or engine.max_tokens."
-        )
 
 
 def gpus_of(hosts: Iterable[Hosted]) -> int:

@@ -1,4 +1,4 @@
-"""Checks whether a model can be trained as its section says, on the device of the run."""
+"""Checks whether a model can be trained as its section says, and read what the actor samples; its profiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from dataflow.config.training import LoraConfig, TrainedConfig
 from dataflow.engines.profiling import TaskProfiler
 from dataflow.errors import ConfigError, ModelError, nearest
-from dataflow.models.directory import headers
+from dataflow.models.directory import headers, room_of
 from dataflow.timeline.profiles import DIRECTORY
 
 ALL_LINEAR = "all-linear"
@@ -44,6 +44,32 @@ def check_training(options: TrainedConfig, model: str | Path | None, device: str
     layers = linear_layers({name: shape for name, (shape, _kind) in there.items()})
     for name in ("target_modules", "exclude_modules"):
         _check_names(getattr(lora, name), layers, f"{key}.{name}", model)
+
+
+def check_reader(config: Any, path: str, key: str) -> None:
+    """Checks that another model can read what the actor samples.
+
+    Args:
+        config: a :class:`~dataflow.config.run.RunConfig` whose actor is a directory.
+        path: the other model's directory.
+        key: the key that gave it.
+
+    Raises:
+        ConfigError: it knows fewer tokens than the actor, or reads shorter texts than the actor may write.
+    """
+    other, actor = room_of(path), room_of(config.model.path)
+    if other.vocabulary is not None and actor.vocabulary is not None and other.vocabulary < actor.vocabulary:
+        raise ConfigError(
+            f"{key}={path}: it knows {other.vocabulary} tokens, the actor {actor.vocabulary}; give a model with the "
+            "same tokens."
+        )
+    longest = config.data.max_prompt_length + config.response_length
+    longest = longest if actor.positions is None else min(longest, actor.positions)
+    if other.positions is not None and other.positions < longest:
+        raise ConfigError(
+            f"{key}={path}: it reads {other.positions} tokens, a prompt and its response may have {longest}; give "
+            "another model, or lower data.max_prompt_length or engine.max_tokens."
+        )
 
 
 def profiler_of(config: Any) -> TaskProfiler | None:
