@@ -29,8 +29,6 @@ class CriticConfig(TrainedConfig):
     """Optimizer steps in a pass over a step's groups; must divide data.prompts. null takes trainer.mini_batches."""
     epochs: PositiveInt = 1
     """How often each mini-batch is used."""
-    micro_batch_size: PositiveInt = 64
-    """Rows per rank in one forward and backward pass."""
     cliprange_value: PositiveFloat = 0.5
     """How far a prediction may move from the value that the advantages were made of, until the loss is clipped."""
     loss_agg_mode: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"

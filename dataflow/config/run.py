@@ -148,8 +148,6 @@ class TrainerConfig(TrainedConfig):
     epochs_over: Literal["mini-batch", "step"] = "mini-batch"
     """mini-batch: all epochs of a mini-batch before the next one, the same order under every policy. step: each epoch
     passes over the whole step, as in verl; only for policies that do not split the step."""
-    micro_batch_size: PositiveInt = 64
-    """Rows per rank in one forward and backward pass."""
     max_tokens_per_gpu: PositiveInt | None = None
     """Most tokens per rank in one pass, which then takes as many rows as fit; null: trainer.micro_batch_size rows."""
     balance_batch: bool = False

@@ -62,6 +62,8 @@ class TrainedConfig(Section):
     """Waves of the cosine; 0.5 only falls."""
     grad_clip: PositiveFloat = 1.0
     """Largest gradient norm."""
+    micro_batch_size: PositiveInt = 64
+    """Rows per rank in one forward and backward pass."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type that a pass computes in; auto: bfloat16 on GPUs, float32 on CPUs."""
     model_dtype: Literal["float32", "bfloat16"] = "float32"

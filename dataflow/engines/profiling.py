@@ -78,6 +78,7 @@ def name_of(task: TaskInfo) -> str:
 
 
 def _profiler() -> Any:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its library reports every start and stop on stderr
     import torch
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile

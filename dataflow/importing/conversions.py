@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from dataflow.config.base import Backend
+from dataflow.config.keys import verl_keys
 from dataflow.errors import ConfigError
 from dataflow.importing.facts import Conversion, NoCounterpart, Ours, gpus, whole_number
 from dataflow.importing.rewards import REWARDS
@@ -72,6 +73,14 @@ def training_steps(settings: Settings) -> int:
     if not rows // batch:
         raise ConfigError(f"data.train_batch_size={batch}: data.train_files has only {rows} rows; lower it.")
     return rows // batch * epochs
+
+
+def _below(key: str, value: Any, _settings: Settings) -> Ours:
+    """Keys of a mapping: what verl's row, which ends with ``.*``, stands for has the same names below ours."""
+    row = verl_keys.find(key)
+    assert row is not None
+    name, meaning = row
+    return {f"{meaning.ours}{key[len(name) - 2 :]}": value}
 
 
 def _steps(_key: str, _value: Any, settings: Settings) -> Ours:
@@ -318,6 +327,7 @@ def _policy(_key: str, value: Any, settings: Settings) -> Ours:
 CONVERSIONS: Mapping[str, Conversion] = {
     **REWARDS,
     "backends": _backends,
+    "below": _below,
     "cosine": _cosine,
     "critic_warmup": _critic_warmup,
     "device": _device,

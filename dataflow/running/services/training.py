@@ -27,9 +27,14 @@ def check_training(options: TrainedConfig, model: str | Path | None, device: str
         device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: an option needs GPUs, or the LoRA adapter does not fit the model.
+        ConfigError: an option needs GPUs, the optimizer is not there or takes no such argument, or the LoRA adapter
+            does not fit the model.
     """
     options.check_device(device)
+    if not options.in_torch or options.optimizer_kwargs:  # others were checked, and need no torch here
+        from dataflow.engines.verl.setup.options import check_optimizer
+
+        check_optimizer(options)
     lora, key = options.lora, f"{options.section}.lora"
     if lora.rank is None:
         return

@@ -105,7 +105,7 @@ def check_profile(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", str(run)]) == 0
     text = capfd.readouterr().out
     assert "profiled (profile/merged.json has all of it, for Perfetto):" in text
-    line = next(line for line in text.splitlines() if line.strip().startswith("actor_update[2, part 1"))
+    line = next(line for line in text.splitlines() if line.strip().startswith("actor_update[2.1]"))
     assert "aten::" in line
     assert "%" in line
     assert main(["timeline", str(run), "-o", str(run / "mine.json")]) == 0

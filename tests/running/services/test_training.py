@@ -72,3 +72,18 @@ def test_an_adapter_to_begin_with_has_the_rank_that_is_given(tmp_path: Path, mod
     check_training(TrainerConfig(lora=lora), model, "cpu")
     with pytest.raises(ConfigError, match=r"is of rank 8, and trainer\.lora\.rank is 4; give the same"):
         check_training(TrainerConfig(lora=lora.model_copy(update={"rank": 4})), model, "cpu")
+
+
+def test_an_optimizer_that_is_not_there_or_takes_no_such_argument_is_one_sentence() -> None:
+    for keys, message in (
+        (
+            {"optimizer_impl": "no.such.module"},
+            r"^trainer\.optimizer_impl=no\.such\.module cannot be imported \(.*\); in",
+        ),
+        (
+            {"optimizer_kwargs": {"momentum": 0.9}},
+            r"^trainer\.optimizer_kwargs\.momentum: AdamW has no such argument; it",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_training(TrainerConfig(**keys), None, "cpu")  # type: ignore[arg-type]

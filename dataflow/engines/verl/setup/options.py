@@ -25,7 +25,7 @@ def worker_config(
     Args:
         model: directory of the initial weights.
         kind: which of verl's engines computes with it.
-        options: a :class:`~dataflow.config.training.TrainedConfig` with ``micro_batch_size``.
+        options: a :class:`~dataflow.config.training.TrainedConfig`.
         total_steps: training steps of the run.
         seed: of everything random.
         device: "cpu" or "cuda".
