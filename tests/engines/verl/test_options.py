@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,8 +22,23 @@ from dataflow.engines.verl.setup.options import worker_config
 from dataflow.engines.verl.state import full_weights
 from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.errors import ConfigError
-from tests.engines.verl.test_critic import with_returns
-from tests.engines.verl.test_trainer import Make, load, make, plain_log_probs, responses, training_batch
+
+if TYPE_CHECKING or "." in __name__:
+    from tests.engines.verl.test_critic import with_returns
+    from tests.engines.verl.test_trainer import (
+        Make,
+        build,
+        largest_difference,
+        load,
+        make,
+        plain_log_probs,
+        responses,
+        training_batch,
+    )
+    from tests.rigs.ranks import RankHost
+else:  # in a rank, ``tests`` may be another package
+    from test_critic import with_returns
+    from test_trainer import Make, build, largest_difference, load, make, plain_log_probs, responses, training_batch
 
 __all__ = ["make"]  # a fixture
 
@@ -126,6 +142,47 @@ def test_outside_the_trainer_an_adapter_is_merged(make: Make, tiny_qwen: Path, t
     # An adapter that a run has exported is one to begin with.
     begun = make(tiny_qwen, lora={**LORA, "adapter": str(tmp_path / "adapter")})
     assert begun.digest() == digest(weights)
+
+
+def be_a_rank(out: str, *jobs: str) -> None:
+    """Trains an adapter on its own half of the model, then all weights on a copy of its own; saves each in between."""
+    (port, _, directory), (other, _, _) = jobs[:3], jobs[3:]
+    found = {}
+    for name, at, options in (("lora", port, {"lora": LORA}), ("copies", other, {"fsdp_size": 1})):
+        os.environ["MASTER_PORT"] = at
+        trainer = build(Path(directory) / "model", micro_batch_size=2, lr=1e-2, world_size=2, **options)
+        begun = trainer.digest()
+        step(trainer, 0)
+        save(trainer, Path(directory) / name)
+        step(trainer, 1)
+        end = trainer.digest()
+        trainer.load(str(Path(directory) / name))
+        step(trainer, 1)
+        found[name] = {"digests": [begun, end, trainer.digest()], "weights": trainer.weights()}
+        trainer.close()
+    torch.save(found, out)
+
+
+@pytest.mark.timeout(700)
+def test_two_ranks_do_what_one_does(ranks: RankHost, make: Make, tiny_qwen: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(tiny_qwen)
+    first, second = ranks.run(Path(__file__).stem, [("lora", tmp_path), ("copies", tmp_path)], 2, tmp_path)
+    for name, options in (("lora", {"lora": LORA}), ("copies", {})):
+        begun, end, again = first[name]["digests"]
+        assert begun != end == again
+        assert first[name]["digests"] == second[name]["digests"]
+        trainer = make(tiny_qwen, micro_batch_size=2, lr=1e-2, **options)
+        assert trainer.digest() == begun
+        step(trainer, 0)
+        step(trainer, 1)
+        assert largest_difference(first[name]["weights"], trainer.weights()) < 1e-3
+    # A checkpoint of two ranks, merged without any, has the bits that the engine got.
+    adapter = full_weights(tmp_path / "lora")
+    assert all("lora_" in name for name in adapter)
+    trainer = make(tiny_qwen, lora=LORA)
+    trainer.load(str(tmp_path / "lora"))
+    whole = merge_into(tiny_qwen, adapter, tmp_path / "lora")
+    assert digest({name: whole[name] for name in first["lora"]["weights"]}) == trainer.digest()
 
 
 def test_the_adapter_of_a_critic_leaves_its_head_trained(make: Make, tiny_qwen: Path, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def check_adapter(run: Path, start: Path, sha256: str) -> None:
 def check_profile(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The tasks of step 2 that compute on the GPUs are profiled, and shown."""
     found = {path.name for path in (run / "profile").iterdir()}
-    assert {"rollout-2.json.gz", "old_log_prob-2.json.gz", "actor_update-2.1.json.gz", "merged.json"} <= found
+    assert {"rollout-2.json.gz", "old_log_prob-2.json.gz", "actor_update-2.1.json.gz"} <= found
     assert not any("-1." in name or "-3." in name or name.startswith(("stage_", "write_")) for name in found)
     capfd.readouterr()
     assert main(["timeline", str(run)]) == 0
