@@ -85,15 +85,17 @@ def with_adapter(source: Path, adapter: Mapping[str, torch.Tensor], checkpoint: 
     """Returns peft's model: the weights of ``source`` and an adapter beside them; see :func:`merge_into`."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig
+    from transformers.utils.logging import disable_progress_bar
 
     from dataflow.engines.weights import auto_class
 
+    disable_progress_bar()
     # Of the type that it was trained in, so that the sum has the same bits.
     dtype = next(iter(adapter.values())).dtype
     base = auto_class(AutoConfig.from_pretrained(source)).from_pretrained(source, dtype=dtype)
     values = json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))
+    values["base_model_name_or_path"] = str(source)
     model = get_peft_model(base, LoraConfig.from_peft_type(**values), autocast_adapter_dtype=False)
     if odd := model.load_state_dict(dict(adapter), strict=False).unexpected_keys:
         raise DataError(f"checkpoint {checkpoint} has other adapters than the model {source}, such as {odd[0]}.")
-    model.peft_config[_ADAPTER].base_model_name_or_path = str(source)
     return model
