@@ -135,6 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument("run", metavar="RUN", help="a run's directory")
     export.add_argument("overrides", nargs="*", metavar="step=N", help="of which step; the newest by default")
     export.add_argument("-o", dest="out", metavar="DIR", help="directory to make; RUN/model by default")
+    export.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, which is merged otherwise")
 
     init = add("init", _init, "Writes a project of your own: pipeline, reward, configuration, README and tests.")
     init.add_argument("directory", metavar="DIR", help="directory to write it to")
@@ -170,10 +171,14 @@ def make_parser() -> argparse.ArgumentParser:
 
     timeline = add("timeline", _timeline, "Shows one run's overlap.")
     timeline.add_argument("run", metavar="RUN", help="a run's directory, or its trace.json")
-    timeline.add_argument("-o", dest="out", metavar="FILE.html|.png|.svg|.txt", help="draw it; .html to look around in")
+    timeline.add_argument(
+        "-o", dest="out", metavar="FILE.html|.png|.svg|.txt|.json", help="draw it; .json is for Perfetto"
+    )
     timeline.add_argument("--follow", action="store_true", help="serve the page, and refresh it while the run goes")
     timeline.add_argument("--port", type=int, default=0, metavar="N", help="of --follow; one that is free by default")
-    timeline.add_argument("--merge", nargs="+", metavar="FILE.json", help="profiles of torch or Ray, to merge with it")
+    timeline.add_argument(
+        "--merge", nargs="+", metavar="FILE.json", help="profiles of torch or Ray, merged like its own"
+    )
     timeline.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
     samples = add("samples", _samples, "Shows a run's prompts and responses, with scores and the judge's explanations.")
@@ -265,13 +270,15 @@ def _resume(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from dataflow.running.saving.export import export, step_of
 
-    print(export(Path(options.run), Path(options.out) if options.out else None, step_of(options.overrides)))
+    out = Path(options.out) if options.out else None
+    print(export(Path(options.run), out, step_of(options.overrides), options.adapter))
     return 0
 
 
 def _train(session: Session, options: argparse.Namespace) -> int:
     from dataflow.running.reporting.pages import draw_run
     from dataflow.running.reporting.progress import end_table
+    from dataflow.timeline.profiles import DIRECTORY, MERGED
 
     summary = session.run()
     page = session.directory / "timeline.html"
@@ -289,6 +296,8 @@ def _train(session: Session, options: argparse.Namespace) -> int:
         print(end_table(summary))
         print(f"timeline: {page}")
         print(f"trace:    {session.directory / 'trace.json'} (opens in https://ui.perfetto.dev)")
+        if (merged := session.directory / DIRECTORY / MERGED).is_file():
+            print(f"profile:  {merged} (likewise, with the operators of the profiled steps)")
     return 0
 
 
@@ -355,19 +364,21 @@ def _timeline(options: argparse.Namespace) -> int:
     from dataflow.timeline.causes import attribution
     from dataflow.timeline.causes.culprits import worst_waits
     from dataflow.timeline.compare import facts_of
+    from dataflow.timeline.profiles import profile_lines, profiles_of
     from dataflow.timeline.text import gantt, idle_lines
 
     if options.follow:
         return _follow(options)
-    if options.merge:
+    merges = options.merge is not None or str(options.out).endswith(".json")
+    if merges:
         from dataflow.timeline.merge import check_out, merge
 
         check_out(options.out)
     else:
         files.check(options.out, ".txt")
     trace = read_trace(options.run)
-    if options.merge:
-        print(merge(trace, options.merge, options.out))
+    if merges:
+        print(merge(trace, [*profiles_of(options.run), *(options.merge or ())], options.out))
         return 0
     if options.json:
         print(json.dumps({**attribution.summary(trace), "worst_waits": worst_waits(trace)}, indent=1))
@@ -377,7 +388,7 @@ def _timeline(options: argparse.Namespace) -> int:
         files.draw({name: trace}, options.out, files.title_of(options.run), {name: facts_of(options.run, options.out)})
         print(options.out)
         return 0
-    text = "\n".join([gantt(trace, 140), *idle_lines(trace)]) + "\n"
+    text = "\n".join([gantt(trace, 140), *idle_lines(trace), *profile_lines(trace)]) + "\n"
     if options.out:
         with replaced(options.out) as temporary:
             temporary.write_text(text, encoding="utf-8")

@@ -10,6 +10,7 @@ import inspect
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, TypeAlias
@@ -65,6 +66,8 @@ class Hosted:
         made: directories that the run has made itself, likewise, which are copied to a node without them.
         run_directory: whether it has files in the run's directory, which its nodes then must share. One that a stage
             with the role ``saves`` calls has.
+        around: called with the task of each stage function in its process (except those that save, which run beside
+            others), returns what is entered around the call, such as a profiler.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Hosted:
     files: Mapping[str, str] = field(default_factory=dict)
     made: Mapping[str, str] = field(default_factory=dict)
     run_directory: bool = False
+    around: Callable[[TaskInfo], AbstractContextManager[None]] | None = None
 
     def build(self) -> Any:
         """Returns the service, built in this process."""

@@ -20,8 +20,9 @@ from __future__ import annotations
 from pydantic import Field, NonNegativeFloat
 
 from dataflow.config.reward import RewardConfig, SourceConfig
-from dataflow.config.run import RunConfig
+from dataflow.config.run import RunConfig, TrainerConfig
 from dataflow.config.section import Section
+from dataflow.config.toy import toy_trainer
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
 from dataflow.running.recipe import actor_stage, recipe_pipeline
@@ -52,6 +53,7 @@ class WeightsConfig(Section):
 class Config(RunConfig):
     """The defaults train a tiny Qwen2 on a laptop; see dataflow/config/run.py for every key."""
 
+    trainer: TrainerConfig = Field(default_factory=toy_trainer)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     reward: RewardConfig = Field(default_factory=lambda: RewardConfig(share_equal=False))
     rule: SourceConfig = Field(default_factory=SourceConfig)

@@ -66,7 +66,7 @@ def find(key: str) -> tuple[str, Meaning] | None:
 
     >>> find("data.train_batch_size")[1].ours
     'data.prompts'
-    >>> find("global_profiler.steps")[0]
+    >>> find("global_profiler.tool")[0]
     'global_profiler.*'
     """
     known = keys()

@@ -18,7 +18,7 @@ from dataflow.cluster.log import KEPT, keep_lines
 from dataflow.cluster.paths import View, look, unpack
 from dataflow.cluster.process import WORKING_DIRECTORY, settle_memory, version
 from dataflow.executors.base import Chunk, Report, StageCall
-from dataflow.executors.calling import answer, make_chunk, method_of, prepare
+from dataflow.executors.calling import answer, around, make_chunk, method_of, prepare
 from dataflow.graph import Hosted, Stage, TaskInfo
 from dataflow.system import clock
 from dataflow.system.children import restore_path
@@ -109,7 +109,7 @@ class Host:
         begin = clock.now()
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
-        with in_one_process():
+        with in_one_process(), around(stage, info):
             result = stage.fn(*arguments, **keywords)
             if asyncio.iscoroutine(result):
                 result = asyncio.run(result)
@@ -151,9 +151,10 @@ class WaitingHost(Host):
         begin = clock.now()
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
-        result = stage.fn(*arguments, **keywords)
-        if asyncio.iscoroutine(result):
-            result = await result
+        with around(stage, info):
+            result = stage.fn(*arguments, **keywords)
+            if asyncio.iscoroutine(result):
+                result = await result
         return _packed(answer(stage, call, info, arguments, result, begin, clock.now()), keep, held)
 
     async def stream(self, call: StageCall, *values: Any) -> AsyncIterator[Any]:
@@ -170,7 +171,7 @@ class WaitingHost(Host):
             chunks.put_nowait(make_chunk(stage, call.info, number, emitted, clock.now()))
 
         stage, arguments, keywords, info = self._prepare(call, values, emit)
-        running = asyncio.ensure_future(Contained(stage.fn(*arguments, **keywords)))
+        running = asyncio.ensure_future(Contained(_within(stage, info, arguments, keywords)))
         running.add_done_callback(lambda _running: chunks.put_nowait(None))
         try:
             while (event := await chunks.get()) is not None:
@@ -201,6 +202,11 @@ class WaitingHost(Host):
             if asyncio.iscoroutine(closed):
                 await closed
         return KEPT.take()
+
+
+async def _within(stage: Stage, info: TaskInfo, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    with around(stage, info):
+        return await stage.fn(*arguments, **keywords)
 
 
 def _groups_of(stage: Stage, arguments: Sequence[Any]) -> tuple[int, ...] | None:

@@ -132,7 +132,8 @@ class Needs:
             used = f", of which other processes use {gib(least.used)}" if least.used > total / 100 else ""
             raise ConfigError(
                 f"{facts}{used}: too much for GPU {least.gpu}; give more ranks (trainer.world_size), lower "
-                "trainer.micro_batch_size (or give trainer.max_tokens_per_gpu), or lower engine.gpu_memory."
+                "trainer.micro_batch_size (or give trainer.max_tokens_per_gpu) or engine.gpu_memory, or give "
+                "trainer.param_offload and optimizer_offload, or trainer.lora.rank."
             )
         longest = config.data.max_prompt_length + config.response_length
         for part in parts:

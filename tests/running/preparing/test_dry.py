@@ -122,8 +122,8 @@ def test_memory_is_compared_with_what_is_free_on_the_gpus(
     code, found, problems = dry(*gpu_keys)
     assert (code, problems) == (0, []), problems
     assert found["GPUs"] == "ok: 1 of 1"
-    assert "rollout 40.0 GiB with a KV cache of 3,2" in found["GPU memory"]
-    assert "at most 46.5 GiB of 80.0 GiB" in found["GPU memory"]
+    assert "rollout 48.0 GiB with a KV cache of 3,9" in found["GPU memory"]
+    assert "at most 54.5 GiB of 80.0 GiB" in found["GPU memory"]
     show_gpus(monkeypatch, tmp_path / "bin", 1, used=50)
     _code, _found, (problem,) = dry(*gpu_keys)
     assert "of which other processes use 50.0 GiB: too much for GPU 0; give more ranks" in problem

@@ -187,7 +187,7 @@ def _engine() -> type:
             flat = drawn.flatten().nonzero().squeeze(1)
             labels = torch.nested.to_padded_tensor(ids, padding=0, output_size=(rows, length)).flatten()[flat + 1]
             log_probs = torch.log_softmax(
-                logits.reshape(-1, vocabulary).index_select(0, flat) / micro_batch["temperature"], dim=-1
+                logits.reshape(-1, vocabulary).index_select(0, flat).float() / micro_batch["temperature"], dim=-1
             )
 
             def jagged(values: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def import_worker(device: str) -> type[TrainingWorker]:
         sys.modules["vllm"] = None  # type: ignore[assignment]
     try:
         if device == "cpu":
-            from dataflow.engines.verl import cpu as verl_cpu
+            from dataflow.engines.verl.setup import cpu as verl_cpu
 
             verl_cpu.install()
         from verl.workers.engine_workers import TrainingWorker

@@ -10,6 +10,9 @@ from typing import Any
 
 from dataflow.errors import ConfigError
 
+HEADS = ("score", "classifier")
+"""Names of the layer that computes the values, in transformers' models."""
+
 
 def register() -> None:
     """Registers the engine for this process's device; call it once verl's engines can be imported."""
@@ -44,6 +47,16 @@ def _engine() -> type:
             if (head := getattr(module, "score", None)) is not None:
                 # It returns a view, at which FSDP2 warns that nobody must write into it.
                 head.register_forward_hook(lambda _head, _inputs, output: output.clone())
+            return module
+
+        def _build_lora_module(self, module: Any) -> Any:
+            """Returns the model with adapters; its new head is trained as a whole beside them."""
+            if not hasattr(module, "prepare_inputs_for_generation"):
+                module.prepare_inputs_for_generation = None  # peft keeps it, and verl calls it a causal LM
+            module = super()._build_lora_module(module)
+            for name in HEADS:
+                if (head := getattr(module.get_base_model(), name, None)) is not None:
+                    head.requires_grad_(True)
             return module
 
     return ValueEngine
