@@ -201,9 +201,8 @@ def expand(
 ) -> TaskGraph:
     """Unrolls a pipeline over steps under a policy, lazily.
 
-    Besides the data edges, a task that overwrites a state (a field that some stage reads as Carried or Latest) waits
-    for every reader of the previous version. So each reader sees exactly the version that the policy says, in whatever
-    order rewards arrive.
+    A task that overwrites a state (a field that is read as Carried or Latest) also waits for every reader of the
+    version before. So each reader sees the version that the policy says, in whatever order rewards arrive.
 
     Args:
         pipeline: the stages of one step.
@@ -211,8 +210,8 @@ def expand(
         steps: the last step.
         mini_batches: optimizer steps in a step, of the stages without a number of their own; ``policy.split`` must
             divide them.
-        groups: prompt groups that a step trains on; required if the policy splits the step. The rollout may sample
-            more: the collector takes this many of them, and the stages behind it work on those alone.
+        groups: prompt groups that a step trains on; required if the policy splits the step. If the rollout samples
+            more, the collector takes this number, and the stages behind it work on those alone.
         first: the first step; it reads the initial states.
 
     Raises:
@@ -245,9 +244,7 @@ def _expand(
     # Each policy alone, and the steps around each change.
     spans = [PolicySchedule(((1, each),)) for each in schedule.policies]
     spans += [_around(schedule, step) for step, _policy in schedule.changes if steps[0] < step <= steps[-1]]
-    for part in spans:
-        if part not in reaches:
-            reaches[part] = _reach(pipeline, part, sizes)
+    reaches |= {part: _reach(pipeline, part, sizes) for part in spans if part not in reaches}
     most = max(each.max_staleness for each in schedule.policies)
     unroller = _unroller(pipeline, schedule, steps, sizes)
     shapes = [sizes.shape(pipeline, each) for each in schedule.policies]

@@ -19,12 +19,12 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from dataflow.config import critic as critic_keys
 from dataflow.config.algorithm import AlgorithmConfig
-from dataflow.config.critic import CriticConfig
 from dataflow.config.reward import RewardConfig
 from dataflow.config.run import RunConfig, TrainerConfig
 from dataflow.config.toy import toy_critic, toy_trainer
+from dataflow.config.training import critic as critic_keys
+from dataflow.config.training.critic import CriticConfig
 from dataflow.data.tokenize import check_same_tokens
 from dataflow.graph import Pipeline
 from dataflow.models.tiny import check_model

@@ -43,7 +43,7 @@ from dataflow.config.reward import (
 from dataflow.config.samples import SamplesConfig
 from dataflow.config.section import LARGEST_STEP, Section, Text
 from dataflow.config.tools import ToolsConfig
-from dataflow.config.training import TrainedConfig
+from dataflow.config.training.trained import TrainedConfig
 from dataflow.errors import ConfigError
 from dataflow.rewards.naming import keyed
 

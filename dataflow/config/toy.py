@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataflow.config.critic import CriticConfig
 from dataflow.config.run import TrainerConfig
+from dataflow.config.training.critic import CriticConfig
 
 
 def toy_trainer() -> TrainerConfig:

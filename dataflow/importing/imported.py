@@ -14,12 +14,12 @@ import yaml
 from pydantic import Field, model_validator
 
 from dataflow.algorithms.presets import PRESETS
-from dataflow.config import critic as critic_keys
-from dataflow.config.critic import CriticConfig
 from dataflow.config.keys import verl_keys
 from dataflow.config.keys.overrides import fields, parse_overrides
 from dataflow.config.keys.verl_keys import Meaning
 from dataflow.config.run import RunConfig
+from dataflow.config.training import critic as critic_keys
+from dataflow.config.training.critic import CriticConfig
 from dataflow.errors import ConfigError, UserError
 from dataflow.importing.conversions import CONVERSIONS
 from dataflow.importing.facts import NoCounterpart

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dataflow.config.critic import hint
 from dataflow.config.keys.overrides import fields, parse_overrides
 from dataflow.config.keys.verl_keys import keys
+from dataflow.config.training.critic import hint
 from dataflow.errors import ConfigError, PolicyError
 from pipelines.gsm8k_grpo import Config as Grpo
 from pipelines.ppo_critic import Config

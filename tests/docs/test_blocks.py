@@ -57,6 +57,7 @@ OTHERS = {
     ("docs/rewards.md", "-- why requests"): "SQL: test_docs_rewards.py",
     ("docs/timeline.md", "GPU pool idle"): "output of the trace of the README, compared below",
     ("docs/timeline.md", "gpu     R1===="): "output, shortened: tests/timeline/test_downtime.py",
+    ("docs/timeline.md", "profiled (profile"): "output, shortened: tests/timeline/test_profiles.py",
     ("docs/tools.md", "prompt | <tool_call>"): "a picture of a mask",
     ("docs/tools.md", '{"properties"'): "output: test_docs_tools.py",
     ("docs/tools.md", "[ToolCall("): "output: test_docs_tools.py",

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from dataflow.config.keys.overrides import fields, parse_overrides
-from dataflow.config.training import OPTIMIZERS, LoraConfig, TrainedConfig
+from dataflow.config.training.trained import OPTIMIZERS, LoraConfig, TrainedConfig
 from pipelines.ppo_critic import Config
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"

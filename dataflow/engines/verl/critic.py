@@ -14,7 +14,7 @@ class VerlCritic(TrainedModel):
 
     Args:
         model: directory of a causal LM, whose body it begins with; its head is new, drawn from ``seed``.
-        critic: section ``critic``, a :class:`~dataflow.config.critic.CriticConfig`.
+        critic: section ``critic``, a :class:`~dataflow.config.training.critic.CriticConfig`.
         total_steps: training steps of the run.
         seed: of everything random.
         device: "cpu" (gloo) or "cuda" (nccl).

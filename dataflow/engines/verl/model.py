@@ -47,7 +47,7 @@ class TrainedModel:
 
     Args:
         model: directory of the initial weights.
-        options: a :class:`~dataflow.config.training.TrainedConfig`.
+        options: a :class:`~dataflow.config.training.trained.TrainedConfig`.
         kind: which of verl's engines computes with it.
         total_steps: training steps of the run.
         temperature: that logits are divided by.

@@ -13,7 +13,7 @@ class VerlTeacher(TrainedModel):
 
     Args:
         model: directory of a causal LM.
-        options: a :class:`~dataflow.config.training.TrainedConfig`, whose optimizer is not used.
+        options: a :class:`~dataflow.config.training.trained.TrainedConfig`, whose optimizer is not used.
         temperature: that logits are divided by.
         device: "cpu" (gloo) or "cuda" (nccl).
         threads: CPU threads.

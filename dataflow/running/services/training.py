@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dataflow.config.training import LoraConfig, TrainedConfig
+from dataflow.config.training.trained import LoraConfig, TrainedConfig
 from dataflow.engines.profiling import TaskProfiler
 from dataflow.errors import ConfigError, ModelError, nearest
 from dataflow.models.directory import headers, room_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dataflow.batch import Batch
-from dataflow.config.critic import CriticConfig
+from dataflow.config.training.critic import CriticConfig
 from dataflow.engines.verl.critic import VerlCritic
 from dataflow.engines.verl.model import digest
 from dataflow.engines.verl.trainer import VerlTrainer

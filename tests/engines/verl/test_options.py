@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dataflow.config.critic import CriticConfig
 from dataflow.config.run import TrainerConfig
-from dataflow.config.training import OPTIMIZERS
+from dataflow.config.training.critic import CriticConfig
+from dataflow.config.training.trained import OPTIMIZERS
 from dataflow.engines.verl.critic import VerlCritic
 from dataflow.engines.verl.export import write_adapter
 from dataflow.engines.verl.lora import is_adapter, merge_into

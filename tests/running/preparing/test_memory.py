@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from dataflow.config.pipeline_file import load_pipeline_file, pipeline_of
 
 from dataflow.config.keys.overrides import parse_overrides
+from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.config.run import TrainerConfig
 from dataflow.running.preparing.memory import Need, need_of, state_of
 from tests.rigs.stand_ins import PARAMETERS, QWEN_7B, write_model

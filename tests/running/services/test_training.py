@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dataflow.config.run import TrainerConfig
-from dataflow.config.training import LoraConfig
+from dataflow.config.training.trained import LoraConfig
 from dataflow.errors import ConfigError
 from dataflow.running.services.training import adapted, check_training, linear_layers
 from tests.rigs.stand_ins import QWEN_05B, shapes, write_model

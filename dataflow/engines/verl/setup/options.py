@@ -25,7 +25,7 @@ def worker_config(
     Args:
         model: directory of the initial weights.
         kind: which of verl's engines computes with it.
-        options: a :class:`~dataflow.config.training.TrainedConfig`.
+        options: a :class:`~dataflow.config.training.trained.TrainedConfig`.
         total_steps: training steps of the run.
         seed: of everything random.
         device: "cpu" or "cuda".
@@ -133,7 +133,7 @@ def check_optimizer(options: Any) -> None:
     """Checks that the optimizer exists and takes its arguments.
 
     Args:
-        options: a :class:`~dataflow.config.training.TrainedConfig`.
+        options: a :class:`~dataflow.config.training.trained.TrainedConfig`.
 
     Raises:
         ConfigError: its module cannot be imported, has no such class, or the class takes no such argument.

@@ -8,7 +8,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from dataflow.config.keys import verl_keys
 from dataflow.config.section import Text
-from dataflow.config.training import TrainedConfig
+from dataflow.config.training.trained import TrainedConfig
 
 if TYPE_CHECKING:
     from dataflow.policy import SchedulingPolicy
