@@ -42,24 +42,24 @@ def advise(
         fastest = min(rows, key=lambda row: row.total_s)
         first = fastest if fastest.total_s < best.total_s * (1 - LEAST) else best
         rest = "" if first is best else f"; without streaming, {best.policy} is: {best.step_s:.4g} s"
-        said = [
+        advice = [
             f"{first.policy} is the fastest: {first.step_s:.4g} s a step, {first.change:+.0%} against baseline{rest}."
         ]
     else:
-        said = ["no policy is faster than baseline: the GPUs hardly wait for rewards."]
+        advice = ["no policy is faster than baseline: the GPUs hardly wait for rewards."]
     changes = list(_changes(workload, best.policy, policy))
     wanted = [Job.of(other, under) for _what, other, under in changes]
     if policy.max_staleness and workload.pipeline.streaming:
         wanted.append(Job.of(workload, preset(ON_POLICY, workload.mini_batches)))
     outcomes.begin(wanted)
-    said.append(_about_the_bound(workload, policy, best, base, outcomes))
+    advice.append(_about_the_bound(workload, policy, best, base, outcomes))
     for what, other, under in changes:
         gain = 1 - outcomes.of(other, under).total_s / best.total_s
         if gain > LEAST:
-            said.append(f"{what} would take {gain:.1%} off {best.policy}.")
+            advice.append(f"{what} would take {gain:.1%} off {best.policy}.")
     if policy.max_staleness and workload.pipeline.streaming:
-        said.append(_on_policy(workload, rows, policies, base, outcomes))
-    return said
+        advice.append(_on_policy(workload, rows, policies, base, outcomes))
+    return advice
 
 
 def _on_policy(
@@ -135,10 +135,10 @@ def _about_the_bound(
             f"the GPU pool bounds {best.policy}: {gpu:.4g} s of work a step, {best.gpu_idle:.1%} idle; more rewards in "
             f"flight cannot help; its largest stage is {largest} ({shares[largest] / gpu:.0%})."
         )
-    said = f"the critical path bounds {best.policy}: a step waits for its slowest rewards, or for its validation"
+    advice = f"the critical path bounds {best.policy}: a step waits for its slowest rewards, or for its validation"
     if policy.max_staleness < MAX_STALENESS:
         more = replace(policy, max_staleness=policy.max_staleness + 1)
         change = outcomes.of(workload, more).total_s / best.total_s - 1
         if change < -LEAST:
-            return f"{said}; max_staleness={more.max_staleness} would take {-change:.1%} off it."
-    return f"{said}."
+            return f"{advice}; max_staleness={more.max_staleness} would take {-change:.1%} off it."
+    return f"{advice}."

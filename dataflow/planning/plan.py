@@ -106,7 +106,7 @@ class Plan:
         if self.replay is None:
             return [f"{AS_LOGGED}: {logged:.4g} s a step over {steps} steps, not replayed: its policy is unknown."]
         off = self.replay.step_s / logged - 1
-        said = [
+        lines = [
             f"{AS_LOGGED}: predicted {self.replay.step_s:.4g} s a step, logged {logged:.4g} s, {off:+.1%} "
             f"({policy}, {steps} steps)" + (_FAR_OFF if abs(off) > FAR_OFF else "")
         ]
@@ -114,9 +114,9 @@ class Plan:
         if same is not None and load.loop is not None:
             differs = same.step_s / self.replay.step_s - 1
             if abs(differs) >= LEAST:
-                said[0] += f"\nwith this project: {policy} {same.step_s:.4g} s a step, {differs:+.1%}"
-                said[0] += f", {_difference(load)}"
-        return said
+                lines[0] += f"\nwith this project: {policy} {same.step_s:.4g} s a step, {differs:+.1%}"
+                lines[0] += f", {_difference(load)}"
+        return lines
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the table of policies with its head, the log itself first."""
@@ -147,7 +147,7 @@ class Plan:
         best = min(self.rows, key=lambda row: row.step_s).policy
         words = Words(
             self.workload.caution,
-            [self.size(), *(line for said in self.trust() for line in said.split("\n"))],
+            [self.size(), *(line for part in self.trust() for line in part.split("\n"))],
             self.cells(),
             {best: "best", AS_LOGGED: "logged"},
             {"advice": self.advice, "assumed": self.workload.assumptions},

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dataflow.distribution import Distribution
-from dataflow.planning.servers.law import Servers
+from dataflow.planning.servers.service_time import Servers
 
 Agent = Literal["continuous", "per-step"]
 Pool = Literal["shared", "own"]

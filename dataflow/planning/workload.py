@@ -171,14 +171,14 @@ class Workload:
         Raises:
             PipelineError: the pipeline has no rollout to place.
         """
-        said = {
+        placements = {
             "colocated": "engine and trainer take turns on the same GPUs (placement=colocated).",
             "disaggregated": "the engine has GPUs of its own, which sample as fast, beside the trainer's "
             "(placement=disaggregated).",
         }
         pipeline = placed(self.pipeline, placement)
         return replace(
-            self, pipeline=pipeline, assumptions=(*self.assumptions, said[placement]), logged=None, loop=None
+            self, pipeline=pipeline, assumptions=(*self.assumptions, placements[placement]), logged=None, loop=None
         )
 
     def work_s(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Runs whose rewards come from emulated model servers, on a loop whose clock jumps: their traces, with known laws."""
+"""Traces of runs whose rewards come from emulated model servers of known service times, on a loop whose clock jumps."""
 
 from __future__ import annotations
 

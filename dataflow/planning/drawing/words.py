@@ -38,14 +38,14 @@ class Words:
     def above(self) -> str:
         """Returns the HTML above the drawing."""
         note = f'<p class="note" role="status">{_sentence(self.caution)}</p>' if self.caution else ""
-        said = "<br>".join(_sentence(line[:1].upper() + line[1:]) for line in self.lines)
+        shown = "<br>".join(_sentence(line[:1].upper() + line[1:]) for line in self.lines)
         policies = _table(self.table, self.looks)
-        return f'{note}<p class="headline">{said}</p><section class="compared">{policies}</section>'
+        return f'{note}<p class="headline">{shown}</p><section class="compared">{policies}</section>'
 
     def below(self) -> str:
         """Returns the HTML below the drawing."""
         cards = [
-            card(title, f"<ul>{''.join(f'<li>{_sentence(said)}</li>' for said in sentences)}</ul>")
+            card(title, f"<ul>{''.join(f'<li>{_sentence(shown)}</li>' for shown in sentences)}</ul>")
             for title, sentences in self.lists.items()
             if sentences
         ]

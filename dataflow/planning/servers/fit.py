@@ -1,4 +1,4 @@
-"""Fits the law of a reward model's servers to the requests of a run. Pure."""
+"""Fits the service time of a reward model's servers to the requests of a run. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from dataflow.planning.servers.law import Law
+from dataflow.planning.servers.service_time import ServiceTime
 from dataflow.timeline.spans import Mark, called, in_flight
 
 MOST = 10_000
@@ -40,8 +40,8 @@ class Batch(NamedTuple):
     """Requests that came before it ended, and were not in it."""
 
 
-def fit(marks: Iterable[Mark], slots: int) -> tuple[Law, tuple[float, ...]] | None:
-    """Returns the law of one server, and the seconds that each request would have taken alone on it.
+def fit(marks: Iterable[Mark], slots: int) -> tuple[ServiceTime, tuple[float, ...]] | None:
+    """Returns the service time of one server, and the seconds that each request would have taken alone on it.
 
     Args:
         marks: the requests of an agent, with the server in ``endpoint``; without it they are those of one server.
@@ -57,10 +57,10 @@ def fit(marks: Iterable[Mark], slots: int) -> tuple[Law, tuple[float, ...]] | No
     for mark in answered:
         by_server.setdefault(str(mark.args.get("endpoint", "")), []).append(mark)
     servers = [_calls(of, slots) for of in by_server.values()]
-    found = _batch_law(servers)
+    found = _batch_time(servers)
     if found is not None:
         return found, (found.seconds(1),)
-    return _shared_law(servers)
+    return _shared_time(servers)
 
 
 def _calls(marks: Sequence[Mark], slots: int) -> list[Call]:
@@ -82,8 +82,8 @@ def _calls(marks: Sequence[Mark], slots: int) -> list[Call]:
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def _batch_law(servers: Sequence[Sequence[Call]]) -> Law | None:
-    """Returns the law of servers that compute batches; None if the answers do not come as those of batches do."""
+def _batch_time(servers: Sequence[Sequence[Call]]) -> ServiceTime | None:
+    """Returns the service time of servers that compute batches; None if the answers do not come as batches' do."""
     usual = statistics.median(call.end - call.begin for calls in servers for call in calls)
     best, alike = [], 0.0
     for tolerance in _TOLERANCES:
@@ -99,13 +99,13 @@ def _batch_law(servers: Sequence[Sequence[Call]]) -> Law | None:
     fresh = [batch for batch in best if batch.fresh and (batch.left or batch.size > 1)]
     first = tuple(batch.size if batch.left else most for batch in fresh) or (most,)
     if min(sizes) == max(sizes):
-        return Law(0.0, statistics.fmean(seconds) / sizes[0], True, first, known=False)
+        return ServiceTime(0.0, statistics.fmean(seconds) / sizes[0], True, first, known=False)
     each, base = statistics.linear_regression(sizes, seconds)
     if base < 0 or each < 0:
         # Of non-negative times the nearest line goes through the origin, or is level.
         each = sum(map(math.prod, zip(sizes, seconds, strict=True))) / sum(n * n for n in sizes) if base < 0 else 0.0
         base = 0.0 if base < 0 else statistics.fmean(seconds)
-    return Law(base, each, True, first)
+    return ServiceTime(base, each, True, first)
 
 
 def _batches(calls: Sequence[Call], tolerance: float) -> tuple[list[Batch], list[float]]:
@@ -140,8 +140,8 @@ def _batches(calls: Sequence[Call], tolerance: float) -> tuple[list[Batch], list
 # --- sharing ----------------------------------------------------------------------------------------------------------
 
 
-def _shared_law(servers: Sequence[Sequence[Call]]) -> tuple[Law, tuple[float, ...]]:
-    """Returns the law of servers whose requests share them, and the seconds of each request alone.
+def _shared_time(servers: Sequence[Sequence[Call]]) -> tuple[ServiceTime, tuple[float, ...]]:
+    """Returns the service time of servers whose requests share them, and the seconds of each request alone.
 
     A request's work is the integral of its speed, 1 / (1 - share + share * n), where n is the load of its server at
     each time. The work of requests does not depend on the load; so ``share`` is that for which work and load do not
@@ -166,7 +166,7 @@ def _shared_law(servers: Sequence[Sequence[Call]]) -> tuple[Law, tuple[float, ..
     share = _root(trend) if known else 1.0
     found = works(share)
     alone = statistics.fmean(found)
-    return Law(alone * (1 - share), alone * share, known=known), tuple(found)
+    return ServiceTime(alone * (1 - share), alone * share, known=known), tuple(found)
 
 
 def _root(of: Callable[[float], float]) -> float:

@@ -13,14 +13,14 @@ from dataflow.errors import ConfigError
 from dataflow.planning.requests.requests import Requests
 from dataflow.planning.requests.schedule import Rate
 from dataflow.planning.reward_service import Batch, Delivery, RewardService
-from dataflow.planning.servers.law import Law, Servers
+from dataflow.planning.servers.service_time import Servers, ServiceTime
 
 _UNLIKE = 0.005
 """How far the times of equal servers differ: of those that end at the same instant, none would fill up first."""
 
 
 class Item(NamedTuple):
-    """A request at a server; its work is 1 for one that takes as long as the server's law says."""
+    """A request at a server; its work is 1 for one that takes as long as the server's service time."""
 
     key: Hashable
     group: int
@@ -49,17 +49,17 @@ class ServerService(RewardService):
                 f"reward.agent=per-step is of rewards without servers; leave it out, as model '{servers.model}' is "
                 "served."
             )
-        kind = _Batching if servers.law.batches else _Sharing
+        kind = _Batching if servers.service_time.batches else _Sharing
         step = 2 * _UNLIKE / max(1, servers.replicas - 1)
         paces = [1 + step * (i - (servers.replicas - 1) / 2) for i in range(servers.replicas)]
-        laws = [servers.law.of_server(pace, i / servers.replicas) for i, pace in enumerate(paces)]
-        self._servers: list[_Server] = [kind(law) for law in laws]
+        times = [servers.service_time.of_server(pace, i / servers.replicas) for i, pace in enumerate(paces)]
+        self._servers: list[_Server] = [kind(service_time) for service_time in times]
         self._each, self._concurrency = servers.slots, concurrency
         self._rate = Rate(rpm)
         self._batch: Batch | None = None  # that is served
         self._next = 0  # request of it
         self._left: dict[Hashable, dict[int, int]] = {}  # key -> group -> requests that have not ended
-        self._alone = servers.law.seconds(1) or 1.0
+        self._alone = servers.service_time.seconds(1) or 1.0
         self._running = 0
         self._now = 0.0
 
@@ -146,8 +146,8 @@ class _Server(ABC):
         busy: whether it computes.
     """
 
-    def __init__(self, law: Law) -> None:
-        self.law = law
+    def __init__(self, service_time: ServiceTime) -> None:
+        self.service_time = service_time
         self.load = 0
         self.event = math.inf
         self.busy = False
@@ -164,8 +164,8 @@ class _Server(ABC):
 class _Sharing(_Server):
     """A server that works on all its requests at once."""
 
-    def __init__(self, law: Law) -> None:
-        super().__init__(law)
+    def __init__(self, service_time: ServiceTime) -> None:
+        super().__init__(service_time)
         self._done = 0.0  # work done so far on a request that was there from the beginning
         self._at = 0.0
         self._ends: list[tuple[float, int, Item]] = []
@@ -178,7 +178,7 @@ class _Sharing(_Server):
 
     @property
     def _pace(self) -> float:
-        return self.law.seconds(self.load) or 1e-12
+        return self.service_time.seconds(self.load) or 1e-12
 
     def _plan(self) -> None:
         self.busy = bool(self._ends)
@@ -202,11 +202,11 @@ class _Sharing(_Server):
 class _Batching(_Server):
     """A server that computes batches one after the other."""
 
-    def __init__(self, law: Law) -> None:
-        super().__init__(law)
+    def __init__(self, service_time: ServiceTime) -> None:
+        super().__init__(service_time)
         self._waiting: list[Item] = []
         self._batch: list[Item] = []
-        self._firsts = itertools.cycle(law.first)
+        self._firsts = itertools.cycle(service_time.first)
         self._first = next(self._firsts)
 
     def add(self, item: Item, now: float) -> None:
@@ -220,7 +220,7 @@ class _Batching(_Server):
     def _begin(self) -> None:
         self._batch, self._waiting = self._waiting, []
         self.busy = True
-        self.event += self.law.seconds(len(self._batch))
+        self.event += self.service_time.seconds(len(self._batch))
 
     def advance(self) -> list[Item]:
         ended, self._batch, self.busy = self._batch, [], False

@@ -19,13 +19,13 @@ _STEPS, _CORRELATED = 10, 0.98
 """Steps, and correlation of tokens with the length of responses, from which the number of samples is estimated."""
 
 
-def known_settings(path: Path, config: PlanConfig, said: list[str]) -> PlanConfig:
+def known_settings(path: Path, config: PlanConfig, assumed: list[str]) -> PlanConfig:
     """Returns the configuration with the settings that the log itself holds, where the user gave none.
 
     Args:
         path: the log.
         config: what the user gave.
-        said: gets a sentence on what was found.
+        assumed: gets a sentence on what was found.
     """
     found = read_settings(path)
     prompts: Any = found.get("data.train_batch_size")
@@ -38,7 +38,7 @@ def known_settings(path: Path, config: PlanConfig, said: list[str]) -> PlanConfi
     new = {key: value for key, value in values.items() if getattr(config, key) is None and _is_count(value)}
     if new:
         listed = " ".join(f"{key}={value}" for key, value in new.items())
-        said.append(f"{listed}: from the configuration of verl that the log holds.")
+        assumed.append(f"{listed}: from the configuration of verl that the log holds.")
     balance = found.get("trainer.balance_batch")
     if config.balance_batch is None and isinstance(balance, bool):
         new["balance_batch"] = balance
@@ -57,8 +57,8 @@ def examples(log: Scalars, config: PlanConfig) -> tuple[dict[str, object], str]:
         offered["mini_batches"] = next(n for n in (4, 2, 1) if prompts % n == 0)
     if config.prompts is not None and config.responses is not None:
         return offered, ""
-    said = f" (the log's tokens are those of {about}{samples:.0f} samples a step: prompts x responses)"
-    return offered, said
+    basis = f" (the log's tokens are those of {about}{samples:.0f} samples a step: prompts x responses)"
+    return offered, basis
 
 
 def _samples(log: Scalars) -> tuple[float, str]:

@@ -90,7 +90,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         for name, text in config.stages.items()
         if name in pipeline.by_name
     }
-    said = [
+    assumed = [
         f"stages.{name} is not used: {'validation' if name == 'val_rollout' else 'checkpoint'}.every is not given."
         for name in config.stages
         if name not in pipeline.by_name
@@ -113,7 +113,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         validation=validation,
         beside=beside,
         dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
-        assumptions=tuple(said),
+        assumptions=tuple(assumed),
         seed=config.seed,
     )
 

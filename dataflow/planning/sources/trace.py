@@ -14,7 +14,7 @@ from dataflow.planning.config import AgentPlan, ModelPlan, PlanConfig
 from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.roles import Roles
 from dataflow.planning.servers.fit import fit
-from dataflow.planning.servers.law import Servers
+from dataflow.planning.servers.service_time import Servers
 from dataflow.planning.workload import Measured, Workload
 from dataflow.stage import SAMPLED
 from dataflow.timeline import perfetto
@@ -66,8 +66,8 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         pipeline = _saving(pipeline, config.checkpoint.every, trace, source)
     roles = Roles.of(pipeline)
     steps = config.steps or int(trace.meta.get("steps") or max(s.step for s in trace.spans))
-    said: list[str] = []
-    beside = _beside(trace, pipeline, roles, config, said)
+    assumed: list[str] = []
+    beside = _beside(trace, pipeline, roles, config, assumed)
     waits = {roles.collect, roles.score, *beside}
     skipped = _left_out(trace, pipeline)
     spans: dict[str, dict[int, list[Span]]] = {}
@@ -82,10 +82,13 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
     spread = bool(config.balance_batch)
     _check_models(trace, config, source)
     rewards, known = _service(trace, agent, (None, roles.collect), config.reward, spread)
-    rewards = _served(trace, agent, rewards, config, config.reward, said)
-    said[:0] = [f"stage times and {known} reward latencies are those of the run.", *_rates(trace, agent, config.reward)]
+    rewards = _served(trace, agent, rewards, config, config.reward, assumed)
+    assumed[:0] = [
+        f"stage times and {known} reward latencies are those of the run.",
+        *_rates(trace, agent, config.reward),
+    ]
     if cut := trace.meta.get("cut"):
-        said.append(f"the run is {cut}.")
+        assumed.append(f"the run is {cut}.")
     validation = None
     optional = next((s for s in pipeline.stages if s.name == roles.score), None)
     if optional is not None and optional.every:
@@ -100,12 +103,12 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         dispatch = dict.fromkeys(pipeline.by_name, config.dispatch)
     elif dispatch:
         mean = 1000 * statistics.fmean(dispatch.values())
-        said.append(
+        assumed.append(
             f"a task begins {mean:.1f} ms after it could, as in the run, more or less by stage (dispatch=SECONDS)."
         )
     ends = _ends(trace, next((s.name for s in pipeline.stages if s.streams), None))
     if pipeline.streaming and not ends:
-        said.append("a streaming rollout's groups would end evenly over its time.")
+        assumed.append("a streaming rollout's groups would end evenly over its time.")
     return Workload(
         source=source,
         pipeline=pipeline,
@@ -119,7 +122,7 @@ def of_trace(trace: Trace, source: str, config: PlanConfig) -> Workload:
         validation=validation,
         dispatch_s=dispatch,
         ends=ends,
-        assumptions=tuple(said),
+        assumptions=tuple(assumed),
         logged=(str(trace.meta.get("policy")), trace.wall, int(trace.meta.get("steps") or steps)),
         seed=config.seed,
     )
@@ -165,7 +168,7 @@ def _check_models(trace: Trace, config: PlanConfig, source: str) -> None:
 
 
 def _served(
-    trace: Trace, agent: str, rewards: Rewards, config: PlanConfig, plan: AgentPlan, said: list[str]
+    trace: Trace, agent: str, rewards: Rewards, config: PlanConfig, plan: AgentPlan, assumed: list[str]
 ) -> Rewards:
     """Returns an agent's service with the servers of its reward model, if it has one and its times are those of the
     run; adds what is assumed of them."""
@@ -176,33 +179,36 @@ def _served(
     asked = [m for m in trace.marks if m.name == "reward" and m.resource == agent]
     before, slots = int(facts["replicas"]), int(facts["slots"])
     if before > 1 and not any("endpoint" in m.args for m in asked):
-        said.append(f"model '{name}': the trace does not say which server had a request, so its servers are not told.")
+        assumed.append(
+            f"model '{name}': the trace does not say which server had a request, so its servers are not told."
+        )
         return rewards
     fitted = fit(asked, slots)
     if fitted is None:
         return rewards
-    law, alone = fitted
+    time, alone = fitted
     known = concurrency_of(trace, agent) or rewards.concurrency
     filled = plan.concurrency is None and rewards.concurrency == before * slots and fills_servers(trace, agent)
     job = trace.meta["job"]
     gpus = {"gpus": int(facts.get("gpus", 1)), "training_gpus": int(job.get("gpus", 0))}
     replicas, slots_now = own.replicas or before, own.max_num_seqs or slots
-    servers = Servers(name, replicas, slots_now, law, filled, **gpus, wake_s=own.wake)
+    servers = Servers(name, replicas, slots_now, time, filled, **gpus, wake_s=own.wake)
     if filled:
         rewards = replace(rewards, concurrency=servers.replicas * servers.slots)
-    way = "a batch of n" if law.batches else "a request beside n - 1 others"
-    said.append(
+    way = "a batch of n" if time.batches else "a request beside n - 1 others"
+    assumed.append(
         f"model '{name}': {servers.replicas} server{'s' * (servers.replicas > 1)} of {servers.slots} requests, "
-        f"{rewards.concurrency} in flight in all; {way} takes {law.base:.3g} + {law.each:.3g} n seconds, as in the run."
+        f"{rewards.concurrency} in flight in all; {way} takes {time.base:.3g} + {time.each:.3g} n seconds, as in the "
+        "run."
     )
-    before_n, n = Servers(name, before, slots, law).busiest(known), servers.busiest(rewards.concurrency)
-    if law.known and n > 1.5 * before_n:
-        said.append(
+    before_n, n = Servers(name, before, slots, time).busiest(known), servers.busiest(rewards.concurrency)
+    if time.known and n > 1.5 * before_n:
+        assumed.append(
             f"model '{name}': {n} requests in flight at a server are more than the {before_n} of the run; their "
             "time is extrapolated."
         )
-    if not law.known:
-        said.append(
+    if not time.known:
+        assumed.append(
             f"model '{name}': its servers always had the same number of requests in flight, so that their time with "
             "another one is a guess; a run with more requests a step than fit into them says more."
         )
@@ -212,11 +218,13 @@ def _served(
 def _rates(trace: Trace, agent: str, plan: AgentPlan) -> list[str]:
     """Returns what is assumed of the limits a minute that an agent had in the run."""
     rpm, tpm = rates_of(trace, agent)
-    said = [f"{agent}.rpm={rpm:g} is the run's."] if rpm and plan.rpm is None else []
-    return said + ([f"{agent}.tpm={tpm:g} of the run is not simulated."] if tpm else [])
+    assumed = [f"{agent}.rpm={rpm:g} is the run's."] if rpm and plan.rpm is None else []
+    return assumed + ([f"{agent}.tpm={tpm:g} of the run is not simulated."] if tpm else [])
 
 
-def _beside(trace: Trace, pipeline: Pipeline, roles: Roles, config: PlanConfig, said: list[str]) -> dict[str, Rewards]:
+def _beside(
+    trace: Trace, pipeline: Pipeline, roles: Roles, config: PlanConfig, assumed: list[str]
+) -> dict[str, Rewards]:
     """Returns the services of the agents whose groups do not form the parts, and adds what is assumed of them.
 
     An agent whose requests the trace does not have takes the measured time of its tasks.
@@ -234,8 +242,8 @@ def _beside(trace: Trace, pipeline: Pipeline, roles: Roles, config: PlanConfig, 
         plan = config.agents.get(agent, AgentPlan())
         own, known = _service(trace, agent, (None, collect), plan, bool(config.balance_batch))
         if known or plan.latency is not None:
-            found[collect] = _served(trace, agent, own, config, plan, said)
-            said += [f"agent '{agent}': {known} latencies are those of the run.", *_rates(trace, agent, plan)]
+            found[collect] = _served(trace, agent, own, config, plan, assumed)
+            assumed += [f"agent '{agent}': {known} latencies are those of the run.", *_rates(trace, agent, plan)]
     return found
 
 

@@ -52,10 +52,10 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     testing, saving = _every(found, "testing"), _every(found, "save_checkpoint")
     log = _from_one(found)
     caution = _already_overlaps(log)
-    said = (
+    assumed = (
         [] if caution else ["the log is of the baseline: its loop waits for all rewards of a step before the update."]
     )
-    config = known_settings(path, config, said)
+    config = known_settings(path, config, assumed)
     needed, counted = examples(log, config)
     if caution:
         needed["reward.latency"] = "uniform:1:40"
@@ -71,10 +71,10 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     if config.agents:
         raise ConfigError(f"agents.{next(iter(config.agents))}: a verl log is of one reward agent; leave it out.")
     scattered = config.balance_batch is not False
-    rewards, request = _rewards(log, config, concurrency, prompts, responses, said, fit=not caution)
+    rewards, request = _rewards(log, config, concurrency, prompts, responses, assumed, fit=not caution)
     doubt = caution or _too_quick(config, rewards)
     if scattered:
-        said.append("verl deals the batch over its ranks by length before scoring (balance_batch=false if not).")
+        assumed.append("verl deals the batch over its ranks by length before scoring (balance_batch=false if not).")
     times = {
         "rollout": _measured(log, "gen"),
         "reward_request": request,
@@ -84,23 +84,23 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
         "actor_update": _measured(log, "update_actor"),
         "critic_update": _measured(log, "update_critic"),
     }
-    validation = _validation(log, testing, config, rewards, times, said)
+    validation = _validation(log, testing, config, rewards, times, assumed)
     checkpoints = saving if config.checkpoint.every is None else config.checkpoint.every
     if checkpoints:
         times["checkpoint"] = _measured(log, "save_checkpoint")
     known = {name: time for name, time in times.items() if time is not None}
     steps = config.steps or len(log.series("timing_s/gen"))
     if "ref_log_prob" not in known:
-        said.append("no reference log-probs: the log holds no timing_s/ref.")
+        assumed.append("no reference log-probs: the log holds no timing_s/ref.")
     if "old_log_prob" not in known:
-        said.append("no old log-probs: the log holds no timing_s/old_log_prob, as with verl's bypass_mode.")
+        assumed.append("no old log-probs: the log holds no timing_s/old_log_prob, as with verl's bypass_mode.")
     if config.reward.agent == "per-step":
-        said.append("off-policy rows leave out the first rollout, as timing_s/step does.")
+        assumed.append("off-policy rows leave out the first rollout, as timing_s/step does.")
     logged = log.series("timing_s/step")
     critic = any(name in known for name in CRITIC)
     if critic:
-        said.append("the critic's update may run beside the next step's wait for rewards; verl's loop waits for it.")
-        said.append(
+        assumed.append("the critic's update may run beside the next step's wait for rewards; verl's loop waits for it.")
+        assumed.append(
             "a policy that splits a step whitens the advantages over mini-batches (algorithm.whiten=mini-batch), verl "
             "over the step."
         )
@@ -118,7 +118,7 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
         validation=validation,
         dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
         uncounted=config.reward.agent == "per-step",
-        assumptions=tuple(said),
+        assumptions=tuple(assumed),
         logged=("" if caution else "baseline", math.fsum(logged.values()), len(logged)) if logged else None,
         caution=doubt,
         seed=config.seed,
@@ -199,7 +199,7 @@ def _mean(series: Mapping[int, float]) -> float:
 
 
 def _rewards(
-    log: Scalars, config: PlanConfig, concurrency: int, groups: int, responses: int, said: list[str], fit: bool
+    log: Scalars, config: PlanConfig, concurrency: int, groups: int, responses: int, assumed: list[str], fit: bool
 ) -> tuple[Rewards, Measured | None]:
     """Returns the reward service, and the time to send the requests.
 
@@ -213,22 +213,22 @@ def _rewards(
     wait, visible = (sent, sent > HIDDEN_S) if blocking else (apart + rest, rest > HIDDEN_S)
     request = None if blocking else _measured(log, "reward")
     if blocking and visible:
-        said.append(
+        assumed.append(
             "the log waits for its rewards before the log-probs (timing_s/reward); dataflow does so after them."
         )
     distribution = parse_distribution(spec.latency, "reward.latency") if spec.latency is not None else None
     if not fit and distribution is not None:
-        said.append(f"reward.latency={spec.latency} is taken as given: the waits in the log overlap other work.")
+        assumed.append(f"reward.latency={spec.latency} is taken as given: the waits in the log overlap other work.")
     elif not visible:
         if distribution is None:
             distribution = Distribution("constant")
-            said.append("the log shows no wait for rewards: their latency is taken as 0 (reward.latency=...).")
+            assumed.append("the log shows no wait for rewards: their latency is taken as 0 (reward.latency=...).")
     elif distribution is None or spec.fit:
         shape = distribution or parse_distribution("uniform:0:2")
         rewards = Rewards(shape, concurrency, spec.rpm)
         distribution = fit_latency(rewards, groups, responses, wait, config.seed)
         what = f"reward.latency={spec.latency} (mean {shape.mean:.2f} s)" if spec.latency else "reward.latency"
-        said.append(
+        assumed.append(
             f"{what} is fitted to the log: a step's rewards took {wait:.1f} s, which {concurrency} in flight make "
             f"of a mean of {distribution.mean:.2f} s ({distribution})"
             + ("; reward.fit=false takes reward.latency as given." if spec.latency else ".")
@@ -243,7 +243,7 @@ def _validation(
     config: PlanConfig,
     rewards: Rewards,
     times: dict[str, Measured | None],
-    said: list[str],
+    assumed: list[str],
 ) -> Validation | None:
     plan = config.validation
     every = logged_every if plan.every is None else plan.every
@@ -257,12 +257,12 @@ def _validation(
     times["val_rollout"] = _measured(log, "testing", scoring)
     logged = _mean(log.series("timing_s/testing"))
     if samples:
-        said.append(
+        assumed.append(
             f"of a validation's {logged:.1f} s (timing_s/testing) {min(scoring, logged):.1f} s are scoring "
             f"{samples} samples, the rest generation."
         )
     else:
-        said.append("a validation's time is all generation (validation.samples=... tells its scoring apart).")
+        assumed.append("a validation's time is all generation (validation.samples=... tells its scoring apart).")
     if overlap:
-        said.append("validation is scored while training continues (validation.overlap=false: it stops it).")
+        assumed.append("validation is scored while training continues (validation.overlap=false: it stops it).")
     return Validation(every, samples, plan.pool, overlap)

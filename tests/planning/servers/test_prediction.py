@@ -1,4 +1,4 @@
-"""A plan from a run with a served reward model foretells other numbers of servers: emulated servers of known laws."""
+"""A plan from a run with a served reward model predicts other numbers of servers, which are emulated."""
 
 from __future__ import annotations
 
@@ -108,5 +108,5 @@ def test_a_run_of_one_load_says_that_another_is_a_guess() -> None:
     short = [replace(trace.marks[0], begin=end, end=end + 2.0, args={"step": s}) for s, end in steps.items()] * 8
     found = of_trace(replace(trace, marks=short), "a run", PlanConfig())
     assert found.rewards.servers is not None
-    assert not found.rewards.servers.law.known
+    assert not found.rewards.servers.service_time.known
     assert any("is a guess" in said for said in found.assumptions)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 
 from dataflow.errors import ConfigError
-from dataflow.planning.servers.law import Law, Servers
 from dataflow.planning.servers.service import ServerService
+from dataflow.planning.servers.service_time import Servers, ServiceTime
 
 ABOUT = 0.006  # the times of equal servers differ by half a per cent
-SHARING, BATCHING = Law(1.0, 1.0), Law(1.0, 1.0, batches=True, first=(1,))
+SHARING, BATCHING = ServiceTime(1.0, 1.0), ServiceTime(1.0, 1.0, batches=True, first=(1,))
 
 
-def ends(law: Law, replicas: int, slots: int, works: list[float], concurrency: int = 100) -> list[float]:
-    """When each request ends, one group each, all submitted at 0; their work in units of the law."""
-    service = ServerService(Servers("rm", replicas, slots, law), concurrency)
-    service.submit("step", 0.0, [(i, work * law.seconds(1)) for i, work in enumerate(works)])
+def ends(
+    service_time: ServiceTime, replicas: int, slots: int, works: list[float], concurrency: int = 100
+) -> list[float]:
+    """When each request ends, one group each, all submitted at 0; their work in units of the service time."""
+    service = ServerService(Servers("rm", replicas, slots, service_time), concurrency)
+    service.submit("step", 0.0, [(i, work * service_time.seconds(1)) for i, work in enumerate(works)])
     for i in range(len(works)):
         service.wait("step", i, 1, groups=[i])
     # A group that waits behind another's delivery is delivered with it.
@@ -35,7 +37,7 @@ def test_requests_that_share_a_server_slow_each_other_down() -> None:
 def test_what_waits_is_the_next_batch() -> None:
     # 1 alone for 2 s, then the other 3 together for 4 s.
     assert ends(BATCHING, 1, 4, [1.0] * 4) == [2.0, 6.0, 6.0, 6.0]
-    assert ends(Law(1.0, 1.0, batches=True, first=(9,)), 1, 4, [1.0] * 4) == [5.0] * 4
+    assert ends(ServiceTime(1.0, 1.0, batches=True, first=(9,)), 1, 4, [1.0] * 4) == [5.0] * 4
     # 2 slots: when the first has ended, the fifth joins those of the batch after the second.
     assert ends(BATCHING, 1, 2, [1.0] * 4) == [2.0, 4.0, 6.0, 8.0]
 
@@ -48,14 +50,14 @@ def test_fewer_requests_in_flight_than_slots() -> None:
 
 
 def test_older_steps_go_first_and_rates_hold() -> None:
-    service = ServerService(Servers("rm", 1, 1, Law(1.0, 0.0)), 1)
+    service = ServerService(Servers("rm", 1, 1, ServiceTime(1.0, 0.0)), 1)
     service.submit("late", 0.0, [(0, 1.0), (1, 1.0)], order=(0, 2))
     service.submit("early", 0.5, [(0, 1.0)], order=(0, 1))
     service.wait("late", "late", 2)
     service.wait("early", "early", 1)
     found = [service.advance(float("inf")) for _ in range(2)]
     assert [(each.waiter, each.at) for each in found if each] == [("early", 2.0), ("late", 3.0)]
-    service = ServerService(Servers("rm", 4, 4, Law(0.5, 0.0)), 16, rpm=30.0)
+    service = ServerService(Servers("rm", 4, 4, ServiceTime(0.5, 0.0)), 16, rpm=30.0)
     service.submit("step", 0.0, [(i, 0.5) for i in range(3)])
     service.wait("step", 0, 3)
     assert (done := service.advance(float("inf"))) is not None

@@ -64,12 +64,12 @@ def _events(file: Path) -> Iterator[tuple[str, int, float, float]]:
     try:
         for record in records(file):
             event = event_class().FromString(record)
-            for said in event.summary.value:
-                if said.HasField("simple_value"):
-                    value = said.simple_value
+            for scalar in event.summary.value:
+                if scalar.HasField("simple_value"):
+                    value = scalar.simple_value
                     # The file stores 32 bits: a logged 44.7915 would otherwise become 44.79150009.
                     value = value if value.is_integer() else float(str(float32(value)))
-                    yield said.tag, event.step, event.wall_time, value
+                    yield scalar.tag, event.step, event.wall_time, value
     except (OSError, DecodeError) as error:
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise DataError(f"log {file} cannot be read as events ({why}); {GIVE}.") from error

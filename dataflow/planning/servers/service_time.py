@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Law:
+class ServiceTime:
     """Seconds of a request or of a batch: ``base + each * n``.
 
     Attributes:
@@ -28,8 +28,8 @@ class Law:
         """Returns the seconds of a request beside which ``n - 1`` others are in flight, or those of a batch of n."""
         return self.base + self.each * n
 
-    def of_server(self, pace: float, number: float) -> Law:
-        """Returns the law of one of several servers.
+    def of_server(self, pace: float, number: float) -> ServiceTime:
+        """Returns the service time of one of several servers.
 
         Args:
             pace: its times are so many times as long.
@@ -48,7 +48,7 @@ class Servers:
         model: its name.
         replicas: number of servers.
         slots: requests in flight at one server at most.
-        law: of each server.
+        service_time: of each server.
         filled: whether as many requests are in flight as all servers take, whatever their number.
         gpus: of one server.
         training_gpus: of trainer and engine, in the run that was measured; 0 if they had GPUs of their own each.
@@ -58,7 +58,7 @@ class Servers:
     model: str
     replicas: int
     slots: int
-    law: Law
+    service_time: ServiceTime
     filled: bool = False
     gpus: int = 1
     training_gpus: int = 0
@@ -71,7 +71,7 @@ class Servers:
     def seconds(self, concurrency: int) -> float:
         """Returns the least seconds by which one request extends the work of all servers, kept full."""
         n = self.busiest(concurrency)
-        return self.law.seconds(n) / n / min(self.replicas, concurrency)
+        return self.service_time.seconds(n) / n / min(self.replicas, concurrency)
 
     def with_replicas(self, replicas: int) -> Servers:
         """Returns another number of equal servers."""
