@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.judge.errors import CONNECT_S, broken, overlong, refused
-from dataflow.rewards.judge.reply import beginning_of_error, whole
+from dataflow.rewards.judge.reply import whole
+from dataflow.system.http import beginning_of_error
 
 if TYPE_CHECKING:
     import aiohttp
