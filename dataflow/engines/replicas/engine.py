@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from dataflow.batch import Batch
 from dataflow.cluster.gpus import Gpus
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
-from dataflow.engines.replicas.balance import Balance, ReplicaHandle, SamplingCall, reason
+from dataflow.engines.replicas.balance import Balance, ReplicaHandle, reason
 from dataflow.engines.replicas.host import Replica, pack
-from dataflow.engines.sync_queue import Job, SampleQueue
+from dataflow.engines.sync_queue import Job, SampleQueue, SamplingCall
 from dataflow.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
