@@ -73,6 +73,22 @@ class FinishedSample:
     cached: int
 
 
+def jobs_of(groups: Sequence[int], prompts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[Job]:
+    """Returns the samples of one call, ``sampling.n`` of each prompt.
+
+    Args:
+        groups: ids of the prompts' groups.
+        prompts: their token ids.
+        sampling, seed: of the call.
+    """
+    call, inbox = SamplingCall(sampling, seed), asyncio.Queue[Sample | Exception]()
+    return [
+        Job(group, index, prompt, call, inbox)
+        for group, prompt in zip(groups, prompts, strict=True)
+        for index in range(sampling.n)
+    ]
+
+
 def by_group(jobs: Sequence[Job]) -> list[list[Job]]:
     """Returns jobs in groups: those of one call, by its ``params``, and of one group."""
     groups: dict[tuple[Any, int], list[Job]] = {}

@@ -17,7 +17,7 @@ from dataflow.engines.samples import check_sampling, check_tokens, check_turn, p
 from dataflow.engines.servers.connect import Wanted, clients
 from dataflow.engines.servers.pool import Pool
 from dataflow.engines.servers.weights_files import WeightsFiles, initial_weights
-from dataflow.engines.sync_queue import Job, SampleQueue, SamplingCall
+from dataflow.engines.sync_queue import Job, SampleQueue, SamplingCall, jobs_of
 from dataflow.engines.vocabulary import loading, read_vocabulary
 from dataflow.engines.weights import WeightNames
 from dataflow.errors import ConfigError, RunError
@@ -88,12 +88,7 @@ class ServerRollout:
         """See :meth:`RolloutEngine.generate`. Closing the generator early aborts the samples in flight."""
         ids = self._checked(prompts, sampling)
         await self._begin()
-        call, inbox = SamplingCall(sampling, seed), asyncio.Queue[Sample | Exception]()
-        jobs = [
-            Job(group, index, prompt, call, inbox)
-            for group, prompt in zip(prompts.ids, ids, strict=True)
-            for index in range(sampling.n)
-        ]
+        jobs = jobs_of(prompts.ids, ids, sampling, seed)
         async with contextlib.aclosing(self._queue.draw(jobs)) as samples:
             async for sample in samples:
                 yield sample

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -131,3 +131,19 @@ def finish_of(said: Any) -> Literal["stop", "length"]:
     if said == "length":
         return "length"
     raise ServerError(f"the server ended the sample with '{said}'")
+
+
+async def tokenized(client: Client, body: Mapping[str, Any], limit_s: float) -> list[int] | None:
+    """Returns the token ids that ``/tokenize`` answers; None if the server does not have that page.
+
+    Raises:
+        ServerError: it does not answer.
+    """
+    try:
+        return list((await client.post("/tokenize", body, limit_s))["tokens"])
+    except ServerError as error:
+        if error.refused:
+            return None
+        raise
+    except (LookupError, TypeError) as error:
+        raise ServerError("POST /tokenize is not answered with tokens") from error

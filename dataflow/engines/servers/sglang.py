@@ -11,7 +11,7 @@ from typing import Any
 
 from dataflow.engines.base import Sampling
 from dataflow.engines.servers.client import Client, ServerError
-from dataflow.engines.servers.protocol import About, DrawnSample, checked, finish_of
+from dataflow.engines.servers.protocol import About, DrawnSample, checked, finish_of, tokenized
 
 _ABOUT_S = 30.0
 INFO = ("/model_info", "/get_model_info")
@@ -49,13 +49,7 @@ class SglangServer:
 
     async def tokens_of(self, text: str) -> list[int] | None:
         """See :meth:`ServerProtocol.tokens_of`."""
-        try:
-            found = await self.client.post("/tokenize", {"prompt": text, "add_special_tokens": False}, _ABOUT_S)
-        except ServerError as error:
-            if error.refused:
-                return None
-            raise
-        return list(found["tokens"])
+        return await tokenized(self.client, {"prompt": text, "add_special_tokens": False}, _ABOUT_S)
 
     async def knows(self, token: int) -> bool:
         """See :meth:`ServerProtocol.knows`: SGLang does not say."""

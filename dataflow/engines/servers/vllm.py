@@ -15,7 +15,7 @@ from typing import Any
 
 from dataflow.engines.base import Sampling
 from dataflow.engines.servers.client import Client, ServerError
-from dataflow.engines.servers.protocol import About, DrawnSample, LogProbs, checked, finish_of
+from dataflow.engines.servers.protocol import About, DrawnSample, LogProbs, checked, finish_of, tokenized
 from dataflow.errors import ConfigError
 
 EXTENSION = "dataflow.engines.vllm.worker.RolloutWorker"
@@ -60,14 +60,9 @@ class VllmServer:
 
     async def tokens_of(self, text: str) -> list[int] | None:
         """See :meth:`ServerProtocol.tokens_of`."""
-        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        try:
-            found = await self.client.post("/tokenize", body, _ABOUT_S)
-        except ServerError as error:
-            if error.refused:
-                return None
-            raise
-        return list(found["tokens"])
+        return await tokenized(
+            self.client, {"model": self._model, "prompt": text, "add_special_tokens": False}, _ABOUT_S
+        )
 
     async def knows(self, token: int) -> bool:
         """See :meth:`ServerProtocol.knows`. A paused server does not say."""
