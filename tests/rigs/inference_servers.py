@@ -11,8 +11,9 @@ import contextlib
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
@@ -201,6 +202,7 @@ class FakeVllm(FakeServer):
     dev = True
     mode = "processed_logits"
     device = "cpu"
+    shape: Mapping[str, Any] = MappingProxyType({})
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:
         """See :meth:`FakeServer.answer`."""
@@ -232,6 +234,8 @@ class FakeVllm(FakeServer):
                     "parallel_config": {"worker_extension_cls": extension},
                 }
             }
+        if path == "/collective_rpc" and body["method"] == "shape_of_model":
+            return {"results": [dict(self.shape)]}
         if path == "/collective_rpc" and body["method"] == "reload_weights":
             if self.broken:
                 return 500, {"error": {"message": f"Worker failed with error '{self.broken}'"}}

@@ -34,7 +34,7 @@ class ServerError(Exception):
     """
 
     def __init__(self, message: str, *, status: int | None = None, wait_s: float = 0.0) -> None:
-        super().__init__(short(message))
+        super().__init__(short(message).rstrip(": "))
         self.status = status
         self.wait_s = wait_s
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dataflow.engines.base import Sampling
 from dataflow.engines.servers.client import Client, ServerError, base_of
-from dataflow.engines.servers.protocol import About, ServerProtocol
+from dataflow.engines.servers.protocol import SHAPE, About, ServerProtocol
 from dataflow.engines.servers.sglang import INFO, SglangServer
 from dataflow.engines.servers.vllm import EXTENSION, VllmServer
 from dataflow.engines.vocabulary import Vocabulary
@@ -21,7 +21,6 @@ from dataflow.system.secrets.redaction import redact
 
 KEY = "engine.api_key_env"
 _TEXT = "The quick brown fox: 12 + 34 = 46.\nNa\u00efve? Yes, #### 7"
-_COMPARED = ("architectures", "vocab_size", "num_hidden_layers", "hidden_size", "tie_word_embeddings")
 
 
 @dataclass(frozen=True)
@@ -156,18 +155,23 @@ def _check_log_probs(about: About, sampling: Sampling, where: str) -> None:
 
 
 def _check_shape(about: About, model: str, where: str) -> None:
-    """Compares the configurations of the models, where that of the server is on this machine, too."""
-    theirs, ours = Path(about.root, "config.json"), Path(model, "config.json")
-    try:
-        other, own = json.loads(theirs.read_text()), json.loads(ours.read_text())
-    except (OSError, ValueError):
-        return
-    for name in _COMPARED:
-        if name in other and name in own and other[name] != own[name]:
+    """Compares the configurations of the models, where the server tells its own, or has it on this machine, too."""
+    own = _config(model)
+    other = about.shape or _config(about.root)
+    for name in SHAPE:
+        if name in own and other.get(name) not in (None, own[name]):
             raise ConfigError(
                 f"{where} serves another model ({about.root}: {name} {other[name]}, of model.path {own[name]}); "
                 f"start it with {model}."
             )
+
+
+def _config(model: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(Path(model, "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 async def _check_tokenizer(server: ServerProtocol, wanted: Wanted, where: str) -> None:

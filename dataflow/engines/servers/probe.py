@@ -41,9 +41,13 @@ def check_servers(
 
     async def all_kinds() -> list[str]:
         opened = clients(urls, api_key_env, _TRY_S)
+        asking = [asyncio.ensure_future(_kind(client, wanted, patience_s)) for client in opened]
         try:
-            return await asyncio.gather(*(_kind(client, wanted, patience_s) for client in opened))
+            return await asyncio.gather(*asking)
         finally:
+            for task in asking:  # after the first error
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
             for client in opened:
                 await client.close()
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from dataflow.engines.base import Sampling
 from dataflow.engines.servers.client import Client, ServerError
 
+SHAPE = ("architectures", "vocab_size", "num_hidden_layers", "hidden_size", "tie_word_embeddings")
+"""Entries of config.json in which the models of run and server must agree."""
 LogProbs = Literal["uncut", "raw", "processed", "none"]
 """Which log-probs a server reports: ``uncut`` are those that the trainer computes, at the sampling temperature and
 before the cuts; ``raw`` are at temperature 1 and without penalties; ``processed`` are after the cuts."""
@@ -28,6 +30,7 @@ class About:
         log_probs: that it reports.
         cpu: whether it computes on a CPU.
         extended: whether its workers are of this package (vLLM).
+        shape: entries of its model's config.json, as far as it tells them.
     """
 
     kind: str
@@ -37,6 +40,7 @@ class About:
     log_probs: LogProbs = "uncut"
     cpu: bool = False
     extended: bool = False
+    shape: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

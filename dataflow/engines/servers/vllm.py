@@ -15,7 +15,7 @@ from typing import Any
 
 from dataflow.engines.base import Sampling
 from dataflow.engines.servers.client import Client, ServerError
-from dataflow.engines.servers.protocol import About, DrawnSample, LogProbs, checked, finish_of, tokenized
+from dataflow.engines.servers.protocol import SHAPE, About, DrawnSample, LogProbs, checked, finish_of, tokenized
 from dataflow.errors import ConfigError
 
 EXTENSION = "dataflow.engines.vllm.worker.RolloutWorker"
@@ -56,7 +56,13 @@ class VllmServer:
             raise ServerError("GET /server_info is not answered as vLLM 0.31 does") from error
         uncut = self._extended and mode == "processed_logits"
         kinds: LogProbs = "uncut" if uncut else _MODES.get(mode, "none")
-        return About(self._kind, self._model, root, longest, kinds, cpu, self._extended)
+        shape = await self._shape() if self._extended else {}
+        return About(self._kind, self._model, root, longest, kinds, cpu, self._extended, shape)
+
+    async def _shape(self) -> dict[str, Any]:
+        reply = await self.client.post("/collective_rpc", {"method": "shape_of_model", "args": list(SHAPE)}, _ABOUT_S)
+        found = (reply or {}).get("results") or [{}]
+        return found[0] if isinstance(found[0], dict) else {}
 
     async def tokens_of(self, text: str) -> list[int] | None:
         """See :meth:`ServerProtocol.tokens_of`."""

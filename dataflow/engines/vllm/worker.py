@@ -57,6 +57,11 @@ class RolloutWorker:
         report.uncut = True  # type: ignore[attr-defined]
         sampler.sample = report
 
+    def shape_of_model(self, *names: str) -> dict[str, Any]:
+        """Returns these entries of the model's configuration; vLLM cannot load weights again after it refused some."""
+        config = self.model_runner.model_config.hf_config
+        return {name: getattr(config, name, None) for name in names}
+
     def refresh_head(self) -> None:
         """Updates a tied head after vLLM has reloaded weights by itself; see :func:`remake_head`."""
         remake_head(self.model_runner.get_model())

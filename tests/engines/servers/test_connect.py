@@ -96,6 +96,8 @@ def test_models_on_this_machine_are_compared(tmp_path: Path) -> None:
         (place / "config.json").write_text(json.dumps({"vocab_size": 61, "num_hidden_layers": layers}))
     with pytest.raises(ConfigError, match=rf"serves another model \({theirs}: num_hidden_layers 2, of model.path 3\)"):
         found(FakeVllm(root=str(theirs)), model=str(ours))
+    with pytest.raises(ConfigError, match=r"serves another model \(a/model: num_hidden_layers 4, of model.path 3\)"):
+        found(made(FakeVllm, shape={"num_hidden_layers": 4, "hidden_size": None}), model=str(ours))
 
 
 class Other(FakeServer):

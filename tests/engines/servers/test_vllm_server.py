@@ -135,23 +135,43 @@ def test_what_the_server_says_is_checked(url: str, paths: list[str]) -> None:
         check_servers([url], None, paths[2], P + R, Sampling(), 10.0)
 
 
-def test_weights_of_another_shape_are_refused(url: str, paths: list[str], tmp_path: Path) -> None:
-    """If the server's own model is not on this machine, only the load shows it."""
+def test_another_model_is_found_before_it_gets_weights(url: str, paths: list[str], tmp_path: Path) -> None:
+    """After weights of another shape vLLM cannot load its own any more."""
 
     async def test() -> None:
-        wide = Path(paths[2])
-        engine = ServerRollout(str(wide), P, [url], Sampling(), P + R, weights_dir=str(tmp_path / "weights"))
+        engine = ServerRollout(paths[2], P, [url], Sampling(), P + R, weights_dir=str(tmp_path / "weights"))
         here = Path(paths[0], "config.json")
-        hidden = here.rename(here.with_suffix(".hidden"))
+        hidden = here.rename(here.with_suffix(".hidden"))  # as on another machine
         try:
-            with pytest.raises(RunError, match=r"weight sync: http\S+ does not take the weights.*Worker failed"):
+            with pytest.raises(ConfigError, match=r"serves another model .*hidden_size 64, of model.path 128"):
                 await _all(engine, prompts([5]))
         finally:
             hidden.rename(here)
             await engine.close()
-        engine = opened(url, paths, tmp_path)  # the next run finds a server that works
+        engine = opened(url, paths, tmp_path)
         samples = [sample async for sample in engine.generate(prompts([7]), GREEDY, seed=0)]
         assert list(samples[0].tokens) == greedy(load(paths[0]), prompts([7])["prompt_ids"][0], R)
+        await engine.close()
+
+    run(test())
+
+
+def test_a_directory_that_the_server_cannot_read(url: str, paths: list[str], tmp_path: Path) -> None:
+    async def test() -> None:
+        engine = opened(url, paths, tmp_path)
+        written = engine._files.write
+
+        def write(weights: Any, name: str) -> Path:
+            written(weights, name)
+            return tmp_path / "gone"
+
+        engine._files.write = write  # type: ignore[method-assign]
+        with pytest.raises(RunError, match=r"does not take the weights: .*it must .* read .*engine\.weights_dir"):
+            await engine.sample([3, 4], GREEDY, (1, 2, 3))
+        await engine.close()
+        engine = opened(url, paths, tmp_path)
+        sample = await engine.sample([3, 4], GREEDY, (1, 2, 3))
+        assert list(sample.tokens) == greedy(load(paths[0]), [3, 4], R)
         await engine.close()
 
     run(test())
