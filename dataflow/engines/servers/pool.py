@@ -195,7 +195,7 @@ class Pool:
     # --- failures -----------------------------------------------------------------------------------------------
 
     def _on_failed(self, server: Server, job: Job, error: ServerError) -> None:
-        self._recovery.said = f"{server.url}: {error}"
+        self._recovery.note(server, error)
         if error.throttled:
             self._throttle(server, error)
             self._waiting.appendleft([job])

@@ -71,7 +71,5 @@ async def _kind(client: Client, wanted: Wanted, patience_s: float) -> str:
             )
         if not said:
             said = True
-            logger.warning(
-                f"engine.urls: {client.url}: {why}; the run waits for it, at most {patience_s:g} s (engine.server_wait)"
-            )
+            logger.warning(f"engine.urls: {client.url}: {why}; waiting for it, at most {patience_s:g} s")
         await asyncio.sleep(_AGAIN_S)

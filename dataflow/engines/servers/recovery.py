@@ -52,8 +52,8 @@ class Recovery:
         self._awaiting: list[asyncio.Future[None]] = []
         self._patience: asyncio.TimerHandle | None = None
         self._weights: tuple[Path, str] | None = None
-        self.said = ""
-        """The last failure of any server, for messages."""
+        self._last = servers[0]
+        """The last one that has failed."""
 
     @property
     def label(self) -> str:
@@ -70,7 +70,7 @@ class Recovery:
 
     def suspend(self, server: Server, error: ServerError) -> None:
         """Takes a server out of use until a probe finds that it holds the current weights."""
-        self.said = f"{server.url}: {error}"
+        self.note(server, error)
         if server.watch is not None:
             return
         server.failures += 1
@@ -79,6 +79,11 @@ class Recovery:
         self._pool.on_out(server)
         server.watch = asyncio.get_running_loop().create_task(self._revive(server, error))
         self.worry()
+
+    def note(self, server: Server, error: Exception) -> None:
+        """Keeps a failure for messages."""
+        server.said = str(error)
+        self._last = server
 
     async def _revive(self, server: Server, error: Exception) -> None:
         """Probes a server until it holds the current weights, which it gets if it answers with others."""
@@ -96,7 +101,7 @@ class Recovery:
                 break
             except (ServerError, ConfigError) as failure:
                 error = failure
-                self.said = f"{server.url}: {error}"
+                self.note(server, error)
                 server.failures += 1
                 told = told or self._give_up(server, error)
         if told:
@@ -159,7 +164,7 @@ class Recovery:
         number = len(self._servers)
         return RunError(
             f"rollout: none of the {number} servers of engine.urls took a sample for {self._wait_s:g} s "
-            f"(engine.server_wait), the last with {self.said}; start them, then resume the run."
+            f"(engine.server_wait), the last with {self._last.url}: {self._last.said}; start them, then resume the run."
         )
 
     # --- weights ------------------------------------------------------------------------------------------------
@@ -192,7 +197,7 @@ class Recovery:
                 self._weights = None if first else self._weights
                 raise answer
         for server in self._servers:
-            answer = failed.get(server, ServerError("it did not answer before"))
+            answer = failed.get(server, ServerError(server.said))
             if answer is None:
                 self._take_up(server)
             else:

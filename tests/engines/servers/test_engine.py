@@ -114,7 +114,7 @@ def test_a_first_sync_spares_the_weights_of_the_start(paths: list[str], tmp_path
         assert not left.exists()
         await engine.sync(dict(load(paths[1]).state_dict()), 7)
         assert server.held == sum_of(paths[1])
-        assert server.calls.count("/collective_rpc") == 3  # the sampler, the weights, the head: once each
+        assert server.calls.count("/pause") == 1
         sample = await engine.sample([3, 4], SAMPLING, (1, 2, 3))
         assert sample.version == engine.version == 7
         await engine.close()

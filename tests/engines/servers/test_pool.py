@@ -350,9 +350,13 @@ def test_no_server_is_left(tmp_path: Path) -> None:
         assert "start them, then resume the run" in str(caught.value)
         with pytest.raises(RunError, match="none of the 2 servers"):
             await rig.draw()
-        with pytest.raises(RunError, match="none of the 2 servers"):
+        with pytest.raises(
+            RunError, match=r"none of the 2 servers.* the last with .* GET /\S+: Connection refused"
+        ):
             await rig.sync(2)
         await in_thread(servers[0].start)
+        while not rig.pool.up:
+            await asyncio.sleep(0.01)
         rig.check(await rig.draw(), 2)
 
     on(tmp_path, servers, test, wait_s=0.4)
