@@ -350,9 +350,7 @@ def test_no_server_is_left(tmp_path: Path) -> None:
         assert "start them, then resume the run" in str(caught.value)
         with pytest.raises(RunError, match="none of the 2 servers"):
             await rig.draw()
-        with pytest.raises(
-            RunError, match=r"none of the 2 servers.* the last with .* GET /\S+: Connection refused"
-        ):
+        with pytest.raises(RunError, match=r"none of the 2 servers.* the last with .* GET /\S+: Connection refused"):
             await rig.sync(2)
         await in_thread(servers[0].start)
         while not rig.pool.up:
