@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _run import PIPELINE, table
 from rollout import SHAPES, model_of
 
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.graph import Pipeline, Stage, TaskInfo
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Trace, covered

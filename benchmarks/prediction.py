@@ -83,7 +83,7 @@ def main() -> None:
         rows = [rows[at] for rows in rounds]
         walls = [row["wall_s"] for row in rows]
         errors = sorted(row["error"] for row in rows)
-        told = [row["predicted_s"] for row in rows]
+        seconds = [row["predicted_s"] for row in rows]
         ratios = [row["wall_s"] / base[0]["wall_s"] for row, base in zip(rows, rounds, strict=True)]
         told_ratios = [row["predicted_s"] / base[0]["predicted_s"] for row, base in zip(rows, rounds, strict=True)]
         model = statistics.median(row["model_error"] for row in rows)
@@ -93,7 +93,7 @@ def main() -> None:
             (
                 name,
                 f"{statistics.median(walls):.1f}",
-                f"{statistics.median(told):.1f}",
+                f"{statistics.median(seconds):.1f}",
                 f"{error:+.1%}",
                 f"{errors[0]:+.1%}",
                 f"{errors[-1]:+.1%}",

@@ -37,7 +37,7 @@ from _run import finish, start, table
 
 from dataflow.batch import Batch
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.planner import simulate, total_s
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.trace import workload
 from dataflow.policy import preset
 from dataflow.reward_agent import Limits, RewardAgent
@@ -298,7 +298,8 @@ def plan(rounds: int) -> dict[str, Any]:
                 measured[count].append(load.logged[1] / load.steps)
                 config = PlanConfig.model_validate({"reward": {"models": {"rm": {"replicas": other}}}})
                 load = workload(runs / str(count), config)
-                predicted[other].append(total_s(simulate(load, preset("baseline", 1))[0]) / load.steps)
+                account, _costs = simulate(load, preset("baseline", 1))
+                predicted[other].append((account.end - account.begin) / load.steps)
             for count in REPLICAS:
                 errors[count].append(predicted[count][-1] / measured[count][-1] - 1)
     found: dict[str, Any] = {}

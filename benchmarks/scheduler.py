@@ -22,8 +22,8 @@ from typing import Any
 from _run import table
 
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.planning.planner import simulate
 from dataflow.planning.rewards import Rewards, Validation
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import expand, preset
 from dataflow.scheduler import Scheduler

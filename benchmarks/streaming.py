@@ -94,8 +94,8 @@ def main() -> int:
             row["held"] = row["gain"] > 0 and abs(row["gain"] - row["predicted_gain"]) <= BOUND
             held = held and row["held"]
         found.append(row)
-        said = [f"{row[k]:.1%}" if k in row else "" for k in ("gain", "predicted_gain")]
-        lines.append((policy, f"{row['wall_s']:.1f}", f"{row['predicted_s']:.1f}", *said, str(row.get("held", ""))))
+        shares = [f"{row[k]:.1%}" if k in row else "" for k in ("gain", "predicted_gain")]
+        lines.append((policy, f"{row['wall_s']:.1f}", f"{row['predicted_s']:.1f}", *shares, str(row.get("held", ""))))
     print(table(lines))
     Path(options.out).write_text(json.dumps({"ragged": ragged, "bound": BOUND, "rows": found}, indent=2) + "\n")
     return 0 if held else 1

@@ -20,8 +20,8 @@ from typing import Any
 from _run import table
 
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.planning.planner import simulate
 from dataflow.planning.rewards import Rewards
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import preset
 from dataflow.timeline import perfetto

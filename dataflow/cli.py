@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dataflow.commands import completion
 from dataflow.commands.arguments import Parser, Version, as_key, is_dry
 from dataflow.commands.ending import act
 from dataflow.commands.trace import read_trace
@@ -31,6 +32,7 @@ EXAMPLES = {
     "resume": "dataflow resume runs/gsm8k_grpo-both-1 steps=60",
     "export": "dataflow export runs/gsm8k_grpo-both-1 -o my-model",
     "doctor": "dataflow doctor --start",
+    "completion": 'eval "$(dataflow completion bash)"',
     "init": "dataflow init my-project",
     "show": "dataflow show pipelines/gsm8k_grpo.py policy=both steps=2",
     "plan": "dataflow plan runs/gsm8k_grpo-baseline-1 sweep=reward.concurrency:16:256 -o plan.png",
@@ -55,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if own:
         open_standard_streams()
+        if completion.asked():
+            completion.answer(parser)
     # Options may come between key=value arguments, which argparse alone does not accept.
     options, rest = parser.parse_known_args(arguments)
     takes_more = getattr(options, "overrides", getattr(options, "runs", None))
@@ -131,6 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument("run", metavar="RUN", help="a run's directory")
     export.add_argument("overrides", nargs="*", metavar="step=N", help="of which step; the newest by default")
     export.add_argument("-o", dest="out", metavar="DIR", help="directory to make; RUN/model by default")
+    export.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, which is merged otherwise")
 
     init = add("init", _init, "Writes a project of your own: pipeline, reward, configuration, README and tests.")
     init.add_argument("directory", metavar="DIR", help="directory to write it to")
@@ -138,6 +143,11 @@ def make_parser() -> argparse.ArgumentParser:
     doctor = add("doctor", _doctor, "Says what is installed and what this machine has, and the fix of each problem.")
     doctor.add_argument("--start", action="store_true", help="start vLLM once, too (half a minute)")
     doctor.add_argument("--json", action="store_true", help="print it as JSON")
+
+    complete = add(
+        "completion", _completion, "Prints what a shell evaluates to complete commands, files, runs and keys."
+    )
+    complete.add_argument("shell", metavar="SHELL", choices=completion.SHELLS, help=", ".join(completion.SHELLS))
 
     show = add("show", _show, "Shows the stages of a pipeline, or the graph unrolled over steps=N.")
     show.add_argument("pipeline", metavar="PIPELINE.py")
@@ -161,10 +171,14 @@ def make_parser() -> argparse.ArgumentParser:
 
     timeline = add("timeline", _timeline, "Shows one run's overlap.")
     timeline.add_argument("run", metavar="RUN", help="a run's directory, or its trace.json")
-    timeline.add_argument("-o", dest="out", metavar="FILE.html|.png|.svg|.txt", help="draw it; .html to look around in")
+    timeline.add_argument(
+        "-o", dest="out", metavar="FILE.html|.png|.svg|.txt|.json", help="draw it; .json is for Perfetto"
+    )
     timeline.add_argument("--follow", action="store_true", help="serve the page, and refresh it while the run goes")
     timeline.add_argument("--port", type=int, default=0, metavar="N", help="of --follow; one that is free by default")
-    timeline.add_argument("--merge", nargs="+", metavar="FILE.json", help="profiles of torch or Ray, to merge with it")
+    timeline.add_argument(
+        "--merge", nargs="+", metavar="FILE.json", help="profiles of torch or Ray, merged like its own"
+    )
     timeline.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
     samples = add("samples", _samples, "Shows a run's prompts and responses, with scores and the judge's explanations.")
@@ -203,8 +217,8 @@ def _import_verl(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.keys:
+        from dataflow.config.loading.saved import class_of
         from dataflow.config.run import RunConfig, describe
-        from dataflow.config.saved import class_of
 
         print(describe(class_of(options.pipeline) if options.pipeline else RunConfig))
         return 0
@@ -216,7 +230,7 @@ def _run(options: argparse.Namespace) -> int:
 
         return check(options.pipeline, overrides, options.json)
     progress = _starting(options.pipeline, options)
-    from dataflow.config.saved import load
+    from dataflow.config.loading.saved import load
     from dataflow.executors.ray.copies import server_of
 
     module, config = load(options.pipeline, overrides)
@@ -256,13 +270,15 @@ def _resume(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from dataflow.running.saving.export import export, step_of
 
-    print(export(Path(options.run), Path(options.out) if options.out else None, step_of(options.overrides)))
+    out = Path(options.out) if options.out else None
+    print(export(Path(options.run), out, step_of(options.overrides), options.adapter))
     return 0
 
 
 def _train(session: Session, options: argparse.Namespace) -> int:
     from dataflow.running.reporting.pages import draw_run
     from dataflow.running.reporting.progress import end_table
+    from dataflow.timeline.profiles import DIRECTORY, MERGED
 
     summary = session.run()
     page = session.directory / "timeline.html"
@@ -280,6 +296,8 @@ def _train(session: Session, options: argparse.Namespace) -> int:
         print(end_table(summary))
         print(f"timeline: {page}")
         print(f"trace:    {session.directory / 'trace.json'} (opens in https://ui.perfetto.dev)")
+        if (merged := session.directory / DIRECTORY / MERGED).is_file():
+            print(f"profile:  {merged} (likewise, with the operators of the profiled steps)")
     return 0
 
 
@@ -287,6 +305,11 @@ def _init(options: argparse.Namespace) -> int:
     from dataflow.commands.init import init
 
     return init(options.directory)
+
+
+def _completion(options: argparse.Namespace) -> int:
+    print(completion.script(options.shell))
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -312,7 +335,7 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError("plan: give a SOURCE: a run's directory, a verl log or a costs.yaml.")
     from rich.console import Console
 
-    from dataflow.planning.drawing.picture import KINDS, draw_plan
+    from dataflow.planning.drawing.picture import KINDS
     from dataflow.planning.plan import beside, make_plan
     from dataflow.timeline import files
 
@@ -325,13 +348,13 @@ def _plan(options: argparse.Namespace) -> int:
         plans = [make_plan(source, keys, status.update) for source in sources]
     plan = plans[0]
     if options.out:
-        draw_plan(plan.rows, plan.sweeps, options.out, f"predicted: {Path(options.source).name}")
+        plan.save(options.out, f"predicted: {Path(options.source).name}")
     if options.json:
         print(json.dumps(plan.as_dict() if len(plans) == 1 else [each.as_dict() for each in plans], indent=1))
     else:
         print("\n\n\n".join([*(each.text() for each in plans), *([beside(plans)] if len(plans) > 1 else [])]))
     if options.out and not options.json:
-        print(f"\npicture: {options.out}")
+        print(f"\n{'page' if options.out.lower().endswith('.html') else 'picture'}: {options.out}")
     return 0
 
 
@@ -341,30 +364,31 @@ def _timeline(options: argparse.Namespace) -> int:
     from dataflow.timeline.causes import attribution
     from dataflow.timeline.causes.culprits import worst_waits
     from dataflow.timeline.compare import facts_of
+    from dataflow.timeline.profiles import profile_lines, profiles_of
     from dataflow.timeline.text import gantt, idle_lines
 
     if options.follow:
         return _follow(options)
-    if options.merge:
+    merges = options.merge is not None or str(options.out).endswith(".json")
+    if merges:
         from dataflow.timeline.merge import check_out, merge
 
         check_out(options.out)
     else:
         files.check(options.out, ".txt")
     trace = read_trace(options.run)
-    if options.merge:
-        print(merge(trace, options.merge, options.out))
+    if merges:
+        print(merge(trace, [*profiles_of(options.run), *(options.merge or ())], options.out))
         return 0
     if options.json:
         print(json.dumps({**attribution.summary(trace), "worst_waits": worst_waits(trace)}, indent=1))
         return 0
     if options.out and not options.out.endswith(".txt"):
-        name, run = str(trace.meta.get("policy", "run")), Path(options.run).resolve()
-        title = (run if run.is_dir() else run.parent).name
-        files.draw({name: trace}, options.out, title, {name: facts_of(options.run, options.out)})
+        name = str(trace.meta.get("policy", "run"))
+        files.draw({name: trace}, options.out, files.title_of(options.run), {name: facts_of(options.run, options.out)})
         print(options.out)
         return 0
-    text = "\n".join([gantt(trace, 140), *idle_lines(trace)]) + "\n"
+    text = "\n".join([gantt(trace, 140), *idle_lines(trace), *profile_lines(trace)]) + "\n"
     if options.out:
         with replaced(options.out) as temporary:
             temporary.write_text(text, encoding="utf-8")

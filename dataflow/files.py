@@ -1,4 +1,4 @@
-"""Writes files atomically (a reader sees the old or the new file), and checks whether paths can be written."""
+"""Writes files atomically (a reader sees the old or the new file), checks whether paths can be written; the cache."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def cache_home() -> Path:
+    """Returns the directory of what is worth keeping between runs: `$XDG_CACHE_HOME/dataflow` or
+    `~/.cache/dataflow`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "dataflow"
 
 
 def no_file(path: str | os.PathLike[str]) -> str | None:
@@ -103,13 +109,17 @@ def decoded(data: bytes) -> str:
         raise ValueError(f"it is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
+_ROOM = "make room there, or let runs= name another place"
+
+
 @contextmanager
-def written(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
+def written(what: str, path: str | os.PathLike[str], fix: str = _ROOM) -> Iterator[None]:
     """Turns an OSError in the block, such as a full disk, into an error that names the file.
 
     Args:
         what: kind of file.
         path: of the file.
+        fix: what to do; by default for a file of a run.
 
     Raises:
         RunError: the block raised an OSError.
@@ -117,11 +127,9 @@ def written(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise cannot_write(what, path, error) from error
+        raise cannot_write(what, path, error, fix) from error
 
 
-def cannot_write(what: str, path: str | os.PathLike[str], error: OSError) -> RunError:
-    """Returns the error of a file of a run that cannot be written."""
-    return RunError(
-        f"{what} {path} cannot be written: {error.strerror or error}; make room there, or let runs= name another place."
-    )
+def cannot_write(what: str, path: str | os.PathLike[str], error: OSError, fix: str = _ROOM) -> RunError:
+    """Returns the error of a file that cannot be written."""
+    return RunError(f"{what} {path} cannot be written: {error.strerror or error}; {fix}.")

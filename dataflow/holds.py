@@ -31,23 +31,23 @@ def check_holds(stages: Mapping[str, Stage], edges: Edges) -> None:
 
 def _check(holder: Stage, until: str, stages: Mapping[str, Stage], edges: Edges) -> None:
     last = stages.get(until)
-    said = f"stage '{holder.name}' holds '{holder.on}' until '{until}' has ended"
+    rule = f"stage '{holder.name}' holds '{holder.on}' until '{until}' has ended"
     if last is None or last is holder:
-        raise PipelineError(f"{said}, which is no other stage{nearest(until, stages) or '.'}")
+        raise PipelineError(f"{rule}, which is no other stage{nearest(until, stages) or '.'}")
     if last.on != holder.on:
-        raise PipelineError(f"{said}, but that runs on '{last.on}'; let both run on one resource.")
+        raise PipelineError(f"{rule}, but that runs on '{last.on}'; let both run on one resource.")
     if (holder.grain, last.grain) != ("step", "step") or holder.every != last.every:
-        raise PipelineError(f"{said}; let each of them run once on the same steps.")
+        raise PipelineError(f"{rule}; let each of them run once on the same steps.")
     if any(other.until == until for other in stages.values() if other is not holder):
-        raise PipelineError(f"{said}, as another stage does; give each a stage of its own.")
+        raise PipelineError(f"{rule}, as another stage does; give each a stage of its own.")
     before = _upstream(holder.name, edges)
     needed = _upstream(until, edges)
     if holder.name not in needed:
-        raise PipelineError(f"{said}, but '{until}' does not wait for it; give it after=['{holder.name}'] or a field.")
+        raise PipelineError(f"{rule}, but '{until}' does not wait for it; give it after=['{holder.name}'] or a field.")
     between = needed - before - {holder.name}
     if busy := sorted(name for name in between if stages[name].on == holder.on):
         raise PipelineError(
-            f"{said}, but '{busy[0]}' runs on '{holder.on}' and '{until}' waits for it; let '{holder.name}' be after "
+            f"{rule}, but '{busy[0]}' runs on '{holder.on}' and '{until}' waits for it; let '{holder.name}' be after "
             f"'{busy[0]}', or '{busy[0]}' after '{until}'."
         )
     # What another step writes on the resource may come after the holder of this step.
@@ -56,7 +56,7 @@ def _check(holder: Stage, until: str, stages: Mapping[str, Stage], edges: Edges)
         waits = lag != "none" and target.name in {*between, until} and source.on == holder.on
         if waits and source.name not in early:
             raise PipelineError(
-                f"{said}, but '{target.name}' waits for '{field}' of an earlier step, which '{source.name}' writes on "
+                f"{rule}, but '{target.name}' waits for '{field}' of an earlier step, which '{source.name}' writes on "
                 f"'{holder.on}'; let '{holder.name}' read it as well."
             )
 

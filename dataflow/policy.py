@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 from dataflow.errors import PipelineError, PolicyError, nearest
 from dataflow.graph import Grain, Pipeline, Stage, TaskGraph
@@ -226,7 +227,13 @@ def expand(
     if groups is not None:
         check_whole("groups", groups)
     schedule = policy if isinstance(policy, PolicySchedule) else PolicySchedule(((first, policy),))
-    return _expand(pipeline, schedule, range(first, steps + 1), _Sizes(mini_batches, groups), {})
+    sizes = _Sizes(mini_batches, groups)
+    reaches = _REACHES.setdefault(pipeline, {}).setdefault(sizes, {})
+    return _expand(pipeline, schedule, range(first, steps + 1), sizes, reaches)
+
+
+_REACHES: WeakKeyDictionary[Pipeline, dict[_Sizes, dict[PolicySchedule, int]]] = WeakKeyDictionary()
+"""What :func:`expand` has checked of each pipeline: a plan simulates the same policies again and again."""
 
 
 def _expand(

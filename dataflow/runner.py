@@ -153,7 +153,7 @@ class Runner:
         return found
 
     def end_early(self) -> int:
-        """Ends the run at the next consistent cut, see :meth:`dataflow.scheduler.Scheduler.finish`.
+        """Ends the run at the next consistent cut, see :meth:`dataflow.scheduler.Scheduler.end_early`.
 
         Returns:
             Its step. If :attr:`over` is true then, it is reached, and nothing runs any more.
@@ -179,7 +179,7 @@ class Runner:
 
     @property
     def over(self) -> bool:
-        """Whether :meth:`finish` found nothing left to do."""
+        """Whether :meth:`end_early` found nothing left to do."""
         return self._over
 
     def handles(self, step: int) -> dict[tuple[str, int], Any]:

@@ -10,13 +10,14 @@ import inspect
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 from dataflow.errors import PipelineError, nearest
-from dataflow.fields import Carried, Lag, Latest, Read, read_of
-from dataflow.task_info import TaskInfo
+from dataflow.signature.fields import Carried, Lag, Latest, Read, read_of
+from dataflow.signature.task_info import TaskInfo
 
 Grain: TypeAlias = Literal["step", "chunk", "part", "mini-batch"]
 __all__ = [
@@ -55,9 +56,18 @@ class Hosted:
         devices: GPUs that each process has ``gpus`` of, all on one node.
         concurrent: calls run concurrently on one event loop (for I/O-bound services).
         restarts: how often in a run it may be rebuilt when its process dies; stages that replay then run again,
-            followed by the interrupted tasks. For services whose state can be restored, such as an agent.
+            followed by the interrupted tasks. For services whose state can be restored, such as an agent; with 0 its
+            death restarts the run from the newest checkpoint.
         alone: built before the other services on GPUs, never at the same time, since it measures free memory.
         close_s: seconds that closing it may take at the end of a run.
+        here: runs on the node of the run's own process on a cluster, as it uses files or servers there, unless
+            ``ray.nodes`` names other nodes for it.
+        files: paths that it reads, by the key that gives each; on a cluster its nodes must have the same.
+        made: directories that the run has made itself, likewise, which are copied to a node without them.
+        run_directory: whether it has files in the run's directory, which its nodes then must share. One that a stage
+            with the role ``saves`` calls has.
+        around: called with the task of each stage function in its process (except those that save, which run beside
+            others), returns what is entered around the call, such as a profiler.
     """
 
     name: str
@@ -70,6 +80,11 @@ class Hosted:
     restarts: int = 0
     alone: bool = False
     close_s: float = 1.0
+    here: bool = False
+    files: Mapping[str, str] = field(default_factory=dict)
+    made: Mapping[str, str] = field(default_factory=dict)
+    run_directory: bool = False
+    around: Callable[[TaskInfo], AbstractContextManager[None]] | None = None
 
     def build(self) -> Any:
         """Returns the service, built in this process."""

@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 import dataflow
 from dataflow.cli import make_parser
 from dataflow.config.keys.overrides import default_of, fields, section_of
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import RunConfig
 from dataflow.planning.config import PlanConfig
 

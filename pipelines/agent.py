@@ -25,8 +25,9 @@ from pathlib import Path
 from pydantic import Field
 
 from dataflow.config.reward import RewardConfig
-from dataflow.config.run import EngineConfig, RunConfig
+from dataflow.config.run import EngineConfig, RunConfig, TrainerConfig
 from dataflow.config.tools import ToolsConfig
+from dataflow.config.toy import toy_trainer
 from dataflow.graph import Pipeline
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import greedy_stages, rollout_stages
@@ -57,6 +58,7 @@ class Equation:
 class Config(RunConfig):
     """The defaults train a tiny Qwen2 on a laptop; see dataflow/config/run.py for every key."""
 
+    trainer: TrainerConfig = Field(default_factory=toy_trainer)
     tools: ToolsConfig = Field(
         default_factory=lambda: ToolsConfig(
             path=str(Path(__file__).resolve()),  # for Equation; a file of your own may define tools as well

@@ -15,7 +15,8 @@ from pydantic import Field
 
 from dataflow.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from dataflow.config.reward import RewardConfig
-from dataflow.config.run import RunConfig
+from dataflow.config.run import RunConfig, TrainerConfig
+from dataflow.config.toy import toy_trainer
 from dataflow.graph import Pipeline
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
@@ -32,6 +33,7 @@ OVERLONG = {"overlong_buffer_len": 6}  # the last 6 tokens of the longest respon
 class Config(RunConfig):
     """The defaults train a tiny Qwen2 on a laptop; see dataflow/config/run.py for every key."""
 
+    trainer: TrainerConfig = Field(default_factory=toy_trainer)
     reward: RewardConfig = Field(
         default_factory=lambda: RewardConfig(share_equal=False, manager="dapo", manager_kwargs=OVERLONG)
     )

@@ -19,12 +19,14 @@ from typing import Any, ClassVar
 from pydantic import Field, PositiveInt
 
 from dataflow.config.run import ModelConfig, RunConfig, TrainerConfig
+from dataflow.config.toy import toy_trainer
 from dataflow.data.tokenize import check_same_tokens
 from dataflow.graph import Hosted, Pipeline
 from dataflow.rewards.user.gsm8k import compute_score
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
-from dataflow.running.services.hosting import check_reader, pools_of, rollout_host, trainer_host
+from dataflow.running.services.hosting import pools_of, rollout_host, trainer_host
+from dataflow.running.services.training import check_reader
 from dataflow.stages.distill import distill_advantage, teacher_log_prob
 from dataflow.stages.log_prob import bypassing, log_prob_stages
 from dataflow.stages.sync import gather_weights, sync_weights
@@ -57,6 +59,7 @@ class Config(RunConfig):
         "samples.every": "it keeps no samples",
     }
 
+    trainer: TrainerConfig = Field(default_factory=toy_trainer)
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from dataflow.config.reward import RewardConfig
-from dataflow.config.run import RunConfig
+from dataflow.config.run import RunConfig, TrainerConfig
+from dataflow.config.toy import toy_trainer
 from dataflow.graph import Pipeline
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import greedy_stages, rollout_stages
@@ -30,6 +31,7 @@ from dataflow.stages.sync import gather_weights, sync_weights
 class Config(RunConfig):
     """The defaults train a tiny Qwen2 on a laptop; see dataflow/config/run.py for every key."""
 
+    trainer: TrainerConfig = Field(default_factory=toy_trainer)
     # A tiny model often repeats a response, a real one hardly ever. So each response is judged, as with a real model.
     reward: RewardConfig = Field(default_factory=lambda: RewardConfig(share_equal=False))
 

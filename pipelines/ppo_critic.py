@@ -23,7 +23,8 @@ from dataflow.config import critic as critic_keys
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.critic import CriticConfig
 from dataflow.config.reward import RewardConfig
-from dataflow.config.run import RunConfig
+from dataflow.config.run import RunConfig, TrainerConfig
+from dataflow.config.toy import toy_critic, toy_trainer
 from dataflow.data.tokenize import check_same_tokens
 from dataflow.graph import Pipeline
 from dataflow.models.tiny import check_model
@@ -43,7 +44,8 @@ class Config(RunConfig):
     """The defaults train a tiny Qwen2 on a laptop; see dataflow/config/run.py and critic.py for every key."""
 
     elsewhere = staticmethod(critic_keys.hint)
-    critic: CriticConfig = Field(default_factory=CriticConfig)
+    trainer: TrainerConfig = Field(default_factory=toy_trainer)
+    critic: CriticConfig = Field(default_factory=toy_critic)
     algorithm: AlgorithmConfig = Field(
         # Whitened over the whole step, as in verl, no policy could split a step. lam is verl's default: with less, the
         # errors of a critic that has just begun count, while the score says at the end what a response was worth.

@@ -20,18 +20,19 @@ from __future__ import annotations
 from pydantic import Field, NonNegativeFloat
 
 from dataflow.config.reward import RewardConfig, SourceConfig
-from dataflow.config.run import RunConfig
+from dataflow.config.run import RunConfig, TrainerConfig
 from dataflow.config.section import Section
+from dataflow.config.toy import toy_trainer
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
 from dataflow.running.recipe import actor_stage, recipe_pipeline
 from dataflow.running.sampling import rollout_stages
 from dataflow.running.services.hosting import pools_of, reward_host, rollout_host, trainer_host
 from dataflow.stages.advantage import advantage_stage
-from dataflow.stages.combine import combine_stage
 from dataflow.stages.log_prob import log_prob_stages
 from dataflow.stages.reward import agent_stages, val_score
 from dataflow.stages.samples import sample_stages
+from dataflow.stages.scoring.combine import combine_stage
 from dataflow.stages.sync import gather_weights, sync_weights
 
 RULE = "dataflow.rewards.user.gsm8k:compute_score"
@@ -52,6 +53,7 @@ class WeightsConfig(Section):
 class Config(RunConfig):
     """The defaults train a tiny Qwen2 on a laptop; see dataflow/config/run.py for every key."""
 
+    trainer: TrainerConfig = Field(default_factory=toy_trainer)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     reward: RewardConfig = Field(default_factory=lambda: RewardConfig(share_equal=False))
     rule: SourceConfig = Field(default_factory=SourceConfig)

@@ -143,7 +143,7 @@ def test_an_error_that_takes_the_place_of_an_interrupt_is_one(
             raise kind("no module") from None
         return 0
 
-    monkeypatch.setattr("dataflow.cli._show", act)
+    monkeypatch.setattr("dataflow.commands.show.show", act)
     assert main(["show", PIPELINE]) == 143
     assert capsys.readouterr().err.strip() == "interrupted"
 

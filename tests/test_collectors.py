@@ -15,7 +15,7 @@ from dataflow.executors.base import Done
 from dataflow.executors.virtual import VirtualExecutor
 from dataflow.graph import Pipeline, TaskGraph, TaskId, stage
 from dataflow.planning.config import PlanConfig, RewardPlan
-from dataflow.planning.planner import simulate as predict
+from dataflow.planning.simulation.simulate import simulate as predict
 from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import PRESETS, STREAM, SchedulingPolicy, expand, preset
 from dataflow.runner import Runner

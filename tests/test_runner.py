@@ -28,6 +28,7 @@ from dataflow.testing import (
 )
 from dataflow.timeline.spans import Span, Trace
 from tests.rigs.golden import check_golden
+from tests.rigs.memory import size_of
 
 DICE = st.randoms(use_true_random=False)
 QUICK = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -345,19 +346,26 @@ def run(graph: TaskGraph, executor=None, **more) -> Runner:
 
 def test_it_keeps_nothing_of_finished_steps():
     graph = grpo(SchedulingPolicy(4, 2), 200)
-    most = [0]
+    executor, trace = VirtualExecutor(RandomCosts(0)), Trace()
+    runner = Runner(graph, executor, inputs={"prompts": lambda step: None}, trace=trace, on_span=lambda s: look(s))
+    sizes: list[int] = []
+    most = 0
+
+    def size() -> int:
+        return size_of([vars(runner)], [graph, executor, trace])
 
     def look(span: Span) -> None:
-        most[0] = max(most[0], sum(map(len, runner._values.values())), len(runner._fetched), len(runner._metrics))
+        nonlocal most
+        most = max(most, len(runner.handles(0)))
+        if span.stage == "sync_weights" and span.step % 10 == 0:
+            sizes.append(size())
 
-    executor = VirtualExecutor(RandomCosts(0))
-    runner = Runner(graph, executor, inputs={"prompts": lambda step: None}, trace=Trace(), on_span=look)
     asyncio.run(runner.run())
-    assert most[0] <= (graph.ahead + 2) * 20
-    assert not runner._values
-    assert not runner._fetched
-    assert not runner._metrics
-    assert not runner._tasks
+    assert most <= (graph.ahead + 2) * 20
+    assert not [step for _name, step in runner.handles(0) if step], "no field of a step"
+    assert not runner.running()
+    assert max(sizes) < 2 * sizes[0]
+    assert size() < min(sizes) / 2
 
 
 def test_each_step_is_reported_once_in_order():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
@@ -23,6 +25,7 @@ from dataflow.tasks.events import (
     TaskFinished,
 )
 from dataflow.testing import grpo_pipeline, random_graph
+from tests.rigs.memory import size_of
 
 DICE = st.randoms(use_true_random=False)
 
@@ -117,6 +120,11 @@ def test_each_group_is_in_one_part_and_one_mini_batch_of_each_epoch_of_a_step(di
         assert sorted(groups) == list(range(graph.groups)), key
 
 
+def known(scheduler: Scheduler, tasks: Iterable[TaskId]) -> list[TaskId]:
+    """Returns those of the tasks that the scheduler has not forgotten."""
+    return [task for task in tasks if scheduler.story(task) != "unknown"]
+
+
 @pytest.mark.parametrize("policy", [preset("both", 4), SchedulingPolicy(2, 4)], ids=["both", "2-4"])
 def test_memory_follows_the_window_not_the_run(policy):
     steps = 500  # 4,000 entries and more, were none removed
@@ -125,21 +133,25 @@ def test_memory_follows_the_window_not_the_run(policy):
     dice = random.Random(0)
     running: list[TaskId] = []
     instructions = scheduler.start()
-    most = 0
-    tasks = 0
+    ids = [[task.id for task in graph.unroll(step)] for step in range(1, steps + 1)]
+    tasks, most, sizes = 0, 0, []
     while not isinstance(instructions[-1] if instructions else None, RunDone):
         running += [i.task.id for i in instructions if isinstance(i, Start)]
         i = running.pop(dice.randrange(len(running)))
         groups = tuple(range(i.part * 4 // i.parts, (i.part + 1) * 4 // i.parts))
         instructions = scheduler.handle(TaskFinished(i, 1.0, groups))
         tasks += 1
-        most = max(most, len(scheduler._entries), len(scheduler._dependents), len(scheduler._groups))
+        if i.stage == "actor_update" and i.part + 1 == i.parts:  # once in each step
+            around = ids[max(0, i.step - 20) : i.step + 20]
+            most = max(most, len(known(scheduler, itertools.chain(*around))))
+            if i.step % 50 == 0:
+                sizes.append(size_of([scheduler], [graph]))
     in_a_step = max(len(graph.unroll(step)) for step in (1, 7))
     assert tasks > 12 * steps
     assert most <= (graph.ahead + 3) * in_a_step
-    assert not scheduler._entries
-    assert not scheduler._dependents
-    assert not scheduler._groups
+    assert not known(scheduler, itertools.chain(*ids))
+    assert max(sizes) < 2 * sizes[0], "of any kind"
+    assert size_of([scheduler], [graph]) < min(sizes) / 2
 
 
 def test_a_slow_validation_keeps_only_its_own_step():
@@ -155,7 +167,7 @@ def test_a_slow_validation_keeps_only_its_own_step():
         running += [s.task.id for s in instructions if isinstance(s, Start)]
         scheduler.check()
     assert 5 not in released
-    assert len(scheduler._entries) <= 5 * 12
+    assert len(known(scheduler, (task.id for step in range(1, 105) for task in graph.unroll(step)))) <= 5 * 12
 
 
 @stage(writes="a", on="gpu")

@@ -25,7 +25,7 @@ def check(pipeline: str | Path, *overrides: str, **keys: Any) -> list[Finding]:
     """
     from functools import partial
 
-    from dataflow.config.saved import load
+    from dataflow.config.loading.saved import load
     from dataflow.running.dry import dry_run
 
     return outside_a_loop(lambda: dry_run(partial(load, pipeline), arguments_of(overrides, keys)))

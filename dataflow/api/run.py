@@ -78,7 +78,7 @@ def run(
         StageFailed: a task failed; trace and metrics so far are on disk.
     """
     from dataflow.config.keys.overrides import parse_overrides
-    from dataflow.config.saved import load
+    from dataflow.config.loading.saved import load
     from dataflow.running.reporting.progress import Progress
     from dataflow.running.resume import began
     from dataflow.running.session import Session

@@ -21,6 +21,9 @@ from dataflow.usercode.failures import (
 )
 
 DIED = "the process that ran it died (killed, or out of memory)"
+GONE = "a value that it needs is gone with the node that held it"
+_IN_CREATION = "in its creation task"
+"""How Ray's message says that an actor could not be made."""
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,20 +93,55 @@ def died(error: BaseException | None) -> bool:
     return isinstance(error, gone)
 
 
-def cause(error: BaseException) -> BaseException:
-    """Returns the worker's own exception without Ray's wrapping; for a dead process, a ServiceLost in one sentence."""
+def unreachable(error: BaseException | None) -> bool:
+    """Whether a call failed because the connection to the actor broke, before Ray knew if its node is gone."""
     from ray import exceptions
 
+    return isinstance(error, exceptions.ActorUnavailableError)
+
+
+def peer_lost(error: BaseException | None) -> bool:
+    """Whether a call failed because a rank lost its connection to another one, which may have died."""
+    from ray import exceptions
+
+    inner = error.cause if isinstance(error, exceptions.RayTaskError) else error
+    kinds = {kind.__name__ for kind in type(inner).__mro__}
+    return bool(kinds & {"DistBackendError", "DistNetworkError"}) or "gloo/transport" in str(inner)
+
+
+def value_lost(error: BaseException | None) -> bool:
+    """Whether a call failed because a value that it was given is gone with the node that held it."""
+    from ray import exceptions
+
+    inner = error.cause if isinstance(error, exceptions.RayTaskError) else error
+    return isinstance(inner, exceptions.ObjectLostError)
+
+
+def cause(error: BaseException) -> BaseException:
+    """Returns the worker's own exception without Ray's wrapping.
+
+    For a dead process, or a value that is gone, a ServiceLost in one sentence: a run resumes from a checkpoint.
+    """
+    from ray import exceptions
+
+    if value_lost(error):
+        return ServiceLost(GONE)
     wrapped = isinstance(error, exceptions.RayTaskError)
     if wrapped and isinstance(inner := getattr(error, "cause", None), BaseException):
         inner.add_note(shortened(str(error)))
         return inner
+    if died(error) and _IN_CREATION in str(error):
+        return RunError(
+            f"its process could not begin: {last_words(error)}; give all nodes the same Python environment."
+        )
     if died(error):
         return ServiceLost(f"{DIED}; see Ray's log for its last output: {last_words(error)}")
     return error
 
 
 def last_words(error: BaseException) -> str:
-    """Returns the first line of the message of Ray, or of the service itself, about a death."""
+    """Returns the line of the message of Ray, or of the service itself, that says why a process died."""
     shown = attribute_of(error, "cause") or error
-    return (str(shown).strip().splitlines() or [type(shown).__name__])[0]
+    lines = str(shown).strip().splitlines() or [type(shown).__name__]
+    # Of an actor that could not even be made, such as one without this package, the message has the traceback.
+    return lines[-1].strip() if _IN_CREATION in lines[0] else lines[0]

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from dataflow.errors import ConfigError
+
+ANYWHERE: Mapping[str, Any] = MappingProxyType({})
+"""Options of an actor that leave its node to Ray."""
 
 
 class GpuSlot:
@@ -27,6 +32,7 @@ class Gpus:
     Args:
         share: of each GPU, at most 1; or a whole number of GPUs.
         devices: number of such shares.
+        where: options of the actor that say on which node it runs.
 
     Attributes:
         options: of the actor, for Ray.
@@ -36,23 +42,24 @@ class Gpus:
         ConfigError: ``share`` is over 1 and not a whole number.
     """
 
-    def __init__(self, share: float, devices: int = 1) -> None:
+    def __init__(self, share: float, devices: int = 1, where: Mapping[str, Any] = ANYWHERE) -> None:
         self._group: Any = None
         self._slots: list[Any] = []
         if share > 1 and share != int(share):
             raise ConfigError(f"{share:g} GPUs for a process: Ray shares one GPU, not several; give whole ones.")
         if devices == 1 or share == int(share):
-            self.options: dict[str, Any] = {"num_cpus": 0, "num_gpus": share * devices}
+            self.options: dict[str, Any] = {"num_cpus": 0, "num_gpus": share * devices, **where}
         else:
-            self._take_slots(share, devices)
+            self._take_slots(share, devices, where.get("label_selector"))
         self.seen = [slot.gpu.remote() for slot in self._slots]
 
-    def _take_slots(self, share: float, devices: int) -> None:
+    def _take_slots(self, share: float, devices: int, labels: dict[str, str] | None) -> None:
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._group = placement_group([{"GPU": share}] * devices, strategy="STRICT_PACK")  # all on one node
+        selectors = {"bundle_label_selector": [labels] * devices} if labels else {}
+        self._group = placement_group([{"GPU": share}] * devices, strategy="STRICT_PACK", **selectors)  # on one node
         at = [PlacementGroupSchedulingStrategy(self._group, bundle) for bundle in range(devices)]
         slot = ray.remote(GpuSlot)
         self._slots = [slot.options(num_cpus=0, num_gpus=share, scheduling_strategy=each).remote() for each in at]

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 DEATH_REASON = "DATAFLOW_DEATH_REASON"
 """The environment variable that names the file for the reason why a process ends a service's process."""
+
+NODE_ADDRESS = "DATAFLOW_NODE_ADDRESS"
+"""The environment variable with the address of the node that a service's process is on."""
+
+WORKING_DIRECTORY = "DATAFLOW_WORKING_DIRECTORY"
+"""The environment variable with the run's working directory, to which the user's relative paths refer."""
+
+
+def version() -> str:
+    """Returns the version of this package; its name cannot be imported from a module below it."""
+    return str(sys.modules["dataflow"].__version__)
 
 
 def settle_memory() -> None:

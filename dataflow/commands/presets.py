@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataflow.config.saved import load
+from dataflow.config.loading.saved import load
 from dataflow.errors import ConfigError, DataflowError, UserError
 from dataflow.policy import PRESETS
 from dataflow.system.children import command

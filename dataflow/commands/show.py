@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.commands.trace import read_trace
-from dataflow.config.pipeline_file import pipeline_of
-from dataflow.config.saved import load
+from dataflow.config.loading.pipeline_file import pipeline_of
+from dataflow.config.loading.saved import load
 from dataflow.policy import expand
 
 
@@ -61,5 +61,7 @@ def _critical(pipeline: Any, graph: Any, seconds: dict[str, float] | None) -> st
     from dataflow.drawing.graph_picture import critical_path, stages
 
     path = critical_path(pipeline, stages(pipeline) if graph is None else graph.window(), seconds)
-    said = "each stage counts the same; --costs RUN takes the times of a run" if seconds is None else "times of the run"
-    return f"critical path ({said}): {' -> '.join(map(str, path))}"
+    basis = (
+        "each stage counts the same; --costs RUN takes the times of a run" if seconds is None else "times of the run"
+    )
+    return f"critical path ({basis}): {' -> '.join(map(str, path))}"

@@ -17,6 +17,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     field_validator,
     model_validator,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+POLICIES = ("baseline", "mini-batch", "off-policy", "both", "mini-batch+stream", "both+stream", "auto")
+"""Policies to offer; dataflow.policy has them all, and is imported when one is resolved."""
 LONGEST_NAME = 200
 """Maximum bytes of a run's name: file systems allow 255, and files in the directory are named after it."""
 
@@ -41,7 +44,7 @@ class PolicyConfig(Section):
 
     shorthand = "preset"
 
-    preset: Text = "both"
+    preset: Text = Field(default="both", examples=list(POLICIES))
     """Scheduling policy: baseline, mini-batch, off-policy or both, with the suffix +stream for a rollout that streams;
     or auto, which plans from the run's own trace and changes the policy."""
     split: PositiveInt | None = None
@@ -102,6 +105,17 @@ class PolicyConfig(Section):
         )
 
 
+class NodesConfig(Section):
+    """The nodes of a cluster that a service runs on."""
+
+    shorthand = "strategy"
+
+    labels: dict[str, Text] = Field(default_factory=dict)
+    """Labels that a node must have (ray start --labels); a value may be a selector of Ray's: in(a,b), !a."""
+    strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
+    """Its processes on few nodes (pack) or on many (spread); strict_pack on one, strict_spread on one each."""
+
+
 class RayConfig(Section):
     """The Ray cluster."""
 
@@ -113,6 +127,10 @@ class RayConfig(Section):
     """GPUs per trainer and rollout process; 0 computes on the CPU."""
     fork: bool = True
     """Begin the workers of a local Ray as copies of a process that has imported their libraries; not with GPUs."""
+    nodes: dict[str, NodesConfig] = Field(default_factory=dict)
+    """Nodes of the cluster that a service runs on, by its name (trainer, rollout, reward, critic, controller)."""
+    start_timeout: PositiveFloat = 600.0
+    """Seconds that a service may wait for nodes and GPUs of the cluster, and take to be built."""
 
 
 class TrackingConfig(Section):

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from dataflow.config.keys import verl_keys
-from dataflow.config.section import Beta, Section, Text
+from dataflow.config.section import Text
+from dataflow.config.training import TrainedConfig
 
 if TYPE_CHECKING:
     from dataflow.policy import SchedulingPolicy
 
 
-class CriticConfig(Section):
+class CriticConfig(TrainedConfig):
     """The critic: a value model with an optimizer of its own."""
+
+    section: ClassVar[str] = "critic"
 
     path: Text | None = None
     """Directory or hub id of the causal LM whose body it begins with; null takes the actor's, model.path."""
     warmup: NonNegativeInt = 0
     """Steps at the beginning in which only the critic is trained."""
-    lr: PositiveFloat = 1e-3
+    lr: PositiveFloat = 1e-5
     """Learning rate after its warm-up."""
-    betas: tuple[Beta, Beta] = (0.9, 0.99)
-    """AdamW's two betas."""
-    weight_decay: NonNegativeFloat = 0.0
-    """AdamW's weight decay."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate rises from 0."""
-    grad_clip: PositiveFloat = 1.0
-    """Largest gradient norm."""
     mini_batches: PositiveInt | None = None
     """Optimizer steps in a pass over a step's groups; must divide data.prompts. null takes trainer.mini_batches."""
     epochs: PositiveInt = 1
     """How often each mini-batch is used."""
-    micro_batch_size: PositiveInt = 64
-    """Rows per rank in one forward and backward pass."""
     cliprange_value: PositiveFloat = 0.5
     """How far a prediction may move from the value that the advantages were made of, until the loss is clipped."""
     loss_agg_mode: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"

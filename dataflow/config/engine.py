@@ -63,8 +63,9 @@ class EngineConfig(Section):
     """Samples that are decoded at once (vllm), or requests in flight at one server (server)."""
     kv_cache_gb: PositiveFloat | None = None
     """Memory for the KV cache (vllm); null: 0.25 on a CPU, on a GPU what engine.gpu_memory leaves."""
-    gpu_memory: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the GPU's memory that weights and KV cache may take (vllm)."""
+    gpu_memory: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the GPU's memory that weights and KV cache may take (vllm); null: 0.6 of a GPU that the trainer shares,
+    0.9 of the engine's own."""
     in_flight: Literal["wait", "abort"] = "wait"
     """What a weight sync does with samples in flight: wait, or restart them with the new weights (vllm, server)."""
     restarts: NonNegativeInt = 2

@@ -14,7 +14,6 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
@@ -29,6 +28,7 @@ from dataflow.config.engine import EngineConfig
 from dataflow.config.keys import verl_keys
 from dataflow.config.keys.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
+from dataflow.config.profile import ProfileConfig
 from dataflow.config.reward import (
     CustomRewardConfig,
     JudgeConfig,
@@ -40,8 +40,9 @@ from dataflow.config.reward import (
     sources_of,
 )
 from dataflow.config.samples import SamplesConfig
-from dataflow.config.section import Beta, Section, Text
+from dataflow.config.section import LARGEST_STEP, Section, Text
 from dataflow.config.tools import ToolsConfig
+from dataflow.config.training import TrainedConfig
 from dataflow.errors import ConfigError
 from dataflow.rewards.naming import keyed
 
@@ -58,9 +59,6 @@ __all__ = [
     "parse_overrides",
     "values_of",
 ]
-
-LARGEST_STEP = 2**24
-"""Maximum samples of a step, prompts times responses."""
 
 
 class DataConfig(Section):
@@ -100,8 +98,10 @@ class ModelConfig(Section):
     """Directory or hub id of a Hugging Face causal LM or Qwen2-VL; null makes a tiny Qwen2 and caches it."""
 
 
-class TrainerConfig(Section):
+class TrainerConfig(TrainedConfig):
     """Optimizer steps."""
+
+    section: ClassVar[str] = "trainer"
 
     world_size: Annotated[int, Field(gt=0, le=65536)] = 1
     """Trainer processes; they share each mini-batch's rows."""
@@ -112,22 +112,10 @@ class TrainerConfig(Section):
     epochs_over: Literal["mini-batch", "step"] = "mini-batch"
     """mini-batch: all epochs of a mini-batch before the next one, the same order under every policy. step: each epoch
     passes over the whole step, as in verl; only for policies that do not split the step."""
-    micro_batch_size: PositiveInt = 64
-    """Rows per rank in one forward and backward pass."""
     max_tokens_per_gpu: PositiveInt | None = None
     """Most tokens per rank in one pass, which then takes as many rows as fit; null: trainer.micro_batch_size rows."""
     balance_batch: bool = False
     """Give the ranks rows of about the same number of tokens together; false: consecutive rows."""
-    lr: PositiveFloat = 2e-4
-    """Learning rate after the warm-up."""
-    betas: tuple[Beta, Beta] = (0.9, 0.99)
-    """AdamW's two betas."""
-    weight_decay: NonNegativeFloat = 0.0
-    """AdamW's weight decay."""
-    warmup_steps: NonNegativeInt = 5
-    """Steps over which the learning rate rises from 0."""
-    grad_clip: PositiveFloat = 1.0
-    """Largest gradient norm."""
     threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """CPU threads per rank."""
     restarts: NonNegativeInt = 2
@@ -181,11 +169,23 @@ class RunConfig(BaseConfig):
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     val: ValConfig = Field(default_factory=ValConfig)
     samples: SamplesConfig = Field(default_factory=SamplesConfig)
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
 
     @property
     def response_length(self) -> int:
         """Maximum tokens of a response, all turns together."""
         return self.tools.max_response_tokens if self.tools.offered else self.engine.max_tokens
+
+    @property
+    def engine_memory(self) -> float:
+        """Share of a GPU's memory that the rollout engine takes; see ``engine.gpu_memory``."""
+        return self.engine.gpu_memory or (0.6 if self.placement == "colocated" else 0.9)
+
+    @property
+    def trained(self) -> dict[str, TrainedConfig]:
+        """The sections of the models that are trained, by name."""
+        found = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in found.items() if isinstance(value, TrainedConfig)}
 
     @property
     def group_filter(self) -> GroupFilter | None:
@@ -288,6 +288,14 @@ class RunConfig(BaseConfig):
         if rows % world:
             sizes = "data.prompts / trainer.mini_batches x engine.n"
             raise ConfigError(f"trainer.world_size={world} does not divide a mini-batch's {rows} rows ({sizes}).")
+        for name, section in self.trained.items():
+            own = type(self).model_fields[name].get_default(call_default_factory=True)
+            section.check_run(self.steps, world, own)
+        if late := [step for step in self.profile.steps if step > self.steps]:
+            raise ConfigError(
+                f"profile.steps={self.profile.steps}: the run has only {self.steps} steps (steps); give others than "
+                f"{late[0]}."
+            )
         self._check_unread()
         self._check_estimator()
         self._check_kl()

@@ -15,6 +15,8 @@ LARGEST = 2**31 - 1
 """The largest integer of a key without a bound of its own, as torch, Ray and vLLM use 32 bits."""
 LARGEST_FLOAT = 1e9
 """The same for other numbers: in seconds 31 years, close to the longest time-out of Python's locks."""
+LARGEST_STEP = 2**24
+"""Maximum samples of a step, prompts times responses."""
 
 Text = Annotated[str, Field(min_length=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -7,12 +7,13 @@ checkpoints are not on it, since training does not wait for them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dataflow.drawing.layout import Point, layered
 from dataflow.drawing.mermaid import CRITICAL, stages_chart, tasks_chart
-from dataflow.drawing.style import colours, contrast, save
+from dataflow.drawing.style import INK, colours, contrast, save
 from dataflow.errors import ConfigError
 from dataflow.files import replaced, unwritable
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     import networkx as nx
 
     from dataflow.graph import Pipeline, TaskGraph
+
+# In points.
+_FONT, _SMALL, _PAD, _MARGIN, _FOOT, _LEAST = 9.0, 7.5, 7.0, 12.0, 22.0, 200.0
+_GAPS, _GAPS_DOWN = (17.0, 14.0), (24.0, 12.0)
+_WIDEST = 820.0
+"""A graph that would be wider, and so too wide to read on a screen, runs from top to bottom."""
 
 
 def draw_graph(
@@ -100,41 +107,76 @@ def _trains(pipeline: Pipeline, stage: str) -> bool:
 def _draw(graph: nx.DiGraph, path: Path, critical: list[Any], colour: Mapping[str, str]) -> None:
     import networkx as nx
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
+    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+    from matplotlib.textpath import TextPath
 
     # Leave out edges implied by other paths.
     slim = nx.transitive_reduction(graph)
     slim.add_nodes_from(graph.nodes(data=True))
-    for layer, generation in enumerate(nx.topological_generations(slim)):
-        for node in generation:
-            slim.nodes[node]["layer"] = layer
-    place = nx.multipartite_layout(slim, subset_key="layer")
-    layers = 1 + max((facts["layer"] for _, facts in slim.nodes(data=True)), default=0)
-    figure = Figure(figsize=(max(8.0, 1.35 * layers), 5.0), layout="constrained")
-    axis = figure.add_subplot()
+    texts = {node: (str(node), "" if str(node) != f["stage"] else f["resource"]) for node, f in slim.nodes(data=True)}
+    boxes: dict[Any, tuple[float, float]] = {}  # width and height, in points like all lengths here
+    for node, (name, small) in texts.items():
+        lines = [(text, size) for text, size in ((name, _FONT), (small, _SMALL)) if text]
+        wide = max(TextPath((0, 0), text, size=size).get_extents().width for text, size in lines)
+        boxes[node] = wide + 2 * _PAD, 30.0 if small else 21.0
+    placed = layered(slim, boxes, _GAPS)
+    across = placed.size[0] <= _WIDEST
+    if not across:
+        placed = layered(slim, {node: box[::-1] for node, box in boxes.items()}, _GAPS_DOWN)
+    wide, high = placed.size if across else placed.size[::-1]
+    wide, high = max(wide, _LEAST) + 2 * _MARGIN, high + 2 * _MARGIN + _FOOT
+    figure = Figure(figsize=(wide / 72, high / 72), facecolor="white")
+    axis = figure.add_axes((0, 0, 1, 1))
     axis.set_axis_off()
-    on = {edge for edge in itertools.pairwise(critical) if edge in slim.edges}
-    others = [edge for edge in slim.edges if edge not in on]
-    common = {"ax": axis, "arrowsize": 9, "node_size": 900}
-    nx.draw_networkx_edges(slim, place, others, edge_color="0.55", **common)
-    nx.draw_networkx_edges(slim, place, sorted(on), edge_color=CRITICAL, width=2.4, **common)
-    marked_too = set(critical)
-    nx.draw_networkx_nodes(
-        slim,
-        place,
-        ax=axis,
-        node_size=700,
-        node_color=[colour[f["stage"]] for _, f in slim.nodes(data=True)],
-        edgecolors=[CRITICAL if node in marked_too else "none" for node in slim],
-        linewidths=2.4,
-    )
-    labels = {node: str(node).replace("[", "\n[").replace("_", "_\n", 1) for node in slim}
-    for ink in ("black", "white"):
-        some = {node: text for node, text in labels.items() if contrast(colour[slim.nodes[node]["stage"]]) == ink}
-        nx.draw_networkx_labels(slim, place, some, ax=axis, font_size=6, font_color=ink)
-    by_resource = {f["stage"]: f["resource"] for _, f in slim.nodes(data=True)}
-    handles: list[Any] = [Patch(color=colour[name], label=f"{name} ({on})") for name, on in by_resource.items()]
-    handles.append(Line2D([], [], color=CRITICAL, linewidth=2.4, label="critical path"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=7, frameon=False)
+    axis.set_xlim(-_MARGIN, wide - _MARGIN)
+    axis.set_ylim(high - _MARGIN, -_MARGIN)
+    place = {node: at if across else at[::-1] for node, at in placed.places.items()}
+    on = set(itertools.pairwise(critical))
+    for edge in sorted(slim.edges, key=lambda edge: edge in on):
+        look: dict[str, Any] = (
+            {"color": CRITICAL, "linewidth": 2.2} if edge in on else {"color": "#8A8A8A", "linewidth": 1.1}
+        )
+        way = [at if across else at[::-1] for at in placed.ways[edge]]
+        line = _line(place[edge[0]], boxes[edge[0]], way, place[edge[1]], boxes[edge[1]], across)
+        head = FancyArrowPatch(path=line, arrowstyle="-|>", mutation_scale=9, **look)
+        axis.add_patch(head)
+    marked = set(critical)
+    for node, (x, y) in place.items():
+        fill, (w, h) = colour[slim.nodes[node]["stage"]], boxes[node]
+        edge_colour, thick = (CRITICAL, 2.4) if node in marked else ("#5A5A5A", 0.8)
+        shape = FancyBboxPatch((x - w / 2, y - h / 2), w, h, boxstyle="round,pad=0,rounding_size=4",
+                               facecolor=fill, edgecolor=edge_colour, linewidth=thick)  # fmt: skip
+        axis.add_patch(shape)
+        name, small = texts[node]
+        words: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": contrast(fill), "parse_math": False}
+        axis.text(x, y - (5 if small else 0), name, fontsize=_FONT, **words)
+        axis.text(x, y + 8, small, fontsize=_SMALL, **words)
+    foot = high - _MARGIN - 8
+    axis.plot([0, 22], [foot, foot], color=CRITICAL, linewidth=2.2)
+    axis.text(28, foot, "critical path", fontsize=_SMALL, va="center_baseline", color=INK)
     save(figure, path, path.suffix.lstrip("."))
+
+
+def _line(
+    begin: Point, first: Point, way: Sequence[Point], end: Point, last: Point, across: bool
+) -> Any:  # a matplotlib Path
+    """Returns a smooth line from the side of one box to the side of another, through the points of its way."""
+    from matplotlib.path import Path as Line
+
+    ahead = 0 if across else 1
+    start, stop = list(begin), list(end)
+    start[ahead] += first[ahead] / 2
+    stop[ahead] -= last[ahead] / 2 + 1
+    # Straight from the box to the end of its layer, then a bend to the next layer, straight through it, and so on.
+    points = [tuple(start), *way[:-1], *([way[-1]] if way[-1][ahead] < stop[ahead] - 2 else []), tuple(stop)]
+    vertices, codes = [points[0]], [Line.MOVETO]
+    for i, ((x, y), (to_x, to_y)) in enumerate(itertools.pairwise(points)):
+        if i % 2 == 0:
+            vertices.append((to_x, to_y))
+            codes.append(Line.LINETO)
+            continue
+        middle = ((x + to_x) / 2, (y + to_y) / 2)
+        bends = [(middle[0], y), (middle[0], to_y)] if across else [(x, middle[1]), (to_x, middle[1])]
+        vertices += [*bends, (to_x, to_y)]
+        codes += [Line.CURVE4] * 3
+    return Line(vertices, codes)

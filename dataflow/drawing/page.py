@@ -6,6 +6,7 @@ A page is one HTML file that loads nothing, so that it opens offline.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from itertools import count
@@ -56,6 +57,33 @@ def shell(title: str, body: str, scripts: str = "", attributes: str = "") -> str
 </body>
 </html>
 """
+
+
+def card(title: str, body: str, kind: str = "") -> str:
+    """Returns a box with a heading; "" if it is empty.
+
+    Args:
+        title: text.
+        body: HTML.
+        kind: further classes of the element.
+    """
+    return f'<div class="card {kind}"><h3>{escape(title)}</h3>{body}</div>' if body else ""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], looks: Sequence[str] = ()) -> str:
+    """Returns a table.
+
+    Args:
+        head: HTML of the cells above the columns; none if empty.
+        rows: HTML of the cells.
+        looks: a class for each row, or "".
+    """
+    top = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join(
+        f"<tr{f' class={look}' if look else ''}>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>"
+        for row, look in zip(rows, looks or [""] * len(rows), strict=True)
+    )
+    return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
 
 
 def bokeh_scripts() -> str:

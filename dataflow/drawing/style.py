@@ -32,6 +32,17 @@ OTHERS = (
 
 HATCHED: dict[str, Any] = {"facecolor": "#F4F4F4", "edgecolor": "#8A8A8A", "hatch": "////", "linewidth": 0}
 """An exposed wait: keyword arguments of a matplotlib patch."""
+CAUSES = {
+    "rewards": ("#FBE3AE", "#54420F"),
+    "controller": ("#E3DAF0", "#403454"),
+    "dispatch": ("#D5E8DC", "#24432C"),
+    "weights": ("#F3D6E4", "#56293F"),
+    "io": ("#DCE6F2", "#293B50"),
+    "start-up": ("#F4F4F4", "#2E2E2E"),
+    "other": ("#F4F4F4", "#2E2E2E"),
+}
+"""Colours under the hatching of a wait, by its cause: in the light, in the dark."""
+_OTHER_CAUSES = (("#F2D9D2", "#52322A"), ("#E2E5C4", "#3F4220"), ("#D3E6E9", "#233F43"))
 INK = "#222222"
 PIXELS = 100
 """Pixels per inch."""
@@ -55,6 +66,14 @@ def colours(stages: Iterable[str], roles: Mapping[str, str]) -> dict[str, str]:
         found[stage] = palette[taken.get(key, 0) % len(palette)]
         taken[key] = taken.get(key, 0) + 1
     return found
+
+
+def cause_colours(causes: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Returns the colours of waits by cause, each as (light, dark); those without one of their own share some."""
+    names = list(dict.fromkeys(causes))
+    own = sorted(name for name in names if name not in CAUSES)
+    extra = {name: _OTHER_CAUSES[i % len(_OTHER_CAUSES)] for i, name in enumerate(own)}
+    return {name: CAUSES.get(name) or extra[name] for name in names}
 
 
 def contrast(colour: str) -> str:

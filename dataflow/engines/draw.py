@@ -28,7 +28,7 @@ def uniforms(seed: Sequence[int], long: int) -> np.ndarray:
 
 
 def draw(
-    logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling, said: torch.Tensor, undrawn: Sequence[int] = ()
+    logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling, context: torch.Tensor, undrawn: Sequence[int] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws a token for each row by inverting the distribution function.
 
@@ -36,7 +36,7 @@ def draw(
         logits: ``[rows, vocabulary]``.
         uniform: numbers in [0, 1), float64 ``[rows]``.
         sampling: how to draw.
-        said: tokens of prompt and response so far, int64 ``[rows, tokens]``.
+        context: tokens of prompt and response so far, int64 ``[rows, tokens]``.
         undrawn: tokens that are never drawn; a cut as the others are, so log-probs count them.
 
     Returns:
@@ -44,7 +44,7 @@ def draw(
     """
     logits = logits.float()
     if sampling.repetition_penalty != 1:
-        logits = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(said, logits)
+        logits = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(context, logits)
     if sampling.temperature == 0:
         token = _without(logits, undrawn).argmax(dim=-1)
         return token, logits.log_softmax(dim=-1).gather(1, token[:, None]).squeeze(1)
@@ -56,7 +56,7 @@ def draw(
         cuts.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p > 0:
         cuts.append(MinPLogitsWarper(sampling.min_p))
-    cut: Any = cuts(said, _without(scaled, undrawn))
+    cut: Any = cuts(context, _without(scaled, undrawn))
     # In float64, as the error of a float32 sum over 150,000 tokens exceeds the probability of rare tokens.
     mass = cut.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     total = mass[:, -1:]

@@ -283,15 +283,15 @@ class HfRollout:
         numbers = torch.from_numpy(np.stack([row.uniforms for row in rows])).to(self.device)
         ends = torch.tensor([*self.vocabulary.ends, *sampling.stop_token_ids], device=self.device)
         # Tokens for the repetition penalty; padding is replaced by a token of the prompt, which changes nothing.
-        said = torch.where(mask.bool(), tokens[pick], tokens[pick, -1:])
-        said = torch.cat([said, torch.full(shape, self.vocabulary.pad, device=self.device)], dim=1)
+        context = torch.where(mask.bool(), tokens[pick], tokens[pick, -1:])
+        context = torch.cat([context, torch.full(shape, self.vocabulary.pad, device=self.device)], dim=1)
         wide = tokens.shape[1]
-        drawn = said[:, wide:]
+        drawn = context[:, wide:]
         scores = torch.zeros(shape, dtype=torch.float32, device=self.device)
         at = torch.arange(shape[0], device=self.device)  # the row in each place of the batch
         live = torch.ones_like(at, dtype=torch.bool)
         for t in range(shape[1]):
-            token, score = draw(logits, numbers[at, t], sampling, said[at, : wide + t], self._undrawn)
+            token, score = draw(logits, numbers[at, t], sampling, context[at, : wide + t], self._undrawn)
             drawn[at, t], scores[at, t] = torch.where(live, token, self.vocabulary.pad), score
             ended = live & torch.isin(token, ends)
             live = live & ~ended

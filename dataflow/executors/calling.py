@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -184,6 +185,14 @@ def prepare(
     if "task" in inspect.signature(stage.fn).parameters:
         keywords["task"] = info
     return fields_of(call, values), keywords, info
+
+
+def around(stage: Stage, info: TaskInfo) -> AbstractContextManager[None]:
+    """Returns what is entered around a call of a stage function; see :attr:`Hosted.around`."""
+    host = stage.host
+    if host is None or host.around is None or stage.role == "saves":
+        return nullcontext()
+    return host.around(info)
 
 
 def make_chunk(stage: Stage, info: TaskInfo, number: int, values: tuple[Any, ...], at: float) -> Chunk:

@@ -16,7 +16,7 @@ from typing import Any
 
 from dataflow.errors import DataflowError, PipelineError, RunError
 from dataflow.executors.base import Chunk, Done, StageCall
-from dataflow.executors.calling import answer, make_chunk, method_of, prepare
+from dataflow.executors.calling import answer, around, make_chunk, method_of, prepare
 from dataflow.graph import Pipeline, Stage, Task, TaskId, TaskInfo
 from dataflow.system import clock
 from dataflow.usercode.copies import own_copy
@@ -98,7 +98,7 @@ class InlineExecutor:
         begin = self.now()
         try:
             arguments, keywords, info = self._prepare(task, call, values)
-            with in_one_process():
+            with in_one_process(), around(task.stage, info):
                 result = own_copy(task.stage.fn(*arguments, **keywords))
             done = Done(task.id, *answer(task.stage, call, info, arguments, result, begin, self.now()))
         except BaseException as error:
@@ -111,7 +111,8 @@ class InlineExecutor:
         begin = self.now()
         try:
             arguments, keywords, info = self._prepare(task, call, values)
-            result = own_copy(await task.stage.fn(*arguments, **keywords))
+            with around(task.stage, info):
+                result = own_copy(await task.stage.fn(*arguments, **keywords))
             done = Done(task.id, *answer(task.stage, call, info, arguments, result, begin, self.now()))
         except BaseException as error:
             if is_ours(error):

@@ -47,7 +47,7 @@ def run(words: Sequence[str], out: str | None = None, as_json: bool = False, key
     path = Path(out).expanduser()
     if path.is_dir():
         raise ConfigError(f"import-verl: -o {out} is a directory; give the name of a file, such as {out}/run.sh.")
-    with written("launch", path), replaced(path) as temporary:
+    with written("launch", path, "make room there"), replaced(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
         if not as_json:
             temporary.chmod(0o755)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from dataflow.config.base import Backend
+from dataflow.config.keys import verl_keys
 from dataflow.errors import ConfigError
 from dataflow.importing.facts import Conversion, NoCounterpart, Ours, gpus, whole_number
 from dataflow.importing.rewards import REWARDS
@@ -74,21 +75,88 @@ def training_steps(settings: Settings) -> int:
     return rows // batch * epochs
 
 
+def _below(key: str, value: Any, _settings: Settings) -> Ours:
+    """Keys of a mapping: what verl's row, which ends with ``.*``, stands for has the same names below ours."""
+    row = verl_keys.find(key)
+    assert row is not None
+    name, meaning = row
+    return {f"{meaning.ours}{key[len(name) - 2 :]}": value}
+
+
 def _steps(_key: str, _value: Any, settings: Settings) -> Ours:
     return {"steps": training_steps(settings)}
 
 
+def _section(key: str) -> str:
+    return "critic" if key.startswith("critic.") else "trainer"
+
+
 def _warmup(key: str, _value: Any, settings: Settings) -> Ours:
-    """verl: steps, or if they are below 0 a share of all steps."""
+    """verl: steps, or if there are none a share of all steps."""
+    optimizer, section = key.rpartition(".")[0], _section(key)
+    steps = settings.get(f"{optimizer}.lr_warmup_steps", -1)
+    share = settings.get(f"{optimizer}.lr_warmup_steps_ratio", 0)
+    if share and (steps or 0) <= 0:
+        return {f"{section}.warmup_steps": None, f"{section}.warmup_ratio": share}
+    return {f"{section}.warmup_steps": max(0, steps or 0)}
+
+
+def _optimizer(key: str, value: Any, _settings: Settings) -> Ours:
+    return {f"{_section(key)}.optimizer": "AdamW" if value in ("adam", "adamw", None) else value}
+
+
+def _scheduler(key: str, _value: Any, settings: Settings) -> Ours:
+    kind = _schedule(key, settings)
+    if kind not in ("constant", "cosine"):
+        raise NoCounterpart(f"{_section(key)}.lr_scheduler is constant or cosine")
+    return {f"{_section(key)}.lr_scheduler": kind}
+
+
+def _cosine(key: str, value: Any, settings: Settings) -> Ours:
+    ours = {"min_lr_ratio": "min_lr_ratio", "num_cycles": "lr_cycles"}[key.rpartition(".")[2]]
+    if value is None or _schedule(key, settings) != "cosine":
+        return {}
+    return {f"{_section(key)}.{ours}": value}
+
+
+def _schedule(key: str, settings: Settings) -> Any:
+    """Returns the name of the schedule; warmup_style is that of earlier versions."""
     optimizer = key.rpartition(".")[0]
-    steps, share = (
-        settings.get(f"{optimizer}.lr_warmup_steps", -1),
-        settings.get(f"{optimizer}.lr_warmup_steps_ratio", 0),
-    )
-    section = "critic" if key.startswith("critic.") else "trainer"
-    if steps < 0:
-        steps = int(share * training_steps(settings)) if share else 0
-    return {f"{section}.warmup_steps": steps}
+    return settings.get(f"{optimizer}.warmup_style") or settings.get(f"{optimizer}.lr_scheduler_type") or "constant"
+
+
+def _lora(key: str, value: Any, settings: Settings) -> Ours:
+    model, _, leaf = key.rpartition(".")
+    rank, section = settings.get(f"{model}.lora_rank", 0), f"{_section(key)}.lora"
+    if not rank:
+        return {f"{section}.rank": None} if leaf == "lora_rank" else {}
+    ours = {"lora_rank": "rank", "lora_alpha": "alpha", "lora_adapter_path": "adapter"}.get(leaf, leaf)
+    return {} if value is None else {f"{section}.{ours}": value}
+
+
+def _on_gpus(key: str, value: Any, _settings: Settings) -> Ours:
+    return {f"{_section(key)}.gradient_checkpointing": None if value else False}
+
+
+def _offload_policy(key: str, value: Any, _settings: Settings) -> Ours:
+    section = _section(key)
+    return {f"{section}.param_offload": True, f"{section}.optimizer_offload": True} if value else {}
+
+
+def _fsdp_size(key: str, value: Any, settings: Settings) -> Ours:
+    whole = type(value) is not int or value < 1 or value >= gpus(settings)
+    return {f"{_section(key)}.fsdp_size": None if whole else value}
+
+
+def _dtype(key: str, value: Any, _settings: Settings) -> Ours:
+    leaf, section = key.rpartition(".")[2], _section(key)
+    known = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+    if value is None:
+        return {}
+    if value not in known:
+        raise NoCounterpart(f"{section}.{leaf} is float32 or bfloat16")
+    auto = leaf == "dtype" and known[value] == "bfloat16"
+    return {f"{section}.{leaf}": "auto" if auto else known[value]}
 
 
 def _mini_batches(key: str, _value: Any, settings: Settings) -> Ours:
@@ -104,8 +172,7 @@ def _mini_batches(key: str, _value: Any, settings: Settings) -> Ours:
 def _rows_per_rank(key: str, value: Any, settings: Settings) -> Ours:
     if value is None:
         return {}
-    section = "critic" if key.startswith("critic.") else "trainer"
-    return {f"{section}.micro_batch_size": max(1, whole_number(key, settings) // gpus(settings))}
+    return {f"{_section(key)}.micro_batch_size": max(1, whole_number(key, settings) // gpus(settings))}
 
 
 def _dynamic(_key: str, _value: Any, settings: Settings) -> Ours:
@@ -260,24 +327,33 @@ def _policy(_key: str, value: Any, settings: Settings) -> Ours:
 CONVERSIONS: Mapping[str, Conversion] = {
     **REWARDS,
     "backends": _backends,
+    "below": _below,
+    "cosine": _cosine,
     "critic_warmup": _critic_warmup,
     "device": _device,
+    "dtype": _dtype,
     "dynamic": _dynamic,
     "engine": _engine,
     "engines": _engines,
     "epochs": _epochs,
     "estimator": _estimator,
     "every": _every,
+    "fsdp_size": _fsdp_size,
     "gen_batch_size": _gen_batch_size,
     "keep_last": _keep_last,
+    "lora": _lora,
     "metric": _metric,
     "mini_batches": _mini_batches,
     "multi_turn": _multi_turn,
+    "offload_policy": _offload_policy,
+    "on_gpus": _on_gpus,
+    "optimizer": _optimizer,
     "policy": _policy,
     "resume": _resume,
     "rows_per_rank": _rows_per_rank,
     "run_name": _run_name,
     "runs": _runs,
+    "scheduler": _scheduler,
     "steps": _steps,
     "temperature": _temperature,
     "val_size": _val_size,

@@ -31,12 +31,26 @@ _SHORT = {"policy.preset": "policy", "resume.mode": "resume"}
 _POLICY = "policy=baseline is what verl does. Try policy=both, which hides slow rewards behind GPU work."
 
 
+_TOY = ("lr", "betas", "weight_decay", "warmup_steps")
+
+
+class WithoutCritic(RunConfig):
+    """The keys of a pipeline that trains the actor alone (pipelines/gsm8k_grpo.py)."""
+
+    given: ClassVar[tuple[str, ...]] = tuple(f"trainer.{key}" for key in _TOY)
+    """Keys whose defaults in the pipeline are not those of the class, so that they are always given."""
+
+
 class WithCritic(RunConfig):
     """The keys of a pipeline that trains a critic (pipelines/ppo_critic.py)."""
 
     elsewhere = staticmethod(critic_keys.hint)
-    given: ClassVar[tuple[str, ...]] = ("algorithm.whiten", *(f"algorithm.{key}" for key in PRESETS["ppo"]))
-    """Keys whose defaults in the pipeline are not those of the class, so that they are always given."""
+    given: ClassVar[tuple[str, ...]] = (
+        *WithoutCritic.given,
+        *(f"critic.{key}" for key in _TOY),
+        "algorithm.whiten",
+        *(f"algorithm.{key}" for key in PRESETS["ppo"]),
+    )
 
     critic: CriticConfig = Field(default_factory=CriticConfig)
 
@@ -152,7 +166,7 @@ def import_settings(settings: Settings, source: str) -> Imported:
         ConfigError: a value is wrong, or our configuration cannot be built from what it becomes.
     """
     critic = settings.get("algorithm.adv_estimator") == "gae" or bool(settings.get("critic.enable"))
-    found = Imported(source, PPO if critic else GRPO, WithCritic() if critic else RunConfig())
+    found = Imported(source, PPO if critic else GRPO, WithCritic() if critic else WithoutCritic())
     wanted: dict[str, Any] = {}
     origin: dict[str, str] = {}
     mapped: dict[str, tuple[Meaning, Mapping[str, Any]]] = {}

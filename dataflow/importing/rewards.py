@@ -60,13 +60,6 @@ def _overlong(_key: str, _value: Any, settings: Settings) -> Ours:
     return found
 
 
-def _below(key: str, value: Any, _settings: Settings) -> Ours:
-    for theirs, ours in ((_FUNCTION + ".reward_kwargs", "custom_reward_function.reward_kwargs"),):
-        if key.startswith(f"{theirs}."):
-            return {ours + key[len(theirs) :]: value}
-    return {"reward.manager_kwargs" + key[len("reward.reward_kwargs") :]: value}
-
-
 def _sandbox(_key: str, _value: Any, settings: Settings) -> Ours:
     sandbox = "reward.sandbox_fusion"
     if not settings.get(f"{sandbox}.url"):
@@ -105,7 +98,6 @@ def _served(_key: str, _value: Any, settings: Settings) -> Ours:
 
 
 REWARDS: Mapping[str, Conversion] = {
-    "below": _below,
     "if_given": _if_given,
     "manager": _manager,
     "overlong": _overlong,

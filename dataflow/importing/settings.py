@@ -115,8 +115,8 @@ def of_file(text: str, name: str) -> Settings:
     try:
         given = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        said = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise ConfigError(f"{name}: it is not YAML ({said}); {_PRINTED}.") from error
+        reason = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ConfigError(f"{name}: it is not YAML ({reason}); {_PRINTED}.") from error
     if not isinstance(given, dict) or "actor_rollout_ref" not in given:
         raise ConfigError(f"{name}: it is no configuration of verl, without section actor_rollout_ref; {_PRINTED}.")
     engine = given.pop("model_engine", "dp")
@@ -156,8 +156,8 @@ def _base(arguments: Sequence[str], name: str) -> tuple[str, list[tuple[str, Any
             override = parser.parse_override(text)
             given: Any = override.value()
         except HydraException as error:
-            said = str(error).splitlines()[0]
-            raise ConfigError(f"{name}: '{text}' is not key=value as Hydra reads it ({said}); correct it.") from error
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{name}: '{text}' is not key=value as Hydra reads it ({reason}); correct it.") from error
         if override.is_sweep_override():
             raise ConfigError(f"{name}: '{text}' is a sweep over several values; give one of them.")
         key = override.key_or_group
@@ -228,8 +228,8 @@ def _resolved(whole: Any, name: str) -> dict[str, Any]:
     try:
         return dict(flat(OmegaConf.to_container(whole, resolve=True, throw_on_missing=False)))
     except OmegaConfBaseException as error:
-        said = str(error).splitlines()[0]
-        raise ConfigError(f"{name}: a value refers to another that does not exist ({said}); correct it.") from error
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{name}: a value refers to another that does not exist ({reason}); correct it.") from error
 
 
 def _moved(values: dict[str, Any], given: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -277,10 +277,10 @@ def needed(values: Sequence[Unknown], name: str) -> ConfigError:
     by_variable: dict[str, Unknown] = {}
     for each in values:
         by_variable.setdefault(each.variable, each)
-    said = [f"{u.variable or 'a value'} (line {u.line}) {u.why}" for u in by_variable.values()]
+    problems = [f"{u.variable or 'a value'} (line {u.line}) {u.why}" for u in by_variable.values()]
     settable = [variable for variable in by_variable if variable.isidentifier()]
     if len(settable) < len(by_variable):
         fix = "write the value out, or import what the launch prints with '--cfg job --resolve' behind it"
     else:
         fix = f"set it: {' '.join(f'{each}=...' for each in settable)} dataflow import-verl {name}"
-    return ConfigError(f"{name}: {', '.join(said)}; {fix}.")
+    return ConfigError(f"{name}: {', '.join(problems)}; {fix}.")

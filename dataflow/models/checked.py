@@ -17,9 +17,8 @@ import sys
 from pathlib import Path
 
 from dataflow.errors import ModelError
-from dataflow.files import replaced
+from dataflow.files import cache_home, replaced
 from dataflow.models.directory import headers, unused_weights, warn_unused
-from dataflow.models.tiny import cache_home
 from dataflow.system.children import command
 
 _REVISION = 1

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import ModelError, NotChecked
+from dataflow.files import cache_home
 from dataflow.models.directory import check_files
 from dataflow.models.problems import ITEMS, LARGEST, NAMES, STORIES, apply, generate, solve
 from dataflow.system.supervisor import report
@@ -183,12 +184,6 @@ def check_model(path: str | Path, key: str = "model.path") -> Path:
         ) from e
     check_files(Path(found))
     return Path(found)
-
-
-def cache_home() -> Path:
-    """Returns the directory of what is worth keeping between runs: `$XDG_CACHE_HOME/dataflow` or
-    `~/.cache/dataflow`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "dataflow"
 
 
 @contextlib.contextmanager

@@ -6,22 +6,32 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from dataflow.planning.planner import BOUNDS, Prediction, bound_of, simulate, total_s
+from dataflow.planning.planner import BOUNDS, Prediction, bound_of
+from dataflow.planning.simulation.outcomes import Job, Outcomes
 from dataflow.planning.workload import Workload
 from dataflow.policy import MAX_STALENESS, STREAM, SchedulingPolicy, preset
 
 LEAST = 0.002
 """Gains below this share are left out."""
+ON_POLICY = f"mini-batch{STREAM}"
+"""The policy that overlaps most without stale samples."""
 
 
-def advise(workload: Workload, rows: Sequence[Prediction], policies: Mapping[str, SchedulingPolicy]) -> list[str]:
+def advise(
+    workload: Workload,
+    rows: Sequence[Prediction],
+    policies: Mapping[str, SchedulingPolicy],
+    outcomes: Outcomes | None = None,
+) -> list[str]:
     """Returns sentences of advice, each with its predicted gain.
 
     Args:
         workload: the planned workload.
         rows: its predictions.
         policies: the policies of the rows, by name.
+        outcomes: see :func:`dataflow.planning.planner.predict`.
     """
+    outcomes = outcomes or Outcomes()
     whole = [row for row in rows if not policies[row.policy].stream_rollout]
     if not whole:
         return []
@@ -37,24 +47,32 @@ def advise(workload: Workload, rows: Sequence[Prediction], policies: Mapping[str
         ]
     else:
         said = ["no policy is faster than baseline: the GPUs hardly wait for rewards."]
-    said.append(_about_the_bound(workload, policy, best, base))
-    for what, other, under in _changes(workload, best.policy, policy):
-        gain = 1 - total_s(simulate(other, under)[0]) / best.total_s
+    changes = list(_changes(workload, best.policy, policy))
+    wanted = [Job.of(other, under) for _what, other, under in changes]
+    if policy.max_staleness and workload.pipeline.streaming:
+        wanted.append(Job.of(workload, preset(ON_POLICY, workload.mini_batches)))
+    outcomes.begin(wanted)
+    said.append(_about_the_bound(workload, policy, best, base, outcomes))
+    for what, other, under in changes:
+        gain = 1 - outcomes.of(other, under).total_s / best.total_s
         if gain > LEAST:
             said.append(f"{what} would take {gain:.1%} off {best.policy}.")
     if policy.max_staleness and workload.pipeline.streaming:
-        said.append(_on_policy(workload, rows, policies, base))
+        said.append(_on_policy(workload, rows, policies, base, outcomes))
     return said
 
 
 def _on_policy(
-    workload: Workload, rows: Sequence[Prediction], policies: Mapping[str, SchedulingPolicy], base: float
+    workload: Workload,
+    rows: Sequence[Prediction],
+    policies: Mapping[str, SchedulingPolicy],
+    base: float,
+    outcomes: Outcomes,
 ) -> str:
     """Returns a sentence on the fastest policy that trains on samples of the newest weights alone."""
     changes = {row.policy: row.change for row in rows if not policies[row.policy].max_staleness}
-    streamed = f"mini-batch{STREAM}"
-    if streamed not in changes:
-        changes[streamed] = total_s(simulate(workload, preset(streamed, workload.mini_batches))[0]) / base - 1
+    if ON_POLICY not in changes:
+        changes[ON_POLICY] = outcomes.of(workload, preset(ON_POLICY, workload.mini_batches)).total_s / base - 1
     name = min(changes, key=lambda name: changes[name])
     if changes[name] > -LEAST:
         return "strictly on-policy, nothing is faster than baseline."
@@ -79,7 +97,9 @@ def _changes(
         yield f"rewards requested as groups finish ({name}{STREAM})", workload, streamed
 
 
-def _about_the_bound(workload: Workload, policy: SchedulingPolicy, best: Prediction, base: float) -> str:
+def _about_the_bound(
+    workload: Workload, policy: SchedulingPolicy, best: Prediction, base: float, outcomes: Outcomes
+) -> str:
     """Returns a sentence on what sets the lower bound of the best policy, and what would change it."""
     gpu = workload.mean_s()
     calls = workload.prompts * workload.responses
@@ -103,7 +123,7 @@ def _about_the_bound(workload: Workload, policy: SchedulingPolicy, best: Predict
             changed = replace(rewards, concurrency=wanted)
             why = f"{calls:,} calls x {each:.1f} s / {rewards.concurrency:,} in flight"
             turn = f"{wanted:,} in flight"
-        change = total_s(simulate(workload.with_service(agent, changed), policy)[0]) / base - 1
+        change = outcomes.of(workload.with_service(agent, changed), policy).total_s / base - 1
         return (
             f"the {best.bound_by} bounds {best.policy}: {why} = {load:.4g} s a step against {gpu:.4g} s of GPU work; "
             f"{turn} would make the GPUs the limit ({change:+.0%} against baseline)."
@@ -118,7 +138,7 @@ def _about_the_bound(workload: Workload, policy: SchedulingPolicy, best: Predict
     said = f"the critical path bounds {best.policy}: a step waits for its slowest rewards, or for its validation"
     if policy.max_staleness < MAX_STALENESS:
         more = replace(policy, max_staleness=policy.max_staleness + 1)
-        change = total_s(simulate(workload, more)[0]) / best.total_s - 1
+        change = outcomes.of(workload, more).total_s / best.total_s - 1
         if change < -LEAST:
             return f"{said}; max_staleness={more.max_staleness} would take {-change:.1%} off it."
     return f"{said}."

@@ -9,7 +9,7 @@ from typing import Any
 
 from dataflow.errors import ConfigError
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.planner import simulate
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.timeline import files

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from dataflow.config.base import PolicyConfig
 from dataflow.config.placement import Placement
-from dataflow.config.run import LARGEST_STEP, PolicyConfig, Section
+from dataflow.config.section import LARGEST_STEP, Section
 from dataflow.errors import ConfigError
 
 DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
@@ -112,24 +112,32 @@ class PlanConfig(Section):
             )
         return self
 
-    def need(self, where: object, examples: Mapping[str, int], known: str = "") -> list[int]:
+    def need(self, where: object, examples: Mapping[str, object], known: str = "", why: str = "") -> list[Any]:
         """Returns the values of keys that the source does not contain.
 
         Args:
             where: the source.
             examples: key -> a value that it may have.
             known: what the source says about the keys, for the message.
+            why: a sentence on why they are needed, for the message.
 
         Raises:
             ConfigError: keys were not given; it names all of them.
         """
-        values = {key: functools.reduce(getattr, key.split("."), self) for key in examples}
+        values = {key: _value(self, key) for key in examples}
         missing = [key for key, value in values.items() if value is None]
         if missing:
             given = " ".join(f"{key}={examples[key]}" for key in missing)
             *first, last = missing
             names = f"'{last}'" if not first else f"{', '.join(first)} and {last}"
             raise ConfigError(
-                f"{where} does not say {names}; give {given} or what {'they are' if first else 'it is'}{known}."
+                f"{why}{where} does not say {names}; give {given} or what {'they are' if first else 'it is'}{known}."
             )
-        return [cast(int, value) for value in values.values()]
+        return list(values.values())
+
+
+def _value(config: object, key: str) -> object:
+    """Returns the value of a dotted key; None if it was not given."""
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name)
+    return config

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from random import Random
+
+import numpy as np
 
 from dataflow.distribution import Distribution
 from dataflow.errors import ConfigError
 from dataflow.executors.virtual import Costs, End, chunks_of, groups_by_index
 from dataflow.graph import Task, TaskGraph, TaskId
+from dataflow.planning.requests.schedule import Rate, Slots
 from dataflow.planning.reward_service import Delivery, RewardService
 from dataflow.planning.rewards import Rewards
 from dataflow.planning.servers.service import ServerService
@@ -51,6 +54,7 @@ class WorkloadCosts(Costs):
             request = roles.request if main else roles.beside[collect]
             spec = workload.service_of(name)
             self._agents.append(_Agent(name, request, collect, spec, self.service if main else service(spec)))
+        self._services = tuple(dict.fromkeys((self.validation, *(agent.service for agent in self._agents))))
         self._by_request = {agent.request: agent for agent in self._agents}
         self._by_collect = {agent.collect: agent for agent in self._agents}
 
@@ -90,7 +94,7 @@ class WorkloadCosts(Costs):
     def advance(self, until: float) -> tuple[TaskId, End] | None:
         """Returns the next task whose rewards are complete by ``until``; None if there is none."""
         limit = until
-        for service in dict.fromkeys((self.validation, *(agent.service for agent in self._agents))):
+        for service in self._services:
             if service not in self._held and (found := service.advance(limit)):
                 self._held[service] = found
             if service in self._held:
@@ -143,26 +147,24 @@ class _Agent:
         if self._latencies[0] != step:
             # Once per step, although a streaming rollout requests one chunk at a time.
             self._latencies = (step, load.latencies(step, self.name))
-        samples = load.requests(step, groups, self._latencies[1])
-        self.requests += len(samples)
-        self.requests_s += sum(map(itemgetter(1), samples))
-        self.service.submit(step, at, samples, (0, step))
+        requests = load.requests(step, groups, self._latencies[1])
+        self.requests += len(requests)
+        self.requests_s += requests.total_s
+        self.service.submit(step, at, requests, (0, step))
 
 
+@functools.lru_cache(maxsize=64)
 def makespan(rewards: Rewards, groups: int, responses: int, seed: int = 0, runs: int = FIT_RUNS) -> float:
     """Returns the mean seconds from a step's first request to its last reward, without other requests."""
-    total = 0.0
+    total, count = 0.0, groups * responses
     for run in range(runs):
-        service = RewardService(rewards.concurrency, rewards.rpm)
-        drawn = rewards.latency.draws(Random(f"{seed}/fit/{run}"), groups * responses)
-        service.submit(0, 0.0, [(n // responses, s) for n, s in enumerate(drawn)])
-        service.wait(0, None, groups)
-        found = service.advance(float("inf"))
-        assert found is not None
-        total += found.at
+        drawn = rewards.latency.draws(Random(f"{seed}/fit/{run}"), count)
+        slots = Slots(rewards.concurrency, Rate(rewards.rpm))
+        total += float(slots.serve(np.array(drawn), 0.0).ends.max())
     return total / runs
 
 
+@functools.lru_cache(maxsize=16)
 def fit_latency(rewards: Rewards, groups: int, responses: int, seconds: float, seed: int = 0) -> Distribution:
     """Returns the latency scaled so that a step's rewards take ``seconds`` from first request to last reward.
 
@@ -171,11 +173,13 @@ def fit_latency(rewards: Rewards, groups: int, responses: int, seconds: float, s
     """
     distribution = rewards.latency
     for _ in range(8):
-        # Without a limit of requests a minute the makespan is proportional to the latency, so that one round is enough.
         took = makespan(replace(rewards, latency=distribution), groups, responses, seed)
         if abs(took / seconds - 1) < 1e-4:
             return distribution
         distribution = distribution.scaled(seconds / took)
+        if rewards.rpm is None:
+            # The makespan is proportional to the latency.
+            return distribution
     if makespan(replace(rewards, latency=distribution), groups, responses, seed) > seconds * 1.02:
         count = groups * responses
         raise ConfigError(

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from dataflow.distribution import Distribution
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
-from dataflow.planning.planner import FEW, simulate, total_s
+from dataflow.planning.planner import FEW
+from dataflow.planning.simulation.outcomes import Outcomes
 from dataflow.planning.workload import Measured, Modelled, StageTime, Workload
 from dataflow.policy import PRESETS, preset
-from dataflow.stages.sleep import VALIDATION, awake_between, sleep_rewards, wake_rewards
+from dataflow.stages.sampling.sleep import VALIDATION, awake_between, sleep_rewards, wake_rewards
 
 POOL = "gpu"
 MOST = 8
@@ -45,7 +46,7 @@ class Placing:
         return f"{servers} on {where} the {self.training} of training"
 
 
-def placings(workload: Workload, gpus: int) -> list[Placing]:
+def placings(workload: Workload, gpus: int, outcomes: Outcomes | None = None) -> list[Placing]:
     """Returns ways to use a number of GPUs, the fastest first.
 
     Stages on the GPUs are assumed to take time in inverse proportion to their number.
@@ -65,12 +66,13 @@ def placings(workload: Workload, gpus: int) -> list[Placing]:
         raise ConfigError(f"gpus={gpus}: the trace does not say how many GPUs the trainer had; make the run again.")
     if gpus <= servers.gpus:
         raise ConfigError(f"gpus={gpus}: a server takes {servers.gpus} and the trainer 1 or more; give more.")
-    return sorted(_tried(workload, next(iter(served)), gpus), key=lambda each: each.step_s)
+    tried = _tried(workload, next(iter(served)), gpus, outcomes or Outcomes())
+    return sorted(tried, key=lambda each: each.step_s)
 
 
-def sentences(workload: Workload, gpus: int) -> list[str]:
+def sentences(workload: Workload, gpus: int, outcomes: Outcomes | None = None) -> list[str]:
     """Returns what is faster for a number of GPUs, and by how much."""
-    found = placings(workload, gpus)
+    found = placings(workload, gpus, outcomes)
     shared = next(each for each in found if each.shared)
     own = next(each for each in found if not each.shared)
     best, other = (shared, own) if shared.step_s <= own.step_s else (own, shared)
@@ -81,18 +83,18 @@ def sentences(workload: Workload, gpus: int) -> list[str]:
     ]
 
 
-def _tried(workload: Workload, agent: str, gpus: int) -> Iterator[Placing]:
+def _tried(workload: Workload, agent: str, gpus: int, outcomes: Outcomes) -> Iterator[Placing]:
     servers = workload.service_of(agent).servers
     assert servers is not None
     each = servers.gpus
     shared = _sharing(workload, agent)
-    yield _placing(shared, agent, True, gpus, gpus // each)
+    yield _placing(shared, agent, True, gpus, gpus // each, outcomes)
     most = (gpus - 1) // each
     for replicas in range(1, most + 1, -(-most // MOST)):
-        yield _placing(_apart(workload), agent, False, gpus - replicas * each, replicas)
+        yield _placing(_apart(workload), agent, False, gpus - replicas * each, replicas, outcomes)
 
 
-def _placing(workload: Workload, agent: str, shared: bool, training: int, replicas: int) -> Placing:
+def _placing(workload: Workload, agent: str, shared: bool, training: int, replicas: int, outcomes: Outcomes) -> Placing:
     rewards = workload.service_of(agent)
     assert rewards.servers is not None
     factor = rewards.servers.training_gpus / training
@@ -100,7 +102,7 @@ def _placing(workload: Workload, agent: str, shared: bool, training: int, replic
     times = {name: _scaled(time, factor) if name in on else time for name, time in workload.times.items()}
     few = replace(workload, times=times, steps=min(workload.steps, FEW))
     few = few.with_service(agent, rewards.with_replicas(replicas))
-    took = {name: total_s(simulate(few, preset(name, few.mini_batches))[0]) / few.steps for name in PRESETS}
+    took = {name: outcomes.of(few, preset(name, few.mini_batches)).total_s / few.steps for name in PRESETS}
     policy = min(took, key=lambda name: took[name])
     return Placing(shared, training, replicas, policy, took[policy])
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dataflow.drawing.duration import seconds as duration
 from dataflow.errors import ConfigError
-from dataflow.planning.advice import advise
+from dataflow.planning.advice import LEAST, advise
 from dataflow.planning.config import WAKE_S, PlanConfig
+from dataflow.planning.drawing.chart import AS_LOGGED
 from dataflow.planning.placing import sentences
-from dataflow.planning.planner import ROWS, Prediction, Sweep, parse_sweep, predict, simulate, sweep, total_s
+from dataflow.planning.planner import ROWS, Prediction, Sweep, jobs, parse_sweep, predict, sweep
+from dataflow.planning.simulation.outcomes import Outcomes, processes
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.workload import Workload
 from dataflow.policy import STREAM, SchedulingPolicy, preset
@@ -20,7 +23,7 @@ from dataflow.timeline.text import table
 FAR_OFF = 0.2
 """Share by which a replay may be off the log before the plan says that it lacks something."""
 _FAR_OFF = (
-    ": this plan lacks something that the run waits for (compute_group and a user's own stages are not planned), or "
+    "; this plan lacks something that the run waits for (compute_group and a user's own stages are not planned), or "
     "the run is so short that its start counts."
 )
 
@@ -30,14 +33,27 @@ class Plan:
     """A workload with its predictions, advice and sweeps.
 
     Attributes:
-        replayed_s: predicted seconds of a step of the source's own run; None if its time was not logged.
+        replay: the source's own run, predicted as it ran; None if its time was not logged, or its policy is unknown.
     """
 
     workload: Workload
     rows: list[Prediction]
     advice: list[str]
     sweeps: list[Sweep]
-    replayed_s: float | None = None
+    replay: Prediction | None = None
+
+    @property
+    def drawn(self) -> list[Prediction]:
+        """The rows of a drawing: the source's own run, then the policies."""
+        return [*([] if self.replay is None else [self.replay]), *self.rows]
+
+    @property
+    def logged_step_s(self) -> float | None:
+        """Seconds of a step of the source's own run, as it was logged."""
+        if self.workload.logged is None:
+            return None
+        _policy, seconds, steps = self.workload.logged
+        return seconds / steps
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the JSON object described in docs/planning.md."""
@@ -51,8 +67,8 @@ class Plan:
         if self.workload.logged is not None:
             policy, seconds, steps = self.workload.logged
             found["logged"] = {"policy": policy, "total_s": seconds, "steps": steps}
-        if self.replayed_s is not None:
-            found["logged"]["predicted_step_s"] = self.replayed_s
+        if self.replay is not None:
+            found["logged"]["predicted_step_s"] = self.replay.step_s
         if self.workload.caution:
             found["caution"] = self.workload.caution
         if self.sweeps:
@@ -63,32 +79,87 @@ class Plan:
         """Returns the text for a terminal."""
         load = self.workload
         blocks = [f"caution: {load.caution}"] if load.caution else []
-        blocks.append(
-            f"{load.source}: {load.steps} steps of {load.prompts} x {load.responses} samples, "
-            f"{load.mini_batches} mini-batches, {load.mean_s():.4g} s of GPU work a step"
-        )
-        if load.logged is not None and self.replayed_s is not None:
-            policy, seconds, steps = load.logged
-            logged = seconds / steps
-            off = self.replayed_s / logged - 1
-            blocks.append(
-                f"as logged ({policy}, {steps} steps): predicted {self.replayed_s:.4g} s a step, "
-                f"logged {logged:.4g} s, {off:+.1%}" + (_FAR_OFF if abs(off) > FAR_OFF else "")
-            )
-        blocks.append(_table(self.rows))
+        blocks.append(f"{load.source}: {self.size()}")
+        blocks += self.trust()
+        blocks.append(str(table(self.cells())))
         if load.assumptions:
             blocks.append("assumed:\n" + "\n".join(f"- {sentence}" for sentence in load.assumptions))
         if self.advice:
             blocks.append("advice:\n" + "\n".join(f"- {sentence}" for sentence in self.advice))
-        blocks += [_sweep_table(s) for s in self.sweeps]
+        blocks += [f"{sweep_title(s)}:\n{table(sweep_cells(s))}" for s in self.sweeps]
         return "\n\n".join(blocks)
+
+    def size(self) -> str:
+        """Returns how large the planned job is, in words."""
+        load = self.workload
+        return (
+            f"{load.steps} steps of {load.prompts} x {load.responses} samples, {load.mini_batches} mini-batches, "
+            f"{load.mean_s():.4g} s of GPU work a step"
+        )
+
+    def trust(self) -> list[str]:
+        """Returns sentences on how near the prediction comes to the log, and why the baseline differs from it."""
+        logged, load = self.logged_step_s, self.workload
+        if logged is None or load.logged is None:
+            return []
+        policy, _seconds, steps = load.logged
+        if self.replay is None:
+            return [f"{AS_LOGGED}: {logged:.4g} s a step over {steps} steps, not replayed: its policy is unknown."]
+        off = self.replay.step_s / logged - 1
+        said = [
+            f"{AS_LOGGED}: predicted {self.replay.step_s:.4g} s a step, logged {logged:.4g} s, {off:+.1%} "
+            f"({policy}, {steps} steps)" + (_FAR_OFF if abs(off) > FAR_OFF else "")
+        ]
+        same = next((row for row in self.rows if row.policy == policy), None)
+        if same is not None and load.loop is not None:
+            differs = same.step_s / self.replay.step_s - 1
+            if abs(differs) >= LEAST:
+                said[0] += f"\nwith this project: {policy} {same.step_s:.4g} s a step, {differs:+.1%}"
+                said[0] += f", {_difference(load)}"
+        return said
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Returns the table of policies with its head, the log itself first."""
+        logged, against = self.workload.logged, self.replay.step_s if self.replay is not None else self.logged_step_s
+        head = ["policy", "s/step", "total", "change", "GPU idle", "exposed wait s/step", "bound s/step", "bound by"]
+        rows = [_cells(row) for row in self.rows]
+        if self.replay is not None:
+            rows.insert(0, _cells(self.replay))
+            rows[0][head.index("change")] = ""
+        elif logged is not None:
+            rows.insert(0, [AS_LOGGED, f"{self.logged_step_s:.4g}", duration(logged[1]), *[""] * (len(head) - 3)])
+        if against:
+            at = head.index("change") + 1
+            head.insert(at, "against log")
+            for cells, seconds in zip(rows, [against, *(row.step_s for row in self.rows)], strict=True):
+                cells.insert(at, "" if cells[0] == AS_LOGGED else f"{seconds / against - 1:+.1%}")
+        return [tuple(head), *map(tuple, rows)]
+
+    def save(self, path: str | os.PathLike[str], title: str = "") -> None:
+        """Draws the plan into a file: ``.html`` with all that the text says, ``.png`` or ``.svg``.
+
+        Raises:
+            DataError: the file name has another ending.
+        """
+        from dataflow.planning.drawing.picture import draw_plan
+        from dataflow.planning.drawing.words import Words
+
+        best = min(self.rows, key=lambda row: row.step_s).policy
+        words = Words(
+            self.workload.caution,
+            [self.size(), *(line for said in self.trust() for line in said.split("\n"))],
+            self.cells(),
+            {best: "best", AS_LOGGED: "logged"},
+            {"advice": self.advice, "assumed": self.workload.assumptions},
+            {sweep_title(found): sweep_cells(found) for found in self.sweeps},
+        )
+        draw_plan(self.drawn, self.sweeps, path, title, words)
 
     def _repr_html_(self) -> str:
         """Returns the picture of the plan and its text, for notebooks."""
         from dataflow.drawing.notebook import shown
-        from dataflow.planning.drawing.picture import draw_plan
 
-        return shown(self.text(), lambda path: draw_plan(self.rows, self.sweeps, path), "predicted seconds a step")
+        return shown(self.text(), self.save, "predicted seconds a step")
 
 
 def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], None] = lambda text: None) -> Plan:
@@ -113,26 +184,42 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     for text in sweeps:
         parse_sweep(text, workload)
     policies = _policies(workload, config, named)
-    rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"))
-    on_work("looking for advice")
-    advice = advise(workload, rows, policies)
-    if config.gpus is not None:
-        advice += sentences(workload, config.gpus)
-    found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work) for text in sweeps]
-    return Plan(workload, rows, advice, found, _replayed_s(workload, rows, policies))
+    with Outcomes(processes()) as outcomes:
+        own = _own(workload, policies)
+        outcomes.begin([*jobs(workload, policies), *([] if own is None else jobs(*own))])
+        on_work("replaying the log")
+        replay = None if own is None else predict(*own, outcomes=outcomes)[0]
+        rows = predict(workload, policies, lambda name: on_work(f"predicting {name}"), outcomes)
+        on_work("looking for advice")
+        advice = advise(workload, rows, policies, outcomes)
+        if config.gpus is not None:
+            advice += sentences(workload, config.gpus, outcomes)
+        found = [sweep(workload, text, [n for n in policies if n in ROWS], on_work, outcomes) for text in sweeps]
+    return Plan(workload, rows, advice, found, replay)
 
 
-def _replayed_s(
-    workload: Workload, rows: Sequence[Prediction], policies: Mapping[str, SchedulingPolicy]
-) -> float | None:
-    """Returns the predicted seconds of a step of the source's own run; None if there is nothing to compare it with."""
+def _own(
+    workload: Workload, policies: Mapping[str, SchedulingPolicy]
+) -> tuple[Workload, dict[str, SchedulingPolicy]] | None:
+    """Returns the source's own run and its policy; None if there is nothing to compare it with."""
     if workload.logged is None or workload.logged[0] not in policies:
         return None
     policy, _seconds, steps = workload.logged
-    if workload.loop is None and steps == workload.steps:
-        return next(row.step_s for row in rows if row.policy == policy)
-    own = workload.loop or replace(workload, steps=steps)
-    return total_s(simulate(own, policies[policy])[0]) / steps
+    return workload.loop or replace(workload, steps=steps), {AS_LOGGED: policies[policy]}
+
+
+def _difference(load: Workload) -> str:
+    """Returns what this project does otherwise than the loop that wrote the log."""
+    own = load.loop
+    assert own is not None
+    ways = []
+    if load.validation is not None and load.validation.overlap and own.validation is not None:
+        ways.append("as validation does not stop training")
+    if load.rewards != own.rewards:
+        ways.append("with the reward service of this plan")
+    if load.steps != own.steps and not ways:
+        ways.append(f"over {load.steps} steps")
+    return " and ".join(ways) or "with the settings of this plan"
 
 
 def beside(plans: Sequence[Plan]) -> str:
@@ -142,7 +229,7 @@ def beside(plans: Sequence[Plan]) -> str:
     for plan in plans:
         step_s = {row.policy: f"{row.step_s:.4g}" for row in plan.rows}
         logged = plan.workload.logged
-        took = "" if logged is None else f"{logged[1] / logged[2]:.4g} ({logged[0]})"
+        took = "" if logged is None else f"{logged[1] / logged[2]:.4g} ({logged[0] or 'overlaps'})"
         lines.append((plan.workload.source, took, *(step_s.get(name, "") for name in names)))
     return str(table(lines))
 
@@ -159,29 +246,30 @@ def _policies(workload: Workload, config: PlanConfig, named: Sequence[str]) -> d
     return policies
 
 
-def _table(rows: Sequence[Prediction]) -> str:
-    lines = [("policy", "s/step", "total", "change", "GPU idle", "exposed wait s/step", "bound s/step", "bound by")]
-    for row in rows:
-        causes = [f"{c} {s:.3g}" for c, s in row.exposed_wait_by_cause.items() if s >= 0.005 * row.step_s]
-        lines.append(
-            (
-                row.policy,
-                f"{row.step_s:.4g}",
-                duration(row.total_s),
-                f"{row.change:+.1%}",
-                f"{row.gpu_idle:.0%}",
-                f"{row.exposed_wait_s:.3g}" + (f" ({', '.join(causes)})" if causes else ""),
-                f"{row.lower_bound_step_s:.4g}",
-                row.bound_by,
-            )
-        )
-    return str(table(lines))
+def _cells(row: Prediction) -> list[str]:
+    causes = [f"{c} {s:.3g}" for c, s in row.exposed_wait_by_cause.items() if s >= 0.005 * row.step_s]
+    return [
+        row.policy,
+        f"{row.step_s:.4g}",
+        duration(row.total_s),
+        f"{row.change:+.1%}",
+        f"{row.gpu_idle:.0%}",
+        f"{row.exposed_wait_s:.3g}" + (f" ({', '.join(causes)})" if causes else ""),
+        f"{row.lower_bound_step_s:.4g}",
+        row.bound_by,
+    ]
 
 
-def _sweep_table(found: Sweep) -> str:
+def sweep_title(found: Sweep) -> str:
+    """Returns the heading of a sweep's table."""
+    return f"seconds a step over {found.knob}"
+
+
+def sweep_cells(found: Sweep) -> list[tuple[str, ...]]:
+    """Returns the table of a sweep with its head."""
     data = found.as_dict()
     lines = [(found.knob, *(p["policy"] for p in data["policies"]), "lower bound")]
     for at, value in enumerate(data["values"]):
         times = [f"{p['step_s'][at]:.4g}" for p in data["policies"]]
         lines.append((f"{value:g}", *times, f"{min(p['lower_bound_s'][at] for p in data['policies']):.4g}"))
-    return f"seconds a step over {found.knob}:\n" + str(table(lines))
+    return lines

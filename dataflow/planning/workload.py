@@ -12,10 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
 
+import numpy as np
+
 from dataflow.config.placement import TRAINER, Placement, placed
 from dataflow.distribution import Distribution
 from dataflow.graph import Carried, Latest, Pipeline, Stage, stage
-from dataflow.planning.draws import Draws
+from dataflow.planning.requests.draws import Draws
+from dataflow.planning.requests.requests import Numbers, Requests
 from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.roles import Roles
 from dataflow.timeline.spans import POOLS
@@ -93,7 +96,7 @@ class Workload:
         ends: the share of a rollout's time after which each of its groups ends, in order; () for even spacing.
         uncounted: leave the rollouts of the first ``max_staleness`` steps out of the total, as verl's logs do.
         assumptions: sentences on values that the source does not contain.
-        logged: (policy, total seconds, steps) of the source's own run.
+        logged: (policy, total seconds, steps) of the source's own run; policy "" if it is unknown.
         loop: the source's own run, where that differs: keys change what is planned, and verl's loop stops for
             validations and checkpoints.
         caution: why the source may be none that can be planned from; "" if nothing shows that.
@@ -210,40 +213,40 @@ class Workload:
         count, seed = self.prompts * self.responses, f"{self.seed}/{agent}/{step}"
         return _DRAWS.get((latency, seed, count), "d", lambda: latency.draws(Random(seed), count))
 
-    def requests(
-        self, step: int, groups: Sequence[int], latencies: Sequence[float] | None = None
-    ) -> list[tuple[int, float]]:
-        """Returns (group, seconds) of the reward requests of some groups of a step, in the order they are sent.
+    def requests(self, step: int, groups: Sequence[int], latencies: Sequence[float] | None = None) -> Requests:
+        """Returns the reward requests of some groups of a step, in the order they are sent.
 
         Args:
             step: training step.
             groups: groups whose requests to return.
             latencies: latencies of the whole step; drawn if None.
         """
-        drawn = self.latencies(step) if latencies is None else latencies
-        n = self.responses
-        seconds = [s for g in groups for s in drawn[g * n : (g + 1) * n]]
-        samples = list(zip((g for g in groups for _ in range(n)), seconds, strict=True))
-        if self.rewards.scattered:
-            count, seed = len(samples), f"{self.seed}/order/{step}"
-            order = _DRAWS.get((seed, count), "l", lambda: _shuffled(Random(seed), count))
-            samples = list(map(samples.__getitem__, order))
-        return samples
+        drawn = np.asarray(self.latencies(step) if latencies is None else latencies)
+        n, chosen = self.responses, np.asarray(groups, dtype=np.int64)
+        of, seconds, bounds = np.repeat(chosen, n), drawn.reshape(-1, n)[chosen].ravel(), np.arange(len(chosen)) * n
+        count, seed = len(of), f"{self.seed}/order/{step}"
+        if not self.rewards.scattered:
+            return Requests(of, seconds, np.arange(count), bounds)
+        # Which request is sent first, second, and so on; and when each is sent.
+        orders = np.asarray(_DRAWS.get((seed, count), "q", lambda: _shuffled(Random(seed), count)))
+        return Requests(of[orders[:count]], seconds[orders[:count]], orders[count:], bounds)
 
-    def val_requests(self, step: int) -> list[tuple[int, float]]:
-        """Returns (group, seconds) of a validation's reward requests."""
+    def val_requests(self, step: int) -> Requests:
+        """Returns a validation's reward requests, each a group of its own."""
         assert self.validation is not None
-        drawn = self.rewards.latency.draws(Random(f"{self.seed}/validation/{step}"), self.validation.samples)
-        return list(enumerate(drawn))
+        latency, count, seed = self.rewards.latency, self.validation.samples, f"{self.seed}/validation/{step}"
+        drawn = _DRAWS.get((latency, seed, count), "d", lambda: latency.draws(Random(seed), count))
+        numbers = np.arange(count)
+        return Requests(numbers, np.asarray(drawn), numbers, numbers)
 
 
 _DRAWS = Draws()
 
 
-def _shuffled(rng: Random, count: int) -> list[int]:
-    """Returns the numbers below ``count`` in a random order."""
-    places = [rng.random() for _ in range(count)]
-    return sorted(range(count), key=places.__getitem__)
+def _shuffled(rng: Random, count: int) -> Numbers:
+    """Returns the numbers below ``count`` in a random order, and then the place of each in it."""
+    order = np.argsort([rng.random() for _ in range(count)], kind="stable")
+    return np.concatenate((order, np.argsort(order)))
 
 
 # --- the stages of GRPO and PPO as the planner models them: those of pipelines/ without engines -----------------------

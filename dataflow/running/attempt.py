@@ -13,7 +13,7 @@ from loguru import logger
 
 from dataflow.cluster.fork_server import ForkServer
 from dataflow.config.base import BaseConfig
-from dataflow.config.saved import CONFIG, read_values
+from dataflow.config.loading.saved import CONFIG, read_values
 from dataflow.errors import DataflowError, NotOffered, RunError
 from dataflow.executors.base import Executor
 from dataflow.graph import TaskGraph
@@ -25,6 +25,7 @@ from dataflow.running.record import Record
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.running.saving.export import MODEL, card
+from dataflow.running.services.nodes import node_rules
 from dataflow.stages.checkpoint import FAILED
 from dataflow.system.supervisor import report
 from dataflow.timeline.spans import Trace
@@ -246,8 +247,17 @@ class Attempt:
         from dataflow.executors.ray import RayExecutor
 
         ray = self._config.ray
-        threads, imports = self._config.worker_threads, self._config.imports
-        return RayExecutor(ray.address, ray.num_cpus, threads, imports, self._up, server)
+        return RayExecutor(
+            ray.address,
+            ray.num_cpus,
+            self._config.worker_threads,
+            self._config.imports,
+            self._up,
+            server,
+            nodes=node_rules(self._config),
+            directory=str(self._record.directory.absolute()),
+            deadline_s=ray.start_timeout,
+        )
 
     def _up(self, name: str) -> None:
         self._progress.reached(f"{name} is up")

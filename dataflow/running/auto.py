@@ -188,7 +188,7 @@ class AutoPolicy:
             policies = self._controller.policies
             if found is None:
                 return
-            answer = await _forecast((found, policies, self._controller.current, _adapted(self._record.trace)))
+            answer = await forecast((found, policies, self._controller.current, limit_in_force(self._record.trace)))
             predicted = {policy: s for policy, s in zip(policies, answer.seconds, strict=True) if s is not None}
             # Steps with other latencies than the prediction's do not say how right it is.
             since = step + 1 - (0 if rewards_of else found.meta["steps"])
@@ -253,14 +253,14 @@ class AutoPolicy:
             temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def _adapted(trace: Trace) -> float | None:
+def limit_in_force(trace: Trace) -> float | None:
     """Returns the requests in flight at most at present, if the agent has adapted that number for each endpoint."""
     now = {level.name: level.value for level in trace.levels if level.name.startswith(f"{MAIN} limit")}
     asked = {mark.args.get("endpoint") for mark in trace.marks[-RECENT:] if mark.resource == MAIN}
     return sum(now.values()) if len(now) >= max(1, len(asked)) else None
 
 
-async def _forecast(question: tuple[Any, ...]) -> Forecast:
+async def forecast(question: tuple[Any, ...]) -> Forecast:
     """Asks a process of its own for a plan.
 
     Raises:
@@ -278,8 +278,8 @@ async def _forecast(question: tuple[Any, ...]) -> Forecast:
             process.kill()
             await process.wait()
     if process.returncode:
-        said = errors.decode(errors="replace").strip().splitlines()
+        lines = errors.decode(errors="replace").strip().splitlines()
         raise RunError(
-            f"the planning process ended with code {process.returncode} ({said[-1] if said else 'no reason'})"
+            f"the planning process ended with code {process.returncode} ({lines[-1] if lines else 'no reason'})"
         )
     return Forecast(**json.loads(out))

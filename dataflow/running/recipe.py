@@ -13,7 +13,7 @@ from dataflow.running.saving.checkpoints import checkpoint_store
 from dataflow.running.services.colocation import colocated
 from dataflow.stage import Hosted, Stage
 from dataflow.stages.checkpoint import checkpoint_stages
-from dataflow.stages.normalize import with_running
+from dataflow.stages.scoring.normalize import with_running
 from dataflow.stages.update import update_stage
 
 _MADE_BY = {

@@ -60,9 +60,9 @@ def finish(directory: Path, status: str, steps: int | None) -> str:
 
 def finish_killed(directory: Path, status: str, steps: int | None) -> str:
     """Does what :func:`finish` does; the phrase also says what to do, as the cause is not in the run itself."""
-    said = finish(directory, status, steps)
-    again = status == "failed" and said.startswith("stopped") and not _saved(directory)
-    return f"{said}; run it again" if again else said
+    message = finish(directory, status, steps)
+    again = status == "failed" and message.startswith("stopped") and not _saved(directory)
+    return f"{message}; run it again" if again else message
 
 
 def stopped(directory: Path, done: int, steps: int | None) -> str:

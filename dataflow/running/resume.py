@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from dataflow.config.base import BaseConfig, values_of
+from dataflow.config.loading.saved import CONFIG, Saved
 from dataflow.config.reward import sources_of
 from dataflow.config.run import RunConfig
-from dataflow.config.saved import CONFIG, Saved
 from dataflow.errors import ConfigError
 from dataflow.files import nearest_path
 from dataflow.rewards.ledger.file import check_file
@@ -28,11 +28,12 @@ MAY_CHANGE = (
     "checkpoint", "engine.api_key_env", "engine.gpu_memory", "engine.kv_cache_gb", "engine.max_num_seqs",
     "engine.replicas", "engine.request_timeout", "engine.restarts", "engine.server_wait", "engine.urls",
     "engine.weights_dir", "executor", "judge.api_key_env", "judge.client", "judge.latency", "judge.max_cost",
-    "judge.max_tokens", "judge.price_per_million", "judge.time_scale", "judge.timeout", "judge.url", "ray", "resume",
-    "reward.actors", "reward.adaptive", "reward.backoff", "reward.concurrency", "reward.deadline", "reward.endpoints",
-    "reward.floor", "reward.frozen_after", "reward.hedge_after", "reward.max_abandoned", "reward.max_backoff",
-    "reward.max_failed_share", "reward.restarts", "reward.rpm", "reward.timeout", "reward.tpm", "reward.tries",
-    "samples", "steps", "tracking", "trainer.restarts", "trainer.threads", "trainer.world_size", "val",
+    "judge.max_tokens", "judge.price_per_million", "judge.time_scale", "judge.timeout", "judge.url", "profile", "ray",
+    "resume", "reward.actors", "reward.adaptive", "reward.backoff", "reward.concurrency", "reward.deadline",
+    "reward.endpoints", "reward.floor", "reward.frozen_after", "reward.hedge_after", "reward.max_abandoned",
+    "reward.max_backoff", "reward.max_failed_share", "reward.restarts", "reward.rpm", "reward.timeout", "reward.tpm",
+    "reward.tries", "samples", "steps", "tracking", "trainer.activation_offload", "trainer.optimizer_offload",
+    "trainer.param_offload", "trainer.restarts", "trainer.threads", "trainer.world_size", "val",
 )  # fmt: skip
 """Keys and sections that change neither the samples nor what is trained on them."""
 MODEL_MAY_CHANGE = (
@@ -128,7 +129,9 @@ def _checked(
         UserError: there is no such run, it is still running, or a key may not change.
     """
     if not (directory / CONFIG).is_file():
-        inside = next((parent for parent in directory.parents if (parent / CONFIG).is_file()), None)
+        # A configuration alone may be that of a project around the runs.
+        runs = (parent for parent in directory.parents if (parent / CONFIG).is_file())
+        inside = next((parent for parent in runs if (parent / "trace.json").is_file()), None)
         near = f"; give the run's directory, {inside}." if inside else nearest_path(directory, directory.parent)
         raise ConfigError(f"no run at '{directory}'{near or '; give a run directory (runs/NAME).'}")
     check_unlocked(directory)

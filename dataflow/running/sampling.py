@@ -10,8 +10,8 @@ from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.engines.base import Sampling
 from dataflow.errors import ConfigError, nearest
 from dataflow.stage import Read, Stage
-from dataflow.stages.greedy import greedy_score
 from dataflow.stages.rollout import rollout, val_rollout
+from dataflow.stages.sampling.greedy import greedy_score
 
 
 def rollout_stages(config: Any) -> tuple[Stage, Stage]:
@@ -30,7 +30,7 @@ def rollout_stages(config: Any) -> tuple[Stage, Stage]:
     how = {"seed": config.seed, "sleeps": shared}
     if not offer.offered:
         return rollout.bind(sampling=sampling, **how), val_rollout.bind(sampling=held_out, **how)
-    from dataflow.stages.conversation import conversation, val_conversation
+    from dataflow.stages.sampling.conversation import conversation, val_conversation
     from dataflow.tools import toolbox_of
 
     talk = {

@@ -17,8 +17,9 @@ from typing import Any
 from loguru import logger
 
 from dataflow.cluster.fork_server import ForkServer
-from dataflow.config import saved
+from dataflow.cluster.joined import JoinedRay, own_address
 from dataflow.config.base import BaseConfig
+from dataflow.config.loading import saved
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, Interrupted, RunError, ServiceLost, UserError
 from dataflow.executors.ray.copies import server_of
@@ -34,6 +35,7 @@ from dataflow.running.remains import complete, finish, stopped
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 from dataflow.system import clock
+from dataflow.system.loopback import ADDRESS
 from dataflow.system.secrets.redaction import redact, redact_values
 from dataflow.system.stopping import stopping
 from dataflow.system.supervisor import report
@@ -119,10 +121,10 @@ class Session:
                     with contextlib.suppress(RunError):
                         self.record.write_summary(status="failed")
                 status = "failed" if isinstance(error, Exception) else "interrupted"
-                said = finish(self.directory, status, self.graph.steps)
+                message = finish(self.directory, status, self.graph.steps)
                 if isinstance(error, KeyboardInterrupt):
-                    raise Interrupted(said) from None
-                error.add_note(said)
+                    raise Interrupted(message) from None
+                error.add_note(message)
                 raise
         return self.summary
 
@@ -149,7 +151,7 @@ class Session:
             )
             try:
                 point = self._point()
-                with self._judges(), self._models():
+                with self._cluster(), self._judges(), self._models():
                     self._train(point)
             except BaseException:
                 with contextlib.suppress(RunError):  # the first error counts
@@ -187,11 +189,11 @@ class Session:
                 if lost is None or restarts >= self.config.recoveries or stopping.received is not None:
                     raise
                 restarts += 1
-                said = " ".join(str(error).split())
+                message = " ".join(str(error).split())
                 point = self._newest()
                 self._server = server_of(self.config)  # the Ray of the next attempt is another one
                 logger.warning(
-                    f"{said}; restart {restarts} of {self.config.recoveries}: the run resumes from "
+                    f"{message}; restart {restarts} of {self.config.recoveries}: the run resumes from "
                     f"{f'its checkpoint of step {point.step}' if point else 'its beginning, as it has no checkpoint'}."
                 )
 
@@ -204,13 +206,24 @@ class Session:
                 self._server.close()
 
     @contextlib.contextmanager
+    def _cluster(self) -> Iterator[None]:
+        """Joins the cluster of the configuration, before anything is started for its services."""
+        if self.config.executor != "ray" or self.config.ray.address is None:
+            yield
+            return
+        with JoinedRay(self.config.ray.address):
+            yield
+
+    @contextlib.contextmanager
     def _judges(self) -> Iterator[None]:
         """Runs a stand-in for each judge that has no address; its agent finds the address in its section."""
         with contextlib.ExitStack() as stack:
-            for judge in self._prepared.stand_ins.values():
+            for name, judge in self._prepared.stand_ins.items():
                 from dataflow.rewards.judge.keeper import JudgeKeeper
 
-                keeper = JudgeKeeper(judge.latency, judge.time_scale, self.config.seed, self._lose)
+                # Its agent is beside it, unless the configuration gives it other nodes.
+                address = own_address() if name in self.config.ray.nodes else ADDRESS
+                keeper = JudgeKeeper(judge.latency, judge.time_scale, self.config.seed, self._lose, address)
                 judge.url = stack.enter_context(keeper).url
             yield
 

@@ -8,7 +8,7 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Trainer
 from dataflow.graph import Latest, Stage, TaskInfo, stage
 from dataflow.stages.correction import correct
-from dataflow.stages.kl_penalty import kl_penalty
+from dataflow.stages.scoring.kl_penalty import kl_penalty
 
 
 @stage(writes="old_log_probs", on="gpu")

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.chat import text_of
 from dataflow.graph import Stage, TaskInfo, stage
+from dataflow.models.chat import text_of
 from dataflow.samples.files import Kind, file_of, write
 
 if TYPE_CHECKING:

@@ -1,16 +1,26 @@
-"""Which extra of the package installs a module that is missing."""
+"""What the package and its extras require: which extra installs a missing module, and which versions are others."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+PACKAGE = "dataflow-rl"
 
 TRAIN = (
     "cachetools", "cloudpickle", "fastapi", "huggingface_hub", "pyarrow", "ray", "safetensors", "tensordict",
     "tokenizers", "torch", "transformers", "uvicorn", "uvloop", "verl",
 )  # fmt: skip
-EXTRAS = {**dict.fromkeys(TRAIN, "cpu"), "openai": "openai", "vllm": "cpu"}
-"""The extra that installs each module which the base does without; those of ``cpu`` are in ``gpu``, too."""
+EXTRAS = {
+    **dict.fromkeys(TRAIN, "cpu"), "aiohttp": "http", "matplotlib": "pictures", "openai": "openai",
+    "vllm": "cpu", "watchfiles": "http",
+}  # fmt: skip
+"""The smallest extra that installs each module which the base does without; those of ``cpu`` are in ``gpu``, too."""
 
 
 def missing_extra(error: BaseException) -> str | None:
@@ -27,8 +37,44 @@ def not_installed(name: str) -> str | None:
     extra = EXTRAS.get(name)
     if extra is None or importlib.util.find_spec(name) is not None:
         return None
-    how = "'dataflow-rl[cpu]', or with GPUs 'dataflow-rl[gpu]'" if extra == "cpu" else f"'dataflow-rl[{extra}]'"
-    return f"this needs {name}, which is not installed; pip install {how}."
+    return f"this needs {name}, which is not installed; {install(extra)}."
+
+
+def install(extra: str) -> str:
+    """Returns the command that installs an extra; of "" the package alone."""
+    if extra in ("cpu", "train"):
+        return f"pip install '{PACKAGE}[cpu]', or with GPUs '{PACKAGE}[gpu]'"
+    return f"pip install '{PACKAGE}[{extra}]'" if extra else f"pip install {PACKAGE}"
+
+
+def version_of(package: str) -> str | None:
+    """Returns the version that is installed; None if none is."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def required(extra: str) -> list[Requirement] | None:
+    """Returns what an extra requires, of "" the package alone; None where the package runs from its sources."""
+    from packaging.requirements import Requirement
+
+    try:
+        found = [Requirement(line) for line in importlib.metadata.requires(PACKAGE) or []]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    own = [each for each in found if each.name != PACKAGE and (each.marker is not None) == bool(extra)]
+    return [each for each in own if each.marker is None or each.marker.evaluate({"extra": extra})]
+
+
+def mismatched(extra: str) -> str | None:
+    """Returns a sentence about the packages of an extra that are installed in another version than it requires."""
+    wrong = [
+        f"{each.name} {version} (needs {each.specifier})"
+        for each in required(extra) or ()
+        if (version := version_of(each.name)) is not None and not each.specifier.contains(version, prereleases=True)
+    ]
+    return f"{', '.join(wrong)}: another version than was tested; {install(extra)}." if wrong else None
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -1,4 +1,4 @@
-"""Keeps the traffic between the processes of one machine on its loopback interface."""
+"""The network interface of the processes of a run: loopback on one machine, that of the node on a cluster."""
 
 from __future__ import annotations
 
@@ -23,6 +23,27 @@ def stay_on_loopback() -> None:
     names = {name for _index, name in socket.if_nameindex()}
     for name in ("lo", "lo0"):  # Linux, macOS
         if name in names:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            return
+
+
+def stay_on(address: str) -> None:
+    """Makes gloo and NCCL use the interface that has an address, unless the user has chosen one.
+
+    Without a choice gloo takes the interface of the machine's name, which is loopback on many systems: ranks on other
+    machines then cannot connect.
+
+    Args:
+        address: of this machine, by which the others reach it.
+    """
+    if is_loopback(address):
+        stay_on_loopback()
+        return
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
             return

@@ -56,6 +56,9 @@ class Unroller:
         self.behind, self.grouped = _behind(pipeline), _grouped(pipeline)
         self.leading = _leading(pipeline)
         self.read = frozenset(field for s in pipeline.stages for field in _values(pipeline, s))
+        aligned = self.grouped & self.read
+        self._aligned = {s.name: tuple(w for w in s.writes if w in aligned) for s in pipeline.stages}
+        self._writing = {s.name for s in pipeline.stages if not pipeline.states.isdisjoint(s.writes)}
         self._early: dict[str, list[Stage]] = {}
         for s in pipeline.stages:
             if s.ahead_of is not None:
@@ -98,6 +101,8 @@ class Unroller:
 
     def _place(self, s: Stage, step: int, part: int) -> tuple[int, int]:
         """Returns which share of the step's groups a task works on, and which epoch of this share it is."""
+        if s.epochs == 1:
+            return part, 0
         if s.epochs_over == "step":
             epoch, share = divmod(part, self.shape(step).shares[s.name])
         else:
@@ -114,7 +119,9 @@ class Unroller:
         share, _epoch = self._place(reader, step, part)
         if source.streams and reader.grain == "chunk":
             return [TaskId(step, source.name, share, mine)]
-        ids = [i for i in self._ids(source, step) if self._place(source, step, i.part)[1] == source.epochs - 1]
+        ids = self._ids(source, step)
+        if source.epochs > 1:
+            ids = [i for i in ids if self._place(source, step, i.part)[1] == source.epochs - 1]
         return ids[share * theirs // mine : -(-(share + 1) * theirs // mine)]
 
     def _gathers(self, s: Stage, step: int) -> bool:
@@ -156,7 +163,7 @@ class Unroller:
         ahead = self.ahead(step) if s.name in self._early else ()
         for early in self._early.get(s.name, ()):
             deps += [i for later in ahead for i in self._ids(early, later)]
-        writes_state = any(w in self.pipeline.states for w in s.writes)
+        writes_state = s.name in self._writing
         if part and (s.collects or writes_state or s.epochs > 1):
             deps.append(me[part - 1])
         elif writes_state:
@@ -171,7 +178,7 @@ class Unroller:
             epoch=epoch,
             take=shape.take if s.collects else None,
             emits=shape.chunks if s.streams else 1,
-            aligned=tuple(w for w in s.writes if w in self.grouped and w in self.read),
+            aligned=self._aligned[s.name],
             keeps=s.name not in self.leading,
             rank=rank,
             max_staleness=len(ahead) if s.name in self._early else shape.staleness,

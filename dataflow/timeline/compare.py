@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from dataflow.errors import ConfigError, DataError
 from dataflow.files import decoded
+from dataflow.policy import PRESETS, STREAM
 from dataflow.timeline import files
 from dataflow.timeline.causes import attribution
+from dataflow.timeline.page.panel import BOUNDS, differ
 from dataflow.timeline.spans import Trace
 from dataflow.timeline.text import table
 
@@ -35,7 +37,7 @@ _HEAD = (
 
 
 def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> str:
-    """Returns the table of several runs, compared with the first of them.
+    """Returns the table of several runs in the order of the policies, compared with the first of them.
 
     Args:
         runs: their directories.
@@ -49,8 +51,8 @@ def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> 
     files.check(out)
     traces: dict[str, Trace] = {}
     rows: list[dict[str, Any]] = []
-    for run in runs:
-        trace = load(run)
+    loaded = [(run, load(run)) for run in runs]
+    for run, trace in sorted(loaded, key=lambda each: _place(each[1])):
         name = str(trace.meta.get("policy") or Path(run).name)
         name = name if name not in traces else Path(run).name
         if name in traces:
@@ -61,7 +63,8 @@ def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> 
         files.draw(traces, out, facts={row["policy"]: row for row in rows})
     if as_json:
         return json.dumps(rows, indent=1)
-    lines = [_HEAD]
+    accurate = any(row["accuracy_after"] is not None for row in rows)
+    lines = [_HEAD if accurate else _HEAD[:-1]]
     for row in rows:
         bound = row["lower_bound_s"]
         lines.append(
@@ -75,10 +78,26 @@ def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> 
                 f"{row['gpu_busy']:.0%}",
                 f"{row['exposed_wait_s']:.1f}",
                 "-" if bound is None else f"{bound:.1f}",
-                _accuracy(row),
+                *([_accuracy(row)] if accurate else []),
             )
         )
-    return table(lines) + written(out)
+    return table(lines) + "".join(_notes(rows)) + written(out)
+
+
+def _place(trace: Trace) -> int:
+    """Returns the place of a run's policy in the order of the presets; others come last."""
+    name = str(trace.meta.get("policy", "")).removesuffix(STREAM)
+    return PRESETS.index(name) if name in PRESETS else len(PRESETS)
+
+
+def _notes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yields which run is the fastest, and why lower bounds differ."""
+    best = min(rows, key=lambda row: float(row["step_s"]))
+    if len(rows) > 1:
+        change = f", {best['change']:+.1%} against {rows[0]['policy']}" if best is not rows[0] else ""
+        yield f"\n\nfastest: {best['policy']}{change}"
+    if differ([row["lower_bound_s"] for row in rows if row["lower_bound_s"]]):
+        yield f"\n{BOUNDS[0].lower()}{BOUNDS[1:]}"
 
 
 def _accuracy(row: dict[str, Any]) -> str:

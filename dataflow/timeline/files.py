@@ -8,9 +8,11 @@ from typing import Any
 
 from dataflow.errors import DataError
 from dataflow.files import unwritable
+from dataflow.system.extras import not_installed
 from dataflow.timeline.spans import Trace
 
-KINDS = (".html", ".png", ".svg")
+_PICTURES = (".png", ".svg")
+KINDS = (".html", *_PICTURES)
 
 
 def check(out: str | None, *more: str, kinds: Sequence[str] = KINDS) -> None:
@@ -22,7 +24,7 @@ def check(out: str | None, *more: str, kinds: Sequence[str] = KINDS) -> None:
         kinds: extensions of pictures and pages.
 
     Raises:
-        DataError: the extension is another one, or the file cannot be written.
+        DataError: the extension is another one, the file cannot be written, or what draws pictures is not installed.
     """
     if out is None:
         return
@@ -30,8 +32,18 @@ def check(out: str | None, *more: str, kinds: Sequence[str] = KINDS) -> None:
     path = Path(out)
     if path.suffix.lower() not in kinds:
         raise DataError(f"-o {out}: no such kind, '{path.suffix}'; give a name in {', '.join(kinds)}.")
-    if (why := unwritable(path)) is not None:
+    missing = not_installed("matplotlib") if path.suffix.lower() in _PICTURES else None
+    if (why := missing or unwritable(path)) is not None:
         raise DataError(f"-o {out}: {why}")
+
+
+def title_of(run: str) -> str:
+    """Returns the name of a run, given its directory, its ``trace.json``, or a trace with a name of its own."""
+    path = Path(run).resolve()
+    if path.is_dir():
+        return path.name
+    name = path.name.removesuffix(".gz").removesuffix(".json")
+    return path.parent.name if name == "trace" else name
 
 
 def draw(

@@ -121,8 +121,10 @@ class _Profile:
         before = -(end + self.shift) / 1e6
         behind = self.begin / 1e6 - max((s.end for s in self.trace.spans), default=0.0)
         if max(before, behind) > APART_S:
-            said = f"ends {before:.0f} s before the run began" if before > 0 else f"begins {behind:.0f} s after its end"
-            raise DataError(f"profile {self.path} {said}; give one that was taken during the run.")
+            distance = (
+                f"ends {before:.0f} s before the run began" if before > 0 else f"begins {behind:.0f} s after its end"
+            )
+            raise DataError(f"profile {self.path} {distance}; give one that was taken during the run.")
 
     def moved(self, zero: int) -> Iterator[dict[str, Any]]:
         """Yields its events on the run's clock, ``zero`` microseconds later, with ids that no other file has."""

@@ -81,8 +81,8 @@ def read(path: str | os.PathLike[str]) -> Trace:
         raise DataError(f"trace {path} is not text ({error}); give the trace.json of a run.") from error
     if not text.strip():
         raise DataError(f"trace {path} is empty; give the trace.json of another run.")
-    events, said = _parse(text, path)
-    version, meta = said.get("version"), said.get("meta")
+    events, header = _parse(text, path)
+    version, meta = header.get("version"), header.get("meta")
     if not isinstance(version, int) or version > VERSION:
         raise DataError(f"trace {path} has version {version}, this dataflow reads {VERSION}; install a newer one.")
     if not isinstance(meta, dict):
@@ -102,7 +102,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
                 f"trace {path} has a broken event ({type(error).__name__}: {error}) in "
                 f"{json.dumps(event)[:80]}; give the trace.json of another run."
             ) from error
-    if said.get("open"):
+    if header.get("open"):
         meta["cut"] = _cut(trace)
         if meta.get("status") == "running":
             meta["status"] = "cut off"

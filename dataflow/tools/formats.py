@@ -67,10 +67,10 @@ class Hermes:
 
     def parse(self, text: str) -> list[ToolCall]:
         """See :class:`Format`."""
-        said = text.rpartition("</think>")[2]
-        if "<think>" in said:  # its end tag is missing
-            said = said.partition("<think>")[0]
-        return [self._call(match[1]) for match in self._CALL.finditer(said)]
+        reply = text.rpartition("</think>")[2]
+        if "<think>" in reply:  # its end tag is missing
+            reply = reply.partition("<think>")[0]
+        return [self._call(match[1]) for match in self._CALL.finditer(reply)]
 
     def _call(self, body: str) -> ToolCall:
         try:

@@ -14,10 +14,10 @@ from typing import Any
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.chat import without
 from dataflow.cluster.process import DEATH_REASON
 from dataflow.data.tokenize import DESCRIBED, load_chat_tokenizer, prompt_ids
 from dataflow.errors import DataError, ModelError, nearest
+from dataflow.models.chat import without
 from dataflow.tools.calls import ToolCaller, tools_kwargs
 from dataflow.tools.formats import Format, Framing, ToolCall, find_format
 from dataflow.tools.registry import READY, Tool, choose_tools, marked_tools
@@ -147,7 +147,7 @@ class Toolbox:
         """Returns the calls in a turn of the model."""
         return self.reader.parse(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    def said(self, tokens: Sequence[int]) -> str:
+    def reply(self, tokens: Sequence[int]) -> str:
         """Returns the text of a turn without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 

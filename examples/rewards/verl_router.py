@@ -24,5 +24,5 @@ async def compute_score(
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
     async with aiohttp.request("POST", f"http://{reward_router_address}/v1/completions", json=body) as reply:
         reply.raise_for_status()
-        said = (await reply.json())["choices"][0]["text"]
-    return {"score": SCORES[said.strip().lower()], "acc": SCORES[said.strip().lower()]}
+        reply_text = (await reply.json())["choices"][0]["text"]
+    return {"score": SCORES[reply_text.strip().lower()], "acc": SCORES[reply_text.strip().lower()]}

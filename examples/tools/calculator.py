@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.tools import ToolsConfig
 
 BASE = load_pipeline_file(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py")

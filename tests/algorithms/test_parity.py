@@ -18,7 +18,7 @@ from dataflow.config.algorithm import AlgorithmConfig, Kl, KlLoss
 from dataflow.graph import TaskInfo
 from dataflow.stages.advantage import advantage_stage
 from dataflow.stages.correction import correct
-from dataflow.stages.kl_penalty import kl_penalty
+from dataflow.stages.scoring.kl_penalty import kl_penalty
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
 
@@ -56,7 +56,7 @@ Case = tuple[Callable[[], Found], Callable[[], Found]]
 @pytest.fixture(scope="module", autouse=True)
 def on_the_cpu() -> None:
     """Modules of verl's trainer import its engine, which reads the device once."""
-    from dataflow.engines.verl.cpu import install
+    from dataflow.engines.verl.setup.cpu import install
 
     install()
 

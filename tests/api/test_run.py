@@ -248,6 +248,7 @@ def test_a_run_is_resumed_by_its_own_pipeline_alone(toy: Path, tmp_path: Path) -
 def test_what_cannot_be_resumed_is_one_sentence(toy: Path, directory: str, keys: dict[str, Any], words: str) -> None:
     run(toy, name="a", steps=1)
     before = sorted(Path("runs").rglob("*"))
+    Path("config.yaml").touch()  # of a project, as init makes it
     with pytest.raises(ConfigError) as caught:
         dataflow.resume(directory, steps=3, **keys)
     assert words in str(caught.value)

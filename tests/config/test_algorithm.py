@@ -14,8 +14,8 @@ from dataflow.algorithms.losses import LOSSES
 from dataflow.algorithms.presets import PRESETS
 from dataflow.config import algorithm
 from dataflow.config.algorithm import AlgorithmConfig
+from dataflow.config.loading.saved import Saved, dump
 from dataflow.config.run import RunConfig, dump_yaml, parse_overrides
-from dataflow.config.saved import Saved, dump
 from dataflow.errors import ConfigError
 
 

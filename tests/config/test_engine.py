@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from dataflow.config.pipeline_file import load_pipeline_file, pipeline_of
+from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.config.run import RunConfig, dump_yaml, parse_overrides, values_of
 from dataflow.errors import ConfigError
 from dataflow.running.services.hosting import gpus_of, pools_of

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from dataflow.config.keys.overrides import build, fields
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import EngineConfig, PolicyConfig, RunConfig, describe, dump_yaml, parse_overrides, values_of
 from dataflow.errors import ConfigError, DataflowError, PipelineError, PolicyError, UserError
 from dataflow.policy import SchedulingPolicy
@@ -210,9 +210,9 @@ def test_made_in_python_the_values_are_checked_too() -> None:
 
 def test_describe_has_a_line_for_every_key() -> None:
     text = describe(RunConfig)
-    assert "trainer.lr=0.0002" in text
+    assert "trainer.lr=1.0e-06" in text
     assert "policy.split=null" in text
-    assert "trainer.betas=[0.9, 0.99]" in text
+    assert "trainer.betas=[0.9, 0.999]" in text
     assert "# judge: The HTTP judge" in text
     keys = [line.partition("=")[0] for line in text.splitlines() if line and not line.startswith("#")]
     paths = [".".join(path) for path, _ in fields(RunConfig)]

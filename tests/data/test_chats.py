@@ -11,6 +11,7 @@ import pytest
 from dataflow.data.chats import ChatProcess, Chats, Refused
 from dataflow.data.tokenize import load_chat_tokenizer
 from dataflow.errors import ModelError
+from tests.rigs.processes import below, command
 
 pytestmark = pytest.mark.heavy
 CHATS = [[{"role": "user", "content": text}] for text in ("What is 3 + 4?", "é ✓", "")]
@@ -24,7 +25,8 @@ def test_ids_are_the_same_as_in_this_process(tiny_qwen: Path) -> None:
         assert apart.ids(CHATS) == here.ids(CHATS)
         assert apart.ids(CHATS, [TOOL]) == here.ids(CHATS, [TOOL])
         assert apart.ids([]) == []
-        os.kill(apart._process.pid, signal.SIGKILL)
+        (process,) = [each for each in below() if "dataflow.data.chats" in command(each)]
+        os.kill(process.pid, signal.SIGKILL)
         assert apart.ids(CHATS) == here.ids(CHATS)  # in this process then
 
 

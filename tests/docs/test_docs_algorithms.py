@@ -15,7 +15,7 @@ from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.algorithms.losses import BYPASS, LOSSES
 from dataflow.algorithms.presets import PRESETS
 from dataflow.config.keys.overrides import fields
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import RunConfig, parse_overrides
 
 pytestmark = pytest.mark.timeout(120)

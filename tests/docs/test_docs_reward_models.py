@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.config.keys.overrides import parse_overrides
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.served import PromptConfig, ServedModelConfig
 from dataflow.running.resume import MODEL_MAY_CHANGE
 from dataflow.testing.options import TABLES, option_table

@@ -20,7 +20,7 @@ import pytest
 
 from dataflow.batch import Batch
 from dataflow.config.keys.overrides import fields
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.reward import EndpointConfig
 from dataflow.config.run import parse_overrides
 from dataflow.errors import RewardFailed

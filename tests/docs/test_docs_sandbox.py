@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import parse_overrides
 from dataflow.rewards.naming import JUDGE
 from dataflow.rewards.sandbox import local

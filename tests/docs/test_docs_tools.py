@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.run import parse_overrides
 from dataflow.config.tools import ToolsConfig
 from dataflow.tools import Toolbox

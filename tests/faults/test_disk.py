@@ -6,7 +6,7 @@ import errno
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +71,23 @@ class Fails:
 
     path, left_out = Path("trace.json"), 0
 
+    def __init__(self, _path: Path, _meta: object) -> None: ...
+
+    def add(self, *_items: object) -> None: ...
+
     def close(self, _trace: Trace) -> None:
         with written("trace", self.path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture
-def record(tmp_path: Path) -> Record:
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
+    monkeypatch.setattr("dataflow.running.record.TraceWriter", Fails)
     record = Record(tmp_path, Backends([]))
     record.open({"status": "running"})
-    record._tracker = None
-    record._writer = Fails()  # type: ignore[assignment]
     record.trace = Trace([Span("s", 1, 0, 1, "gpu", 0.0, 1.0)], meta={"status": "finished"})
-    return record
+    yield record
+    record.close()
 
 
 def test_a_run_that_went_well_fails_if_its_files_cannot_be_closed(record: Record) -> None:

@@ -73,9 +73,8 @@ def test_grpo(rows: Path) -> None:
     assert [each.key for each in found.lost] == ["trainer.max_actor_ckpt_to_keep"]
     assert {each.key for each in found.fine} >= {
         "actor_rollout_ref.ref.fsdp_config.param_offload",
-        "actor_rollout_ref.actor.fsdp_config.param_offload",
-        "actor_rollout_ref.model.enable_gradient_checkpointing",
     }
+    assert config.trainer.gradient_checkpointing is None  # verl's default, which is on
 
 
 def test_ppo_of_two_files(rows: Path) -> None:
@@ -89,6 +88,11 @@ def test_ppo_of_two_files(rows: Path) -> None:
         "Qwen/Qwen2-7B-Instruct",
         1e-5,
         32,
+    )
+    assert (config.critic.lora.rank, config.critic.param_offload, config.critic.lr_scheduler) == (
+        None,
+        False,
+        "constant",
     )
     assert (config.critic.warmup, config.critic.mini_batches, config.engine.n) == (2, None, 1)
     assert config.trainer.max_tokens_per_gpu == 24000
@@ -154,6 +158,9 @@ def test_a_reward_model(rows: Path) -> None:
     assert (config.reward.models["rm"].placement, config.reward.models["rm"].replicas) == ("own", 1)
 
 
+MODEL, OPTIM, FSDP = (f"actor_rollout_ref.{section}" for section in ("model", "actor.optim", "actor.fsdp_config"))
+
+
 @pytest.mark.parametrize(
     ("change", "ours"),
     [
@@ -161,8 +168,27 @@ def test_a_reward_model(rows: Path) -> None:
         ("actor_rollout_ref.rollout.val_kwargs.do_sample=True", {"val.temperature": 0.0}),
         ("actor_rollout_ref.actor.ppo_epochs=2", {"trainer.epochs": 2, "trainer.epochs_over": "step"}),
         ("actor_rollout_ref.actor.clip_ratio=0.3", {"algorithm.clip_ratio_low": 0.2, "algorithm.clip_ratio": 0.3}),
-        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", {"trainer.warmup_steps": 10}),
+        (
+            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
+            {"trainer.warmup_steps": None, "trainer.warmup_ratio": 0.1},
+        ),
+        (f"{OPTIM}.lr_warmup_steps=7", {"trainer.warmup_steps": 7, "trainer.warmup_ratio": 0.0}),
+        (f"{OPTIM}.optimizer=SGD", {"trainer.optimizer": "SGD"}),
+        (f"+{OPTIM}.override_optimizer_config.eps=1e-5", {"trainer.optimizer_kwargs": {"eps": 1e-5}}),
+        (f"{OPTIM}.warmup_style=cosine", {"trainer.lr_scheduler": "cosine"}),
+        (f"{OPTIM}.min_lr_ratio=0.1", {"trainer.min_lr_ratio": 0.0}),  # verl's schedule is constant
+        (f"{FSDP}.param_offload=False", {"trainer.param_offload": False}),
+        (f"{FSDP}.offload_policy=True", {"trainer.param_offload": True, "trainer.optimizer_offload": True}),
+        (f"{FSDP}.fsdp_size=4", {"trainer.fsdp_size": 4}),
+        (f"{FSDP}.fsdp_size=8", {"trainer.fsdp_size": None}),
+        (f"{FSDP}.model_dtype=bf16", {"trainer.model_dtype": "bfloat16", "trainer.dtype": "auto"}),
+        (f"{FSDP}.reshard_after_forward=False", {"trainer.reshard_after_forward": False}),
+        (f"{MODEL}.enable_gradient_checkpointing=False", {"trainer.gradient_checkpointing": False}),
+        (f"{MODEL}.enable_activation_offload=True", {"trainer.activation_offload": True}),
+        (f"{MODEL}.lora_alpha=32", {"trainer.lora.alpha": 16.0}),  # of no adapter
+        (f"{MODEL}.lora_rank=64", {"trainer.lora.rank": 64, "trainer.lora.target_modules": "all-linear"}),
         ("actor_rollout_ref.actor.ppo_micro_batch_size=64", {"trainer.micro_batch_size": 8}),
+        ("global_profiler.steps=[2,5]", {"profile.steps": [2, 5]}),
         ("trainer.v1.trainer_mode=colocate_async", {"policy.preset": "off-policy", "placement": "colocated"}),
         ("trainer.resume_mode=disable", {"resume.mode": "never"}),
         ("trainer.save_freq=-1", {"checkpoint.every": 0}),
@@ -204,9 +230,8 @@ def test_values_are_converted(rows: Path, change: str, ours: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("change", "instead"),
     [
-        ("actor_rollout_ref.model.lora_rank=32", "all weights are trained"),
-        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "constant after the warm-up"),
-        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "stay on the GPU"),
+        ("actor_rollout_ref.model.lora.rank=32", "trainer.lora.rank trains an adapter with FSDP2"),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "trainer.dtype is float32 or bfloat16"),
         ("actor_rollout_ref.rollout.name=sglang", "the engine is vLLM"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "tools.path=FILE"),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", "without further options"),

@@ -10,7 +10,8 @@ import pytest
 from dataflow.errors import ConfigError
 from dataflow.planning.advice import advise
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.planner import parse_sweep, predict, simulate, sweep, turned
+from dataflow.planning.planner import parse_sweep, predict, sweep, turned
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
 from dataflow.planning.workload import Workload

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from dataflow.config.keys.overrides import parse_overrides
-from dataflow.config.pipeline_file import load_pipeline_file, pipeline_of
+from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.planner import simulate
 from dataflow.planning.rewards import Validation
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
 from dataflow.planning.workload import Workload, grpo

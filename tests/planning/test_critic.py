@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from dataflow.config.keys.overrides import parse_overrides
-from dataflow.config.pipeline_file import load_pipeline_file, pipeline_of
+from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.errors import ConfigError
 from dataflow.graph import Pipeline
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.planner import simulate
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
 from dataflow.planning.workload import Workload
@@ -55,7 +55,7 @@ def test_values_hide_behind_the_rewards_and_updates_follow_them(costs: Path) -> 
 
 def test_a_critic_needs_the_times_of_both_its_stages(costs: Path) -> None:
     costs.write_text(COSTS.replace(", critic_update: 6", ""))
-    with pytest.raises(ConfigError, match=r"the time of critic_update is missing; give stages\.critic_update=SECONDS"):
+    with pytest.raises(ConfigError, match=r"does not say 'stages.critic_update'; give stages\.critic_update=SECONDS"):
         read_workload(str(costs))
     costs.write_text(COSTS.replace(", critic_update: 6", "").replace("values: 3, ", ""))
     assert "critic" not in read_workload(str(costs))[0].pipeline.writer

@@ -8,9 +8,9 @@ import pytest
 
 from dataflow import simulate as run
 from dataflow.config.keys.overrides import parse_overrides
-from dataflow.config.pipeline_file import load_pipeline_file, pipeline_of
+from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.planner import simulate
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.trace import of_trace
 from dataflow.policy import PRESETS, expand, preset
 

@@ -10,7 +10,7 @@ from dataflow.errors import ConfigError
 from dataflow.planning.config import PlanConfig
 from dataflow.planning.placing import _apart, _sharing, placings, sentences
 from dataflow.planning.plan import make_plan
-from dataflow.planning.planner import simulate
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.trace import of_trace
 from dataflow.planning.workload import Workload
 from dataflow.policy import preset

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -51,7 +53,7 @@ def test_a_plan_is_drawn(costs: str, tmp_path: Path, suffix: str, capsys: pytest
     picture = tmp_path / f"plan.{suffix}"
     assert main(["plan", costs, "-o", str(picture), "sweep=mini_batches:1:4"]) == 0
     assert picture.stat().st_size > 10_000
-    assert f"picture: {picture}" in capsys.readouterr().out
+    assert f"{'page' if suffix == 'html' else 'picture'}: {picture}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -100,11 +102,32 @@ def test_a_log_is_replayed_before_it_is_planned(log: str, capsys: pytest.Capture
     keys = ["prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4", "reward.latency=10"]
     assert main(["plan", log, *keys]) == 0
     out = capsys.readouterr().out
-    assert out.index("\nas logged (baseline, 3 steps): predicted 6") < out.index("\npolicy ")
+    assert out.index("\nas logged: predicted 6") < out.index("\npolicy ") < out.index("\nas logged  ")
+    assert out.index("\nas logged  ") < out.index("\nbaseline  ")
     assert "logged 61 s, " in out
+    assert "against log" in out
     assert main(["plan", log, *keys, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["logged"]["predicted_step_s"] == pytest.approx(61, rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_page_says_what_the_text_says(log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    keys = ["prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4", "reward.latency=30"]
+    assert main(["plan", log, *keys, "sweep=mini_batches:1:2", "-o", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert f"page: {page}" in out
+    shown = html.unescape(re.sub(r"<[^>]+>", " ", page.read_text()))
+    assert page.stat().st_size < 2_500_000
+    for word in ("As logged: predicted", "the log's waits are those of", "seconds a step over mini_batches"):
+        assert word in shown
+    sentences = [line.removeprefix("- ").rstrip(".") for line in out.splitlines() if line.startswith("- ")]
+    assert len(sentences) > 3
+    for sentence in sentences:
+        assert sentence in shown
+    for policy in ("as logged", "baseline", "mini-batch", "off-policy", "both", "both+stream"):
+        assert f"<td>{policy}</td>" in page.read_text()
 
 
 @pytest.mark.slow

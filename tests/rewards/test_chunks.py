@@ -14,7 +14,7 @@ from dataflow.rewards.remote.agent import RemoteAgent
 from dataflow.rewards.requests import Ticket
 from tests.rewards.groups import group_rig
 from tests.rewards.groups.group_rig import BROKEN, Reward, samples
-from tests.rewards.remote.actor_rig import remote_agents
+from tests.rewards.remote.actor_rig import RemoteAgents
 from tests.rigs.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)
@@ -23,7 +23,7 @@ Make = Callable[..., RewardAgent]
 
 @pytest.fixture(params=["here", pytest.param("in actors", marks=pytest.mark.heavy)])
 def agent_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
-    return group_rig.agent_of if request.param == "here" else remote_agents(monkeypatch, group_rig.agent_of)
+    return group_rig.agent_of if request.param == "here" else RemoteAgents(monkeypatch, group_rig.agent_of)
 
 
 def test_a_collect_waits_for_groups_that_are_yet_to_be_submitted(agent_of: Make) -> None:
@@ -195,7 +195,7 @@ def test_with_its_last_set_a_step_is_known_to_have_failed_too_often(agent_of: Ma
 
 @pytest.mark.heavy
 def test_the_share_is_of_the_requests_of_all_actors(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = remote_agents(monkeypatch, group_rig.agent_of)
+    make = RemoteAgents(monkeypatch, group_rig.agent_of)
 
     async def body() -> None:
         broken = dict.fromkeys(("_0_0", "_2_0", "_4_0", "_5_0", "_6_0"), BROKEN)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import Iterable
-from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,6 +13,7 @@ from hypothesis import strategies as st
 from dataflow.batch import Batch
 from dataflow.reward_agent import RewardAgent
 from dataflow.rewards.records import ACCURACY, Latencies
+from tests.rigs.memory import size_of
 
 
 @given(st.lists(st.floats(1e-5, 1e5), min_size=1, max_size=200))
@@ -38,19 +36,7 @@ def test_its_size_does_not_grow_with_the_number_of_rewards() -> None:
     for odd in (0.0, -1.0, 1e300, float("inf")):
         latencies.append(odd)
     assert len(latencies) == 100_004
-    assert len(latencies._buckets) < 1800
-
-
-def size_of(roots: Iterable[Any]) -> int:
-    """Returns the number of objects that can be reached, apart from code."""
-    seen: dict[int, Any] = {}
-    ahead = list(roots)
-    while ahead:
-        one = ahead.pop()
-        if id(one) not in seen and not isinstance(one, type | ModuleType | FunctionType):
-            seen[id(one)] = one
-            ahead += gc.get_referents(one)
-    return len(seen)
+    assert size_of([latencies]) < 2 * 1800, "a number of a bucket, and how many durations it holds"
 
 
 def test_neither_the_agent_nor_its_stats_grow_with_the_number_of_rewards() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 import psutil
 
@@ -36,6 +37,16 @@ def marked(name: str, value: str) -> Iterator[psutil.Process]:
                 yield process
         except psutil.AccessDenied:
             continue  # another user's
+
+
+def until(true: Callable[[], object], timeout: float) -> bool:
+    """Waits until something that no event tells of is true; returns False after ``timeout`` seconds."""
+    end = time.monotonic() + timeout
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def left(processes: Iterable[psutil.Process | int], timeout: float) -> list[str]:

@@ -75,7 +75,7 @@ def main(directory: str) -> None:
     # What each rank would import: verl asks transformers for the classes of all models there are.
     from transformers import AutoModelForCausalLM
 
-    from dataflow.engines.verl.process import import_worker
+    from dataflow.engines.verl.setup.process import import_worker
 
     import_worker("cpu")
     list(AutoModelForCausalLM._model_mapping.keys())

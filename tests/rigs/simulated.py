@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.planning.planner import simulate
 from dataflow.planning.rewards import Rewards, Validation
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import preset
 from dataflow.timeline.spans import Mark, Trace

@@ -37,6 +37,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now
 
+    def timers(self) -> list[float]:
+        """Returns when the timers that are set go off, in order."""
+        return sorted(timer.when() for timer in self._scheduled if not timer.cancelled())  # type: ignore[attr-defined]
+
+
+def timers() -> list[float]:
+    """Returns the timers of the running loop, which is virtual; see :meth:`VirtualLoop.timers`."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop.timers()
+
 
 def run_virtual(test: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """Runs a coroutine function on a new loop of that kind, and fails for every error that was not retrieved.

@@ -19,7 +19,7 @@ from dataflow.planning.auto.window import window
 from dataflow.planning.backtest import backtest
 from dataflow.policy import PolicySchedule, SchedulingPolicy
 from dataflow.running import auto
-from dataflow.running.auto import load_schedule, within
+from dataflow.running.auto import limit_in_force, load_schedule, within
 from dataflow.timeline import perfetto
 from dataflow.timeline.spans import Level, Mark, Trace
 
@@ -77,7 +77,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOY_LOGS", str(directory))
         patch.setattr(auto, "latency_changed", lambda *_trace, whole: False)
-        patch.setattr(auto, "_forecast", scripted(policy(4, 1), policy(1, 0)))
+        patch.setattr(auto, "forecast", scripted(policy(4, 1), policy(1, 0)))
         yield begin(directory)
 
 
@@ -131,7 +131,7 @@ def test_a_resumed_run_goes_on_with_the_same_policies_and_ends_with_the_same_wei
             if int(directory.name.removeprefix("step_")) > kept:
                 shutil.rmtree(directory)
         (again / "summary.json").unlink()
-        monkeypatch.setattr(auto, "_forecast", scripted(policy(1, 0)))
+        monkeypatch.setattr(auto, "forecast", scripted(policy(1, 0)))
         assert main(["resume", str(again), "--quiet"]) == 0
         assert len(json.loads((again / "summary.json").read_text())["switches"]) == 2
         assert of_policies(again) == of_policies(changed)
@@ -151,9 +151,9 @@ def test_a_resume_keeps_the_limits_that_it_is_given() -> None:
 def test_the_limit_in_force_is_that_of_all_endpoints_or_none() -> None:
     marks = [Mark("reward", "reward", 0.0, 1.0, {"step": 1, "endpoint": name}) for name in "ab"]
     levels = [Level("reward limit a", 0.0, 9), Level("reward limit a", 1.0, 8), Level("reward limit b", 1.0, 4)]
-    assert auto._adapted(Trace(marks=marks, levels=levels)) == 12
-    assert auto._adapted(Trace(marks=marks, levels=levels[:2])) is None, "that of b is not known"
-    assert auto._adapted(Trace(marks=marks)) is None
+    assert limit_in_force(Trace(marks=marks, levels=levels)) == 12
+    assert limit_in_force(Trace(marks=marks, levels=levels[:2])) is None, "that of b is not known"
+    assert limit_in_force(Trace(marks=marks)) is None
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_a_plan_that_fails_leaves_the_policy_as_it_is(
     async def fail(question: Sequence[Any]) -> None:
         raise RunError("the planning process ended with code 1 (no memory)")
 
-    monkeypatch.setattr(auto, "_forecast", fail)
+    monkeypatch.setattr(auto, "forecast", fail)
     assert set(of_policies(begin(tmp_path))) == {(1.0, 0.0)}
     assert load_schedule(tmp_path / "auto") is None
 
@@ -172,7 +172,7 @@ def test_a_plan_that_fails_leaves_the_policy_as_it_is(
 def test_changes_of_split_alone_end_with_the_weights_of_the_baseline(
     changed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "_forecast", scripted(policy(4, 0), policy(2, 0)))
+    monkeypatch.setattr(auto, "forecast", scripted(policy(4, 0), policy(2, 0)))
     split = begin(tmp_path, "policy.max_staleness=0")
     assert {(1.0, 0.0), (4.0, 0.0), (2.0, 0.0)} == set(of_policies(split))
     keys = [key for key in KEYS if key not in ("policy=auto", "policy.replan=3")]
@@ -195,7 +195,7 @@ def test_rewards_that_take_longer_are_planned_upon_before_their_step_ends(
 
     monkeypatch.setattr(auto, "latency_changed", lambda _trace, step, _last, whole: step == 9 and whole)
     monkeypatch.setattr(auto, "window", note)
-    monkeypatch.setattr(auto, "_forecast", scripted(policy(1, 0)))
+    monkeypatch.setattr(auto, "forecast", scripted(policy(1, 0)))
     begin(tmp_path)
     assert [last for last, rewards_of in asked if rewards_of == 9] == [8]
 
@@ -253,4 +253,4 @@ def test_a_plan_is_made_in_a_process_of_its_own(changed: Path) -> None:
     assert all(s is not None and s > 0 for s in seconds[:2])
 
 
-REAL_FORECAST = auto._forecast
+REAL_FORECAST = auto.forecast

@@ -11,7 +11,7 @@ import pytest
 
 from dataflow.cli import main
 from dataflow.config.keys.overrides import parse_overrides
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.errors import ConfigError
 from dataflow.rewards.user.gsm8k import compute_score
 from dataflow.running.resume import check_changes

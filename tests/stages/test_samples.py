@@ -159,7 +159,7 @@ def test_what_is_bound_follows_the_configuration() -> None:
 
 @pytest.mark.parametrize("policy", ["baseline", "mini-batch", "off-policy", "both", "both+stream"])
 def test_one_task_gathers_the_parts_and_nothing_waits_for_it(policy: str) -> None:
-    from dataflow.config.pipeline_file import load_pipeline_file, pipeline_of
+    from dataflow.config.loading.pipeline_file import load_pipeline_file, pipeline_of
 
     module = load_pipeline_file(str(Path(__file__).parents[2] / "pipelines" / "gsm8k_grpo.py"))
     config = parse_overrides(module.Config, [f"policy={policy}", "samples.every=2"])

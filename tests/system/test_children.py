@@ -35,7 +35,7 @@ import json, os, runpy, sys
 from pathlib import Path
 
 from dataflow import Pipeline, stage
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 
 grpo = load_pipeline_file(os.environ["GRPO"])
 Config = grpo.Config

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
+from dataflow.running.preparing.needs import packages
 from dataflow.system import extras
 from dataflow.system.extras import missing_extra
 
@@ -27,3 +31,25 @@ def test_only_what_is_missing_and_of_an_extra_counts(monkeypatch) -> None:  # ty
     assert missing_extra(ConfigError("something else")) is None
     monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: object())
     assert missing_extra(raised("torch")) is None
+
+
+def test_another_version_than_is_required_is_named_with_what_installs_the_right_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = [
+        "numpy>=2",
+        "verl==0.9.1; extra == 'train'",
+        "ray>=2; extra == 'train'",
+        "dataflow-rl[train]; extra == 'cpu'",
+    ]
+    monkeypatch.setattr(extras.importlib.metadata, "requires", lambda package: lines)
+    monkeypatch.setattr(extras, "version_of", {"numpy": "1.26", "verl": "0.5.0", "ray": "2.60.0"}.get)
+    assert extras.mismatched("train") == (
+        "verl 0.5.0 (needs ==0.9.1): another version than was tested; pip install 'dataflow-rl[cpu]', or with GPUs "
+        "'dataflow-rl[gpu]'."
+    )
+    assert extras.mismatched("") == "numpy 1.26 (needs >=2): another version than was tested; pip install dataflow-rl."
+    with pytest.raises(ConfigError, match=r"^verl 0\.5\.0 "):
+        packages(RunConfig())
+    monkeypatch.setattr(extras, "version_of", {"ray": "2.60.0"}.get)
+    assert extras.mismatched("train") is None, "what is missing has an error of its own"

@@ -210,7 +210,8 @@ def test_a_standard_stream_that_is_closed_changes_nothing(tmp_path: Path, comman
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process that ends is known by its flags in /proc")
 def test_a_run_that_was_killed_but_has_not_ended_is_not_cut_off() -> None:
-    # As when Ray's daemons end before a large process has freed its memory.
+    # As when Ray's daemons end before a large process has freed its memory. The supervisor itself is asked: no
+    # signal can be timed to come between the end of its child and the news of it.
     child = subprocess.Popen(["sleep", "600"])
     try:
         alive = Supervisor(child.pid, -1, finish_killed)

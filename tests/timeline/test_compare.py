@@ -9,7 +9,7 @@ import pytest
 
 from dataflow.cli import main
 from dataflow.testing.runs import made_up
-from dataflow.timeline import perfetto
+from dataflow.timeline import files, perfetto
 from dataflow.timeline.spans import Span, Trace
 from tests.rigs import simulated
 
@@ -59,6 +59,37 @@ def test_the_last_accuracy_and_the_mean_of_the_last_three_go_by_their_names(
     page = (tmp_path / "both.html").read_text()
     assert "0.742" in page
     assert "mean of the last 3 evaluations 0.604" in page
+
+
+def test_runs_stand_in_the_order_of_the_policies_and_the_fastest_is_named(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seconds in (("mini-batch", 3.0), ("own", 9.0)):
+        trace = Trace([Span("rollout", 1, 0, 1, "gpu", 0.0, seconds)], meta={"policy": name, "resources": {"gpu": 1}})
+        (tmp_path / name).mkdir()
+        perfetto.write(trace, tmp_path / name / "trace.json")
+    (tmp_path / "both" / "summary.json").write_text(json.dumps({"lower_bound_s": 99.0}))
+    given = [str(tmp_path / "own"), *reversed(runs), str(tmp_path / "mini-batch")]
+    assert main(["compare", *given]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["baseline", "mini-batch", "both", "own"]
+    assert "accuracy" not in head
+    assert any(line.startswith("fastest: ") for line in lines)
+    assert lines[-1].startswith("lower bounds differ since each is made of its own run's tasks")
+
+
+@pytest.mark.parametrize(
+    ("run", "title"),
+    [("runs/mine", "mine"), ("runs/mine/trace.json", "mine"), ("traces/both.json.gz", "both"), ("a/b.json", "b")],
+)
+def test_a_page_has_the_name_of_its_run(run: str, title: str, tmp_path: Path) -> None:
+    path = tmp_path / run
+    path.parent.mkdir(parents=True)
+    if path.suffix:
+        path.write_text("")
+    else:
+        path.mkdir()
+    assert files.title_of(str(path)) == title
 
 
 def test_two_runs_of_one_policy_go_by_their_directories(

@@ -165,8 +165,8 @@ def test_where_the_idle_time_went_in_a_sentence() -> None:
         Mark("reward", "reward", 9, 24, {"step": 2, "part": 0, "group": 4, "queued_s": 3.0, "held_by": "slot"}),
     )
     assert idle_lines(trace) == [
-        "GPU pool idle 7.00 s of 30.0 s: 6.00 s waiting for rewards (worst: 5.00 s, step 2, group 4, held back 3.0 s "
-        "for a free slot), 1.00 s waiting for the controller (worst: 1.00 s, step 2, penalise_length)",
+        "GPU pool idle 7.00 s of 30.0 s: 6.00 s waiting for rewards (worst: 5.00 s, step 2, group 4, queued 3.0 s, "
+        "at last for a free slot), 1.00 s waiting for the controller (worst: 1.00 s, step 2, penalise_length)",
         "after training 3.00 s until val_rollout[2] ended",
     ]
 

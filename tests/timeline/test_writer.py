@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -123,28 +124,30 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_trace_in_memory() -> None:
 
 
 def test_a_disk_that_fills_up_while_a_run_goes_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace, writer = start(tmp_path / "trace.json")
-    trace.add(span(1))
+    disk: list[str] = []
 
-    class Full:
-        closed = False
-
-        def write(self, data: bytes) -> None:
-            raise OSError(28, "No space left on device")
+    class File(io.FileIO):
+        def write(self, data: Any) -> int:
+            if disk:
+                raise OSError(28, "No space left on device")
+            return super().write(data)
 
         def close(self) -> None:
-            self.closed = True
-            raise OSError(28, "No space left on device")
+            super().close()
+            if disk:
+                raise OSError(28, "No space left on device")
 
-    real = writer._file
-    monkeypatch.setattr(writer, "_file", Full())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode, **_options: File(path, mode))
+        trace, writer = start(tmp_path / "trace.json")
+    trace.add(span(1))
+    disk.append("full")
     with pytest.raises(RunError, match="No space left on device; make room") as caught:
         trace.add(span(2))
     assert "\n" not in str(caught.value)
     assert [s.step for s in trace.spans] == [1, 2]
     trace.add(span(3))
     writer.close(trace)
-    real.close()
     assert [s.step for s in perfetto.read(tmp_path / "trace.json").spans] == [1]
 
 

@@ -9,13 +9,14 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.usercode.calls import GRACE_S, TimedOut, Timeouts
-from tests.rigs.virtual_time import run_virtual
+from dataflow.usercode.calls import GRACE_S, REMIND_S, TimedOut, Timeouts
+from tests.rigs.virtual_time import run_virtual, timers
 from tests.usercode.call_bench import Bench, Ends, Slow, coroutine, run, stubborn
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
@@ -140,10 +141,13 @@ def test_many_equal_and_different_times_each_end_on_their_own() -> None:
     async def body() -> None:
         bench, loop = Bench(), asyncio.get_running_loop()
         began, ended = [], [0.0] * len(times)
+        errors: list[weakref.ref[BaseException]] = []
 
         async def watch(i: int, ends: Ends) -> None:
             await ends.done.wait()
             ended[i] = loop.time()
+            assert ends.errors[0] is not None
+            errors.append(weakref.ref(ends.errors[0]))
 
         watchers = []
         for i, seconds in enumerate(times):
@@ -156,23 +160,36 @@ def test_many_equal_and_different_times_each_end_on_their_own() -> None:
             assert end - begin == pytest.approx(seconds, abs=1e-3)
         await asyncio.sleep(60)
         assert bench.calls.abandoned == 0
-        assert not bench.calls._timeouts._queues, "nothing is kept of calls that ended"
-        assert not bench.calls._timeouts._timers
+        del _call, ends
+        assert not any(error() for error in errors), "nothing is kept of calls that ended"
+        assert not timers()
 
     run_virtual(body)
+
+
+class Answer:
+    """What a call returns; it is there while the call is kept."""
+
+    @staticmethod
+    async def given() -> Answer:
+        await asyncio.sleep(0)
+        return Answer()
 
 
 def test_one_timer_serves_all_calls_of_a_time_and_lets_go_of_those_that_ended() -> None:
     async def body() -> None:
         bench = Bench()
+        answers: list[weakref.ref[Answer]] = []
         for _ in range(500):
-            _call, ends = bench.start(coroutine, 60.0)
+            _call, ends = bench.start(Answer.given, 60.0)
             await ends.free.wait()
-        timeouts = bench.calls._timeouts
-        assert len(timeouts._timers) == 1
-        assert len(timeouts._queues[60.0]) == 1
+            answers.append(weakref.ref(ends.results[0]))
+        del _call, ends
+        assert len(timers()) == 1
+        assert sum(answer() is not None for answer in answers) == 1, "only the last call is kept until its time is over"
         await asyncio.sleep(61)
-        assert not timeouts._timers
+        assert not timers()
+        assert not any(answer() for answer in answers)
 
     run_virtual(body)
 
@@ -195,15 +212,19 @@ def test_a_time_that_is_over_before_the_call_ran_ends_it() -> None:
 def test_a_call_whose_time_out_is_still_to_come_keeps_nothing_of_its_task() -> None:
     async def body(bench: Bench) -> None:
         tasks: list[weakref.ref[Any]] = []
+        answers: list[weakref.ref[Answer]] = []
 
-        async def notes() -> None:
+        async def notes() -> Answer:
             tasks.append(weakref.ref(asyncio.current_task()))
+            answer = Answer()
+            answers.append(weakref.ref(answer))
+            return answer
 
         gc.disable()
         try:
             await bench.end_of(notes, timeout_s=60.0)
             await asyncio.sleep(0)
-            assert len(bench.calls._timeouts._queues[60.0]) == 1
+            assert answers[0]() is not None, "the call is kept until its time is over"
             assert tasks[0]() is None
         finally:
             gc.enable()
@@ -392,8 +413,10 @@ plans = st.builds(
 @given(st.lists(plans, min_size=1, max_size=8))
 def test_in_any_order_each_call_is_told_of_once_and_gives_its_slot_up_once(plans: list[Plan]) -> None:
     async def body() -> None:
-        bench, loop = Bench(), asyncio.get_running_loop()
-        bench.calls._threads = threads = JumpingThreads(loop)  # type: ignore[assignment]
+        loop = asyncio.get_running_loop()
+        threads = JumpingThreads(loop)
+        with mock.patch("dataflow.usercode.calls.Threads", return_value=threads):
+            bench = Bench()
         started = []
         for plan in plans:
             threads.seconds = plan.seconds
@@ -412,7 +435,8 @@ def test_in_any_order_each_call_is_told_of_once_and_gives_its_slot_up_once(plans
         assert bench.calls.abandoned == 0, "all have ended"
         assert not bench.calls.live
         assert bench.bugs == []
-        assert not bench.calls._timeouts._timers
+        await asyncio.sleep(REMIND_S)
+        assert not timers()
         await bench.calls.close()
 
     run_virtual(body)

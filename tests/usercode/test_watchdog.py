@@ -6,11 +6,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from dataflow.usercode.calls import Call
 from dataflow.usercode.watchdog import Watchdog
 from tests.usercode.call_bench import Bench
 
@@ -29,13 +30,18 @@ class Said:
         self.more.set()
 
 
+def bench_with(after_s: float, said: Said) -> Bench:
+    """Returns calls whose watchdog reports after these seconds, and to a test."""
+    with mock.patch("dataflow.usercode.calls.Watchdog", partial(Watchdog, after_s=after_s, log=said)):
+        return Bench()
+
+
 def watched(function: Callable[..., Any], after_s: float = 0.05, **keywords: Any) -> list[str]:
     """Calls the function on an event loop with a watchdog; returns the watchdog's messages."""
     said = Said()
 
     async def body() -> None:
-        bench = Bench()
-        bench.calls._watchdog = Watchdog(bench.calls.loop, bench.calls.live, Call._run.__code__, after_s, said)
+        bench = bench_with(after_s, said)
         _call, ends = bench.start(function, said=said, **keywords)
         async with asyncio.timeout(30):
             await ends.done.wait()
@@ -96,8 +102,8 @@ def test_the_thread_ends_with_the_calls_and_comes_back_with_the_next() -> None:
 
     async def body() -> None:
         before = set(threads())
-        bench, said = Bench(), Said()
-        bench.calls._watchdog = Watchdog(bench.calls.loop, bench.calls.live, Call._run.__code__, 0.02, said)
+        said = Said()
+        bench = bench_with(0.02, said)
         for _ in range(2):
             stop = asyncio.Event()
             calls = [bench.start(stop.wait) for _ in range(3)]
@@ -120,8 +126,7 @@ def test_the_thread_ends_with_its_loop(closed: bool) -> None:
 
     async def body() -> None:
         before = set(threading.enumerate())
-        bench = Bench()
-        bench.calls._watchdog = Watchdog(bench.calls.loop, bench.calls.live, Call._run.__code__, 0.02, Said())
+        bench = bench_with(0.02, Said())
         bench.start(asyncio.Event().wait)
         found.extend(set(threading.enumerate()) - before)
         if closed:

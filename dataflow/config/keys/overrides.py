@@ -113,9 +113,10 @@ def build(cls: type[T], values: Mapping[str, Any], typed: Mapping[str, str] | No
     except BaseException as error:
         if is_interrupt(error):
             raise
-        said = message_of(error).rstrip(".")
+        message = message_of(error).rstrip(".")
         raise ConfigError(
-            f"the configuration {cls.__name__} cannot be built: {type(error).__name__}{f': {said}' if said else ''}."
+            f"the configuration {cls.__name__} cannot be built: {type(error).__name__}"
+            f"{f': {message}' if message else ''}."
         ) from error
     if not isinstance(built, cls):
         raise ConfigError(
@@ -165,6 +166,14 @@ def section_of(info: FieldInfo) -> type[BaseModel] | None:
     return None
 
 
+def named_section_of(info: FieldInfo) -> type[BaseModel] | None:
+    """Returns the class of the sections in a field's mapping, whose names a user chooses; None of any other field."""
+    if section_of(info) is not None:
+        return None
+    kinds = get_args(info.annotation)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
 def _keys(cls: type[BaseModel]) -> list[str]:
     return [".".join(path) for path, info in fields(cls) if section_of(info) is None or _shorthand(info)]
 
@@ -172,8 +181,7 @@ def _keys(cls: type[BaseModel]) -> list[str]:
 def _keys_below(cls: type[BaseModel], key: str) -> list[str]:
     """Returns the keys of the section that a user has named (``reward.models.rm``), if ``key`` is in one."""
     info, rest = _find(cls, tuple(key.split(".")))
-    kinds = () if info is None or len(rest) < 2 else get_args(info.annotation)
-    kind = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    kind = None if info is None or len(rest) < 2 else named_section_of(info)
     if kind is None:
         return []
     name = ".".join(key.split(".")[: -len(rest) + 1])
@@ -231,14 +239,14 @@ def _unknown(cls: type[BaseModel], key: str) -> str:
     elsewhere = getattr(cls, "elsewhere", lambda key, exactly=False: None)
     if (now := getattr(cls, "renamed", {}).get(key)) is not None:
         return f"unknown key '{key}'; it is called '{now}' now."
-    if (said := elsewhere(key, exactly=True)) is not None:
-        return f"unknown key '{key}'; {said}"
+    if (message := elsewhere(key, exactly=True)) is not None:
+        return f"unknown key '{key}'; {message}"
     guess = _in_other_letters(key, keys)
     if not guess and section in keys and not same_section:
         guess = f"; did you mean '{section}'?"
     guess = guess or _nearest_leaf(leaf, same_section) or _continued(leaf, same_section)
-    if not guess and (said := elsewhere(key)) is not None:
-        return f"unknown key '{key}'; {said}"
+    if not guess and (message := elsewhere(key)) is not None:
+        return f"unknown key '{key}'; {message}"
     if not guess and same_leaf:
         names = f"'{same_leaf[0]}'" if len(same_leaf) == 1 else f"one of {', '.join(same_leaf)}"
         guess = f"; did you mean {names}?"
@@ -283,8 +291,8 @@ def _yaml(key: str, raw: str) -> Any:
     try:
         return yaml_values.load(raw)
     except ValueError as error:
-        said = str(error)
-        why = f"{said}; give it once" if "twice" in said else "the value is not YAML; put quotes around a text"
+        message = str(error)
+        why = f"{message}; give it once" if "twice" in message else "the value is not YAML; put quotes around a text"
         raise ConfigError(f"{key}={shortened(raw)}: {why}.") from error
 
 

@@ -66,7 +66,7 @@ def find(key: str) -> tuple[str, Meaning] | None:
 
     >>> find("data.train_batch_size")[1].ours
     'data.prompts'
-    >>> find("global_profiler.steps")[0]
+    >>> find("global_profiler.tool")[0]
     'global_profiler.*'
     """
     known = keys()
@@ -163,14 +163,14 @@ def _answer(name: str, row: Meaning, critic: bool) -> str | None:
 
 def _section_of(key: str, known: Mapping[str, Meaning], exactly: bool, critic: bool) -> str | None:
     """Returns the answer to a key in one of verl's sections, by the innermost that the table knows."""
-    said = {name: text for name, text in sections().items() if not (critic and name == "critic")}
+    notes = {name: text for name, text in sections().items() if not (critic and name == "critic")}
     section = key
     while section and not exactly:
         row = known.get(f"{section}.*") or (known.get(section) if section != key else None)
         if row is not None and row.moved is None:
             return _answer(section, row, critic)
-        if section in said:
+        if section in notes:
             break
         section = section.rpartition(".")[0]
     section = key if exactly else section
-    return f"verl's section '{section}' is not one here: {said[section]}." if section in said else None
+    return f"verl's section '{section}' is not one here: {notes[section]}." if section in notes else None

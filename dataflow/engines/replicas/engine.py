@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dataflow.batch import Batch
-from dataflow.cluster.gpus import Gpus
+from dataflow.cluster.nodes import NodeRule, Places
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
 from dataflow.engines.replicas.balance import Balance, ReplicaHandle, reason
 from dataflow.engines.replicas.host import Replica, pack
@@ -48,6 +48,7 @@ class Replicas:
         threads: OMP threads of each.
         slots: samples that a replica decodes at once (vLLM's ``max_num_seqs``); it gets no group while it has that
             many.
+        nodes: of the cluster that they run on; None leaves them to Ray.
 
     Raises:
         ConfigError: a number is out of range, Ray does not run, or the factory raises it.
@@ -66,6 +67,7 @@ class Replicas:
         devices: int = 1,
         threads: int = 1,
         slots: int = 256,
+        nodes: NodeRule | None = None,
     ) -> None:
         import ray
 
@@ -82,12 +84,12 @@ class Replicas:
         self._to_sleep = self._closed = False
         self._queue = SampleQueue(_lost)
         kind = ray.remote(Replica)
-        self._gpus = [Gpus(gpus, devices) for _ in range(replicas)]
+        self._places = Places(replicas, gpus, devices, nodes)
         self._handles = [
             ReplicaHandle(
                 f"replica {at + 1} of {replicas}", kind.options(**taken.options, max_concurrency=1000).remote()
             )
-            for at, taken in enumerate(self._gpus)
+            for at, taken in enumerate(self._places.gpus)
         ]
         self._balance = self._queue.backend = Balance(self._handles, slots, self._queue)
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
@@ -95,7 +97,7 @@ class Replicas:
             # No ray.get: this may be the thread of an event loop, as in an actor.
             built = [
                 replica.actor.build.remote(factory, dict(options), environment, *taken.seen).future()
-                for replica, taken in zip(self._handles, self._gpus, strict=True)
+                for replica, taken in zip(self._handles, self._places.gpus, strict=True)
             ]
             self._read(str(options["model"]))
             self._wait_for(built)
@@ -230,9 +232,9 @@ class Replicas:
         import ray
 
         if ray.is_initialized():
-            for replica, taken in zip(self._handles, self._gpus, strict=True):
+            for replica in self._handles:
                 ray.kill(replica.actor)
-                taken.release()
+        self._places.release()
 
 
 def _lost(cause: Exception) -> str:

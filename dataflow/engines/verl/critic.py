@@ -14,11 +14,10 @@ class VerlCritic(TrainedModel):
 
     Args:
         model: directory of a causal LM, whose body it begins with; its head is new, drawn from ``seed``.
-        critic: the options of section ``critic``: micro_batch_size (rows per rank), lr, betas, weight_decay,
-            warmup_steps, grad_clip, cliprange_value, loss_agg_mode.
+        critic: section ``critic``, a :class:`~dataflow.config.critic.CriticConfig`.
         total_steps: training steps of the run.
         seed: of everything random.
-        device: "cpu" (gloo, fp32) or "cuda" (nccl, bf16 with fp32 weights).
+        device: "cpu" (gloo) or "cuda" (nccl).
         threads: CPU threads.
         shares_gpu: whether another service uses the GPU while this one is idle; torch's cached memory is freed then.
 

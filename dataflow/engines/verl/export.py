@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dataflow.engines.verl.lora import with_adapter
 from dataflow.engines.weights import auto_class
 from dataflow.errors import ConfigError, DataError
 
@@ -66,6 +67,27 @@ def write_model(
         for name in PROCESSOR:
             if (Path(source) / name).is_file():
                 shutil.copyfile(Path(source) / name, aside / name)
+        (aside / "README.md").write_text(card, encoding="utf-8")
+
+
+def write_adapter(
+    adapter: Mapping[str, torch.Tensor], source: Path, checkpoint: Path, directory: Path, card: str
+) -> None:
+    """Writes a LoRA adapter in peft's form, with a model card. The directory appears when it is complete.
+
+    Args:
+        adapter: the checkpoint's weights.
+        source: directory of the model that it is beside.
+        checkpoint: its directory.
+        directory: to make.
+        card: text of the model card, as Markdown.
+
+    Raises:
+        ConfigError: the directory exists, or cannot be written.
+        DataError: the adapter is not one of this model.
+    """
+    with _complete(directory, replace=False) as aside:
+        with_adapter(source, adapter, checkpoint).save_pretrained(str(aside))
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 

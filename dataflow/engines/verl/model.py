@@ -16,19 +16,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from dataflow.batch import Batch
-from dataflow.engines.verl import value_engine, vision
+from dataflow.engines.verl.lora import has_adapter, merged
 from dataflow.engines.verl.measures import count_flops, reduced
-from dataflow.engines.verl.process import import_worker, join, quiet
+from dataflow.engines.verl.setup import value_engine, vision
+from dataflow.engines.verl.setup.options import Kind, skipped, worker_config
+from dataflow.engines.verl.setup.process import import_worker, join, quiet
 from dataflow.engines.verl.state import TrainerState
 from dataflow.errors import ConfigError, DataflowError
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 INPUTS = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask")
 SHOWN = "multi_modal_inputs"
 """The column of what prompts show beside their text."""
-Kind = Literal["language_model", "value_model"]
 
 
 class TrainedModel:
@@ -47,12 +47,12 @@ class TrainedModel:
 
     Args:
         model: directory of the initial weights.
-        options: micro_batch_size (rows per rank), lr, betas, weight_decay, warmup_steps, grad_clip.
+        options: a :class:`~dataflow.config.training.TrainedConfig`.
         kind: which of verl's engines computes with it.
         total_steps: training steps of the run.
         temperature: that logits are divided by.
         seed: of everything random, such as weights that ``model`` lacks.
-        device: "cpu" (gloo, fp32) or "cuda" (nccl, bf16 with fp32 weights).
+        device: "cpu" (gloo) or "cuda" (nccl).
         threads: CPU threads.
         shares_gpu: whether another service uses the GPU while this one is idle; torch's cached memory is freed then.
         max_tokens: most tokens of a micro-batch, which then has as many rows as fit, by verl's dynamic batches; None
@@ -98,21 +98,25 @@ class TrainedModel:
             self._build = functools.partial(_build, worker_type, model, kind, options, total_steps, seed, device)
             torch.manual_seed(seed)
             self.worker = self._build()
-            # verl's warm-up begins at a learning rate of zero, so that the first step would have no effect.
-            self.worker.engine.lr_scheduler_step()
+            for _ in range(skipped(options.warmup_in(total_steps))):
+                self.worker.engine.lr_scheduler_step()
         self._model = model
+        self.adapted = has_adapter(self.worker.engine.module)
         self._state = TrainerState(self.worker.engine, model)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns copies of all weights on CPU, by Hugging Face name, tied ones once; all ranks must call.
 
+        A LoRA adapter is merged into them.
+
         Only the first rank returns them, the others {}: otherwise a machine would hold one copy per rank.
         """
         engine = self.worker.engine
         # A tied weight is one parameter with two names; the first is the embedding's.
-        every = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
-        tied = every - {name for name, _ in engine.module.named_parameters()}
-        named, _ = engine.get_per_tensor_param()
+        bare = engine.module.get_base_model() if self.adapted else engine.module
+        every = {name for name, _ in bare.named_parameters(remove_duplicate=False)}
+        tied = every - {name for name, _ in bare.named_parameters()}
+        named = merged(engine) if self.adapted else engine.get_per_tensor_param()[0]
         found = {}
         with self._left_free():
             for name, tensor in named:  # each is gathered here, by all ranks together
@@ -331,52 +335,8 @@ def _build(
     device: str,
     offload: bool = False,
 ) -> TrainingWorker:
-    """Returns a worker with its model loaded; ``offload`` keeps the weights in CPU memory when idle."""
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
-
-    cuda = device == "cuda"
-    flash = cuda and importlib.util.find_spec("flash_attn") is not None
-    compute = "bf16" if cuda else "fp32"
-    worker = worker_type(
-        TrainingWorkerConfig(
-            model_type=kind,
-            model_config=HFModelConfig(
-                path=model,
-                load_tokenizer=False,
-                use_remove_padding=flash,
-                enable_gradient_checkpointing=cuda,
-                override_config={
-                    "attn_implementation": "flash_attention_2" if flash else "sdpa",
-                    "attention_dropout": 0.0,
-                },
-            ),
-            engine_config=FSDPEngineConfig(
-                strategy="fsdp2",
-                model_dtype="fp32",
-                mixed_precision={"param_dtype": compute, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-                param_offload=offload,
-                use_torch_compile=False,
-                use_remove_padding=flash,
-                use_dynamic_bsz=False,
-                micro_batch_size_per_gpu=options.micro_batch_size,
-                infer_micro_batch_size_per_gpu=options.micro_batch_size,
-                seed=seed,
-            ),
-            optimizer_config=FSDPOptimizerConfig(
-                lr=options.lr,
-                betas=tuple(options.betas),
-                weight_decay=options.weight_decay,
-                clip_grad=options.grad_clip,
-                lr_warmup_steps=options.warmup_steps,
-                lr_scheduler_type="constant",
-                total_training_steps=total_steps,
-                # One kernel per weight: plain AdamW over DTensors is a tenth of a small model's update.
-                override_optimizer_config=None if cuda else {"fused": True},
-            ),
-            checkpoint_config=CheckpointConfig(),
-        )
-    )
+    """Returns a worker with its model loaded; see :func:`dataflow.engines.verl.setup.options.worker_config`."""
+    worker = worker_type(worker_config(model, kind, options, total_steps, seed, device, offload))
     if hasattr(worker.engine.model_config.hf_config, "vision_config"):
         vision.install()
     worker.reset()

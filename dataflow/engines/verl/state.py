@@ -4,6 +4,7 @@
                                                                         __*.distcp, .metadata   weights and optimizer
                                                                         rank_*.pt               random state
                                                                         trainer.json            LR scheduler, model
+                                                                        adapter_config.json     of a LoRA adapter
 
 torch.distributed.checkpoint stores weights and optimizer by parameter name and in shards, so another number of ranks
 can load them.
@@ -30,8 +31,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
+from dataflow.engines.verl.lora import has_adapter, save_config
 from dataflow.errors import ConfigError, DataError, DataflowError
 
 _SHARED = "trainer.json"
@@ -69,12 +76,9 @@ class TrainerState:
             if not wait:
                 return False
             await self._idle.wait()
-        module, optimizer = self._engine.module, self._engine.optimizer
-        if optimizer.state:
-            weights, optimizer_state = get_state_dict(module, optimizer)
-            state = {"model": weights, "optimizer": optimizer_state}
-        else:  # no step was taken yet, and reading the optimizer's state would take one
-            state = {"model": get_model_state_dict(module)}
+        optimizer = self._engine.optimizer
+        # If no step was taken yet, reading the optimizer's state would take one.
+        state = self._present(stepped=bool(optimizer.state))
         self._staged = _copied(state)
         self._extra = {"stepped": "optimizer" in state, "lr_scheduler": self._engine.lr_scheduler.state_dict()}
         self._random = _random_state()
@@ -106,12 +110,7 @@ class TrainerState:
         extra = json.loads((path / _SHARED).read_text(encoding="utf-8"))
         self._check_model(extra["model_sha256"])
         module, optimizer = self._engine.module, self._engine.optimizer
-        state: dict[str, Any]
-        if extra["stepped"]:
-            weights, optimizer_state = get_state_dict(module, optimizer)
-            state = {"model": weights, "optimizer": optimizer_state}
-        else:
-            state = {"model": get_model_state_dict(module)}
+        state = self._present(extra["stepped"])
         self._check_names(path, state)
         dcp.load(state, checkpoint_id=directory, process_group=self._control)
         set_state_dict(
@@ -119,6 +118,7 @@ class TrainerState:
             optimizer if extra["stepped"] else (),
             model_state_dict=state["model"],
             optim_state_dict=state.get("optimizer", {}),
+            options=StateDictOptions(strict=False),  # frozen weights are those of the model; names were checked
         )
         if not extra["stepped"]:
             optimizer.state.clear()
@@ -133,6 +133,17 @@ class TrainerState:
     def close(self) -> None:
         """Leaves a write in progress to its thread, which ends with the process."""
         self._staged = None
+
+    def _present(self, stepped: bool) -> dict[str, Any]:
+        """Returns the state of weights and, if a step was taken, of the optimizer, without frozen weights."""
+        module, state = self._engine.module, dict[str, Any]()
+        if stepped:
+            weights, state["optimizer"] = get_state_dict(module, self._engine.optimizer)
+        else:
+            weights = get_model_state_dict(module)
+        frozen = {name for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad}
+        state["model"] = {name: each for name, each in weights.items() if name not in frozen}
+        return state
 
     def _any(self, here: bool) -> bool:
         """Whether a value is true on any rank."""
@@ -172,6 +183,8 @@ class TrainerState:
             self._sha256 = self._sha256 or model_sha256(Path(self._model))
             text = json.dumps({**self._extra, "model_sha256": self._sha256, "world_size": self._world})
             (path / _SHARED).write_text(text, encoding="utf-8")
+            if has_adapter(self._engine.module):
+                save_config(self._engine.module, path)
 
     def _check_model(self, expected: str) -> None:
         """Raises a ConfigError on all ranks if the run began with another model."""
@@ -193,7 +206,7 @@ class TrainerState:
 
 
 def full_weights(directory: str | Path) -> dict[str, torch.Tensor]:
-    """Returns the weights of a checkpoint by Hugging Face name, without a process group.
+    """Returns the weights of a checkpoint by Hugging Face name (an adapter's by peft's), without a process group.
 
     Args:
         directory: that :meth:`TrainerState.write` wrote.

@@ -13,9 +13,9 @@ class VerlTeacher(TrainedModel):
 
     Args:
         model: directory of a causal LM.
-        options: micro_batch_size (rows per rank), and those of the optimizer, which are not used.
+        options: a :class:`~dataflow.config.training.TrainedConfig`, whose optimizer is not used.
         temperature: that logits are divided by.
-        device: "cpu" (gloo, fp32) or "cuda" (nccl, bf16 with fp32 weights).
+        device: "cpu" (gloo) or "cuda" (nccl).
         threads: CPU threads.
 
     Raises:

@@ -10,7 +10,7 @@ from dataflow.batch import Batch
 from dataflow.engines.verl.export import write_model
 from dataflow.engines.verl.loss import loss_of
 from dataflow.engines.verl.model import TrainedModel, inputs_of
-from dataflow.engines.verl.process import quiet
+from dataflow.engines.verl.setup.process import quiet
 from dataflow.errors import ConfigError
 
 
@@ -19,16 +19,16 @@ class VerlTrainer(TrainedModel):
 
     Args:
         model: directory or Hugging Face id of a causal LM.
-        trainer: the options of section ``trainer``: micro_batch_size (rows per rank), max_tokens_per_gpu,
-            balance_batch, lr, betas, weight_decay, warmup_steps, grad_clip, threads.
+        trainer: section ``trainer``, a :class:`~dataflow.config.run.TrainerConfig`.
         algorithm: the options of section ``algorithm`` that the loss reads
             (:func:`dataflow.engines.verl.loss.loss_of`), and adv_estimator.
         total_steps: training steps of the run.
         response_length: longest response, in tokens; what ``seq-mean-token-sum-norm`` divides by.
         temperature: of the rollout; log-probs are those of the logits divided by it.
         seed: of everything random.
-        device: "cpu" (gloo, fp32) or "cuda" (nccl, bf16 with fp32 weights).
-        reference: whether to hold the frozen initial weights as well, for ``ref_log_probs``.
+        device: "cpu" (gloo) or "cuda" (nccl).
+        reference: whether ``ref_log_probs`` is needed: the frozen initial weights are held as well, unless those beside
+            a LoRA adapter are they.
         shares_gpu: whether another service uses the GPU while this one is idle; torch's cached memory is freed then.
 
     Raises:
@@ -68,8 +68,8 @@ class VerlTrainer(TrainedModel):
             max_tokens=trainer.max_tokens_per_gpu,
             balance=trainer.balance_batch,
         )
-        self.reference = None
-        if reference:
+        self.reference = self.worker if reference and self.adapted else None
+        if reference and self.reference is None:
             with quiet():
                 # A second copy of the weights, which is never trained.
                 self.reference = self._build(offload=device == "cuda")
@@ -93,7 +93,8 @@ class VerlTrainer(TrainedModel):
         """
         if self.reference is None:
             raise ConfigError("ref_log_probs needs the reference: build the trainer with reference=True.")
-        columns = self._infer(self.reference, batch, ["log_probs"], calculate_entropy=False)
+        bare = {"no_lora_adapter": True} if self.adapted else {}
+        columns = self._infer(self.reference, batch, ["log_probs"], calculate_entropy=False, **bare)
         return batch.like(ref_log_prob=columns["log_probs"])
 
     def update(self, batch: Batch, *, last: bool) -> dict[str, float]:

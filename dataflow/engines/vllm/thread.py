@@ -133,11 +133,11 @@ class EngineThread:
             raise self._failure
         self._commands.put(command)
 
-    def _post(self, tell: Callable[..., None], *args: Any) -> None:
+    def _post(self, callback: Callable[..., None], *args: Any) -> None:
         # A closed loop has no waiters left.
         with suppress(RuntimeError):
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(tell, *args)
+                self._loop.call_soon_threadsafe(callback, *args)
 
     def _run(self, build: Callable[[], Any], ready: Future[None]) -> None:
         try:

@@ -1,19 +1,54 @@
-"""The actors of a service: one per rank, with their GPUs, addresses and environment."""
+"""The actors of a service: one per rank, with their nodes, GPUs, addresses and environment."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import secrets
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataflow.cluster.answer import first_failure
-from dataflow.cluster.gpus import Gpus
-from dataflow.cluster.process import DEATH_REASON
-from dataflow.executors.ray.host import Host, WaitingHost
+from loguru import logger
+
+from dataflow.cluster.answer import died, fetch, first_failure, peer_lost, unreachable
+from dataflow.cluster.nodes import NODE_ID, NodeRule, Places, lacking, nodes_of
+from dataflow.cluster.process import DEATH_REASON, NODE_ADDRESS, WORKING_DIRECTORY, version
+from dataflow.errors import ConfigError
+from dataflow.executors.ray.host import Host, Place, WaitingHost
+from dataflow.executors.ray.shared_paths import SharedPaths, one_on_each
 from dataflow.graph import Hosted
 from dataflow.system import clock
 from dataflow.system.supervisor import report
+
+_SETTLED_S = 90.0
+"""Seconds after which a node that does not answer counts as lost; by default Ray decides within a minute."""
+_LAST_WORDS_S = 20.0
+"""Seconds that fetching the reason of a death from another node may take."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A cluster that the run has joined.
+
+    Attributes:
+        here: id of the node of the run's own process; None for a remote client, which is on none.
+        rules: for the nodes of services, by service.
+        directory: of the run; None if it has none.
+    """
+
+    here: str | None = None
+    rules: Mapping[str, NodeRule] = field(default_factory=dict)
+    directory: str | None = None
+
+    def rule(self, spec: Hosted) -> NodeRule:
+        """Returns the rule for a service: the user's, or that it stays on this node if it has to."""
+        if spec.name in self.rules or not spec.here or self.here is None:
+            return self.rules.get(spec.name, NodeRule())
+        return NodeRule({NODE_ID: self.here})
 
 
 class Actors:
@@ -23,16 +58,22 @@ class Actors:
         spec: the service.
         threads: OMP threads in each process.
         imports: modules that each process imports before it builds the service.
+        cluster: that the run has joined; None if the run has started its own Ray, on this machine.
     """
 
-    def __init__(self, spec: Hosted, threads: int, imports: Sequence[str] = ()) -> None:
+    def __init__(
+        self, spec: Hosted, threads: int, imports: Sequence[str] = (), cluster: Membership | None = None
+    ) -> None:
         self._spec = spec
         self._threads = threads
         self._imports = tuple(imports)
+        self._cluster = cluster
+        self._rule = None if cluster is None else cluster.rule(spec)
         self._actors: list[Any] = []
-        self._gpus: list[Gpus] = []
-        self._addresses: list[tuple[str, int]] = []
+        self._reserved: Places | None = None
+        self._places: list[Place] = []
         self._reasons = tempfile.TemporaryDirectory(prefix="dataflow-")
+        self._nonce = secrets.token_hex(8)
         report(temporary=self._reasons.name)
 
     def __iter__(self) -> Iterator[Any]:
@@ -44,7 +85,11 @@ class Actors:
         return self._actors[0]
 
     async def place(self) -> None:
-        """Starts the actors and waits until they are up, with their GPUs."""
+        """Starts the actors and waits until they are up, with their GPUs, on nodes that see the service's paths.
+
+        Raises:
+            ConfigError: a node does not see a path, or has another version of this package.
+        """
         import ray
 
         spec = self._spec
@@ -52,9 +97,35 @@ class Actors:
         base = WaitingHost if spec.concurrent else Host
         kind = ray.remote(type(spec.name, (base,), {"__module__": __name__}))
         how = {"max_concurrency": 1000} if spec.concurrent else {}
-        self._gpus = [Gpus(spec.gpus, spec.devices) for _ in range(spec.ranks)]
-        self._actors = [kind.options(**gpus.options, **how).remote() for gpus in self._gpus]
-        self._addresses = await first_failure([actor.address.remote() for actor in self])
+        self._reserved = Places(spec.ranks, spec.gpus, spec.devices, self._rule)
+        if shortage := self.lacking():
+            logger.warning("'{}' waits for nodes: {}.", spec.name, shortage)
+        self._actors = [kind.options(**gpus.options, **how).remote() for gpus in self._reserved.gpus]
+        self._places = await first_failure([actor.place.remote() for actor in self])
+        if self._cluster is not None:
+            self._check_versions()
+            nodes = [(place.node, place.address) for place in self._places]
+            directory = self._cluster.directory if spec.run_directory else None
+            paths = SharedPaths(spec, directory)
+            await paths.check(one_on_each(self._actors, nodes, self._cluster.here))
+
+    def _check_versions(self) -> None:
+        for place in self._places:
+            if place.version != version():
+                raise ConfigError(
+                    f"node {place.address}, where '{self._spec.name}' runs, has dataflow {place.version}, and this "
+                    f"machine {version()}; give all nodes the same Python environment."
+                )
+
+    def lacking(self) -> str:
+        """Returns what the nodes of a cluster lack for the service, as a clause; "" if nothing is known."""
+        import ray
+
+        if self._rule is None or self._reserved is None:
+            return ""
+        clause = lacking(self._rule, self._spec.ranks, self._reserved.bundle, nodes_of(ray.nodes()))
+        given = self._cluster is not None and self._spec.name in self._cluster.rules
+        return f"{clause} (ray.nodes.{self._spec.name})" if clause and given else clause
 
     async def build(self, blobs: Sequence[bytes]) -> None:
         """Builds the service with its stages in every actor; starts the actors first unless they are placed.
@@ -65,43 +136,118 @@ class Actors:
         """
         if not self._actors:
             await self.place()
+        assert self._reserved is not None
         first, *further = blobs
         await first_failure(
             [
                 actor.build.remote(first, self._environment(rank), clock.anchor(), self._imports, *gpus.seen)
-                for rank, (actor, gpus) in enumerate(zip(self._actors, self._gpus, strict=True))
+                for rank, (actor, gpus) in enumerate(zip(self._actors, self._reserved.gpus, strict=True))
             ]
         )
         for blob in further:
             await first_failure([actor.add.remote(blob) for actor in self])
 
     def _environment(self, rank: int) -> dict[str, str]:
-        address, port = self._addresses[0]
+        meeting, own = self._places[0], self._places[rank]
         return {
             "OMP_NUM_THREADS": str(self._threads),
             "RANK": str(rank),
             "LOCAL_RANK": "0",
             "WORLD_SIZE": str(self._spec.ranks),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
+            "MASTER_ADDR": meeting.address,
+            "MASTER_PORT": str(meeting.port),
+            NODE_ADDRESS: own.address,
+            WORKING_DIRECTORY: os.getcwd(),
             "TOKENIZERS_PARALLELISM": "false",
-            DEATH_REASON: str(Path(self._reasons.name) / str(rank)),
+            DEATH_REASON: self._reason_of(rank),
         }
 
-    def death_reason(self) -> str:
-        """Returns, once, why processes of the service were ended on purpose; empty if no reason was recorded."""
+    def _reason_of(self, rank: int) -> str:
+        """Returns the file for the reason of a rank's death, on its node."""
+        if self._is_here(rank):
+            return str(Path(self._reasons.name) / str(rank))
+        return f"/tmp/dataflow-{self._nonce}-{rank}"
+
+    def _is_here(self, rank: int) -> bool:
+        return self._cluster is None or self._places[rank].node == self._cluster.here
+
+    async def death_reason(self, error: BaseException | None = None) -> str:
+        """Returns, once, why processes of the service ended; empty if no reason is known.
+
+        Either they were ended on purpose, and have written why to a file on their node; or their node is gone.
+
+        Args:
+            error: of a call that failed when they ended.
+        """
+        if unreachable(error):
+            await self._death()
         files = sorted(Path(self._reasons.name).glob("*"))
-        reasons = [file.read_text() for file in files]
-        for file in files:
-            file.unlink()
-        return " ".join(reasons)
+        reasons = [_taken(str(file)) for file in files]
+        if self._cluster is None:
+            return " ".join(reasons)
+        import ray
+
+        alive = {node.id for node in nodes_of(ray.nodes())}
+        for rank, place in enumerate(self._places):
+            if place.node not in alive:
+                gone = f"node {place.address}, where it ran, is gone."
+                reasons += [] if gone in reasons else [gone]
+            elif not self._is_here(rank):
+                with suppress(Exception):  # the node may be going; the death is reported without a reason
+                    async with asyncio.timeout(_LAST_WORDS_S):
+                        taken = ray.remote(num_cpus=0, max_retries=0, label_selector={NODE_ID: place.node})(_taken)
+                        reasons.append(await fetch(taken.remote(self._reason_of(rank))))
+        return " ".join(filter(None, reasons))
+
+    async def outcome(self, refs: Sequence[Any]) -> list[Any]:
+        """Waits for a call of all ranks, or for the first failure.
+
+        Raises:
+            Exception: the failure; if another rank has died, that death and not the connection that broke with it.
+        """
+        try:
+            return await first_failure(refs)
+        except Exception as error:
+            if len(self._actors) > 1 and peer_lost(error) and (death := await self._death()) is not None:
+                raise death from error
+            raise
+
+    async def _death(self) -> Exception | None:
+        """Waits until a process is known to be dead, and returns its error; None if all answer, or time is over.
+
+        Ray knows at once of a process that ended, and after some seconds of a node that is gone.
+        """
+        asked = [actor.place.options(max_task_retries=-1).remote() for actor in self]
+        left = {asyncio.ensure_future(fetch(answer)) for answer in asked}
+        death: Exception | None = None
+        try:
+            async with asyncio.timeout(_SETTLED_S):
+                while left and death is None:
+                    done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                    errors = (each.exception() for each in done)
+                    death = next((error for error in errors if isinstance(error, Exception) and died(error)), None)
+        except TimeoutError:
+            logger.warning("'{}' does not answer, and Ray knows of no process that died.", self._spec.name)
+        finally:
+            for answer in left:
+                answer.cancel()
+        return death
 
     def kill(self) -> None:
-        """Kills the actors and releases their GPUs."""
+        """Kills the actors and releases their nodes and GPUs."""
         import ray
 
         for actor in self._actors:
             ray.kill(actor)
-        for gpus in self._gpus:
-            gpus.release()
-        self._actors, self._gpus = [], []
+        if self._reserved is not None:
+            self._reserved.release()
+        self._actors, self._reserved, self._places = [], None, []
+
+
+def _taken(path: str) -> str:
+    """Returns what a file holds and removes it; "" if there is none."""
+    with suppress(FileNotFoundError):
+        text = Path(path).read_text()
+        os.unlink(path)
+        return text
+    return ""

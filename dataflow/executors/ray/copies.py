@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from dataflow.cluster.fork_server import ForkServer, available
+from dataflow.cluster.joined import running
 
 
 def server_of(config: Any) -> ForkServer | None:
@@ -17,7 +17,6 @@ def server_of(config: Any) -> ForkServer | None:
     gpus = getattr(config.ray, "gpus_per_worker", 0)
     if config.executor != "ray" or config.ray.address is not None or not config.ray.fork or gpus or not available():
         return None
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():  # the run joins it
+    if running():  # the run joins it
         return None
     return ForkServer(config.copied, config.worker_threads)

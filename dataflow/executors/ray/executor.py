@@ -1,8 +1,8 @@
 """The Ray executor: each service in an actor per rank, each stage function in the process of its service.
 
-Values between stages are object refs, which the controller passes on without fetching them. It reads one small pickled
-report per task; ``bytes_read`` and ``bytes_put`` count all bytes that pass through it. The actors of a service and
-their restarts are in ``worker_group``; the code that runs in the actors is in ``host``.
+Values between stages are object refs, which the run's process passes on without fetching them. It reads one small
+pickled report per task; ``bytes_read`` and ``bytes_put`` count all bytes that pass through it. The actors of a service
+and their restarts are in ``worker_group``; the code that runs in the actors is in ``host``.
 """
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dataflow.cluster.answer import cause, fetch
 from dataflow.cluster.console import console_kept
 from dataflow.cluster.fork_server import ForkServer
 from dataflow.cluster.gpus import check_count
+from dataflow.cluster.joined import JoinedRay, connecting
 from dataflow.cluster.local import LocalRay
 from dataflow.cluster.log import log_lines
-from dataflow.errors import ConfigError
+from dataflow.cluster.nodes import NodeRule
 from dataflow.executors.base import Chunk, Done, StageCall
+from dataflow.executors.ray.actors import Membership
 from dataflow.executors.ray.worker_group import Running, WorkerGroup
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 from dataflow.system import clock
-from dataflow.system.children import working_directory_imported
 from dataflow.system.supervisor import report
 
-# Stages without a service run here, off the controller's process; async ones run concurrently.
-HELPER = Hosted("controller", dict, concurrent=True)
+# Stages without a service run here, off the run's process; async ones run concurrently.
+# They write files of the run, such as its samples.
+HELPER = Hosted("controller", dict, concurrent=True, here=True, run_directory=True)
 BUILD_DEADLINE_S = 600.0
 
 
@@ -42,6 +45,10 @@ class RayExecutor:
             for them.
         on_up: called with what is up: Ray, then the name of each service.
         server: of which the workers of a local Ray are copies; None starts each on its own.
+        nodes: rules for the nodes of services on a cluster, by service.
+        directory: of the run, which services with files in it must see; None if there is none.
+        deadline_s: seconds that a service may take to get its nodes and GPUs, and to be built; None for
+            ``BUILD_DEADLINE_S``.
     """
 
     def __init__(
@@ -52,6 +59,9 @@ class RayExecutor:
         imports: Sequence[str] = (),
         on_up: Callable[[str], None] = lambda name: None,
         server: ForkServer | None = None,
+        nodes: Mapping[str, NodeRule] | None = None,
+        directory: str | None = None,
+        deadline_s: float | None = None,
     ) -> None:
         self.address = address
         self.num_cpus = num_cpus
@@ -64,8 +74,11 @@ class RayExecutor:
         self._hosts: dict[str, WorkerGroup] = {}
         self._events: asyncio.Queue[Done | Chunk] = asyncio.Queue()
         self._waiters: dict[TaskId, asyncio.Task[None]] = {}
-        self._started = False
-        self._local: LocalRay | None = None
+        self._nodes = dict(nodes or {})
+        self._directory = directory
+        self._deadline_s = deadline_s
+        self._ray: LocalRay | JoinedRay | None = None
+        self._cluster: Membership | None = None
 
     async def open(self, pipeline: Pipeline) -> None:
         """Starts or joins Ray and builds the pipeline's services concurrently.
@@ -75,13 +88,14 @@ class RayExecutor:
             RunError: a service cannot be built.
         """
         if not self._hosts:
-            with console_kept():
-                self._connect()
+            self._connect()
             self._on_up("Ray")
         staged: dict[str, dict[str, Stage]] = {}
         for s in pipeline.stages:
             staged.setdefault((s.host or HELPER).name, {})[s.name] = s
-        hosts = {HELPER.name: HELPER, **pipeline.hosts()}
+        saving = {s.host.name for s in pipeline.with_role("saves") if s.host is not None}
+        own = {name: replace(spec, run_directory=True) for name, spec in pipeline.hosts().items() if name in saving}
+        hosts = {HELPER.name: HELPER, **pipeline.hosts(), **own}
         specs = {name: hosts[name] for name in staged}
         self._check_gpus(specs.values())
         # The largest share of a GPU first: two small ones on one GPU could leave no GPU with room for a large one.
@@ -107,37 +121,26 @@ class RayExecutor:
         await asyncio.gather(on_gpus(), build(name for name, spec in specs.items() if not (spec.gpus or spec.alone)))
 
     def _connect(self) -> None:
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        # Otherwise Ray prints a traceback for each value of a dead service that is not awaited.
-        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-        import logging
-
         import ray
 
         if ray.is_initialized():
+            self._cluster = self._joined()
             return
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        options: dict[str, Any] = {
-            "logging_level": "ERROR",
-            "log_to_driver": False,
-            "configure_logging": False,
-        }
-        if "://" not in (self.address or ""):  # for a remote client, the server creates the job
-            options["job_config"] = _job()
         if self.address is None:
-            self._local = LocalRay(self.num_cpus or os.cpu_count() or 1, self._server)
-            self._local.open(**options)
+            self._ray = LocalRay(self.num_cpus or os.cpu_count() or 1, self._server)
+            with console_kept():
+                self._ray.open(**connecting(None))
         else:
-            try:
-                _probe(self.address)
-                ray.init(address=self.address, **options)
-            except (OSError, ValueError) as error:
-                raise ConfigError(
-                    f"ray.address={self.address}: no Ray cluster answers there; start one with 'ray start --head' "
-                    "or leave ray.address out."
-                ) from error
-        self._started = True
+            self._ray = JoinedRay(self.address)
+            self._ray.open()
+            self._cluster = self._joined()
+
+    def _joined(self) -> Membership:
+        """Returns what the services have to know of a cluster with, perhaps, several nodes."""
+        import ray
+
+        here = None if ray.util.client.ray.is_connected() else ray.get_runtime_context().get_node_id()
+        return Membership(here, self._nodes, self._directory)
 
     def _check_gpus(self, specs: Iterable[Hosted]) -> None:
         """Checks that a local Ray has the GPUs that the run needs; it would wait for them forever.
@@ -148,7 +151,7 @@ class RayExecutor:
         import ray
 
         wanted = sum(spec.gpus * spec.ranks * spec.devices for spec in specs)
-        if wanted and self._started and self.address is None:
+        if wanted and self._ray is not None and self.address is None:
             check_count(wanted, ray.cluster_resources().get("GPU", 0))
 
     async def _host(self, spec: Hosted, stages: dict[str, Stage]) -> None:
@@ -161,7 +164,13 @@ class RayExecutor:
 
     def _group(self, spec: Hosted) -> WorkerGroup:
         workers = WorkerGroup(
-            spec, self.threads, self.imports, BUILD_DEADLINE_S, self._count_bytes, self._events.put_nowait
+            spec,
+            self.threads,
+            self.imports,
+            self._deadline_s or BUILD_DEADLINE_S,
+            self._count_bytes,
+            self._events.put_nowait,
+            self._cluster,
         )
         self._hosts[spec.name] = workers
         return workers
@@ -232,32 +241,7 @@ class RayExecutor:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        """Stops the local Ray, or disconnects from the cluster."""
-        import ray
-
-        if self._local is not None:
-            self._local.close()
-            self._local = None
-        elif self._started:
-            ray.shutdown()
-        self._started = False
-
-
-def _job() -> Any:
-    """Returns Ray's job settings: workers import from the working directory only if this process does."""
-    from ray.job_config import JobConfig
-
-    # A submitted job brings its own working directory, which Ray unpacks.
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ or "RAY_RUNTIME_ENV_HOOK" in os.environ:
-        return JobConfig()
-    # Ray puts the driver's working directory first on the path of every worker, unless the driver is a remote client.
-    return JobConfig(_client_job=True, _py_driver_sys_path=[os.getcwd()] if working_directory_imported() else [])
-
-
-def _probe(address: str) -> None:
-    """Connects once, to fail at once if nothing listens; Ray itself retries for minutes."""
-    import socket
-
-    host, _, port = address.rpartition(":")
-    if host and "/" not in address:
-        socket.create_connection((host, int(port)), timeout=5.0).close()
+        """Stops the Ray that this executor has started, or disconnects from the cluster that it has joined."""
+        if self._ray is not None:
+            self._ray.close()
+            self._ray = None

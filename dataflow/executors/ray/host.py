@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import pickle
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dataflow.batch import Batch
 from dataflow.cluster.answer import answer_to, answering
 from dataflow.cluster.gpus import see
 from dataflow.cluster.log import KEPT, keep_lines
-from dataflow.cluster.process import settle_memory
+from dataflow.cluster.paths import View, look, unpack
+from dataflow.cluster.process import WORKING_DIRECTORY, settle_memory, version
 from dataflow.executors.base import Chunk, Report, StageCall
-from dataflow.executors.calling import answer, make_chunk, method_of, prepare
+from dataflow.executors.calling import answer, around, make_chunk, method_of, prepare
 from dataflow.graph import Hosted, Stage, TaskInfo
 from dataflow.system import clock
 from dataflow.system.children import restore_path
@@ -25,18 +27,37 @@ from dataflow.usercode.failures import Contained
 from dataflow.usercode.forks import in_one_process
 
 
+class Place(NamedTuple):
+    """Where a process is: the id and the address of its node, a port there that was free, and the package's version."""
+
+    node: str
+    address: str
+    port: int
+    version: str
+
+
 class Host:
     """One rank of a service, in its own actor."""
 
-    def address(self) -> tuple[str, int]:
-        """Returns the address of this node and a free port, where the ranks can meet."""
+    def place(self) -> Place:
+        """Returns where this process is, with a free port there, where the ranks can meet."""
         import socket
 
         import ray
 
         with socket.socket() as s:
             s.bind(("", 0))
-            return ray.util.get_node_ip_address(), s.getsockname()[1]
+            address, port = ray.util.get_node_ip_address(), s.getsockname()[1]
+        return Place(ray.get_runtime_context().get_node_id(), address, port, version())
+
+    def look(self, paths: Sequence[str]) -> list[View]:
+        """Returns what this process sees at these paths."""
+        return [look(path) for path in paths]
+
+    @answering
+    def unpack(self, archive: bytes, directory: str) -> None:
+        """Makes a directory of an archive on this node."""
+        unpack(archive, directory)
 
     @answering
     def build(
@@ -56,6 +77,8 @@ class Host:
         keep_lines()
         clock.adopt(anchor)
         os.environ.update(environment)
+        with contextlib.suppress(OSError):  # Ray starts the workers of a cluster elsewhere; a node may lack it
+            os.chdir(environment[WORKING_DIRECTORY])
         see(gpus)
         import cloudpickle  # type: ignore[import-untyped]
 
@@ -86,7 +109,7 @@ class Host:
         begin = clock.now()
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
-        with in_one_process():
+        with in_one_process(), around(stage, info):
             result = stage.fn(*arguments, **keywords)
             if asyncio.iscoroutine(result):
                 result = asyncio.run(result)
@@ -128,9 +151,10 @@ class WaitingHost(Host):
         begin = clock.now()
         stage, arguments, keywords, info = self._prepare(call, values)
         held = _groups_of(stage, arguments)
-        result = stage.fn(*arguments, **keywords)
-        if asyncio.iscoroutine(result):
-            result = await result
+        with around(stage, info):
+            result = stage.fn(*arguments, **keywords)
+            if asyncio.iscoroutine(result):
+                result = await result
         return _packed(answer(stage, call, info, arguments, result, begin, clock.now()), keep, held)
 
     async def stream(self, call: StageCall, *values: Any) -> AsyncIterator[Any]:
@@ -147,7 +171,7 @@ class WaitingHost(Host):
             chunks.put_nowait(make_chunk(stage, call.info, number, emitted, clock.now()))
 
         stage, arguments, keywords, info = self._prepare(call, values, emit)
-        running = asyncio.ensure_future(Contained(stage.fn(*arguments, **keywords)))
+        running = asyncio.ensure_future(Contained(_within(stage, info, arguments, keywords)))
         running.add_done_callback(lambda _running: chunks.put_nowait(None))
         try:
             while (event := await chunks.get()) is not None:
@@ -178,6 +202,11 @@ class WaitingHost(Host):
             if asyncio.iscoroutine(closed):
                 await closed
         return KEPT.take()
+
+
+async def _within(stage: Stage, info: TaskInfo, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    with around(stage, info):
+        return await stage.fn(*arguments, **keywords)
 
 
 def _groups_of(stage: Stage, arguments: Sequence[Any]) -> tuple[int, ...] | None:

@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 
 from loguru import logger
 
-from dataflow.cluster.answer import DIED, cause, died, fetch, first_failure, last_words
+from dataflow.cluster.answer import DIED, cause, died, fetch, last_words
 from dataflow.cluster.log import log_lines
 from dataflow.cluster.pickling import pickled
-from dataflow.errors import DataflowError, RunError
+from dataflow.errors import DataflowError, RunError, ServiceLost
 from dataflow.executors.base import Chunk, Done, Report, StageCall
-from dataflow.executors.ray.actors import Actors
+from dataflow.executors.ray.actors import Actors, Membership
 from dataflow.executors.ray.replays import Replays, Submission
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 
@@ -70,6 +70,7 @@ class WorkerGroup:
         deadline_s: seconds that building the service may take.
         on_read: called with the size in bytes of each answer that the controller reads.
         on_chunk: called with each chunk that a running task emits.
+        cluster: that the run has joined; None for a Ray of its own.
 
     Attributes:
         actors: of the current service.
@@ -85,10 +86,11 @@ class WorkerGroup:
         deadline_s: float,
         on_read: Callable[[int], None],
         on_chunk: Callable[[Chunk], None],
+        cluster: Membership | None = None,
     ) -> None:
         self.spec = spec
         self.deadline_s = deadline_s
-        self.actors = Actors(spec, threads, imports)
+        self.actors = Actors(spec, threads, imports, cluster)
         self.deaths = 0
         self.replays = Replays(spec.name)
         self._on_read = on_read
@@ -230,7 +232,7 @@ class WorkerGroup:
 
         Both happen in one step of the event loop, so that after all attempts have ended, the record is complete.
         """
-        small, *_others = await first_failure([first for first, *_rest in running.refs])
+        small, *_others = await self.actors.outcome([first for first, *_rest in running.refs])
         self._on_read(len(small))
         report, held = pickle.loads(small)
         return self._ended(running, report, held, tuple(running.refs[0][1:]))
@@ -269,7 +271,7 @@ class WorkerGroup:
                 await self._up()
             generation = self._generation
             try:
-                return await first_failure([call(actor) for actor in self.actors])
+                return await self.actors.outcome([call(actor) for actor in self.actors])
             except Exception as error:
                 await self._restarted(generation, error)
 
@@ -281,9 +283,14 @@ class WorkerGroup:
             error: that the call raised.
 
         Raises:
+            ServiceLost: it died with its node, and may not be rebuilt.
             Exception: ``error``, if the service did not die or may not be rebuilt.
         """
-        if not died(error) or not self.spec.restarts or self._closed:
+        if not died(error) or self._closed:
+            raise error
+        if not self.spec.restarts:
+            if reason := await self.actors.death_reason(error):
+                raise ServiceLost(f"'{self.spec.name}' died: {reason.rstrip('.')}") from error
             raise error
         if generation == self._generation and self._restarting is None:
             self._restarting = asyncio.create_task(self._restart(error))
@@ -306,7 +313,7 @@ class WorkerGroup:
     async def _restart(self, error: Exception) -> None:
         """Rebuilds the service, again if it dies meanwhile, and sends the tasks that the dead one did not finish."""
         while True:
-            reason = self.actors.death_reason()
+            reason = await self.actors.death_reason(error)
             self._count(error, reason)
             self.actors.kill()
             try:
@@ -385,9 +392,9 @@ class WorkerGroup:
             share = " x ".join(f"{n:g}" for n in (spec.ranks, spec.devices, spec.gpus) if n != 1 or n is spec.gpus)
             gpus = f"it needs {share} GPUs: does the cluster have them ('ray status')?"
             busy = "is the machine out of memory, or busy with something else?"
-            raise RunError(
-                f"'{spec.name}' was not up after {self.deadline_s:.0f} s; {gpus if spec.gpus else busy}"
-            ) from error
+            missing = self.actors.lacking() if ray.is_initialized() else ""
+            hint = f"{missing}." if missing else gpus if spec.gpus else busy
+            raise RunError(f"'{spec.name}' was not up after {self.deadline_s:.0f} s; {hint}") from error
         if isinstance(why, DataflowError):
             raise why from error
         raise RunError(f"'{spec.name}' could not be built: {type(why).__name__}: {why}") from why

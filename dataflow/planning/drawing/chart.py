@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dataflow.drawing.style import HATCHED, WIDTH
+from dataflow.drawing.style import WIDTH, cause_colours
 from dataflow.planning.planner import Prediction, Sweep
 
 # Okabe and Ito's colours in tones that show on white and on black. Colour, matplotlib's marker, its size in points (all
@@ -29,20 +29,19 @@ GPU = "#5F7A8A"
 """Colour of GPU work."""
 BOUND = "#808080"
 """Colour of a lower bound that several policies share."""
-# Cause of a wait: the colour under its hatching, matplotlib's hatching, bokeh's.
-_CAUSES = {
-    "rewards": ("#FBE3AE", "////", "right_diagonal_line"),
-    "controller": ("#E3DAF0", "\\\\\\\\", "left_diagonal_line"),
-    "dispatch": ("#D5E8DC", "....", "dot"),
-    "start-up": (HATCHED["facecolor"], "xxxx", "diagonal_cross"),
-    "io": ("#DCE6F2", "----", "horizontal_line"),
-    "other": (HATCHED["facecolor"], "||||", "vertical_line"),
+# Cause of a wait: matplotlib's hatching, bokeh's.
+_HATCHES = {
+    "rewards": ("////", "right_diagonal_line"),
+    "controller": ("\\\\\\\\", "left_diagonal_line"),
+    "dispatch": ("....", "dot"),
+    "start-up": ("xxxx", "diagonal_cross"),
+    "io": ("----", "horizontal_line"),
+    "other": ("||||", "vertical_line"),
 }
-_EXTRA_CAUSES = (
-    ("#F2D9D2", "++++", "cross"),
-    ("#E2E5C4", "||||", "vertical_line"),
-    ("#D3E6E9", "////", "right_diagonal_line"),
-)
+_EXTRA_HATCHES = (("++++", "cross"), ("||||", "vertical_line"), ("////", "right_diagonal_line"))
+AS_LOGGED = "as logged"
+"""The row of the source's own run, replayed."""
+_UNCHANGED = ("baseline", AS_LOGGED)
 BESIDE = "markers side by side: (nearly) the same time"
 _NEAR = 0.012  # share of the highest line: markers closer than this hide each other
 _SEEN = 0.004  # share of the longest bar or the highest line: less is too small to see
@@ -116,9 +115,11 @@ class Bars:
         if max(rest) >= _SEEN * self.longest:
             self.parts.append(("other", rest))
         self.labels = [_label(row) for row in rows]
-        own = sorted(what for what, _ in self.parts[1:] if what not in _CAUSES)
-        extra = {cause: _EXTRA_CAUSES[i % len(_EXTRA_CAUSES)] for i, cause in enumerate(own)}
-        self.hatching = {what: _CAUSES.get(what) or extra[what] for what, _ in self.parts[1:]}
+        causes = [what for what, _ in self.parts[1:]]
+        own = sorted(what for what in causes if what not in _HATCHES)
+        extra = {cause: _EXTRA_HATCHES[i % len(_EXTRA_HATCHES)] for i, cause in enumerate(own)}
+        tints = cause_colours(causes)
+        self.hatching = {what: (tints[what][0], *(_HATCHES.get(what) or extra[what])) for what in causes}
         self.names = {what: f"exposed wait: {what}" if what in self.hatching else what for what, _ in self.parts}
 
 
@@ -239,8 +240,8 @@ def change_of(row: Prediction) -> str:
 
 
 def _label(row: Prediction) -> str:
-    # Baseline is the reference, so its own change is left out.
-    return seconds_of(row.step_s) + ("" if row.policy == "baseline" else f"  ({change_of(row)})")
+    # Baseline is the reference, so its own change is left out, and so is that of a log, which has none.
+    return seconds_of(row.step_s) + ("" if row.policy in _UNCHANGED else f"  ({change_of(row)})")
 
 
 def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:

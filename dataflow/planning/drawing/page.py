@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dataflow.drawing.page import BUTTONS, FAINT, INK, LINE, bokeh_scripts, embedded, read_embedded, renumbered, shell
-from dataflow.drawing.style import HATCHED, WIDTH, columns_that_fit
+from dataflow.drawing.style import HATCHED, WIDTH, cause_colours, columns_that_fit
 from dataflow.planning.drawing.chart import (
     BESIDE,
     BOUND,
@@ -24,6 +24,8 @@ from dataflow.planning.drawing.chart import (
 if TYPE_CHECKING:
     from bokeh.models import CheckboxButtonGroup
     from bokeh.plotting import figure
+
+    from dataflow.planning.drawing.words import Words
 
 _HINT = (
     "Point at a bar or a marker for its numbers. A button switches a policy off in all panels. "
@@ -48,13 +50,14 @@ async function start(item, themed) {
 """
 
 
-def page(bars: Bars, panels: Sequence[Panel], title: str) -> str:
+def page(bars: Bars, panels: Sequence[Panel], title: str, words: Words | None = None) -> str:
     """Returns the page: one HTML file that loads nothing; the same plan gives the same text.
 
     Args:
         bars: the policies' time per step.
         panels: one per sweep.
         title: over the page; none if empty.
+        words: the text around the drawing; none by default.
     """
     from bokeh.embed import json_item
     from bokeh.layouts import column, row
@@ -68,10 +71,11 @@ def page(bars: Bars, panels: Sequence[Panel], title: str) -> str:
         rows.append(charts.switches(styles))
     rows += [row(*figures[at : at + across], sizing_mode="stretch_width") for at in range(0, len(figures), across)]
     item: Any = renumbered(json_item(column(*rows, sizing_mode="stretch_width")))
-    body = f"<h1>{html.escape(title)}</h1>\n" if title else ""
+    body = (f"<h1>{html.escape(title)}</h1>\n" if title else "") + (words.above() if words else "")
     body += f'<div id="plan"></div><p class="hint">{_HINT}</p>'
     if any(panel.crowded for panel in panels):
         body += f'<p class="hint">{html.escape(BESIDE.capitalize())}.</p>'
+    body += words.below() if words else ""
     data = f"\n{embedded('item', item)}\n{embedded('themed', charts.themed)}\n"
     start = f"start({read_embedded('item')}, {read_embedded('themed')})"
     return shell(title or "plan", body, f"{data}{bokeh_scripts()}\n<script>{_START}{start}\n</script>")
@@ -105,6 +109,7 @@ class _Charts:
             for row, bound in zip(bars.rows, bars.bounds, strict=True)
         ]
         items: list[LegendItem] = []
+        tints = cause_colours(bars.hatching)
         left = [0.0] * count
         for what, seconds in bars.parts:
             look: dict[str, Any] = {"fill_color": GPU}
@@ -121,6 +126,9 @@ class _Charts:
             data = {"y": list(range(count)), "left": left, "right": right, "seconds": seconds, "hover": hover}
             bar = made.hbar(y="y", left="left", right="right", height=0.62, source=ColumnDataSource(data),
                             line_color=None, muted_alpha=0.1, name=f"bar-{label}", **look)  # fmt: skip
+            if what in bars.hatching:
+                self._theme(bar.glyph, f"wait-{label}", fill_color=tints[what],
+                            hatch_color=(HATCHED["edgecolor"], "#8F8F8F"))  # fmt: skip
             self._hover(made, bar)
             items.append(LegendItem(label={"value": label}, renderers=[bar]))
             left = right

@@ -17,12 +17,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from dataflow.planning.drawing.words import Words
+
 KINDS = (".png", ".svg", ".html")
 _DASHES = (0, (3, 2))
 
 
 def draw_plan(
-    rows: Sequence[Prediction], sweeps: Sequence[Sweep], path: str | os.PathLike[str], title: str = ""
+    rows: Sequence[Prediction],
+    sweeps: Sequence[Sweep],
+    path: str | os.PathLike[str],
+    title: str = "",
+    words: Words | None = None,
 ) -> None:
     """Draws a plan into a file: a bar for each policy, then a panel for each sweep.
 
@@ -32,6 +38,7 @@ def draw_plan(
         path: file name, ending in ``.png`` (1400 pixels wide), ``.svg`` or ``.html`` (one file that opens offline);
             an existing file is replaced atomically.
         title: over the whole drawing; none if empty.
+        words: the text of a page, around the drawing; none by default.
 
     Raises:
         DataError: the file name has another ending, or there is nothing to draw.
@@ -51,7 +58,7 @@ def draw_plan(
     if kind == "html":
         from dataflow.planning.drawing.page import page
 
-        text = page(bars, panels, title)
+        text = page(bars, panels, title, words)
         with replaced(target) as temporary:
             temporary.write_text(text, encoding="utf-8")
     else:

@@ -10,7 +10,9 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from dataflow.errors import ConfigError
-from dataflow.planning.reward_service import Delivery, RewardService
+from dataflow.planning.requests.requests import Requests
+from dataflow.planning.requests.schedule import Rate
+from dataflow.planning.reward_service import Batch, Delivery, RewardService
 from dataflow.planning.servers.law import Law, Servers
 
 _UNLIKE = 0.005
@@ -52,10 +54,18 @@ class ServerService(RewardService):
         paces = [1 + step * (i - (servers.replicas - 1) / 2) for i in range(servers.replicas)]
         laws = [servers.law.of_server(pace, i / servers.replicas) for i, pace in enumerate(paces)]
         self._servers: list[_Server] = [kind(law) for law in laws]
-        self._slots, self._concurrency = servers.slots, concurrency
+        self._each, self._concurrency = servers.slots, concurrency
+        self._rate = Rate(rpm)
+        self._batch: Batch | None = None  # that is served
+        self._next = 0  # request of it
+        self._left: dict[Hashable, dict[int, int]] = {}  # key -> group -> requests that have not ended
         self._alone = servers.law.seconds(1) or 1.0
         self._running = 0
         self._now = 0.0
+
+    def _register(self, key: Hashable, requests: Requests) -> None:
+        sizes = zip(requests.ids.tolist(), requests.sizes.tolist(), strict=True)
+        self._left.setdefault(key, {}).update(sizes)
 
     def advance(self, until: float) -> Delivery | None:
         if found := self._deliver_arrived():
@@ -80,20 +90,22 @@ class ServerService(RewardService):
         self._running -= len(items)
         complete = False
         for key, group, _work in items:
-            of = self._steps[key]
-            of.left[group] -= 1
-            if not of.left[group]:
-                del of.left[group]
-                of.arrived[group] = self._now
+            left = self._left[key]
+            left[group] -= 1
+            if not left[group]:
+                del left[group]
+                self._steps[key].arrive(group, self._now)
                 complete = True
+            if not left:
+                del self._left[key]
         return self._deliver_arrived() if complete else None
 
     def _next_begin(self, until: float) -> float:
         """Returns when the next request can begin with the slots that are free now; infinity if none can."""
-        if self._running >= self._concurrency or self._least().load >= self._slots:
+        if self._running >= self._concurrency or self._least().load >= self._each:
             return math.inf
         time = self._now
-        if self._current is None:
+        if self._batch is None:
             if not self._waiting:
                 if not self._incoming:
                     return math.inf
@@ -101,32 +113,28 @@ class ServerService(RewardService):
             if time >= until:
                 return time  # choose none yet: an earlier one may still be submitted
             self._take_in(time)
-            self._current, self._next = heapq.heappop(self._waiting)[-1], 0
-        time = max(time, self._current.at)
-        if self._tokens < 1.0:
-            time = max(time, self._filled + (1.0 - self._tokens) / self._rate)
-        return time
+            self._batch, self._next = heapq.heappop(self._waiting)[-1], 0
+        return self._rate.earliest(max(time, self._batch.at))
 
     def _least(self) -> _Server:
         return min(self._servers, key=lambda each: each.load)
 
     def _begin(self, time: float) -> None:
-        batch = self._current
+        batch = self._batch
         assert batch is not None
-        if self._overtaken(batch, time):
+        if self._overtaken(batch.order, time):
+            self._batch = None
+            self._wait_again(batch, self._next)
             return
-        group, seconds = batch.samples[self._next]
+        group, seconds = batch.requests.pairs[self._next]
         self._now = time
         self._least().add(Item(batch.key, group, seconds / self._alone), time)
         self._running += 1
-        if self._rate != math.inf:
-            self._tokens = min(self._bucket, self._tokens + (time - self._filled) * self._rate) - 1.0
-            self._filled = time
+        self._rate.take(time)
         self.served += 1
-        self.busy_s += seconds
         self._next += 1
-        if self._next == len(batch.samples):
-            self._current = None
+        if self._next == len(batch.requests):
+            self._batch = None
 
 
 class _Server(ABC):

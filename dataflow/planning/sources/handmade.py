@@ -67,11 +67,12 @@ def workload(path: Path, config: PlanConfig) -> Workload:
                 f"stages.{name}: no stage has that name{nearest(name, TIMED) or '; stages: ' + ', '.join(TIMED) + '.'}"
             )
     critic = any(name in config.stages for name in CRITIC)
-    needed = [*NEEDED, *CRITIC] if critic else NEEDED
-    if missing := [name for name in needed if name not in config.stages]:
-        raise ConfigError(f"{path}: the time of {' and '.join(missing)} is missing; give stages.{missing[0]}=SECONDS.")
-    if config.reward.latency is None:
-        raise ConfigError(f"{path} does not say 'reward.latency'; give reward.latency=SECONDS or a distribution.")
+    needed = dict.fromkeys((f"stages.{name}" for name in ([*NEEDED, *CRITIC] if critic else NEEDED)), "SECONDS")
+    keys = {"steps": 100, "prompts": 1024, "responses": 5, "mini_batches": 4, "reward.concurrency": 256}
+    steps, prompts, responses, mini_batches, concurrency, *_ = config.need(
+        path, {**keys, **needed, "reward.latency": "uniform:1:40"}
+    )
+    check_batch(prompts, mini_batches)
     every = config.validation.every
     validation = None
     if every:
@@ -94,9 +95,6 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         for name in config.stages
         if name not in pipeline.by_name
     ]
-    keys = {"steps": 100, "prompts": 1024, "responses": 5, "mini_batches": 4, "reward.concurrency": 256}
-    steps, prompts, responses, mini_batches, concurrency = config.need(path, keys)
-    check_batch(prompts, mini_batches)
     return Workload(
         source=str(path),
         pipeline=pipeline,
@@ -106,7 +104,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
         mini_batches=mini_batches,
         times=times,
         rewards=Rewards(
-            distribution_of(config.reward.latency, "reward.latency", path),
+            distribution_of(str(config.reward.latency), "reward.latency", path),
             concurrency,
             config.reward.rpm,
             config.reward.agent,

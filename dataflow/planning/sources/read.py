@@ -19,7 +19,7 @@ def read_workload(source: str, overrides: Sequence[str] = ()) -> tuple[Workload,
     """Reads a workload and the plan's configuration.
 
     Args:
-        source: a run's directory or trace.json, a verl log (CSV, TensorBoard directory) or a .yaml file.
+        source: a run's directory or trace.json, a verl log or a .yaml file, see :data:`KINDS`.
         overrides: ``key=value``, see :class:`~dataflow.planning.config.PlanConfig`.
 
     Raises:

@@ -17,6 +17,7 @@ from dataflow.errors import ConfigError
 from dataflow.planning.config import CheckpointPlan, PlanConfig
 from dataflow.planning.costs import fit_latency, makespan
 from dataflow.planning.rewards import Rewards, Validation
+from dataflow.planning.sources.guesses import examples, known_settings
 from dataflow.planning.sources.scalars import Scalars, read_scalars
 from dataflow.planning.workload import CRITIC, Measured, Workload, grpo
 from dataflow.policy import check_batch
@@ -25,6 +26,8 @@ from dataflow.policy import check_batch
 HIDDEN_S = 1.0
 # Warm-up lengthens a first step by less; in the published runs the ratio is 1.3 and 1.7 with overlap, 1.0 without.
 _OVERLAPPED = 1.15
+# The waits of a published baseline give its known latency within 2%; those of its mini-batch run, 78% of it.
+_QUICK = 0.9
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
@@ -36,7 +39,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     """
     found = read_scalars(path)
     planned = _workload(found, path, config)
-    if planned.logged is None:
+    if planned.logged is None or not planned.logged[0]:
         return planned
     # verl's own loop, for as many steps as it logged: what the log itself took, to be compared with what is predicted.
     validation = config.validation.model_copy(update={"every": None, "overlap": False, "pool": "own"})
@@ -48,8 +51,18 @@ def workload(path: Path, config: PlanConfig) -> Workload:
 def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     testing, saving = _every(found, "testing"), _every(found, "save_checkpoint")
     log = _from_one(found)
-    needed = {"prompts": 1024, "responses": 5, "mini_batches": 4, "reward.concurrency": 256}
-    prompts, responses, mini_batches, concurrency = config.need(path, needed, _samples(log))
+    caution = _already_overlaps(log)
+    said = (
+        [] if caution else ["the log is of the baseline: its loop waits for all rewards of a step before the update."]
+    )
+    config = known_settings(path, config, said)
+    needed, counted = examples(log, config)
+    if caution:
+        needed["reward.latency"] = "uniform:1:40"
+        counted += ", or plan from a log of verl's own loop"
+    prompts, responses, mini_batches, concurrency, *_ = config.need(
+        path, needed, counted, f"{caution} " if caution else ""
+    )
     check_batch(prompts, mini_batches)
     if config.stages:
         raise ConfigError(
@@ -58,8 +71,8 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     if config.agents:
         raise ConfigError(f"agents.{next(iter(config.agents))}: a verl log is of one reward agent; leave it out.")
     scattered = config.balance_batch is not False
-    said = ["the log is of the baseline: its loop waits for all rewards of a step before the update."]
-    rewards, request = _rewards(log, config, concurrency, prompts, responses, said)
+    rewards, request = _rewards(log, config, concurrency, prompts, responses, said, fit=not caution)
+    doubt = caution or _too_quick(config, rewards)
     if scattered:
         said.append("verl deals the batch over its ranks by length before scoring (balance_batch=false if not).")
     times = {
@@ -83,7 +96,7 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
         said.append("no old log-probs: the log holds no timing_s/old_log_prob, as with verl's bypass_mode.")
     if config.reward.agent == "per-step":
         said.append("off-policy rows leave out the first rollout, as timing_s/step does.")
-    logged, caution = log.series("timing_s/step"), _already_overlaps(log)
+    logged = log.series("timing_s/step")
     critic = any(name in known for name in CRITIC)
     if critic:
         said.append("the critic's update may run beside the next step's wait for rewards; verl's loop waits for it.")
@@ -106,8 +119,8 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
         dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
         uncounted=config.reward.agent == "per-step",
         assumptions=tuple(said),
-        logged=("baseline", math.fsum(logged.values()), len(logged)) if logged and not caution else None,
-        caution=caution,
+        logged=("" if caution else "baseline", math.fsum(logged.values()), len(logged)) if logged else None,
+        caution=doubt,
         seed=config.seed,
     )
 
@@ -119,17 +132,6 @@ def _from_one(log: Scalars) -> Scalars:
         return log
     columns = {name: {step - first + 1: s for step, s in of.items()} for name, of in log.columns.items()}
     return Scalars(log.path, columns)
-
-
-def _samples(log: Scalars) -> str:
-    """Returns what the log's counts of tokens say about the number of samples in a step; "" if it has none."""
-    tokens, ends = log.series("perf/total_num_tokens"), ("prompt_length/mean", "response_length/mean")
-    each = [log.series(name) for name in ends]
-    steps = sorted(set(tokens).intersection(*each))
-    if not steps:
-        return ""
-    counts = [tokens[step] / max(1.0, math.fsum(of[step] for of in each)) for step in steps]
-    return f" (the log's tokens are those of {statistics.median(counts):.0f} samples a step: prompts x responses)"
 
 
 def _already_overlaps(log: Scalars) -> str:
@@ -151,8 +153,22 @@ def _already_overlaps(log: Scalars) -> str:
     if not signs:
         return ""
     return (
-        f"this log is hardly a baseline's: {' and '.join(signs)}. Its run overlaps steps already, so that its waits "
-        "are not those of the rewards; plan from a log of verl's own loop."
+        f"this log is of a run that overlaps steps already, not of a baseline: {' and '.join(signs)}. Its waits do not "
+        "show how long rewards take."
+    )
+
+
+def _too_quick(config: PlanConfig, rewards: Rewards) -> str:
+    """Returns the sign that a log waits too short for the latency that the user gave; "" if it does not."""
+    if config.reward.latency is None:
+        return ""
+    given = parse_distribution(config.reward.latency, "reward.latency").mean
+    if rewards.latency.mean >= _QUICK * given:
+        return ""
+    return (
+        f"the log's waits are those of rewards that take {rewards.latency.mean:.3g} s, not the {given:.3g} s of "
+        f"reward.latency={config.reward.latency}: its run may overlap rewards and updates already (mini-batch), or "
+        "have more requests in flight than reward.concurrency."
     )
 
 
@@ -183,9 +199,12 @@ def _mean(series: Mapping[int, float]) -> float:
 
 
 def _rewards(
-    log: Scalars, config: PlanConfig, concurrency: int, groups: int, responses: int, said: list[str]
+    log: Scalars, config: PlanConfig, concurrency: int, groups: int, responses: int, said: list[str], fit: bool
 ) -> tuple[Rewards, Measured | None]:
-    """Returns the reward service, with its latency fitted to the log's waits, and the time to send the requests."""
+    """Returns the reward service, and the time to send the requests.
+
+    The latency is fitted to the log's waits; with ``fit`` off it is the one that the user gave.
+    """
     spec = config.reward
     sent, rest = _mean(log.series("timing_s/reward")), _mean(log.series("timing_s/adv"))
     apart = math.fsum(_mean(log.series(f"timing_s/{name}")) for name in ("old_log_prob", "ref", "values"))
@@ -198,7 +217,9 @@ def _rewards(
             "the log waits for its rewards before the log-probs (timing_s/reward); dataflow does so after them."
         )
     distribution = parse_distribution(spec.latency, "reward.latency") if spec.latency is not None else None
-    if not visible:
+    if not fit and distribution is not None:
+        said.append(f"reward.latency={spec.latency} is taken as given: the waits in the log overlap other work.")
+    elif not visible:
         if distribution is None:
             distribution = Distribution("constant")
             said.append("the log shows no wait for rewards: their latency is taken as 0 (reward.latency=...).")

@@ -8,7 +8,6 @@ and the HTTP clients' own errors, which hold headers, are not chained.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import sys
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.judge.errors import CONNECT_S, broken, overlong, refused
 from dataflow.rewards.judge.reply import whole
+from dataflow.system.extras import not_installed
 from dataflow.system.http import beginning_of_error
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def make_chat(
         raise ConfigError(f"judge.client={client} is unknown{hint}")
     if client == "aiohttp":
         return AiohttpChat(key, timeout, max_bytes, logins)
-    if importlib.util.find_spec("openai") is None:
-        raise ConfigError("judge.client=openai: the package is missing; run pip install 'dataflow-rl[openai]'.")
+    if (why := not_installed(client)) is not None:
+        raise ConfigError(f"judge.client={client}: {why}")
     return OpenAIChat(key, timeout, max_bytes, logins)
 
 

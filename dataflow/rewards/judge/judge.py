@@ -14,7 +14,7 @@ from typing import Any
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.judge.address import addresses
 from dataflow.rewards.judge.budget import Budget, BudgetSpent, estimate
-from dataflow.rewards.judge.chat import make_chat
+from dataflow.rewards.judge.chat import Chat, make_chat
 from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout
 from dataflow.rewards.judge.prompt import RULES, prompt_of, question_of, response_of
 from dataflow.rewards.limits.router import Router, Routing
@@ -57,7 +57,8 @@ class Judge:
             Case is ignored; ``^`` and ``$`` match at each line.
         score_range: lowest and highest valid score.
         normalize: whether that range is mapped to 0..1.
-        client: ``aiohttp``, or ``openai`` for that package's client, which takes about eight times the CPU time.
+        client: ``aiohttp``, or ``openai`` for that package's client, which takes about eight times the CPU time; or a
+            transport of your own, which has its own key, time-out and limit of a reply.
         temperature: of the judge; None sends none.
         max_tokens_reply: of a reply, sent as ``max_tokens``; None uses the server's limit.
         options: further keys of the request body, which override those above.
@@ -89,7 +90,7 @@ class Judge:
         score_pattern: str = SCORE_LINE,
         score_range: Sequence[float] = (0, 1),
         normalize: bool = True,
-        client: str = "aiohttp",
+        client: str | Chat = "aiohttp",
         temperature: float | None = 0,
         max_tokens_reply: int | None = None,
         options: Mapping[str, Any] | None = None,
@@ -130,7 +131,11 @@ class Judge:
         if key and any(logins):
             raise ConfigError(f"judge.api_key_env={api_key_env}: judge.url also holds a password; give one of the two.")
         by_url = {address: login for address, login in zip(self._urls, logins, strict=True) if login}
-        self._chat = make_chat(client, key, timeout, max_reply_bytes, by_url)
+        self._chat: Chat
+        if isinstance(client, str):
+            self._chat = make_chat(client, key, timeout, max_reply_bytes, by_url)
+        else:
+            self._chat = client
 
     async def compute_score(
         self,

@@ -25,16 +25,24 @@ class JudgeKeeper:
     Args:
         latency, time_scale, seed: see :func:`~dataflow.rewards.judge.server.start_judge`.
         on_lost: called from another thread when the judge cannot be restarted.
+        address: where it listens.
 
     Attributes:
         url: of the server.
         deaths: of servers so far.
     """
 
-    def __init__(self, latency: str, time_scale: float, seed: int, on_lost: Callable[[RunError], None]) -> None:
+    def __init__(
+        self,
+        latency: str,
+        time_scale: float,
+        seed: int,
+        on_lost: Callable[[RunError], None],
+        address: str = ADDRESS,
+    ) -> None:
         self._arguments = (latency, time_scale, seed)
-        self._listener = socket.create_server((ADDRESS, 0), backlog=BACKLOG)
-        self.url = f"http://{ADDRESS}:{self._listener.getsockname()[1]}"
+        self._listener = socket.create_server((address, 0), backlog=BACKLOG)
+        self.url = f"http://{address}:{self._listener.getsockname()[1]}"
         self.deaths = 0
         self._server = KeptServer("judge keeper", self._start, self._on_death, on_lost)
 

@@ -50,7 +50,7 @@ async def _answer(url: str, model: str, key: str | None, patience_s: float) -> s
             aiohttp.ClientSession(timeout=limit, headers={"Authorization": given} if given else {}) as session,
             session.get(f"{root_of(shown)}{_MODELS}", allow_redirects=False) as reply,
         ):
-            status, said = reply.status, await reply.content.read(1 << 20)
+            status, body = reply.status, await reply.content.read(1 << 20)
     except TimeoutError:
         why = f"no answer within {patience_s:g} s"
     except (aiohttp.ClientError, OSError) as error:
@@ -60,15 +60,15 @@ async def _answer(url: str, model: str, key: str | None, patience_s: float) -> s
             fix = "another key in the variable of judge.api_key_env" if given else "judge.api_key_env=VARIABLE"
             raise ConfigError(f"judge.url={shown}: the server refuses GET {_MODELS} ({status}); give {fix}.")
         if status < 500:
-            return f"{shown} answers{_without(model, said) if status == 200 else ''}"
+            return f"{shown} answers{_without(model, body) if status == 200 else ''}"
         why = f"{status} to GET {_MODELS}"
     raise ConfigError(f"judge.url={shown}: the server does not answer ({why}); start it, or correct the url.")
 
 
-def _without(model: str, said: bytes) -> str:
+def _without(model: str, body: bytes) -> str:
     """Returns a remark if a server lists its models, and not this one: some have further names for them."""
     try:
-        data: Any = json.loads(said)["data"]
+        data: Any = json.loads(body)["data"]
         known = [str(each["id"]) for each in data]
     except (ValueError, RecursionError, LookupError, TypeError):
         return ""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.chat import calls_of, text_of
 from dataflow.errors import ConfigError, nearest
 from dataflow.files import decoded
+from dataflow.models.chat import calls_of, text_of
 
 RULES = {
     "strict": "The response is right only if it gives the reference answer on a line '#### <number>'.",

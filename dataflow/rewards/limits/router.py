@@ -84,7 +84,7 @@ class _Server:
     """Calls in a row that were not answered as they should."""
     bad: int = 0
     """Bad answers in a row."""
-    said: str = ""
+    last_error: str = ""
     """The last bad answer."""
     held: bool = False
     """Whether it gets no call until the next one ends at another server."""
@@ -231,7 +231,7 @@ class Router:
                 self._watch(server, partial(self._check, server, error))
             return self._has_other(server)
         if doubtful:
-            server.bad, server.said = server.bad + 1, brief(error)
+            server.bad, server.last_error = server.bad + 1, brief(error)
             if server.bad >= BAD and server.watch is None and self._has_other(server):
                 server.held = True
                 self._suspend(server)
@@ -288,7 +288,7 @@ class Router:
 
     def _leave_out(self, server: _Server) -> None:
         """Ejects a server that answers badly while another one answers well."""
-        why = f"{server.bad} calls in a row failed here and not elsewhere, the last with {server.said}"
+        why = f"{server.bad} calls in a row failed here and not elsewhere, the last with {server.last_error}"
         self._eject(server, f"for some seconds: {why}")
         self._watch(server, partial(self._probe_until_answered, server))
 

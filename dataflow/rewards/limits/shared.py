@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from dataflow.cluster.nodes import beside
 from dataflow.errors import DataflowError, RewardFailed
 from dataflow.rewards.limits.endpoint_queue import Queued
 from dataflow.rewards.limits.limits import Limits
@@ -284,5 +285,5 @@ def start_limits(limits: Limits) -> tuple[Any, Address]:
     """
     import ray
 
-    actor = ray.remote(num_cpus=0)(LimitActor).remote()
+    actor = ray.remote(LimitActor).options(num_cpus=0, **beside()).remote()
     return actor, ray.get(actor.open.remote(limits, clock.anchor()))

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.chat import calls_of, text_of, without
 from dataflow.errors import ConfigError
 from dataflow.files import decoded
+from dataflow.models.chat import calls_of, text_of, without
 from dataflow.models.directory import room_of
 from dataflow.models.tokenizer import load_tokenizer
 from dataflow.rewards.judge.prompt import question_of
@@ -141,10 +141,10 @@ def check_template(tokenizer: Any, template: str | None, where: str) -> None:
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": response}]
         text, error = attempt(tokenizer.apply_chat_template, chat, tokenize=False, chat_template=template)
         if error is not None:
-            said = " ".join(str(error).split()).rstrip(".")
+            reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
                 f"{where}: the chat template cannot be applied to a question and its answer ({type(error).__name__}: "
-                f"{said}); correct it, or give another as template."
+                f"{reason}); correct it, or give another as template."
             ) from error
         written.append(text)
     if written[0] == written[1]:

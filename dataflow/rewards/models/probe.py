@@ -49,7 +49,7 @@ async def _answered(session: aiohttp.ClientSession, name: str, url: str, limit_s
     shown, login = without_login(url)
     what = f"reward.models.{name}.url={shown}"
     headers = {"Authorization": login} if login else {}
-    end, said = time.monotonic() + limit_s, False
+    end, reported = time.monotonic() + limit_s, False
     while True:
         left = end - time.monotonic()
         try:
@@ -74,8 +74,8 @@ async def _answered(session: aiohttp.ClientSession, name: str, url: str, limit_s
                 f"{what}: the server does not answer GET /v1/models ({why}) within reward.models.{name}.start_timeout="
                 f"{limit_s:g} s; start it, or correct the url."
             )
-        if not said:
-            said = True
+        if not reported:
+            reported = True
             logger.warning(f"{what}: {why}; the run waits for it, at most {limit_s:g} s (start_timeout)")
         await asyncio.sleep(_AGAIN_S)
 

@@ -244,10 +244,10 @@ class ModelServer:
             return "killed, or out of memory"
         code = self._process.poll() or 0
         try:
-            said = reason_in(self._log, self._offset)
+            last_words = reason_in(self._log, self._offset)
         except OSError as error:  # the user has moved or removed it
             return f"exit code {code}; its log cannot be read: {error.strerror}"
-        return said or f"exit code {code}, and nothing in its log"
+        return last_words or f"exit code {code}, and nothing in its log"
 
 
 def reason_in(log: Path, offset: int = 0) -> str:

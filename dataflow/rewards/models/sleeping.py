@@ -76,7 +76,7 @@ class Sleeper:
         end = time.monotonic() + self.limit_s
         while True:
             try:
-                found, said = await self._ask(session, root, call, headers)
+                found, answer = await self._ask(session, root, call, headers)
                 break
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
                 # Its keeper is restarting it; nothing says when another process listens.
@@ -93,10 +93,10 @@ class Sleeper:
             await asyncio.sleep(_AGAIN_S)
         if found is not asleep:
             fix = "start vLLM with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1 on a GPU"
-            if "answered 5" in said:  # it knows the call
+            if "answered 5" in answer:  # it knows the call
                 fix = "see its log, and give it less of the GPU's memory (gpu_memory)"
             does = f"server {root} does not {'sleep' if asleep else 'wake up'}"
-            raise RunError(f"reward model '{self.model}': {does} ({said}); {fix}, or give placement=own.")
+            raise RunError(f"reward model '{self.model}': {does} ({answer}); {fix}, or give placement=own.")
 
     async def _ask(
         self, session: aiohttp.ClientSession, root: str, call: str, headers: Mapping[str, str]
@@ -106,12 +106,12 @@ class Sleeper:
             if reply.status >= 400:
                 return None, await _answer(f"/{call}", reply)
         async with session.get(f"{root}/is_sleeping", headers=headers) as reply:
-            said = await _answer("/is_sleeping", reply)
+            answer = await _answer("/is_sleeping", reply)
             try:
                 found = json.loads(await reply.read())["is_sleeping"] if reply.status == 200 else None
             except (ValueError, RecursionError, LookupError, TypeError):
                 found = None
-        return found if isinstance(found, bool) else None, said
+        return found if isinstance(found, bool) else None, answer
 
 
 async def _answer(call: str, reply: aiohttp.ClientResponse) -> str:

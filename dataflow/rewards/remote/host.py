@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dataflow.batch import Batch
 from dataflow.cluster.answer import cause
 from dataflow.cluster.log import KEPT, Lines, keep_lines
+from dataflow.cluster.nodes import beside
 from dataflow.cluster.process import settle_memory
 from dataflow.errors import ConfigError, DataflowError, RunError
 from dataflow.graph import Hosted
@@ -253,12 +254,10 @@ def start(options: Mapping[str, Any]) -> Any:
         ConfigError: Ray does not run.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if not ray.is_initialized():
         raise ConfigError("reward agent: Ray does not run here; call ray.init() before, or use RewardAgent.")
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    chosen = {"num_cpus": 0, "scheduling_strategy": here, **options}
+    chosen = {"num_cpus": 0, **beside(), **options}
     return ray.remote(RewardHost).options(**chosen).remote()
 
 

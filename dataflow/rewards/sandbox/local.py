@@ -84,22 +84,22 @@ class LocalSandbox:
     async def _run(self, place: Path, source: str, stdin: str) -> Outcome:
         work = place / "work"
         work.mkdir()
-        told, tells = os.pipe()
+        reader, writer = os.pipe()
         try:
             with _held(source) as code, _held(stdin) as given:
                 # In a session of its own: signals of a terminal do not reach it.
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", "-c", JAIL.format(folder=str(Path(__file__).parent))),
-                    json.dumps(self._options(work, tells, code)),
+                    json.dumps(self._options(work, writer, code)),
                     stdin=given,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
                     env={},
                     start_new_session=True,
-                    pass_fds=(tells, code),
+                    pass_fds=(writer, code),
                 )
-            os.close(tells)
-            tells = -1
+            os.close(writer)
+            writer = -1
             try:
                 async with asyncio.timeout(LATEST * self._timeout + _START_S):
                     (output, more), (errors, _) = await asyncio.gather(
@@ -111,22 +111,22 @@ class LocalSandbox:
                 raise SandboxError("the process around a program did not end in time", fix=_FIX) from None
             finally:
                 await _end(process)
-            said = os.read(told, 1 << 16).decode(errors="replace")
+            reported = os.read(reader, 1 << 16).decode(errors="replace")
         finally:
-            os.close(told)
-            if tells >= 0:
-                os.close(tells)
+            os.close(reader)
+            if writer >= 0:
+                os.close(writer)
         messages = errors.decode(errors="replace")[-_STDERR:]
-        status = "output_limit" if more else _status(said, messages, process.returncode)
+        status = "output_limit" if more else _status(reported, messages, process.returncode)
         return Outcome(status, output.decode(errors="replace"), messages)
 
-    def _options(self, work: Path, tells: int, code: int) -> dict[str, Any]:
+    def _options(self, work: Path, writer: int, code: int) -> dict[str, Any]:
         names = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C.UTF-8", "HOME": str(work), "TMPDIR": str(work)}
         # Libraries for arrays would start a thread for each core, each with memory of its own.
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         return {
             "parent": os.getpid(),
-            "report": tells,
+            "report": writer,
             "code": code,
             "work": str(work),
             "hidden": _HIDDEN,
@@ -200,16 +200,16 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def _status(said: str, messages: str, code: int | None) -> Status:
+def _status(reported: str, messages: str, code: int | None) -> Status:
     """Reads the jail's report.
 
     Args:
-        said: the report.
+        reported: the report.
         messages: of the program.
         code: exit code of the jail.
     """
     try:
-        first, *others = map(json.loads, said.splitlines()[:2])
+        first, *others = map(json.loads, reported.splitlines()[:2])
         if not others and first.get("missing") and code is not None and code < 0:
             return "runtime_error"  # without namespaces a program can end the process around it
         (last,) = others

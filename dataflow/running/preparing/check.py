@@ -34,12 +34,12 @@ class Finding:
     Attributes:
         what: was checked.
         state: of it.
-        said: what was found; of a problem, the sentence that a start would end with.
+        message: what was found; of a problem, the sentence that a start would end with.
     """
 
     what: str
     state: State
-    said: str
+    message: str
 
 
 Checks: TypeAlias = Generator[Check, None, None]
@@ -68,7 +68,7 @@ def collect(checks: Checks) -> Iterator[Finding]:
 
 def _found(check: Check) -> Finding | None:
     try:
-        said = check.find()
+        message = check.find()
     except NotChecked as reason:
         return Finding(check.what, "not checked", str(reason))
     except (UserError, RunError) as error:
@@ -77,4 +77,4 @@ def _found(check: Check) -> Finding | None:
         if (why := missing_extra(error)) is None:
             raise
         return Finding(check.what, "problem", why)
-    return None if said is None else Finding(check.what, "ok", said)
+    return None if message is None else Finding(check.what, "ok", message)

@@ -45,14 +45,14 @@ def gpu_memory() -> list[GpuMemory]:
         raise NotChecked("this machine has no GPU to compare it with")
     fields = "--query-gpu=index,uuid,name,memory.total,memory.used"
     try:
-        said = subprocess.run(
+        listing = subprocess.run(
             ["nvidia-smi", fields, "--format=csv,noheader,nounits"],
             capture_output=True, text=True, check=True, timeout=_QUERY_S,
         ).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         raise NotChecked("nvidia-smi does not say how much memory the GPUs have") from error
     found: dict[str, GpuMemory] = {}
-    for line in said.splitlines():
+    for line in listing.splitlines():
         with contextlib.suppress(ValueError):  # a line about something else
             index, uuid, name, total, used = (word.strip() for word in line.split(","))
             for key in (index, uuid):

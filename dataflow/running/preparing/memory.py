@@ -1,9 +1,10 @@
 """Memory that a run needs, estimated from the sizes of its models: per GPU, of the CPU, and of its checkpoints.
 
-The weights that are trained are float32, as verl keeps them: 4 bytes a parameter, 8 for AdamW's two moments, and 4 for
-the gradient while an update computes; sharded over the ranks of the trainer. A pass computes with bfloat16 copies, of
-which the embeddings and two layers are whole at a time, and keeps one activation a layer (gradient checkpointing) and
-the logits. vLLM takes its share of a GPU, of which the KV cache is what its weights leave.
+Of a model that is trained, the weights have 4 bytes a parameter (2 in bfloat16), and each weight with a gradient, which
+are all or those of a LoRA adapter, as many for it while an update computes and for each value that the optimizer keeps
+(AdamW's two moments); sharded over the ranks of the trainer, or of a copy (fsdp_size). A pass computes with copies, of
+which the embeddings and two layers are whole at a time, and keeps the logits and one activation a layer (gradient
+checkpointing), or all activations. vLLM takes its share of a GPU, of which the KV cache is what its weights leave.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dataflow.config.training import TrainedConfig
 from dataflow.models.size import Size, size_of
 from dataflow.running.preparing.machine import GIB
 from dataflow.running.services.hosting import CRITIC, REPLICAS, TRAINER, VLLM_ON_GPU
@@ -24,6 +26,10 @@ _ENGINE_WORK = 2.0 * GIB
 """vLLM's activations and CUDA graphs, about."""
 _TEACHER = "dataflow.engines.verl.teacher:VerlTeacher"
 _TRAINED = (TRAINER, CRITIC)
+_WIDTHS = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number."""
+_ONE_VALUE = ("adadelta", "adagrad", "asgd", "rmsprop")
+"""Optimizers that keep about one value for a weight."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,16 @@ def need_of(config: Any, hosts: Mapping[str, Hosted]) -> Need:
         whole = float(size.parameters)
         if host.factory in _TRAINED:
             pools.setdefault("GPU" if shared else "training GPU", []).append(_trained(config, host, size))
-            checkpoint += 12 * whole if config.checkpoint.every else 0
-            cpu += 16 * whole if config.checkpoint.every else 4 * whole  # the copy for it, and that for the engine
-            cpu += 4 * whole if host.options.get("reference") else 0  # on the GPUs only while it computes
+            own, size_in = _options(host), _WIDTHS[_options(host).model_dtype]
+            kept = trained_of(own, size) * (size_in + state_of(own))  # frozen weights are in no checkpoint
+            saved = kept if config.checkpoint.every else 0
+            checkpoint += saved
+            cpu += saved + size_in * whole  # the copy for it, and that for the engine
+            cpu += _offloaded(own, size)
+            adapted = own.lora.rank is not None  # the frozen weights beside an adapter are the reference
+            cpu += (
+                size_in * whole if host.options.get("reference") and not adapted else 0
+            )  # else only while it computes
             model += 4 * whole if host.factory == TRAINER and config.checkpoint.export else 0
         elif host.factory == _TEACHER:
             part = Part("teacher", 4 * whole / host.ranks + _IDLE, _gathered(size))
@@ -162,20 +175,62 @@ def _engine(config: Any, host: Hosted, size: Size) -> Part:
     return Part("rollout", held, sleeps=sleeps, share=options["gpu_memory"], cached=cached)
 
 
+def _options(host: Hosted) -> TrainedConfig:
+    found = host.options["trainer" if host.factory == TRAINER else "critic"]
+    assert isinstance(found, TrainedConfig)
+    return found
+
+
+def trained_of(options: TrainedConfig, size: Size) -> float:
+    """Returns the number of weights that have a gradient: all, or at most those of an adapter."""
+    if options.lora.rank is None:
+        return float(size.parameters)
+    # Beside queries, keys, values and output, and the three layers of the feed-forward part.
+    widths = 8 * size.hidden + 3 * (size.hidden + size.intermediate)
+    return float(options.lora.rank * size.layers * widths)
+
+
+def state_of(options: TrainedConfig) -> float:
+    """Returns the bytes that the optimizer keeps for a weight; those of a kind that is not known are AdamW's."""
+    name = options.optimizer.lower()
+    if "8bit" in name:
+        return 2.0
+    values = 2
+    if name in _ONE_VALUE:
+        values = 1
+    elif name == "sgd":
+        values = 1 if options.optimizer_kwargs.get("momentum") else 0
+    return float(values * _WIDTHS[options.model_dtype])
+
+
+def _offloaded(options: TrainedConfig, size: Size) -> float:
+    """Returns the bytes of CPU memory, of all ranks, that take what is moved from the GPUs."""
+    weights = _WIDTHS[options.model_dtype] * size.parameters if options.param_offload else 0
+    return weights + (trained_of(options, size) * state_of(options) if options.optimizer_offload else 0)
+
+
 def _trained(config: Any, host: Hosted, size: Size) -> Part:
-    actor, ranks = host.factory == TRAINER, host.ranks
-    own = host.options["trainer" if actor else "critic"]
+    actor, own = host.factory == TRAINER, _options(host)
     # A rank has at most its rows of a mini-batch in one pass.
-    rows = max(1, config.data.prompts // config.trainer.mini_batches * config.engine.n // ranks)
+    rows = max(1, config.data.prompts // config.trainer.mini_batches * config.engine.n // host.ranks)
     longest = config.data.max_prompt_length + config.response_length
     tokens = getattr(own, "max_tokens_per_gpu", None) or longest * min(own.micro_batch_size, rows)
-    # A layer is computed again for its gradient: about ten activations of its width and four of its feed-forward part.
-    kept = 2 * tokens * (size.hidden * (size.layers + 10) + 4 * size.intermediate)
-    logits = 8 * tokens * size.vocabulary if actor else 0  # bfloat16 with its gradient, and float32
-    works = 4 * size.parameters / ranks + _gathered(size) + kept + logits
-    return Part("actor" if actor else "critic", 12 * size.parameters / ranks + _IDLE, works)
+    width = 4 if own.dtype == "float32" else 2
+    layer = 10 * size.hidden + 4 * size.intermediate
+    # A layer that is computed again for its gradient keeps its input; one that is not, about ten activations of its
+    # width and four of its feed-forward part. Of those that are moved to CPU memory, two layers' are on the GPU.
+    again = own.gradient_checkpointing is not False
+    layers = min(2, size.layers) if own.activation_offload else size.layers
+    kept = width * tokens * (size.hidden * layers + layer if again else layer * layers)
+    logits = (2 * width + 4) * tokens * size.vocabulary if actor else 0  # with its gradient, and in float32
+    split = own.fsdp_size or host.ranks
+    weights = _WIDTHS[own.model_dtype] * size.parameters / split
+    state = trained_of(own, size) * state_of(own) / split
+    works = _WIDTHS[own.model_dtype] * trained_of(own, size) / split + _gathered(size, width) + kept + logits
+    moved = (weights if own.param_offload else 0) + (state if own.optimizer_offload else 0)
+    return Part("actor" if actor else "critic", weights + state - moved + _IDLE, works + moved)
 
 
-def _gathered(size: Size) -> float:
-    """Returns the bytes of bfloat16 weights that a pass has whole: the embeddings, and this layer and the next."""
-    return 2.0 * (size.embeddings + 2 * size.layer)
+def _gathered(size: Size, width: int = 2) -> float:
+    """Returns the bytes of weights that a pass has whole: the embeddings, and this layer and the next."""
+    return float(width) * (size.embeddings + 2 * size.layer)

@@ -10,27 +10,30 @@ from pathlib import Path
 
 from dataflow.cluster.gpus import check_count
 from dataflow.config.base import BaseConfig
-from dataflow.config.pipeline_file import pipeline_of
+from dataflow.config.loading.pipeline_file import pipeline_of
+from dataflow.config.loading.saved import PACKAGES
 from dataflow.config.reward import sources_of
 from dataflow.config.run import RunConfig
-from dataflow.config.saved import PACKAGES
 from dataflow.errors import ConfigError, NotChecked
 from dataflow.rewards.judge.probe import check_judge
 from dataflow.rewards.models.gpus import visible_gpus
 from dataflow.rewards.naming import keyed
 from dataflow.running.preparing.check import Check, Checks
-from dataflow.running.preparing.machine import GpuMemory, cpu_memory, free_disk, gpu_memory
+from dataflow.running.preparing.machine import GIB, GpuMemory, cpu_memory, free_disk, gpu_memory
 from dataflow.running.preparing.memory import Need, Part, gib, need_of, peak, shown
 from dataflow.running.preparing.preparation import Preparation
 from dataflow.running.services.hosting import gpus_of
-from dataflow.system.extras import not_installed
+from dataflow.system.extras import mismatched, not_installed
+
+_LEAST_DISK = GIB // 10
+"""Bytes for what a run writes besides models."""
 
 
 def packages(config: BaseConfig) -> str | None:
     """Checks that the packages which a run imports are installed; returns their versions.
 
     Raises:
-        ConfigError: one is missing.
+        ConfigError: one is missing, or has another version than training requires.
     """
     names = ["ray"] if config.executor == "ray" else []
     if isinstance(config, RunConfig):
@@ -39,6 +42,8 @@ def packages(config: BaseConfig) -> str | None:
     for name in names:
         if (why := not_installed(name)) is not None:
             raise ConfigError(why)
+    if isinstance(config, RunConfig) and (why := mismatched("train")) is not None:
+        raise ConfigError(why)
     found = []
     for name in (*names, *(each for each in PACKAGES if each.startswith("vllm") and "torch" in names)):
         try:
@@ -80,6 +85,8 @@ class Needs:
             yield Check("CPU memory", lambda: self._cpu_memory(need[0]))
         if need and need[0].checkpoint + need[0].model:
             yield Check("disk", lambda: self._disk(need[0]))
+        else:
+            yield Check("disk", self._some_disk)
 
     def _judge(self, name: str) -> str:
         judge = self._prepared.judges[name]
@@ -125,7 +132,8 @@ class Needs:
             used = f", of which other processes use {gib(least.used)}" if least.used > total / 100 else ""
             raise ConfigError(
                 f"{facts}{used}: too much for GPU {least.gpu}; give more ranks (trainer.world_size), lower "
-                "trainer.micro_batch_size (or give trainer.max_tokens_per_gpu), or lower engine.gpu_memory."
+                "trainer.micro_batch_size (or give trainer.max_tokens_per_gpu) or engine.gpu_memory, or give "
+                "trainer.param_offload and optimizer_offload, or trainer.lora.rank."
             )
         longest = config.data.max_prompt_length + config.response_length
         for part in parts:
@@ -146,6 +154,16 @@ class Needs:
                 "several, or checkpoint.every=0."
             )
         return f"about {gib(need.cpu)} of {gib(there)}, for {what}"
+
+    def _some_disk(self) -> str:
+        """Checks the disk of a run that saves no model, or one whose size is not known."""
+        free = free_disk(Path(self._config.runs))
+        if free < _LEAST_DISK:
+            raise ConfigError(
+                f"runs={self._config.runs}: {gib(free)} are free, which its trace, samples and metrics soon fill; make "
+                "room, or give another place."
+            )
+        return f"{gib(free)} are free"
 
     def _disk(self, need: Need) -> str:
         checkpoint, free = self._config.checkpoint, free_disk(Path(self._config.runs))

@@ -11,7 +11,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.config.base import BaseConfig
-from dataflow.config.pipeline_file import inputs_of, pipeline_of
+from dataflow.config.loading.pipeline_file import inputs_of, pipeline_of
 from dataflow.config.reward import JudgeConfig, rule_of, source_of
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
@@ -26,6 +26,7 @@ from dataflow.running.preparing.prompts import Prompts
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.tracking import check_backends
 from dataflow.running.services.hosting import REWARD, check_engine
+from dataflow.running.services.nodes import check_nodes
 from dataflow.running.services.servers import check_rollout_servers
 
 
@@ -142,6 +143,7 @@ class Preparation:
 
     def _build(self) -> str:
         pipeline, policy = self.expand().pipeline, self.policy
+        check_nodes(self.config, pipeline.hosts())
         stages = f"{len(pipeline.stages)} stages, {self.config.steps} steps under {self.config.policy.preset}"
         if self.config.policy.auto:
             return stages
@@ -151,7 +153,7 @@ class Preparation:
     def _check_models(self) -> str | None:
         assert isinstance(self.config, RunConfig)
         from dataflow.running.services.served_models import check_models
-        from dataflow.stages.normalize import normalizes
+        from dataflow.stages.scoring.normalize import normalizes
 
         pipeline, agents = self.graph.pipeline, self.agents
         check_models(self.config, agents, pipeline.hosts().values())

@@ -144,12 +144,12 @@ def check_truths(config: RunConfig, problems: Problems) -> None:
         return
     at, first = bad[0]
     label = problems.labels[at] if problems.labels else f"{problems.name}, row {at + 1}"
-    said = f"{label}: reward.manager={options.manager}: {first}"
+    problem = f"{label}: reward.manager={options.manager}: {first}"
     if len(bad) == len(rows):
-        raise DataError(f"{said}; {getattr(first, 'fix', 'give other data')}.") from first
+        raise DataError(f"{problem}; {getattr(first, 'fix', 'give other data')}.") from first
     logger.warning(
-        f"{said}. Of the first {len(rows)} rows, {len(bad)} cannot be scored: reward.on_failure={options.on_failure} "
-        "says what becomes of them."
+        f"{problem}. Of the first {len(rows)} rows, {len(bad)} cannot be scored; they end by "
+        f"reward.on_failure={options.on_failure}."
     )
 
 

@@ -64,22 +64,22 @@ def facts(stats: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, float]) 
         stats: of each reward agent, by its name.
         metrics: of the last step.
     """
-    said = []
+    parts = []
     for agent, of in stats.items():
         if not of:
             continue
         limit = sum((of.get("limit") or {}).values())
         name = "rewards" if len(stats) == 1 else agent
-        said.append(f"{name} in flight {of.get('running', 0)}" + (f" of {limit}" if limit else ""))
-        said.append(f"queued {of.get('waiting', 0)}")
+        parts.append(f"{name} in flight {of.get('running', 0)}" + (f" of {limit}" if limit else ""))
+        parts.append(f"queued {of.get('waiting', 0)}")
         if (p95 := (of.get("latency_s") or {}).get("p95")) is not None and math.isfinite(p95):
-            said.append(f"p95 {p95:.2f} s")
-        said += [f"{of[name]} {word}" for name, word in _TOLD.items() if of.get(name)]
+            parts.append(f"p95 {p95:.2f} s")
+        parts += [f"{of[name]} {word}" for name, word in _COUNTS.items() if of.get(name)]
     if "overlap/exposed_wait_s" in metrics:
-        said.append(f"exposed wait {metrics['overlap/exposed_wait_s']:.2f} s a step")
+        parts.append(f"exposed wait {metrics['overlap/exposed_wait_s']:.2f} s a step")
     if "staleness/max" in metrics:
-        said.append(f"staleness {metrics['staleness/max']:.0f}")
-    return "  ".join(said)
+        parts.append(f"staleness {metrics['staleness/max']:.0f}")
+    return "  ".join(parts)
 
 
-_TOLD = {"failed": "failed", "retried": "tried again", "timed_out": "timed out", "throttled": "throttled"}
+_COUNTS = {"failed": "failed", "retried": "tried again", "timed_out": "timed out", "throttled": "throttled"}

@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from dataflow.samples.page import run_page
+from dataflow.system.extras import not_installed
 from dataflow.timeline import files, perfetto
 from dataflow.timeline.causes.culprits import linked
 from dataflow.timeline.compare import facts_of
+from dataflow.timeline.profiles import merge_profiles
 
 
 def draw_run(directory: Path) -> None:
     """Draws ``samples.html``, if the run kept samples, and ``timeline.png`` and ``timeline.html``, which link to it.
+
+    The picture needs matplotlib, which the base install does without. The profiles of a run that has any are merged
+    with its trace.
 
     Raises:
         OSError: a file cannot be written.
@@ -19,5 +24,7 @@ def draw_run(directory: Path) -> None:
     trace = perfetto.load(str(directory))
     name = str(trace.meta.get("policy", "run"))
     run_page(directory, linked(trace))
-    for out in ("timeline.png", "timeline.html"):
+    merge_profiles(directory, trace)
+    pictures = ("timeline.png",) if not_installed("matplotlib") is None else ()
+    for out in (*pictures, "timeline.html"):
         files.draw({name: trace}, directory / out, directory.name, {name: facts_of(str(directory), directory / out)})

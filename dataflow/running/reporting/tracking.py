@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -42,8 +41,8 @@ _TENSORBOARD, _LOGGED = "tensorboard", "verl.jsonl"
 _LOCAL = frozenset({"tensorboard", "file", "console"})
 """Backends that write to this machine alone."""
 
-_PACKAGES = {"clearml": "clearml", "mlflow": "mlflow", "swanlab": "swanlab", "tensorboard": "tensorboard"}
-_PACKAGES |= {"trackio": "trackio", "wandb": "wandb"}
+_PACKAGES = ("clearml", "mlflow", "swanlab", "trackio", "wandb")
+"""Backends that are packages of the same name."""
 # For each backend: the variable of its key; the variable that disables it, with the value; files that may contain a
 # key, and a word that they then contain.
 _KEYS: dict[str, tuple[str, str, tuple[str, ...], tuple[tuple[str, str], ...]]] = {
@@ -99,8 +98,6 @@ class Tracker:
         upto: int | None = None,
     ) -> None:
         self.directory = Path(directory)
-        self._hook = threading.excepthook
-        threading.excepthook = self._thread_failed
         with self._written():
             self.directory.mkdir(parents=True, exist_ok=True)
             rows = None if upto is None else self._cut(upto)
@@ -127,11 +124,6 @@ class Tracker:
         taken = {k: v for k, v in numbers.items() if isinstance(v, int | float) and k != "step"}
         for backend in self._backends:
             backend.log(taken, step)
-
-    def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
-        """Suppresses the traceback of TensorBoard's writer thread: the next call of it raises the same error."""
-        if type(failure.thread).__name__ != "_AsyncWriterThread" or not isinstance(failure.exc_value, OSError):
-            self._hook(failure)
 
     def _written(self) -> AbstractContextManager[None]:
         return written("metrics of the run", self.directory)
@@ -170,7 +162,6 @@ class Tracker:
                 if file is not None:
                     file.close()
             finally:
-                threading.excepthook = self._hook
                 with contextlib.ExitStack() as closing:
                     for backend in backends:  # closed here, as verl's __del__ would fail at interpreter exit
                         closing.callback(backend.finish, exit_code=exit_code)
@@ -224,9 +215,9 @@ def _open(
         ) from error
     # If a service refuses a key or cannot be reached, its package raises errors of its own.
     except Exception as error:
-        said = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+        reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
         raise ConfigError(
-            f"tracking.backends={backends}: cannot be opened ({said}); check the key, or take the backend out."
+            f"tracking.backends={backends}: cannot be opened ({reason}); check the key, or take the backend out."
         ) from error
 
 
@@ -237,11 +228,10 @@ def check_backends(backends: Sequence[str], environment: Mapping[str, str] = os.
         ConfigError: a package or a key is missing.
     """
     for backend in backends:
-        package = _PACKAGES.get(backend)
-        if package is not None and importlib.util.find_spec(package) is None:
+        if backend in _PACKAGES and importlib.util.find_spec(backend) is None:
             raise ConfigError(
-                f"tracking.backends: '{backend}' needs the package {package}, which is not installed; run "
-                f"pip install {package}, or take the backend out."
+                f"tracking.backends: '{backend}' needs the package {backend}, which is not installed; run "
+                f"pip install {backend}, or take the backend out."
             )
         if backend not in _KEYS:
             continue

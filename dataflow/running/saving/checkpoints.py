@@ -83,7 +83,8 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """Writes, finds and removes a run's checkpoints. One process writes at a time; copies in other processes may read.
+    """Writes, finds and removes a run's checkpoints. One process writes them, another one the samples that are kept for
+    them; copies in further processes may read.
 
     A checkpoint is written by :meth:`begin`, which returns a directory to write to, and :meth:`commit`, or dropped by
     :meth:`discard`. Call these in one process, and in a thread if an event loop must not be blocked.

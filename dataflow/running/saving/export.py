@@ -7,36 +7,47 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.config.saved import CONFIG, read_values
+from dataflow.config.loading.saved import CONFIG, read_values
 from dataflow.errors import ConfigError, nearest
 from dataflow.running.reporting.tracking import METRICS, read_metrics
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 
 MODEL = "model"
 """Directory of a run that holds its final model."""
+ADAPTER = "adapter"
+"""Likewise its LoRA adapter, if it was exported alone."""
 
 
-def export(run: Path, directory: Path | None, step: int | None) -> Path:
-    """Writes the model of a checkpoint.
+def export(run: Path, directory: Path | None, step: int | None, adapter: bool = False) -> Path:
+    """Writes the model of a checkpoint; a LoRA adapter is merged into it.
 
     Args:
         run: directory of the run.
-        directory: to make; by default the run's ``model``, or of an earlier step ``model-STEP``.
+        directory: to make; by default the run's ``model``, or of an earlier step ``model-STEP``; of an adapter
+            ``adapter`` or ``adapter-STEP``.
         step: of the checkpoint; the newest whole one by default.
+        adapter: write the LoRA adapter alone, in peft's form.
 
     Returns:
         The directory.
 
     Raises:
-        UserError: the run, the checkpoint or the model is missing, or the directory exists.
+        UserError: the run, the checkpoint or the model is missing, the directory exists, or there is no adapter.
     """
     if not (run / CONFIG).is_file():
         near = nearest(str(run), [str(path) for path in run.parent.glob("*")])
         raise ConfigError(f"no run at '{run}'{near or '; give a run directory (runs/NAME).'}")
     point = _checkpoint(run, step)
-    target = directory or run / (MODEL if step is None else f"{MODEL}-{step}")
-    from dataflow.engines.verl.export import check_new, write_model
+    name = ADAPTER if adapter else MODEL
+    target = directory or run / (name if step is None else f"{name}-{step}")
+    from dataflow.engines.verl.export import check_new, write_adapter, write_model
+    from dataflow.engines.verl.lora import is_adapter, merge_into
 
+    if directory is None and target.is_dir():
+        raise ConfigError(
+            f"{target} is there already, from the end of the run or an earlier export; use it, give -o DIR for a copy, "
+            "or remove it."
+        )
     check_new(target)
     values = read_values(run / CONFIG)
     source = Path(str((values.get("model") or {}).get("path")))
@@ -44,7 +55,17 @@ def export(run: Path, directory: Path | None, step: int | None) -> Path:
         raise ConfigError(f"the model {source} that run '{run}' started from is gone; put it back.")
     from dataflow.engines.verl.state import full_weights
 
-    write_model(full_weights(point.trainer), source, target, card(run, values, point.step))
+    if adapter and not is_adapter(point.trainer):
+        raise ConfigError(
+            f"run '{run}' trained all weights (trainer.lora.rank), so it has no adapter; leave --adapter out."
+        )
+    weights = full_weights(point.trainer)
+    if adapter:
+        write_adapter(weights, source, point.trainer, target, card(run, values, point.step, adapter=True))
+        return target
+    if is_adapter(point.trainer):
+        weights = merge_into(source, weights, point.trainer)
+    write_model(weights, source, target, card(run, values, point.step))
     return target
 
 
@@ -72,13 +93,14 @@ def _checkpoint(run: Path, step: int | None) -> Checkpoint:
     raise ConfigError(f"run '{run}' has no whole checkpoint (checkpoint.every); there is nothing to export.")
 
 
-def card(run: Path, values: Mapping[str, Any], step: int) -> str:
+def card(run: Path, values: Mapping[str, Any], step: int, *, adapter: bool = False) -> str:
     """Returns a model card.
 
     Args:
         run: directory of the run.
         values: its configuration.
         step: whose weights they are.
+        adapter: whether it is of a LoRA adapter alone.
     """
     data, policy, algorithm = values.get("data") or {}, values.get("policy") or {}, values.get("algorithm") or {}
     origin = values.get("origin") or {}
@@ -87,9 +109,10 @@ def card(run: Path, values: Mapping[str, Any], step: int) -> str:
         if row["step"] in (0, step):
             scores |= {f"{name}, step {row['step']}": v for name, v in row.items() if name.startswith("val-core/")}
     base = (values.get("model") or {}).get("path")
+    lora = ((values.get("trainer") or {}).get("lora") or {}).get("rank")
     lines = [
         "---",
-        "library_name: transformers",
+        *(["library_name: peft", f"base_model: {base}"] if adapter else ["library_name: transformers"]),
         "pipeline_tag: text-generation",
         "tags: [reinforcement-learning, dataflow]",
         "---",
@@ -97,7 +120,8 @@ def card(run: Path, values: Mapping[str, Any], step: int) -> str:
         f"# {run.resolve().name}, step {step}",
         "",
         f"Trained by dataflow from `{base}`, with {algorithm.get('adv_estimator')} advantages, under the scheduling "
-        f"policy {policy.get('preset')} (staleness at most {policy.get('max_staleness')}).",
+        f"policy {policy.get('preset')} (staleness at most {policy.get('max_staleness')})"
+        + (f", as a LoRA adapter of rank {lora}{'' if adapter else ', which is merged here'}." if lora else "."),
         "",
         f"- Training data: {data.get('train') or 'generated word problems'}; {data.get('prompts')} prompts a step, "
         f"{(values.get('engine') or {}).get('n')} responses each.",

@@ -8,7 +8,7 @@ from typing import Any
 from dataflow.errors import ConfigError
 from dataflow.rewards.models.sleeping import Sleeper
 from dataflow.stage import Stage
-from dataflow.stages.sleep import with_sleep
+from dataflow.stages.sampling.sleep import with_sleep
 
 
 def sleepers_of(config: Any) -> list[Sleeper]:

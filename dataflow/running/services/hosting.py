@@ -15,7 +15,9 @@ from dataflow.models.directory import room_of
 from dataflow.models.size import count
 from dataflow.models.tiny import check_model
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of
+from dataflow.running.services.nodes import agent_place, model_files, node_rules
 from dataflow.running.services.servers import servers_host
+from dataflow.running.services.training import check_reader, check_training, profiler_of
 from dataflow.stage import Hosted
 
 HF = "dataflow.engines.hf:HfRollout"
@@ -111,7 +113,13 @@ def pools_of(config: Any, *, critic: bool = False) -> Pools:
 
 
 def trainer_host(config: Any, pools: Pools) -> Hosted:
-    """Returns the host of the trained actor, named ``trainer``."""
+    """Returns the host of the trained actor, named ``trainer``.
+
+    Raises:
+        ConfigError: it cannot be trained so.
+    """
+    device = "cuda" if pools.trainer_gpus else "cpu"
+    check_training(config.trainer, config.model.path, device)
     return Hosted(
         "trainer",
         TRAINER,
@@ -123,13 +131,16 @@ def trainer_host(config: Any, pools: Pools) -> Hosted:
             "response_length": config.response_length,
             "temperature": config.engine.temperature,
             "seed": config.seed,
-            "device": "cuda" if pools.trainer_gpus else "cpu",
+            "device": device,
             "reference": config.algorithm.reference,
             "shares_gpu": pools.trainer_gpus > 0 and (pools.shared or pools.critic_gpus > 0),
         },
         ranks=config.trainer.world_size,
         gpus=pools.trainer_gpus,
         concurrent=True,  # a checkpoint is written while it trains
+        run_directory=config.checkpoint.export,
+        **model_files(config.model.path),
+        around=profiler_of(config),
     )
 
 
@@ -141,23 +152,28 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         pools: made with ``critic=True``.
 
     Raises:
-        ConfigError: the model that it begins with does not exist, or cannot read what the actor samples.
+        ConfigError: the model that it begins with does not exist, or cannot read what the actor samples, or cannot be
+            trained so.
     """
+    device, model = "cuda" if pools.critic_gpus else "cpu", _critic_model(config)
+    check_training(config.critic, model, device)
     return Hosted(
         "critic",
         CRITIC,
         {
-            "model": _critic_model(config),
+            "model": model,
             "critic": config.critic,
             "total_steps": config.steps,
             "seed": config.seed,
-            "device": "cuda" if pools.critic_gpus else "cpu",
+            "device": device,
             "threads": config.trainer.threads,
             "shares_gpu": pools.critic_gpus > 0,
         },
         ranks=config.trainer.world_size,
         gpus=pools.critic_gpus,
         concurrent=True,  # a checkpoint is written while it trains
+        **model_files(model, "critic.path" if config.critic.path else "model.path"),
+        around=profiler_of(config),
     )
 
 
@@ -170,32 +186,6 @@ def _critic_model(config: Any) -> str | None:
     if actor and Path(actor).is_dir():
         check_reader(config, found, "critic.path")
     return found
-
-
-def check_reader(config: Any, path: str, key: str) -> None:
-    """Checks that another model can read what the actor samples.
-
-    Args:
-        config: a :class:`~dataflow.config.run.RunConfig` whose actor is a directory.
-        path: the other model's directory.
-        key: the key that gave it.
-
-    Raises:
-        ConfigError: it knows fewer tokens than the actor, or reads shorter texts than the actor may write.
-    """
-    other, actor = room_of(path), room_of(config.model.path)
-    if other.vocabulary is not None and actor.vocabulary is not None and other.vocabulary < actor.vocabulary:
-        raise ConfigError(
-            f"{key}={path}: it knows {other.vocabulary} tokens, the actor {actor.vocabulary}; give a model with the "
-            "same tokens."
-        )
-    longest = config.data.max_prompt_length + config.response_length
-    longest = longest if actor.positions is None else min(longest, actor.positions)
-    if other.positions is not None and other.positions < longest:
-        raise ConfigError(
-            f"{key}={path}: it reads {other.positions} tokens, a prompt and its response may have {longest}; give "
-            "another model, or lower data.max_prompt_length or engine.max_tokens."
-        )
 
 
 def gpus_of(hosts: Iterable[Hosted]) -> int:
@@ -249,6 +239,7 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
         },
         concurrent=True,
         restarts=options.restarts,
+        **agent_place(config.model.path, source),
     )
 
 
@@ -358,7 +349,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         options |= {
             "max_tokens": draw.max_tokens,
             "max_num_seqs": draw.max_num_seqs,
-            "gpu_memory": draw.gpu_memory,
+            "gpu_memory": config.engine_memory,
             "in_flight": draw.in_flight,
         }
         if turns:
@@ -382,6 +373,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             "gpus": gpus,
             "devices": workers,
             "threads": config.trainer.threads,
+            "nodes": node_rules(config).get("rollout"),
         }
         factory, gpus, workers = REPLICAS, 0.0, 1
     return Hosted(
@@ -395,4 +387,6 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         # vLLM measures the free memory of its GPUs; it would count a trainer that loads meanwhile as its own.
         alone=device == "cuda" and config.placement == "colocated",
         close_s=_CLOSE_S if factory == VLLM_ON_GPU else 1.0,
+        **model_files(config.model.path, others={"tools.path": config.tools.path}),
+        around=profiler_of(config) if factory == HF else None,
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from dataflow.engines.base import Sampling
 from dataflow.errors import NotChecked
+from dataflow.running.services.nodes import model_files
 from dataflow.stage import Hosted
 
 SERVERS = "dataflow.engines.servers.engine:ServerRollout"
@@ -39,6 +40,9 @@ def servers_host(config: Any, longest_prompt: int) -> Hosted:
         },
         concurrent=True,
         restarts=draw.restarts,
+        here=True,  # it may reach servers that only this machine does
+        run_directory=draw.weights_dir is None,
+        **model_files(config.model.path, others={"tools.path": config.tools.path}),
     )
 
 

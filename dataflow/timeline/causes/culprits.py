@@ -12,7 +12,8 @@ from dataflow.timeline.causes.attribution import Wait, exposed_waits, waits_afte
 from dataflow.timeline.spans import POOLS, Mark, Trace
 
 _TASK = re.compile(r"^(?P<stage>.+)\[(?P<step>\d+)(?:\.(?P<part>\d+))?\]$")
-_HELD = {"slot": " for a free slot", "rate": " by the rate limit", "pause": " by the service's Retry-After"}
+_QUEUED_FOR = {"slot": "a free slot", "rate": "the rate limit", "pause": "the service's Retry-After"}
+"""What a request queued for at the end of its time in the queue."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,9 @@ class Culprit:
         if resent := facts.get("resent"):
             words.append(f"sent to another server {resent} time{'s' * (resent != 1)}")
         if "queued_s" in facts:
-            held = _HELD.get(facts.get("held_by", ""), "")
-            words.append(f"held back {facts['queued_s']:.1f} s{held}")
+            words.append(f"queued {facts['queued_s']:.1f} s")
+            if (last := _QUEUED_FOR.get(facts.get("held_by", ""))) is not None:
+                words[-1] += f", at last for {last}"
         if how := facts.get("how"):
             words.append(str(how))
         return ", ".join(words)

@@ -1,6 +1,6 @@
 """The chart of the page: bokeh's figures and widgets, drawn from the columns of a sheet. ``page.js`` updates them.
 
-Models used by the script have names; ``THEMED`` lists the colours that differ between light and dark.
+Models used by the script have names; ``looks.py`` lists the colours that differ between light and dark.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dataflow.drawing.page import BUTTONS, FAINT, INK, LINE
-from dataflow.drawing.style import HATCHED, contrast
+from dataflow.drawing.page import BUTTONS
+from dataflow.drawing.style import contrast
 from dataflow.timeline.downtime import CUT
+from dataflow.timeline.page.looks import MARKS, PATH, SLIDER, causes, palettes, themed
 from dataflow.timeline.page.tracks import Columns, Sheet
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _TYPES = {
     "float64": ("begin", "end", "at", "from_x", "to_x"),
     "float32": ("top", "bottom", "y", "from_y", "to_y", "idle", "version", "stale", "samples"),
     "int32": ("step", "group", "count"),
-    "int16": ("stage", "part", "parts", "small"),
+    "int16": ("stage", "part", "parts", "small", "cause_index"),
     "uint16": ("run",),
 }
 _COARSE = 2400  # bars in a row of the overview
@@ -32,40 +33,19 @@ _LATER = ("span", "request", "lead", "arrow", "step")
 _SOURCES = ("spans", "path", "waits", "requests", "steps")
 _TYPE_OF = {name: kind for kind, names in _TYPES.items() for name in names}
 
-PATH = "#E0007A"
-"""Colour of the critical path; no stage has it."""
-# model, property: in the light, in the dark
-THEMED: dict[tuple[str, str], tuple[str, str]] = {
-    ("seconds", "axis_label_text_color"): FAINT,
-    ("seconds", "major_label_text_color"): FAINT,
-    ("seconds", "major_tick_line_color"): FAINT,
-    ("seconds", "axis_line_color"): FAINT,
-    ("resources", "major_label_text_color"): INK,
-    ("grid", "grid_line_color"): LINE,
-    ("wait-glyph", "fill_color"): ("#F1F1F1", "#2A2A2A"),
-    ("wait-glyph", "hatch_color"): (HATCHED["edgecolor"], "#8F8F8F"),
-    ("request-glyph", "line_color"): ("#5C4300", "#FFE9B0"),
-    ("lead-glyph", "line_color"): ("#5C4300", "#FFE9B0"),
-    ("arrow-glyph", "fill_color"): ("#5C4300", "#FFE9B0"),
-    ("step-glyph", "line_color"): ("#777777", "#9A9A9A"),
-    ("number-glyph", "text_color"): FAINT,
-    ("downtime-edge-glyph", "line_color"): FAINT,
-    ("downtime-glyph", "line_color"): ("#FFFFFF", "#161616"),
-    ("downtime-label-glyph", "text_color"): INK,
-    ("window", "fill_color"): ("#0072B2", "#9CCBEA"),
-    ("window", "line_color"): ("#0072B2", "#9CCBEA"),
-}
-_BAND = ("#F3C766", "#A97F1E")
-_GREY = {"#4D4D4D": "#8C8C8C"}
-"""Stage colours that are too dark for a dark page, and their replacements."""
-
-SHOWN = ("exposed waits", "rewards in flight", "slowest group of a mini-batch", "step ends", "critical path")
-"""Layers that can be switched; the last one is off at first."""
+SHOWN = (
+    "exposed waits",
+    "rewards in flight",
+    "slowest group of a mini-batch",
+    "step ends",
+    "critical path",
+    "all arrows",
+)
+"""Layers that can be switched."""
+_OFF = 2
+"""The last layers, which are off at first. Without the last one, only the arrows of what is pointed at are shown."""
 _TIP = """<div style="max-width: 34em; font: 12px/1.45 system-ui, sans-serif">
 <b>@row{head}</b><div style="white-space: pre-wrap; tab-size: 28">@row{said}</div></div>"""
-_SLIDER = """
-:host, .bk-slider-title { color: var(--ink, #222); font: 12.5px system-ui, sans-serif; }
-"""
 
 
 def chart(sheet: Sheet, colour: Mapping[str, str]) -> LayoutDOM:
@@ -80,13 +60,14 @@ def chart(sheet: Sheet, colour: Mapping[str, str]) -> LayoutDOM:
 
     sources = {name: ColumnDataSource(_arrays(getattr(sheet, name)), name=name) for name in _SOURCES}
     views = {name: CDSView(filter=IndexFilter(name=f"{name}-shown")) for name in sources}
+    views["leads"] = CDSView(filter=IndexFilter(name="leads-shown", indices=[]))
     palette = [colour[stage] for stage in sheet.stages]
     main = _main(sheet, sources, views, palette)
     overview = _overview(sheet, sources["spans"], main)
 
     light, dark = (
         "".join(f".bk-btn:nth-child({i})::before {{ background: {c}; }}\n" for i, c in enumerate(fills, start=1))
-        for fills in _palettes(palette)["fills"]
+        for fills in palettes(palette)["fills"]
     )
     chips = f"{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
     stages = CheckboxButtonGroup(
@@ -99,8 +80,8 @@ def chart(sheet: Sheet, colour: Mapping[str, str]) -> LayoutDOM:
     shown = CheckboxButtonGroup(
         name="shown",
         labels=list(SHOWN),
-        active=list(range(len(SHOWN) - 1)),
-        stylesheets=[InlineStyleSheet(css=BUTTONS + _MARKS)],
+        active=list(range(len(SHOWN) - _OFF)),
+        stylesheets=[InlineStyleSheet(css=BUTTONS + MARKS + ":host { flex: 1 1 24rem; }")],
         sizing_mode="stretch_width",
     )
     switches: list[LayoutDOM] = [shown]
@@ -109,9 +90,12 @@ def chart(sheet: Sheet, colour: Mapping[str, str]) -> LayoutDOM:
         switches.append(
             RangeSlider(name="steps-range", title="steps", start=first, end=last, value=(first, last), step=1,
                         format="0", width=320, margin=(0, 30, 0, 20),
-                        stylesheets=[InlineStyleSheet(css=_SLIDER)])
+                        stylesheets=[InlineStyleSheet(css=SLIDER)])
         )  # fmt: skip
-    whole = column(stages, row(*switches, sizing_mode="stretch_width"), main, overview, sizing_mode="stretch_width")
+    # On a narrow screen the slider takes a line of its own.
+    wrapped = InlineStyleSheet(css=":host { flex-wrap: wrap; }")
+    layers = row(*switches, sizing_mode="stretch_width", stylesheets=[wrapped])
+    whole = column(stages, layers, main, overview, sizing_mode="stretch_width")
     named = {model.name: model for model in whole.references() if model.name}
     for name in _LATER:
         named[name].visible = False
@@ -127,27 +111,6 @@ def _crowded(sheet: Sheet) -> bool:
     return len(sheet.spans["begin"]) > _CROWDED
 
 
-_MARKS = f"""
-.bk-btn:nth-child(1)::before {{
-  background: repeating-linear-gradient(135deg, #f4f4f4 0 2px, #8a8a8a 2px 4px); }}
-.bk-btn:nth-child(2)::before {{ background: {_BAND[0]}; }}
-.bk-btn:nth-child(3)::before {{
-  background: linear-gradient(var(--slow, #5C4300), var(--slow, #5C4300)) center / 100% 3px no-repeat; }}
-.bk-btn:nth-child(4)::before {{ width: 0 !important; border-left: 2px dashed var(--faint, #666); border-radius: 0; }}
-.bk-btn:nth-child(5)::before {{ border: 2px solid {PATH}; box-sizing: border-box; }}
-"""
-
-
-def themed(sheet: Sheet, palette: Sequence[str]) -> list[tuple[str, str, Any, Any]]:
-    """Returns (model, property, light, dark) for every colour that depends on the theme."""
-    own: dict[tuple[str, str], Any] = {(name, "palette"): both for name, both in _palettes(palette).items()}
-    for i in range(len(sheet.bands)):
-        own |= {(f"band-glyph-{i}", "fill_color"): _BAND, (f"most-{i}", "text_color"): INK}
-    if len(sheet.names) > 1:
-        own |= {(f"head-{i}", "text_color"): INK for i in range(len(sheet.names))}
-    return [(*key, *value) for key, value in {**THEMED, **own}.items()]
-
-
 def _arrays(columns: Columns) -> dict[str, Any]:
     """Returns numeric columns as arrays, which bokeh encodes compactly; texts go to the script, see ``words``."""
     import numpy as np
@@ -155,21 +118,6 @@ def _arrays(columns: Columns) -> dict[str, Any]:
     count = len(next(iter(columns.values())))
     return {"row": np.arange(count, dtype="int32")} | {
         name: np.asarray(values, dtype=_TYPE_OF[name]) for name, values in columns.items() if name in _TYPE_OF
-    }
-
-
-def _mixed(colour: str, other: int, share: float) -> str:
-    """Returns a colour mixed with a share of black (0) or white (255)."""
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part * (1 - share) + other * share):02x}" for part in parts)
-
-
-def _palettes(palette: Sequence[str]) -> dict[str, tuple[list[str], list[str]]]:
-    """Returns fill and edge colours of bars, each as (light, dark); a bar of one pixel shows its edge only."""
-    fills = [_GREY.get(colour, colour) for colour in palette]
-    return {
-        "fills": (list(palette), fills),
-        "edges": ([_mixed(c, 0, 0.32) for c in palette], [_mixed(c, 255, 0.3) for c in fills]),
     }
 
 
@@ -207,7 +155,7 @@ def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], pa
         background_fill_color=None,
         border_fill_color=None,
         outline_line_color=None,
-        min_border_left=80,
+        min_border_left=76,
         x_axis_label="seconds from the first task" + (f"; {CUT}" if sheet.downtimes["at"] else ""),
     )
     made.toolbar.logo = None
@@ -237,11 +185,12 @@ def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], pa
         label = Label(name=f"most-{i}", x=2, x_units="screen", y=columns["bottom"][0] - 2, text=text,
                       text_baseline="bottom", text_font_size="11px", text_alpha=0.75)  # fmt: skip
         made.add_layout(label)
+    pointing = CustomJS(code="timeline.point(cb_data.renderer, cb_data.index)")
     for renderer in bars:
         # The script returns the text of a row; bokeh inserts it as text, never as markup.
         source = renderer.data_source
         formatter = CustomJSHover(args={"source": source}, code="return timeline.tell(source, format, value)")
-        tips = HoverTool(renderers=[renderer], tooltips=_TIP, formatters={"@row": formatter},
+        tips = HoverTool(renderers=[renderer], tooltips=_TIP, formatters={"@row": formatter}, callback=pointing,
                          point_policy="follow_mouse", visible=False)  # fmt: skip
         # A request lies on its band: keep their tooltips apart.
         tips.attachment = {"request": "above", "wait": "horizontal", "span": "horizontal"}.get(renderer.name, "below")
@@ -262,75 +211,77 @@ def _bars(
     edges = {"left": "begin", "right": "end", "top": "top", "bottom": "bottom"}
     fill, line = (
         {"field": "stage", "transform": LinearColorMapper(name=name, palette=light, low=-0.5, high=len(light) - 0.5)}
-        for name, (light, _) in _palettes(palette).items()
+        for name, (light, _) in palettes(palette).items()
     )
 
-    # Glyphs that change with the zoom have their own canvas, so that bars are not redrawn with them.
-    over = {"level": "overlay"}
     hoverable = []
     for i, (columns, most) in enumerate(zip(sheet.bands, sheet.most, strict=True)):
         source = ColumnDataSource(_arrays(columns), name=f"band-source-{i}", tags=[most])
-        band = made.varea_step("begin", "bottom", "top", source=source, step_mode="after", name=f"band-{i}",
-                               fill_alpha=0.75)  # fmt: skip
+        band = made.varea_step("begin", "bottom", "top", source=source, step_mode="after", name=f"band-{i}")
         band.glyph.name = f"band-glyph-{i}"
         # The area is drawn without seams; these invisible bars carry the tooltips.
         hoverable.append(made.quad(source=source, **edges, fill_color=None, line_color=None, name=f"band-spot-{i}"))
     ends_of = made.segment(x0="at", x1="at", y0="top", y1="bottom", source=sources["steps"], view=views["steps"],
-                           line_dash=[4, 3], line_width=1.2, name="step", **over)  # fmt: skip
+                           line_dash=[4, 3], line_width=1.2, name="step")  # fmt: skip
     ends_of.glyph.name = "step-glyph"
-    waits = made.quad(source=sources["waits"], view=views["waits"], **edges, line_color=None, hatch_scale=7,
-                      hatch_pattern="right_diagonal_line", hatch_weight=1, name="wait")  # fmt: skip
+    cause = {"field": "cause_index", "transform": LinearColorMapper(name="causes", palette=causes(sheet)[0], low=-0.5,
+                                                            high=max(1, len(sheet.causes)) - 0.5)}  # fmt: skip
+    waits = made.quad(source=sources["waits"], view=views["waits"], **edges, fill_color=cause, line_color=None,
+                      hatch_scale=7, hatch_pattern="right_diagonal_line", hatch_weight=1, name="wait")  # fmt: skip
     waits.glyph.name = "wait-glyph"
     spans = made.quad(source=sources["spans"], view=views["spans"], **edges, fill_color=fill, line_color=line,
                       line_width=1, name="span")  # fmt: skip
     spans.glyph.name = "span-glyph"
-    lead = made.segment(x0="end", y0="y", x1="to_x", y1="to_y", source=sources["requests"], view=views["requests"],
-                        line_width=1.2, line_alpha=0.8, line_dash=[5, 3], name="lead", **over)  # fmt: skip
+    lead = made.segment(x0="end", y0="y", x1="to_x", y1="to_y", source=sources["requests"], view=views["leads"],
+                        line_width=1.4, line_dash=[5, 3], name="lead")  # fmt: skip
     lead.glyph.name = "lead-glyph"
-    arrow = made.scatter("to_x", "to_y", source=sources["requests"], view=views["requests"], marker="triangle",
-                         size=7, line_color=None, name="arrow", **over)  # fmt: skip
+    arrow = made.scatter("to_x", "to_y", source=sources["requests"], view=views["leads"], marker="triangle",
+                         size=7, line_color=None, name="arrow")  # fmt: skip
     arrow.glyph.name = "arrow-glyph"
     asked = made.segment(x0="begin", x1="end", y0="y", y1="y", source=sources["requests"], view=views["requests"],
-                         line_width=3, name="request", **over)  # fmt: skip
+                         line_width=3, name="request")  # fmt: skip
     asked.glyph.name = "request-glyph"
     link = made.segment(x0="from_x", y0="from_y", x1="begin", y1="y", source=sources["path"], view=views["path"],
-                        line_color=PATH, line_width=2, visible=False, name="path-link", **over)  # fmt: skip
+                        line_color=PATH, line_width=2, visible=False, name="path-link")  # fmt: skip
     link.glyph.name = "path-link-glyph"
     path = made.quad(source=sources["path"], view=views["path"], **edges, fill_color=fill, line_color=PATH,
-                     line_width=2.5, visible=False, name="path-span", **over)  # fmt: skip
+                     line_width=2.5, visible=False, name="path-span")  # fmt: skip
     path.glyph.name = "path-glyph"
-    _texts(made, over)
-    return [*hoverable, waits, spans, asked, _cuts(made, sheet, over)]
+    _texts(made)
+    return [*hoverable, waits, spans, asked, _cuts(made, sheet)]
 
 
-def _cuts(made: figure, sheet: Sheet, over: Mapping[str, Any]) -> Any:
+def _cuts(made: figure, sheet: Sheet) -> Any:
     """Draws a band of a fixed width over each cut; returns the renderer that has tooltips."""
     from bokeh.models import ColumnDataSource
 
     source = ColumnDataSource(_arrays(sheet.downtimes), name="downtimes")
     where = {"x0": "at", "x1": "at", "y0": "top", "y1": "bottom", "source": source}
-    edge = made.segment(**where, line_width=_CUT, name="downtime-edge", **over)
+    edge = made.segment(**where, line_width=_CUT, name="downtime-edge")
     edge.glyph.name = "downtime-edge-glyph"
-    band = made.segment(**where, line_width=_CUT - 2, line_dash=[5, 2], name="downtime", **over)
+    band = made.segment(**where, line_width=_CUT - 2, line_dash=[5, 2], name="downtime")
     band.glyph.name = "downtime-glyph"
     return band
 
 
-def _texts(made: figure, over: Mapping[str, Any]) -> None:
+def _texts(made: figure) -> None:
     """Adds labels of bars and numbers of steps; the script fills in those that fit."""
     from bokeh.models import ColumnDataSource
 
     empty = ColumnDataSource({"x": [], "y": [], "text": [], "ink": []}, name="labels")
     labels = made.text("x", "y", "text", source=empty, text_align="center", text_baseline="middle",
-                       text_font_size="11px", text_color="ink", name="label", **over)  # fmt: skip
+                       text_font_size="11px", text_color="ink", name="label")  # fmt: skip
     labels.glyph.name = "label-glyph"
     numbers = made.text("x", "y", "text", source=ColumnDataSource({"x": [], "y": [], "text": []}, name="numbers"),
                         text_align="right", text_baseline="middle", text_font_size="11px", name="number",
-                        x_offset=-3, **over)  # fmt: skip
+                        x_offset=-3)  # fmt: skip
     numbers.glyph.name = "number-glyph"
+    gaps = made.text("x", "y", "text", source=ColumnDataSource({"x": [], "y": [], "text": []}, name="gaps"),
+                     text_align="center", text_baseline="middle", text_font_size="11px", name="gap")  # fmt: skip
+    gaps.glyph.name = "gap-glyph"
     cuts = made.text("x", "y", "text", source=ColumnDataSource({"x": [], "y": [], "text": []}, name="cuts"),
                      text_align="left", text_baseline="middle", text_font_size="11px", name="downtime-label",
-                     x_offset=-_CUT / 2, **over)  # fmt: skip
+                     x_offset=-_CUT / 2)  # fmt: skip
     cuts.glyph.name = "downtime-label-glyph"
 
 
@@ -342,7 +293,7 @@ def _overview(sheet: Sheet, spans: Any, main: figure) -> figure:
 
     made = figure(
         name="overview",
-        height=24 + 16 * sheet.stripes,
+        height=round(24 + sheet.high.stripe * sheet.stripes),
         sizing_mode="stretch_width",
         x_range=Range1d(0, main.x_range.end, name="all-seconds"),
         y_range=Range1d(sheet.stripes, -0.15),
@@ -352,7 +303,7 @@ def _overview(sheet: Sheet, spans: Any, main: figure) -> figure:
         background_fill_color=None,
         border_fill_color=None,
         outline_line_color="#888888",
-        min_border_left=80,
+        min_border_left=76,
         min_border_right=30,
     )
     made.axis.visible = False
@@ -397,6 +348,7 @@ def script_facts(sheet: Sheet, colour: Mapping[str, str], samples: Mapping[str, 
         "runs": sheet.names,
         "samples": [samples.get(name, "") for name in sheet.names],
         "stages": sheet.stages,
+        "causes": sheet.causes,
         "ink": [contrast(colour[stage]) for stage in sheet.stages],
         "longest": sheet.longest * 1.005 or 1.0,
         "bands": len(sheet.bands),

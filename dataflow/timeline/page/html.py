@@ -22,7 +22,15 @@ from dataflow.timeline.text import named
 
 _HINT = (
     "Point at anything for its facts. The wheel zooms, dragging moves; the bar below the chart is the whole run, "
-    "and its window can be dragged. A button switches a stage or a layer off."
+    "and its window can be dragged. A button switches a stage or a layer off. "
+    '<button type="button" class="act" id="help">Keys: <kbd>?</kbd></button>'
+)
+_KEYS = (
+    ("W S", "zoom in and out, at the pointer"),
+    ("A D ← →", "move left and right"),
+    ("0", "the whole run"),
+    ("Tab", "to the switches, the steps and the chart's tools; Space presses a switch"),
+    ("?", "this list; Escape closes it"),
 )
 Facts = Mapping[str, Mapping[str, Any]]
 
@@ -80,7 +88,7 @@ def text(
         parts.append(panel.compared(traces, numbers, facts))
     else:
         parts += [panel.headline(trace, numbers[name]) for name, trace in traces.items()]
-    parts.append(f'<div id="timeline"></div><p class="hint">{_HINT}</p>')
+    parts.append(f'<div id="timeline"></div>{panel.legend(drawn.causes)}<p class="hint">{_HINT}</p>{_dialog()}')
     for name, trace in traces.items():
         found = panel.panel(trace, numbers[name], facts.get(name, {}))
         parts.append(f"<h2>{escape(name)}</h2>{panel.headline(trace, numbers[name])}{found}" if several else found)
@@ -95,6 +103,15 @@ def waiting(name: str, why: str, version: int) -> str:
     """Returns the page of a run that has nothing to show yet; the next version replaces it."""
     body = f'<h1>{escape(name)}</h1>\n<p class="note" role="status">{escape(why)}</p>'
     return _shell(name, body, version)
+
+
+def _dialog() -> str:
+    rows = "".join(
+        f"<tr><td>{' '.join(f'<kbd>{key}</kbd>' for key in keys.split())}</td><td>{what}</td></tr>"
+        for keys, what in _KEYS
+    )
+    close = '<form method="dialog"><button class="act">close</button></form>'
+    return f'<dialog id="keys" aria-label="keys"><h3>Keys</h3><table>{rows}</table>{close}</dialog>'
 
 
 def _shell(title: str, body: str, version: int | None) -> str:

@@ -65,21 +65,51 @@ const timeline = (() => {
     if (address) open(address, "samples")
   }
 
+  // --- what is pointed at ---------------------------------------------------------------------------------
+
+  const pointed = {} // renderer -> the request rows that its bars under the pointer belong to
+  let ledTo = null // run and task -> request rows that led to it
+
+  // Shows the arrows of the requests under the pointer, and of those that led to the bar there.
+  function point(renderer, index) {
+    const name = renderer.name, found = []
+    if (name === "request") found.push(...index.indices)
+    else if (name === "span" || name === "wait") {
+      const d = columns(name + "s")
+      for (const i of index.indices) {
+        const to = name === "span" ? task(d, i) : d.task[i]
+        found.push(...(ledTo.get(d.run[i] + to) ?? []))
+      }
+    } else return
+    if (!found.length && !(pointed[name] ?? []).length) return
+    pointed[name] = found
+    leads()
+  }
+
+  function leads() {
+    const every = model("shown").active.includes(5)
+    const kept = every ? shownRequests : [...new Set(Object.values(pointed).flat())].sort((a, b) => a - b)
+    const before = model("leads-shown").indices ?? []
+    if (before.length !== kept.length || kept.some((i, at) => before[at] !== i)) model("leads-shown").indices = kept
+  }
+
   // --- labels -----------------------------------------------------------------------------------------------
 
   let chosen = null // per span, 1 if it passes the filters; null for all
   let passed = {} // source -> rows that pass the filters
   const dense = { spans: false, steps: false } // too many to distinguish at this zoom
   let waiting = false
+  let shownRequests = [] // rows of the requests that are drawn
   let onPath = null // names of the tasks on the critical path, while it is shown
 
   // Digits are twice as wide as a point.
   const width = (word) => 6.2 * word.length - 3 * (word.includes(".") ? 1 : 0)
 
+  // Before bokeh draws the next frame, so that a zoom draws everything once.
   function relabel() {
     if (waiting) return
     waiting = true
-    requestAnimationFrame(() => { waiting = false; label() })
+    queueMicrotask(() => { waiting = false; label() })
   }
 
   function label() {
@@ -104,6 +134,7 @@ const timeline = (() => {
     }
     model("labels").data = { x, y, text, ink }
     number(scale)
+    gaps(range, scale)
     cuts(scale)
     thin(range, wide)
     // Bars a pixel wide consist of their edge, which would hide the fill.
@@ -130,6 +161,8 @@ const timeline = (() => {
       kept.sort((a, b) => d.idle[b] - d.idle[a] || (d.end[b] - d.begin[b]) - (d.end[a] - d.begin[a]) || a - b)
       kept = kept.slice(0, most).sort((a, b) => a - b)
     }
+    shownRequests = kept
+    leads()
     const before = model("requests-shown").indices
     if (!before || before.length !== kept.length || kept.some((i, at) => before[at] !== i)) {
       model("requests-shown").indices = kept
@@ -150,6 +183,24 @@ const timeline = (() => {
       text.push(word)
     }
     model("numbers").data = { x, y, text }
+  }
+
+  // Names the cause of each gap that has room for it.
+  function gaps(range, scale) {
+    const d = columns("waits"), x = [], y = [], text = []
+    const off = !model("shown").active.includes(0)
+    for (const i of off ? [] : passed.waits ?? d.begin.keys()) {
+      const from = Math.max(d.begin[i], range.start), to = Math.min(d.end[i], range.end)
+      const room = (to - from) * scale
+      if (room < 24 || d.bottom[i] - d.top[i] < 11) continue
+      const long = facts.causes[d.cause_index[i]] + " " + time(d.end[i] - d.begin[i])
+      const word = [long, facts.causes[d.cause_index[i]]].find((w) => 6 * w.length + 6 < room)
+      if (!word) continue
+      x.push((from + to) / 2)
+      y.push((d.top[i] + d.bottom[i]) / 2)
+      text.push(word)
+    }
+    model("gaps").data = { x, y, text }
   }
 
   function cuts(scale) {
@@ -218,6 +269,7 @@ const timeline = (() => {
     set(["wait"], on.has(0))
     for (let b = 0; b < facts.bands; b++) set(["band-" + b, "band-spot-" + b], on.has(1))
     set(["request", "lead", "arrow"], on.has(2))
+    leads()
     set(["step"], on.has(3) && !dense.steps)
     set(["number"], on.has(3))
     set(["path-span", "path-link"], on.has(4))
@@ -233,6 +285,63 @@ const timeline = (() => {
   function theme() {
     for (const [name, property, light, darker] of facts.themed) model(name)[property] = dark.matches ? darker : light
     if (dense.spans) model("edges").palette = model("fills").palette
+  }
+
+  // --- keyboard ---------------------------------------------------------------------------------------------
+
+  let pointer = null // pixels from the left of the screen, while the pointer is over the chart
+
+  // The share of the visible time left of the pointer; a half if it is elsewhere.
+  function focus() {
+    if (pointer === null) return 0.5
+    const view = Bokeh.index.find_one_by_id(model("chart").id)
+    const left = view.el.getBoundingClientRect().left + view.frame.bbox.left
+    return Math.min(1, Math.max(0, (pointer - left) / view.frame.bbox.width))
+  }
+
+  function zoom(factor) {
+    const range = model("seconds-range"), wide = range.end - range.start, at = range.start + focus() * wide
+    const next = Math.min(facts.longest, Math.max(1e-4, wide * factor))
+    move(at - (at - range.start) * next / wide, next)
+  }
+
+  function pan(share) {
+    const range = model("seconds-range"), wide = range.end - range.start
+    move(range.start + share * wide, wide)
+  }
+
+  function move(from, wide) {
+    const start = Math.max(0, Math.min(from, facts.longest - wide))
+    show(start, start + wide)
+  }
+
+  const KEYS = {
+    w: () => zoom(0.75), s: () => zoom(1 / 0.75), a: () => pan(-0.15), d: () => pan(0.15),
+    arrowleft: () => pan(-0.15), arrowright: () => pan(0.15), 0: () => show(0, facts.longest), "?": () => help(),
+  }
+
+  function help() {
+    const dialog = document.getElementById("keys")
+    if (dialog.open) dialog.close()
+    else dialog.showModal()
+  }
+
+  function press(event) {
+    const act = KEYS[event.key.toLowerCase()], on = event.composedPath()[0]
+    if (!act || event.ctrlKey || event.metaKey || event.altKey) return
+    // Arrows move a slider that has the focus; an open dialog has its own keys.
+    if (on.getAttribute?.("role") === "slider" && event.key.startsWith("Arrow")) return
+    if (document.getElementById("keys").open && event.key !== "?") return
+    event.preventDefault()
+    act()
+  }
+
+  // Says which switches are on, to those who hear the page.
+  function aloud() {
+    for (const name of ["stages", "shown"]) {
+      const view = Bokeh.index.find_one_by_id(model(name).id), on = model(name).active
+      view?.shadow_el.querySelectorAll("button").forEach((b, i) => b.setAttribute("aria-pressed", on.includes(i)))
+    }
   }
 
   // --- the live page ----------------------------------------------------------------------------------------
@@ -262,9 +371,15 @@ const timeline = (() => {
 
   async function start(item, given, live) {
     facts = given
+    ledTo = new Map()
     dense.spans = facts.crowded
     await Bokeh.embed.embed_item(item, "timeline")
     doc = Bokeh.documents[Bokeh.documents.length - 1]
+    const asked = columns("requests")
+    for (let i = 0; i < asked.task.length; i++) {
+      const to = asked.run[i] + asked.task[i]
+      ledTo.set(to, [...(ledTo.get(to) ?? []), i])
+    }
     if (dark.matches) theme()
     dark.addEventListener("change", theme)
     const changed = (name, property, act) => model(name).properties[property].change.connect(act)
@@ -274,6 +389,13 @@ const timeline = (() => {
     if (live) restore()
     for (const end of ["start", "end"]) changed("seconds-range", end, relabel)
     changed("chart", "inner_width", relabel)
+    for (const name of ["stages", "shown"]) changed(name, "active", aloud)
+    aloud()
+    addEventListener("keydown", press)
+    const place = document.getElementById("timeline")
+    place.addEventListener("pointermove", (event) => { pointer = event.clientX })
+    place.addEventListener("pointerleave", () => { pointer = null })
+    document.getElementById("help").addEventListener("click", help)
     for (const button of document.querySelectorAll("button.go")) {
       button.addEventListener("click", () => {
         const from = Number(button.dataset.from), to = Number(button.dataset.to), around = Math.max(to - from, 0.05)
@@ -288,5 +410,5 @@ const timeline = (() => {
     document.documentElement.dataset.ready = "yes"
   }
 
-  return { start, tell, read, columns, model: (name) => model(name) }
+  return { start, tell, read, point, columns, model: (name) => model(name) }
 })()

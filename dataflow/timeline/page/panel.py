@@ -10,6 +10,8 @@ from html import escape
 from typing import Any
 
 from dataflow.drawing.duration import seconds
+from dataflow.drawing.page import card, table
+from dataflow.drawing.style import cause_colours
 from dataflow.timeline.agents import agents_of, causes_of
 from dataflow.timeline.causes.culprits import Culprit, culprits, place_of
 from dataflow.timeline.downtime import Axis
@@ -39,6 +41,17 @@ def change(value: float) -> str:
     return f"{value:+.1%}".replace("-", "−")
 
 
+BOUNDS = (
+    "Lower bounds differ since each is made of its own run's tasks and requests, as they were measured: other samples, "
+    "delays and speed of the machine."
+)
+
+
+def differ(bounds: Sequence[float]) -> bool:
+    """True if lower bounds are so far apart that a reader wonders why."""
+    return len(bounds) > 1 and max(bounds) > 1.01 * min(bounds)
+
+
 Numbers = Mapping[str, Any]
 """The result of :func:`dataflow.timeline.causes.attribution.summary` for a run."""
 
@@ -46,15 +59,19 @@ Numbers = Mapping[str, Any]
 def compared(
     traces: Mapping[str, Trace], numbers: Mapping[str, Numbers], facts: Mapping[str, Mapping[str, Any]]
 ) -> str:
-    """Returns a table that compares runs with the first."""
+    """Returns a table that compares runs with the first; the fastest is marked."""
     first = next(iter(numbers.values()))
-    head = ["run", "steps", "wall time", "a step", "change", "GPU busy", "exposed wait", "lower bound", "accuracy"]
-    rows = []
+    head = ["run", "steps", "wall time", "a step", "change", "GPU busy", "exposed wait", "lower bound"]
+    told = [_accuracy(facts.get(name, {})) for name in numbers]
+    accurate = any(said != "–" for said in told)
+    best = min(numbers, key=lambda name: numbers[name]["step_s"])
+    rows: list[list[str]] = []
     for name, of in numbers.items():
         wall, base, bound = of["wall_s"], first["step_s"], of.get("lower_bound_s")
         busy = of["gpu_busy_s"] / wall if wall else 0.0
         rows.append([
-            f"<b>{escape(name)}</b>{_status(traces[name])}",
+            f"<b>{escape(name)}</b>{_status(traces[name])}"
+            + (" <small>fastest</small>" if name == best and len(numbers) > 1 else ""),
             str(traces[name].steps),
             seconds(wall),
             seconds(of["step_s"]),
@@ -62,9 +79,12 @@ def compared(
             _meter(busy),
             f"{seconds(of['exposed_wait_s'])} <small>{of['exposed_wait_s'] / wall if wall else 0:.0%}</small>",
             "–" if bound is None else seconds(bound),
-            _accuracy(facts.get(name, {})),
+            *([told[len(rows)]] if accurate else []),
         ])  # fmt: skip
-    return f'<section class="compared">{_table(head, rows)}</section>'
+    looks = ["best" if name == best and len(numbers) > 1 else "" for name in numbers]
+    bounds = [of["lower_bound_s"] for of in numbers.values() if of.get("lower_bound_s")]
+    why = f'<p class="hint">{escape(BOUNDS)}</p>' if differ(bounds) else ""
+    return f'<section class="compared">{table([*head, *["accuracy"] * accurate], rows, looks)}{why}</section>'
 
 
 def _status(trace: Trace) -> str:
@@ -83,6 +103,19 @@ def _accuracy(facts: Mapping[str, Any]) -> str:
     text = f"{after:.3f}" if before is None else f"{before:.3f} → {after:.3f}"
     mean = facts.get("accuracy_mean_last_3")
     return text if mean is None else f"{text} <small>mean of the last 3 evaluations {mean:.3f}</small>"
+
+
+def legend(causes: Sequence[str]) -> str:
+    """Returns the colours of waits by their causes."""
+    if not causes:
+        return ""
+    shown = "".join(f"<span>{_swatch(cause, causes)}{escape(cause)}</span>" for cause in causes)
+    return f'<p class="legend" aria-label="causes of exposed waits"><span>waits for</span>{shown}</p>'
+
+
+def _swatch(cause: str, causes: Sequence[str]) -> str:
+    light, dark = cause_colours(causes)[cause]
+    return f'<span class="swatch" style="--light: {light}; --dark: {dark}"></span>'
 
 
 def notes(trace: Trace, live: bool = False) -> str:
@@ -183,17 +216,17 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
             middle, slow = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
             rows.append(["", f"<small>half within {seconds(middle)}, 99% within {seconds(slow)}, "
                          f"the slowest {seconds(times[-1])}</small>"])  # fmt: skip
-    return _card("run", _table([], [row for row in rows if row]))
+    return card("run", table([], [row for row in rows if row]))
 
 
 def _waits(trace: Trace, samples: str = "") -> str:
     axis = Axis(trace.downtimes, *extent(trace))
     found = culprits(trace)[:LONGEST]
     if not found:
-        return _card("longest waits", "<p>The GPUs never waited.</p>" if trace.pools else "")
+        return card("longest waits", "<p>The GPUs never waited.</p>" if trace.pools else "")
     several = len(trace.pools) > 1
     rows = [_wait(c, axis, several, samples) for c in found]
-    return _card("longest waits", _table(["waited", "at", "for", "who came last", "then ran"], rows), "wide")
+    return card("longest waits", table(["waited", "at", "for", "who came last", "then ran"], rows), "wide")
 
 
 def _wait(found: Culprit, axis: Axis, several: bool, samples: str) -> list[str]:
@@ -219,17 +252,23 @@ def _wait(found: Culprit, axis: Axis, several: bool, samples: str) -> list[str]:
 def _causes(trace: Trace, numbers: Numbers) -> str:
     wall = numbers["wall_s"]
     meaning = dict.fromkeys(causes_of(trace), _MEANING["rewards"]) | _MEANING
+    listed = list(numbers["exposed_wait_by_cause"])
     rows = [
-        [escape(cause), seconds(s), _meter(s / wall if wall else 0.0), f"<small>{meaning.get(cause, '')}</small>"]
+        [
+            f"{_swatch(cause, listed)}{escape(cause)}",
+            seconds(s),
+            _meter(s / wall if wall else 0.0),
+            f"<small>{meaning.get(cause, '')}</small>",
+        ]
         for cause, s in numbers["exposed_wait_by_cause"].items()
     ]
-    text = _table(["waited for", "time", "share of all", ""], rows) if rows else "<p>The GPUs never waited.</p>"
-    return _card("exposed wait by cause", text, "wide")
+    text = table(["waited for", "time", "share of all", ""], rows) if rows else "<p>The GPUs never waited.</p>"
+    return card("exposed wait by cause", text, "wide")
 
 
 def _busy(numbers: Numbers) -> str:
     rows = [[escape(name), _meter(share)] for name, share in numbers["busy"].items()]
-    return _card("busy", _table(["resource", "share of the time"], rows))
+    return card("busy", table(["resource", "share of the time"], rows))
 
 
 def _staleness(trace: Trace) -> str:
@@ -242,19 +281,9 @@ def _staleness(trace: Trace) -> str:
         return ""
     total = sum(counts.values())
     rows = [[f"{n} step{'s' * (n != 1)} old", str(counts[n]), _meter(counts[n] / total)] for n in sorted(counts)]
-    return _card("staleness", _table(["samples were", "updates", "share"], rows))
+    return card("staleness", table(["samples were", "updates", "share"], rows))
 
 
 def _meter(share: float) -> str:
     percent = "&lt;0.1%" if 0 < share < 0.001 else f"{share:.1%}" if 0 < share < 0.01 else f"{share:.0%}"
     return f'<meter min="0" max="1" value="{min(1.0, max(0.0, share)):.4f}"></meter> {percent}'
-
-
-def _card(title: str, body: str, kind: str = "") -> str:
-    return f'<div class="card {kind}"><h3>{title}</h3>{body}</div>' if body else ""
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"

@@ -15,6 +15,7 @@ from dataflow.timeline.causes.attribution import Wait
 from dataflow.timeline.causes.culprits import Culprit, culprits, last_requests, place_of
 from dataflow.timeline.downtime import Axis
 from dataflow.timeline.page.critical import critical_path
+from dataflow.timeline.page.heights import ALONE, BESIDE, Heights
 from dataflow.timeline.page.versions import Versions
 from dataflow.timeline.servers import servers_of
 from dataflow.timeline.spans import POOLS, Mark, Span, Trace, in_flight, lanes
@@ -22,17 +23,17 @@ from dataflow.timeline.text import extent
 
 Columns: TypeAlias = dict[str, list[Any]]
 
-HEAD, STRIP, GAP = 22.0, 15.0, 7.0
-"""Heights in pixels: a run's name, the numbers of its steps, the gap between two rows."""
-_POOL, _LANE, _BAND = 42.0, 15.0, 84.0
-_MOST = 120.0  # pixels for the lanes of one row
+_FEW = 2
+"""Runs that are drawn as high as one."""
+OUT = "a server is out"
+"""What a server's outage is called among the causes."""
 _POINTS = 2000  # of a band: about the pixels across a screen
 _WORD = 80  # maximum characters of one fact in a tooltip
 
 _SPANS = ("run", "begin", "end", "top", "bottom", "stage", "step", "part", "parts", "version", "stale", "samples",
           "small", "waited", "more")  # fmt: skip
 _PATH = ("run", "begin", "end", "top", "bottom", "stage", "step", "task", "from_x", "from_y", "y")
-_WAITS = ("run", "begin", "end", "top", "bottom", "step", "pool", "cause", "task", "who")
+_WAITS = ("run", "begin", "end", "top", "bottom", "step", "cause_index", "pool", "cause", "task", "who")
 _BANDS = ("begin", "end", "top", "bottom", "count")
 _REQUESTS = ("run", "begin", "end", "y", "step", "group", "to_x", "to_y", "idle", "who", "task")
 _DOWNTIMES = ("run", "at", "top", "bottom", "y", "length", "words", "why")
@@ -58,6 +59,8 @@ class Sheet:
 
     Attributes:
         names: the runs, from top to bottom.
+        high: heights of the parts.
+        causes: of all waits; the column ``cause_index`` holds indices into it.
         stages: the stages of all runs; ``stage`` columns hold indices into it.
         rows: the rows of all runs.
         heads: position of each run's name, in pixels.
@@ -77,6 +80,8 @@ class Sheet:
     """
 
     names: list[str] = field(default_factory=list)
+    high: Heights = ALONE
+    causes: list[str] = field(default_factory=list)
     stages: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     heads: list[float] = field(default_factory=list)
@@ -99,11 +104,12 @@ def sheet(traces: Mapping[str, Trace]) -> Sheet:
     Args:
         traces: runs by name, each with at least one task.
     """
-    made = Sheet(stages=list(dict.fromkeys(stage for trace in traces.values() for stage in trace.stages)))
+    stages = dict.fromkeys(stage for trace in traces.values() for stage in trace.stages)
+    made = Sheet(stages=list(stages), high=ALONE if len(traces) <= _FEW else BESIDE)
     for name, trace in traces.items():
         made.names.append(name)
         _Run(made, trace).lay_out()
-        made.height += GAP
+        made.height += made.high.gap
     return made
 
 
@@ -131,8 +137,9 @@ class _Run:
 
     def lay_out(self) -> None:
         made = self.made
-        made.heads.append(made.height + HEAD / 2)
-        top = made.height = made.height + HEAD + STRIP
+        high = made.high
+        made.heads.append(made.height + high.head / 2)
+        top = made.height = made.height + high.head + high.strip
         versions, tries = Versions(self.trace), {agent: _tries(marks) for agent, marks in self.asked.items()}
         for resource in self.trace.resources:
             self._row(resource, versions, tries)
@@ -141,11 +148,11 @@ class _Run:
         self._requests()
         self._path()
         for step, at in step_ends(self.trace).items():
-            _add(made.steps, self.index, self.at(at), top, made.height, top - STRIP / 2, step)
+            _add(made.steps, self.index, self.at(at), top, made.height, top - high.strip / 2, step)
         for down in self.time.downtimes:
             why = down.why or down.words
-            _add(made.downtimes, self.index, self.at(down.begin), top, made.height, top - STRIP - HEAD / 2, down.length,
-                 down.words, why)  # fmt: skip
+            _add(made.downtimes, self.index, self.at(down.begin), top, made.height, top - high.strip - high.head / 2,
+                 down.length, down.words, why)  # fmt: skip
 
     def _row(self, resource: str, versions: Versions, tries: Mapping[str, Mapping[tuple[int, int], str]]) -> None:
         made, top = self.made, self.made.height
@@ -154,8 +161,9 @@ class _Run:
             small, made.stripes = made.stripes, made.stripes + 1
         rows = lanes(self.trace.on(resource))
         levels = in_flight(self.asked.get(resource, ()))
-        most = _POOL if resource in POOLS and len(rows) == 1 else _LANE
-        lane = min(most, _MOST / len(rows)) if rows else 0.0
+        high = made.high
+        most = high.pool if resource in POOLS and len(rows) == 1 else high.lane
+        lane = min(most, high.most / len(rows)) if rows else 0.0
         for i, spans in enumerate(rows):
             above, below = top + i * lane, top + (i + 1) * lane - (1.0 if lane > 4 else 0.0)
             for span in spans:
@@ -163,11 +171,11 @@ class _Run:
                 self._span(span, above, below, small, versions, tries.get(resource, {}))
         made.height = top + lane * len(rows)
         if levels:
-            self._band(levels, made.height + 2, made.height + 2 + _BAND)
-            made.height += 2 + _BAND
+            self._band(levels, made.height + 2, made.height + 2 + high.band)
+            made.height += 2 + high.band
         self.rows[resource] = Row(resource, top, made.height)
         made.rows.append(self.rows[resource])
-        made.height += GAP
+        made.height += high.gap
 
     def _span(
         self,
@@ -206,23 +214,31 @@ class _Run:
 
     def _servers(self) -> None:
         """Adds a row for each server of rewards: its requests in flight, and hatched when it was out."""
+        band, gap = self.made.high.band / 2, self.made.high.gap
         for server in servers_of(self.trace):
             top = self.made.height
             if levels := in_flight(server.marks):
-                self._band(levels, top, top + _BAND / 2)
+                self._band(levels, top, top + band)
             for begin, end in server.outages:
-                _add(self.made.waits, self.index, self.at(begin), self.at(end), top, top + _BAND / 2, -1, server.name,
-                     "an answer to its health check", "", "")  # fmt: skip
-            self.made.height += _BAND / 2
+                _add(self.made.waits, self.index, self.at(begin), self.at(end), top, top + band, -1, self._why(OUT),
+                     server.name, "an answer to its health check", "", "")  # fmt: skip
+            self.made.height += band
             self.made.rows.append(Row(server.name, top, self.made.height))
-            self.made.height += GAP
+            self.made.height += gap
 
     def _waits(self) -> None:
         for found in sorted(self.culprits, key=lambda c: (c.wait.begin, c.pool)):
             wait, row = found.wait, self.rows.get(found.pool)
             if row is not None:
                 _add(self.made.waits, self.index, self.at(wait.begin), self.at(wait.end), row.top,
-                     row.bottom, step_of(wait.task), found.pool, wait.cause, wait.task, found.words)  # fmt: skip
+                     row.bottom, step_of(wait.task), self._why(wait.cause), found.pool, wait.cause, wait.task,
+                     found.words)  # fmt: skip
+
+    def _why(self, cause: str) -> int:
+        """Returns the index of a cause."""
+        if cause not in self.made.causes:
+            self.made.causes.append(cause)
+        return self.made.causes.index(cause)
 
     def _requests(self) -> None:
         """Adds the last request of each mini-batch, whether or not a task waited for it."""
@@ -251,7 +267,8 @@ class _Run:
         tracks = lanes(bars)
         lane_of = {span.step: i for i, lane in enumerate(tracks) for span in lane}
         for i, ((step, part), mark) in enumerate(chosen.items()):
-            y = row.bottom - _BAND + (lane_of[i] + 0.5) / len(tracks) * _BAND
+            band = self.made.high.band
+            y = row.bottom - band + (lane_of[i] + 0.5) / len(tracks) * band
             target = by_task.get(waited.get(id(mark), "")) or update_for(step, part)
             x, at = mark.end, y
             if target is not None and target.task in self.place:

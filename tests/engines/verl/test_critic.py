@@ -6,13 +6,13 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from dataflow.batch import Batch
+from dataflow.config.critic import CriticConfig
 from dataflow.engines.verl.critic import VerlCritic
 from dataflow.engines.verl.model import digest
 from dataflow.engines.verl.trainer import VerlTrainer
@@ -45,8 +45,8 @@ Make = Callable[..., VerlCritic]
 
 def build(model: Path | str, **options: Any) -> VerlCritic:
     """Builds a critic; options go to the section, or the argument, that has that name."""
-    critic = {**CRITIC, **{k: options.pop(k) for k in list(options) if k in CRITIC}}
-    return VerlCritic(str(model), SimpleNamespace(**critic), total_steps=10, **options)
+    critic = {**CRITIC, **{k: options.pop(k) for k in list(options) if k in CriticConfig.model_fields}}
+    return VerlCritic(str(model), CriticConfig(**critic), total_steps=10, **options)
 
 
 def with_returns(batch: Batch, values: torch.Tensor, seed: int = 0) -> Batch:

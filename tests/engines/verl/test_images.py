@@ -18,6 +18,7 @@ from dataflow.data.shown import Shown
 from dataflow.engines.base import Sampling
 from dataflow.engines.hf import HfRollout
 from dataflow.engines.verl.trainer import VerlTrainer
+from dataflow.engines.vocabulary import undrawn
 from dataflow.errors import DataError, ModelError
 from dataflow.models.directory import check_files, check_weights
 from dataflow.models.processor import Processor
@@ -72,7 +73,9 @@ def test_the_tiny_model_passes_the_checks_of_a_run(model: Path) -> None:
 
 def test_a_prompt_has_a_token_for_each_patch_and_verls_parts(model: Path) -> None:
     batch = source(model).all()
-    image = Processor(str(model))._image
+    from transformers import AutoConfig
+
+    image = AutoConfig.from_pretrained(model).image_token_id
     assert [ids.count(image) for ids in batch["prompt_ids"]] == [4, 12, 0, 0]
     assert [part["type"] for part in batch["raw_prompt"][0][0]["content"]] == ["image", "text"]
     assert batch["raw_prompt"][0][0]["content"][0]["image"].size == (60, 60)
@@ -88,7 +91,7 @@ def test_rollout_and_trainer_agree_with_transformers_and_depend_on_the_image(
     engine = HfRollout(str(model), 64)
     batch = responses(engine, source(model).all())
     assert batch["position_ids"].shape == (8, 4, batch["input_ids"].shape[1])
-    assert not torch.isin(batch["responses"], torch.tensor(engine._undrawn)).any()
+    assert not torch.isin(batch["responses"], torch.tensor(undrawn(engine.model.config))).any()
     wanted = by_transformers(model, batch)
     assert torch.allclose(batch["rollout_log_probs"], wanted, atol=1e-4)
     old = trainer.old_log_probs(batch)

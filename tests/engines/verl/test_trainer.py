@@ -19,6 +19,7 @@ import torch
 from dataflow.algorithms.losses import LOSSES
 from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
+from dataflow.config.run import TrainerConfig
 from dataflow.engines.verl.model import digest
 from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.errors import ConfigError, DataflowError
@@ -50,12 +51,12 @@ Make = Callable[..., VerlTrainer]
 
 def build(model: Path | str, **options: Any) -> VerlTrainer:
     """Builds a trainer; options go to the section, or the argument, that has that name."""
-    trainer = {**TRAINER, **{k: options.pop(k) for k in list(options) if k in TRAINER}}
+    trainer = {**TRAINER, **{k: options.pop(k) for k in list(options) if k in TrainerConfig.model_fields}}
     known = AlgorithmConfig.model_fields
     algorithm = {**ALGORITHM, **{k: options.pop(k) for k in list(options) if k in known}}
     return VerlTrainer(
         str(model),
-        SimpleNamespace(**trainer),
+        TrainerConfig(**trainer),
         AlgorithmConfig(**algorithm),
         total_steps=10,
         response_length=R,

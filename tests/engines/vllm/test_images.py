@@ -116,13 +116,14 @@ def test_vllms_own_processor_makes_the_same_tokens_and_pixels(
     engine: VllmRollout, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gets what verl gives it: a token for each image, and the images as ``multi_modal_data``."""
+    from transformers import AutoConfig
     from vllm.multimodal.processing import ProcessorInputs, TimingContext
 
     batch = source(model).all()
-    processor = run(engine._backend.call(lambda llm: llm.renderer.mm_processor))
+    processor = run(engine._backend.call(lambda llm: llm.renderer.mm_processor))  # vLLM's own, which no engine offers
     # By itself it needs torchvision, for videos.
     monkeypatch.setattr(processor.info, "get_hf_processor", lambda **_options: load_processor(str(model)))
-    config = engine._config
+    config = AutoConfig.from_pretrained(model)
     for at, one in enumerate(ROWS[:2]):
         ids = batch["prompt_ids"][at]
         once = [t for i, t in enumerate(ids) if t != config.image_token_id or ids[i - 1] != config.image_token_id]

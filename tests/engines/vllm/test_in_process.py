@@ -65,6 +65,11 @@ def close(model: Any, prompt: Sequence[int], sample: Sample, **how: float) -> bo
     return bool((expected - torch.tensor(sample.log_probs)).abs().max() < 1e-3)
 
 
+async def inside(engine: VllmRollout, look: Callable[[Any], Any]) -> Any:
+    """Calls a function with vLLM's engine, in its thread: what vLLM itself holds and does, which no engine offers."""
+    return await engine._backend.call(look)
+
+
 def left(engine: VllmRollout) -> tuple[int, int, bool]:
     """Returns what vLLM still holds: requests of its own count and its scheduler's, and whether any blocks."""
 
@@ -72,7 +77,7 @@ def left(engine: VllmRollout) -> tuple[int, int, bool]:
         scheduler = llm.engine_core.engine_core.scheduler
         return llm.get_num_unfinished_requests(), sum(scheduler.get_request_counts()), not llm.reset_prefix_cache()
 
-    return run(engine._backend.call(look))
+    return run(inside(engine, look))
 
 
 @asynccontextmanager
@@ -93,12 +98,12 @@ async def held(engine: VllmRollout, when: Callable[[int], bool] = bool) -> Async
 
         llm.step = limited
 
-    await engine._backend.call(install)
+    await inside(engine, install)
     try:
         yield go
     finally:
         go.set()
-        await engine._backend.call(lambda llm: llm.__dict__.pop("step"))
+        await inside(engine, lambda llm: llm.__dict__.pop("step"))
 
 
 # Weights.
@@ -439,7 +444,7 @@ def test_what_vllm_refuses_fails_alone(engine: VllmRollout) -> None:
 
             llm.add_request = picky
 
-        await engine._backend.call(install)
+        await inside(engine, install)
         try:
             good = asyncio.ensure_future(_read(engine.generate(prompts([3, 4]), GREEDY, seed=0)))
             with pytest.raises(DataError, match="prompt of group 1: not this one") as failure:
@@ -447,7 +452,7 @@ def test_what_vllm_refuses_fails_alone(engine: VllmRollout) -> None:
             assert isinstance(failure.value.__cause__, ValueError)
             assert len(await good) == 2
         finally:
-            await engine._backend.call(lambda llm: llm.__dict__.pop("add_request"))
+            await inside(engine, lambda llm: llm.__dict__.pop("add_request"))
 
     run(body())
     assert left(engine) == (0, 0, False)
@@ -507,7 +512,7 @@ def test_an_untied_model_and_another_engine(engine: VllmRollout, paths: list[str
         with pytest.raises(DataflowError, match=r"1 weights are missing, first 'lm_head.weight'"):
             run(other.sync(replaced, 3))
         # The same function of its weights: the same samples.
-        preempted = run(other._backend.call(_count_preemptions))
+        preempted = run(inside(other, _count_preemptions))
         assert by_place(draw(other, batch, sampling, seed=5)) == first
         assert preempted
         _fails(other, _untied(models[0]))
@@ -540,7 +545,7 @@ def _fails(engine: VllmRollout, weights: dict[str, torch.Tensor]) -> None:
         raise ValueError("no such block")
 
     async def body() -> None:
-        await engine._backend.call(lambda llm: setattr(llm, "step", broken))
+        await inside(engine, lambda llm: setattr(llm, "step", broken))
         asked = [_read(engine.generate(prompts([3]), GREEDY, seed=0)), engine.sample([3], GREEDY, (0,))]
         asked += [engine.sync(weights, 9), engine.sleep()]
         waiters = [asyncio.ensure_future(work) for work in asked]

@@ -7,8 +7,8 @@ import pytest
 from dataflow.distribution import Distribution
 from dataflow.planning.auto.forecast import Forecast, candidates, forecast, steady_s
 from dataflow.planning.auto.window import latency_changed, window
-from dataflow.planning.planner import simulate
 from dataflow.planning.rewards import Rewards
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.workload import Modelled, Workload, grpo
 from dataflow.policy import SchedulingPolicy
 from dataflow.timeline.spans import Mark, Span, Trace

@@ -79,8 +79,17 @@ def test_what_is_wrong_is_said(costs: Path, keys: list[str], message: str) -> No
 
 def test_a_stage_without_a_time_is_said(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(GOOD.replace("rollout: 10, ", ""))
-    with pytest.raises(ConfigError, match=r"the time of rollout is missing; give stages.rollout=SECONDS"):
+    with pytest.raises(ConfigError, match=r"does not say 'stages.rollout'; give stages.rollout=SECONDS"):
         read_workload(str(tmp_path / "c.yaml"))
+
+
+def test_all_that_costs_do_not_say_is_asked_for_at_once(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("prompts: 8\nresponses: 2\nmini_batches: 2\nstages: {rollout: 10}\n")
+    with pytest.raises(ConfigError) as error:
+        read_workload(str(tmp_path / "c.yaml"))
+    assert "does not say steps, reward.concurrency, stages.actor_update and reward.latency; give steps=100" in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize(

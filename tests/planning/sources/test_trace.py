@@ -13,8 +13,8 @@ from dataflow.distribution import Distribution
 from dataflow.errors import ConfigError, DataError, PipelineError
 from dataflow.graph import Pipeline
 from dataflow.planning.config import PlanConfig
-from dataflow.planning.planner import simulate
 from dataflow.planning.rewards import Validation
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.sources.trace import of_trace
 from dataflow.planning.workload import Measured, Modelled, grpo

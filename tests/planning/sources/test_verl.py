@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from dataflow.errors import ConfigError, DataError, PolicyError
-from dataflow.planning.planner import predict, simulate
+from dataflow.planning.planner import predict
+from dataflow.planning.simulation.simulate import simulate
 from dataflow.planning.sources.read import read_workload
 from dataflow.planning.workload import Measured, Workload
 from dataflow.policy import preset
@@ -251,8 +252,53 @@ def test_a_log_that_has_overlapped_is_said_to_be_no_baseline(name: str, tmp_path
         "testing": ["", 15, "", 15, "", 15, "", 15][:steps],
         "step": [60] * steps,
     }
-    workload, _config = read_workload(write(tmp_path / "a.csv", columns), NEEDED)
-    assert bool(workload.caution) == overlaps
-    assert (workload.logged is None) == overlaps
-    if overlaps:
-        assert "hardly a baseline's" in workload.caution
+    path = write(tmp_path / "a.csv", columns)
+    if not overlaps:
+        workload, _config = read_workload(path, NEEDED)
+        assert not workload.caution
+        assert workload.logged == ("baseline", 60.0 * steps, steps)
+        return
+    with pytest.raises(ConfigError) as error:  # its waits cannot be fitted
+        read_workload(path, NEEDED[1:])
+    assert str(error.value).startswith("this log is of a run that overlaps steps already, not of a baseline: ")
+    assert "does not say prompts and reward.latency; give prompts=1024 reward.latency=uniform:1:40" in str(error.value)
+    workload, _config = read_workload(path, [*NEEDED, "reward.latency=7"])
+    assert "overlaps steps already" in workload.caution
+    assert workload.rewards.latency.mean == 7
+    assert workload.logged == ("", 60.0 * steps, steps)
+    assert workload.loop is None
+
+
+def test_waits_too_short_for_the_latency_are_said(log: str) -> None:
+    workload, _config = read_workload(log, [*NEEDED, "reward.latency=13"])
+    assert "the log's waits are those of rewards that take 10 s, not the 13 s of reward.latency=13" in workload.caution
+    assert workload.logged is not None
+    assert workload.loop is not None
+    assert not read_workload(log, [*NEEDED, "reward.latency=10.5"])[0].caution
+
+
+def tokens(path: Path, samples: int, lengths: list[int]) -> str:
+    """Writes a log that has tokens, but not the length of prompts, 100 tokens each."""
+    head = "step,timing_s/gen,timing_s/update_actor,perf/total_num_tokens,response_length/mean\n"
+    rows = (f"{step},2,3,{samples * (100 + length)},{length}\n" for step, length in enumerate(lengths, 1))
+    path.write_text(head + "".join(rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("samples", "given", "offered"),
+    [
+        (5120, [], "prompts=1024 responses=5 mini_batches=4"),
+        (512, [], "prompts=64 responses=8 mini_batches=4"),
+        (512, ["prompts=128"], "give responses=4 mini_batches=4"),
+        (512, ["responses=16"], "give prompts=32 mini_batches=4"),
+    ],
+)
+def test_the_samples_of_a_log_are_offered(samples: int, given: list[str], offered: str, tmp_path: Path) -> None:
+    path = tokens(tmp_path / "a.csv", samples, list(range(200, 212)))
+    with pytest.raises(ConfigError) as error:
+        read_workload(path, given)
+    assert offered in str(error.value)
+    assert f"about {samples} samples a step" in str(error.value)
+    with pytest.raises(ConfigError, match=r"or what they are\.$"):  # too few steps to tell
+        read_workload(tokens(tmp_path / "b.csv", samples, [200, 210]))

@@ -17,7 +17,7 @@ from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.remote.agent import RemoteAgent
 from tests.rewards.groups import group_rig
 from tests.rewards.groups.group_rig import BROKEN, Reward, samples
-from tests.rewards.remote.actor_rig import remote_agents
+from tests.rewards.remote.actor_rig import RemoteAgents
 from tests.rigs.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(60)
@@ -26,7 +26,7 @@ Make = Callable[..., RewardAgent]
 
 @pytest.fixture(params=["here", pytest.param("in actors", marks=pytest.mark.heavy)])
 def agent_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
-    return group_rig.agent_of if request.param == "here" else remote_agents(monkeypatch, group_rig.agent_of)
+    return group_rig.agent_of if request.param == "here" else RemoteAgents(monkeypatch, group_rig.agent_of)
 
 
 def equal(*groups: int) -> dict[str, Any]:

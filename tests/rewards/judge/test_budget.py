@@ -39,8 +39,8 @@ async def call(judge: Judge, times: int) -> list[Any]:
 
 def test_a_spent_budget_ends_the_calls() -> None:
     async def body() -> None:
-        judge = Judge("http://h", max_tokens=2500, price_per_million=(1.0, 10.0))
-        judge._chat = chat = Canned("Score: 1", {"prompt_tokens": 900, "completion_tokens": 100, "total_tokens": 1000})
+        chat = Canned("Score: 1", {"prompt_tokens": 900, "completion_tokens": 100, "total_tokens": 1000})
+        judge = Judge("http://h", client=chat, max_tokens=2500, price_per_million=(1.0, 10.0))
         results = [one for (one,) in await call(judge, 5)]
         assert [result["tokens"] for result in results[:3]] == [1000] * 3
         for error in results[3:]:
@@ -73,8 +73,8 @@ def test_a_spent_cost_ends_the_calls() -> None:
 
 def test_requests_in_flight_when_the_budget_ends_are_answered() -> None:
     async def body() -> None:
-        judge = Judge("http://h", max_tokens=100)
-        judge._chat = Canned("Score: 1", {"prompt_tokens": 90, "completion_tokens": 10}, together=6)
+        chat = Canned("Score: 1", {"prompt_tokens": 90, "completion_tokens": 10}, together=6)
+        judge = Judge("http://h", client=chat, max_tokens=100)
         results = await asyncio.gather(*(judge.compute_score("d", "r", "7") for _ in range(6)))
         assert [result["score"] for result in results] == [1] * 6
         with pytest.raises(BudgetSpent, match="600 of 100 tokens"):
@@ -85,8 +85,8 @@ def test_requests_in_flight_when_the_budget_ends_are_answered() -> None:
 
 def test_replies_without_a_score_are_paid_for_too() -> None:
     async def body() -> None:
-        judge = Judge("http://h", max_tokens=100)
-        judge._chat = Canned("What?", {"prompt_tokens": 90, "completion_tokens": 10})
+        chat = Canned("What?", {"prompt_tokens": 90, "completion_tokens": 10})
+        judge = Judge("http://h", client=chat, max_tokens=100)
         assert [type(error) for (error,) in await call(judge, 2)] == [JudgeError, BudgetSpent]
 
     asyncio.run(body())

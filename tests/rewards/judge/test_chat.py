@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 import ssl
 import sys
@@ -253,15 +254,25 @@ def test_openai_without_its_part_for_aiohttp(server: FaultServer, monkeypatch: p
 @pytest.mark.heavy
 def test_openai_gets_no_key_of_the_environment(server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    client = make_chat("openai", None, 1.0, 1000)
+    server.behave("echo:prose")
+    client = make_chat("openai", None, 60.0, 1 << 20)
     assert isinstance(client, chat.OpenAIChat)
-    assert client._client("http://h/v1/chat/completions").api_key != "secret"
-    asyncio.run(client.close())
+    body = json.dumps({"model": "judge", "messages": [{"role": "user", "content": RIGHT}]}).encode()
+
+    async def echoed() -> bytes:
+        try:
+            return await client.send(f"{server.url}/v1/chat/completions", body)
+        finally:
+            await client.close()
+
+    reply = asyncio.run(echoed())
+    assert b"Authorization" in reply
+    assert b"secret" not in reply
 
 
 def test_openai_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ConfigError, match=r"the package is missing; run pip install 'dataflow-rl\[openai\]'"):
+    with pytest.raises(ConfigError, match=r"this needs openai, .*; pip install 'dataflow-rl\[openai\]'"):
         Judge("http://h", client="openai")
 
 

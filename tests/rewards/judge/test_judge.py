@@ -93,9 +93,8 @@ def test_a_reference_without_a_number_is_said(server: JudgeProcess) -> None:
 
 def test_many_calls_share_one_session(server: JudgeProcess) -> None:
     async def body() -> None:
-        judge = Judge(server.url)
-        chat = judge._chat
-        assert isinstance(chat, AiohttpChat)
+        chat = AiohttpChat(key=None, timeout=60.0, max_bytes=1 << 20)
+        judge = Judge(server.url, client=chat)
         results = await asyncio.gather(*(judge.compute_score("d", RIGHT, "7") for _ in range(200)))
         assert scores(results) == [1.0] * 200
         session = chat.session

@@ -40,6 +40,12 @@ def answers(keeper: JudgeKeeper) -> bool:
         return reply.status == 200
 
 
+def test_it_listens_for_agents_on_other_machines_only_where_it_is_told(losses: queue.Queue[RunError]) -> None:
+    with JudgeKeeper("0", 1.0, 0, losses.put, "127.0.0.2") as away:
+        assert away.url.startswith("http://127.0.0.2:")
+        assert answers(away)
+
+
 def test_requests_in_flight_are_sent_again_to_the_new_judge(keeper: JudgeKeeper, losses: queue.Queue[RunError]) -> None:
     async def body() -> None:
         agent = RewardAgent(Judge(url=keeper.url), limits=Limits(4), retry=Retry(backoff_s=0.05))

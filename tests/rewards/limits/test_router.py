@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import pytest
@@ -14,6 +14,9 @@ from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.judge.errors import JudgeError
 from dataflow.rewards.judge.judge import Judge
+from dataflow.rewards.judge.prompt import question_of
+from dataflow.rewards.limits.endpoint_queue import EndpointQueue
+from dataflow.rewards.limits.queues import LocalQueue
 from dataflow.rewards.limits.router import BAD, FAILURES, Probing, Router, ServerGivenUp
 from dataflow.rewards.limits.server import LimitServer
 from dataflow.rewards.limits.shared import SharedLimits
@@ -39,12 +42,31 @@ def samples(count: int, size: int = 1) -> Batch:
     )
 
 
+class OpenRouter(Router):
+    """A router whose queues a test may look at."""
+
+    queues: Mapping[str, EndpointQueue]
+
+    def open(self, queues: Mapping[str, EndpointQueue], patience_s: float | None = None) -> None:
+        self.queues = queues
+        super().open(queues, patience_s)
+
+    def takes(self, name: str) -> bool:
+        """Whether a server gets calls."""
+        queue = self.queues[name]
+        assert isinstance(queue, LocalQueue)
+        return not queue.paused
+
+
+def prompt_of(arguments: Mapping[str, Any]) -> str:
+    return question_of(arguments["extra_info"])
+
+
 def judge_of(
     found: list[FakeServer], slots: int = 4, timeout: float = 20.0, probing: Probing = FAST, **how: Any
 ) -> Judge:
     judge = Judge([server.url for server in found], timeout=timeout, slots=slots, **how)
-    assert judge.router is not None
-    judge.router = Router(judge.endpoints, slots, how.get("routing", "least"), judge.router._prompt_of, probing=probing)
+    judge.router = OpenRouter(judge.endpoints, slots, how.get("routing", "least"), prompt_of, probing=probing)
     return judge
 
 
@@ -52,13 +74,13 @@ def agent_of(judge: Judge, concurrency: int = 64, retry: Retry = AT_ONCE, **how:
     return RewardAgent(judge, limits=Limits(concurrency), retry=retry, **how)
 
 
-async def opened(found: list[FakeServer]) -> tuple[RewardAgent, Router]:
+async def opened(found: list[FakeServer]) -> tuple[RewardAgent, OpenRouter]:
     """Returns an agent that has scored a step, and its router."""
     judge = judge_of(found)
     agent = agent_of(judge)
     agent.submit(1, samples(1))
     await agent.collect(1)
-    assert judge.router is not None
+    assert isinstance(judge.router, OpenRouter)
     return agent, judge.router
 
 
@@ -189,8 +211,8 @@ def test_a_slow_server_that_answers_its_health_check_keeps_its_other_calls() -> 
             agent, router = await opened(found)
             name = found[0].url
             assert router.failed(name, TimeoutError())
-            assert agent._limiter.queues[name].ready() is None
-            while router._servers[name].watch is not None:
+            assert not router.takes(name)
+            while not router.takes(name):
                 await asyncio.sleep(0)
             assert (found[0].probes, agent.stats()["ejections"]) == (1, 0)
             agent.submit(2, samples(2))
@@ -231,8 +253,8 @@ def test_a_server_that_answers_badly_while_others_answer_well_is_ejected(
             agent = agent_of(judge)
             agent.submit(1, samples(40))
             await bad.until(BAD)  # the others are full: it is the emptiest
-            assert judge.router is not None
-            while not judge.router._servers[bad.url].held:
+            assert isinstance(judge.router, OpenRouter)
+            while judge.router.takes(bad.url):
                 await asyncio.sleep(0)
             assert len(bad.bodies) < BAD + 4  # those of its slots
             for server in good:
@@ -305,9 +327,9 @@ def test_a_call_that_lost_against_a_hedge_says_nothing_of_a_server_that_has_answ
             slow, fast = router.names
             router.answered(slow)
             router.answered(fast, {slow: begin})
-            assert router._servers[slow].watch is None
+            assert router.takes(slow)
             router.answered(fast, {slow: clock.now() + 1.0})
-            assert router._servers[slow].watch is not None
+            assert not router.takes(slow)
             await agent.close()
 
     run(body())

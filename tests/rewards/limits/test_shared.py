@@ -58,6 +58,7 @@ class Client:
         self.lost: list[Exception] = []
         self.live: list[tuple[Item, EndpointQueue]] = []
         self.started: list[Item] = []
+        self.pushed: list[Item] = []
         self.changed = asyncio.Event()
         self.limiter = Limiter(limits, self._start, self.shared.queue, self._lose)
         self._sequence = itertools.count()
@@ -74,6 +75,7 @@ class Client:
 
     def push(self, count: int = 1, step: int = 1, endpoint: str = "", tokens: int = 0) -> list[Item]:
         items = [Item((0, step, next(self._sequence)), endpoint, tokens) for _ in range(count)]
+        self.pushed += items
         for item in items:
             self.limiter.push(item)
         self.limiter.fill()
@@ -101,40 +103,77 @@ async def serving(limits: Limits, clients: int = 2) -> AsyncIterator[tuple[Any, 
     await server.close()
 
 
-async def quiet(server: LimitServer, *clients: Client) -> None:
-    """Returns when all that the agents and the server had to say has been heard."""
-    for client in clients:
-        await client.shared._connecting
-    while True:
-        wires = {holder.name: holder.wire for holder in server._holders.values()}
-        pairs = [(client.shared._wire, wires.get(client.shared.name)) for client in clients]
-        talks = server._updates or any(client.shared._unsent for client in clients)
-        if not talks and all(there and (here.said, there.said) == (there.heard, here.heard) for here, there in pairs):
-            return
-        await asyncio.sleep(0)
+class Traffic:
+    """All connections of a test, and what they have sent and received."""
+
+    def __init__(self) -> None:
+        self.said: dict[Wire, list[dict[str, Any]]] = {}
+        """What the ends of the connections that are open have sent."""
+        self.heard: dict[Wire, list[bytes]] = {}
+        self._transports: dict[Wire, asyncio.BaseTransport] = {}
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made, send, received, lost = Wire.connection_made, Wire.send, Wire.data_received, Wire.connection_lost
+
+        def connection_made(wire: Wire, transport: asyncio.BaseTransport) -> None:
+            self.said[wire], self.heard[wire], self._transports[wire] = [], [], transport
+            made(wire, transport)
+
+        def said(wire: Wire, message: dict[str, Any]) -> None:
+            if wire in self.said:
+                self.said[wire].append(message)
+            send(wire, message)
+
+        def heard(wire: Wire, data: bytes) -> None:
+            self.heard[wire].append(data)
+            received(wire, data)
+
+        def connection_lost(wire: Wire, error: Exception | None) -> None:
+            del self.said[wire], self.heard[wire]
+            lost(wire, error)
+
+        for method in (connection_made, connection_lost):
+            monkeypatch.setattr(Wire, method.__name__, method)
+        monkeypatch.setattr(Wire, "send", said)
+        monkeypatch.setattr(Wire, "data_received", heard)
+
+    def of(self, client: Client) -> Wire:
+        """Returns an agent's end of its connection."""
+        return next(wire for wire, said in self.said.items() if said and said[0].get("name") == client.shared.name)
+
+    def cut(self, client: Client) -> None:
+        """Ends an agent's connection as the death of its process does."""
+        transport = self._transports[self.of(client)]
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+    def counts(self) -> tuple[int, int]:
+        """Returns the number of messages sent and received."""
+        return sum(map(len, self.said.values())), sum(b"".join(data).count(b"\n") for data in self.heard.values())
 
 
 @pytest.fixture(autouse=True)
-def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every connection counts the messages that it has sent and received."""
-    send, received = Wire.send, Wire.data_received
+def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
+    found = Traffic()
+    found.watch(monkeypatch)
+    return found
 
-    def said(wire: Wire, message: dict[str, Any]) -> None:
-        wire.said += 1
-        send(wire, message)
 
-    def heard(wire: Wire, data: bytes) -> None:
-        wire.heard += data.count(b"\n")
-        received(wire, data)
-
-    for name, value in {"said": 0, "heard": 0, "send": said, "data_received": heard}.items():
-        monkeypatch.setattr(Wire, name, value, raising=False)
+async def quiet(server: LimitServer, traffic: Traffic, *clients: Client) -> None:
+    """Returns when all that the agents and the server had to say has been heard."""
+    while not {client.shared.name for client in clients} <= server.stats()["holders"].keys():
+        await asyncio.sleep(0)
+    turns, before = 0, (-1, 0)
+    while turns < 3:  # what is said in one turn of the loop is sent in the next one
+        said, heard = counts = traffic.counts()
+        turns, before = (turns + 1 if counts == before and said == heard else 0), counts
+        await asyncio.sleep(0)
 
 
 # --- all together ---------------------------------------------------------------------------------------------------
 
 
-def test_two_agents_have_no_more_in_flight_than_the_job_may() -> None:
+def test_two_agents_have_no_more_in_flight_than_the_job_may(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(5)) as (server, a, b):
             a.push(20)
@@ -145,20 +184,20 @@ def test_two_agents_have_no_more_in_flight_than_the_job_may() -> None:
                 for client in (a, b):
                     client.end(len(client.live))
             assert server.stats()["peak"] == 5
-            await quiet(server, a, b)
+            await quiet(server, traffic, a, b)
             assert server.stats()["running"] == server.stats()["waiting"] == 0
 
     run(body)
 
 
-def test_the_oldest_step_goes_first_in_any_order_of_requests() -> None:
+def test_the_oldest_step_goes_first_in_any_order_of_requests(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(1)) as (server, a, b):
             a.push(1, step=5)
             await a.until(lambda: a.live)
             a.push(2, step=6)
             b.push(2, step=4)
-            await quiet(server, a, b)
+            await quiet(server, traffic, a, b)
             a.end()
             for n in (1, 2):
                 await b.until(lambda n=n: len(b.started) == n)
@@ -169,28 +208,28 @@ def test_the_oldest_step_goes_first_in_any_order_of_requests() -> None:
     run(body)
 
 
-def test_agents_with_the_same_step_take_turns() -> None:
+def test_agents_with_the_same_step_take_turns(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(4)) as (server, a, b):
             for _ in range(10):  # a has served more before, so that its requests have higher numbers
                 a.push(4, step=0)
                 await a.until(lambda: len(a.live) == 4)
                 a.end(4)
-            await quiet(server, a, b)
+            await quiet(server, traffic, a, b)
             a.started.clear()
             a.push(20)
             b.push(20)
             for _ in range(5):
-                await quiet(server, a, b)
+                await quiet(server, traffic, a, b)
                 a.end(len(a.live))
                 b.end(len(b.live))
-            await quiet(server, a, b)
+            await quiet(server, traffic, a, b)
             assert abs(len(a.started) - len(b.started)) <= 4
 
     run(body)
 
 
-def test_requests_a_minute_hold_for_the_job() -> None:
+def test_requests_a_minute_hold_for_the_job(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(100, rpm=1200)) as (server, a, b):
             a.push(20)
@@ -201,14 +240,14 @@ def test_requests_a_minute_hold_for_the_job() -> None:
             assert begun[-1] - begun[0] >= 0.9
             assert a.started
             assert b.started
-            await quiet(server, a, b)
+            await quiet(server, traffic, a, b)
             assert server.stats()["rate_limit_wait_s"] > 0.5
             assert a.limiter.queues[""].waited_s > 0.5
 
     run(body)
 
 
-def test_tokens_a_minute_hold_for_the_job_and_are_corrected() -> None:
+def test_tokens_a_minute_hold_for_the_job_and_are_corrected(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(100, tpm=1200)) as (server, a, b):
             a.push(1, tokens=60)
@@ -216,7 +255,7 @@ def test_tokens_a_minute_hold_for_the_job_and_are_corrected() -> None:
             b.push(1, tokens=40)
             await b.until(lambda: b.live)
             a.end(extra_tokens=40)  # as if it had been 100, five seconds' worth: all that may go at once
-            await quiet(server, a, b)
+            await quiet(server, traffic, a, b)
             begin = time.time()
             b.push(1, tokens=20)
             await b.until(lambda: len(b.started) == 2)
@@ -225,14 +264,14 @@ def test_tokens_a_minute_hold_for_the_job_and_are_corrected() -> None:
     run(body)
 
 
-def test_endpoints_have_limits_of_their_own_job_wide() -> None:
+def test_endpoints_have_limits_of_their_own_job_wide(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(10, endpoints={"slow": Limits(2)})) as (server, a, b):
             a.push(3, endpoint="slow")
             b.push(3, endpoint="slow")
             b.push(3)
             await b.until(lambda: sum(item.endpoint == "" for item in b.started) == 3)
-            await quiet(server, a, b)
+            await quiet(server, traffic, a, b)
             assert Counter(item.endpoint for item in a.started + b.started) == {"slow": 2, "": 3}
             assert server.stats()["running"] == 5
             assert a.limiter.queues["slow"].waiting() + b.limiter.queues["slow"].waiting() == 4
@@ -240,15 +279,15 @@ def test_endpoints_have_limits_of_their_own_job_wide() -> None:
     run(body)
 
 
-def test_an_adaptive_limit_falls_for_all_when_one_is_turned_away() -> None:
+def test_an_adaptive_limit_falls_for_all_when_one_is_turned_away(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(10, adaptive=True)) as (server, a, b):
             a.push(20)
             b.push(20)
-            await quiet(server, a, b)
+            await quiet(server, traffic, a, b)
             first = a if a.live else b
             first.end(3, overloaded=True, error=TimeoutError())  # one flight: one cut
-            await quiet(server, a, b)
+            await quiet(server, traffic, a, b)
             assert server.stats()["limit"] == {"": 7}
             assert len(a.live) + len(b.live) == 7
             for client in (a, b):
@@ -257,20 +296,20 @@ def test_an_adaptive_limit_falls_for_all_when_one_is_turned_away() -> None:
             for _ in range(3):
                 for client in (a, b):
                     client.end(len(client.live))
-                await quiet(server, a, b)
+                await quiet(server, traffic, a, b)
             assert server.stats()["limit"][""] > 7
 
     run(body)
 
 
-def test_a_pause_for_one_agent_holds_for_all() -> None:
+def test_a_pause_for_one_agent_holds_for_all(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(2)) as (server, a, b):
             a.push(1)
             await a.until(lambda: a.live)
             begin = time.time()
             a.limiter.queues[""].pause(0.5)
-            await quiet(server, a)
+            await quiet(server, traffic, a)
             a.end(overloaded=True, error=TimeoutError())
             b.push(1)
             await b.until(lambda: b.live)
@@ -279,20 +318,19 @@ def test_a_pause_for_one_agent_holds_for_all() -> None:
     run(body)
 
 
-def test_what_is_said_in_one_turn_of_the_loop_is_one_message() -> None:
+def test_what_is_said_in_one_turn_of_the_loop_is_one_message(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(100), clients=1) as (server, a):
-            await quiet(server, a)
-            heard: list[Any] = []
-            take = server._take
-            server._take = lambda holder, message: (heard.append(message), take(holder, message))
+            await quiet(server, traffic, a)
+            before = len(traffic.said[traffic.of(a)])
             a.push(60)
             a.push(40)
             await a.until(lambda: len(a.live) == 100)
             a.end(100)
             a.push(7)
             await a.until(lambda: len(a.live) == 7)
-            assert [{kind: len(what) for kind, what in message.items()} for message in heard] == [
+            said = traffic.said[traffic.of(a)][before:]
+            assert [{kind: len(what) for kind, what in message.items()} for message in said] == [
                 {"wants": 100},
                 {"ends": 100, "wants": 7},
             ]
@@ -303,18 +341,18 @@ def test_what_is_said_in_one_turn_of_the_loop_is_one_message() -> None:
 # --- what is wanted no more -----------------------------------------------------------------------------------------
 
 
-def test_cancelled_requests_leave_the_line_and_take_no_permit_from_others() -> None:
+def test_cancelled_requests_leave_the_line_and_take_no_permit_from_others(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(1)) as (server, a, b):
             items = a.push(100)
             await a.until(lambda: a.live)
             b.push(1, step=2)
-            await quiet(server, a, b)
+            await quiet(server, traffic, a, b)
             for item in items:
                 item.wanted = False
             a.end(error=asyncio.CancelledError())
             await b.until(lambda: b.live)
-            await quiet(server, a, b)
+            await quiet(server, traffic, a, b)
             stats = server.stats()
             assert (stats["running"], stats["waiting"]) == (1, 0)
             assert len(a.started) == 1
@@ -322,10 +360,10 @@ def test_cancelled_requests_leave_the_line_and_take_no_permit_from_others() -> N
     run(body)
 
 
-def test_a_permit_that_comes_too_late_goes_back() -> None:
+def test_a_permit_that_comes_too_late_goes_back(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(1)) as (server, a, b):
-            await quiet(server, a, b)
+            await quiet(server, traffic, a, b)
             (item,) = a.push(1)
             await asyncio.sleep(0)  # it is on its way
             item.wanted = False
@@ -340,15 +378,15 @@ def test_a_permit_that_comes_too_late_goes_back() -> None:
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_permits_of_an_agent_that_dies_are_free() -> None:
+def test_the_permits_of_an_agent_that_dies_are_free(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(3)) as (server, a, b):
             a.push(10)
             await a.until(lambda: len(a.live) == 3)
             b.push(3, step=2)
-            await quiet(server, b)
+            await quiet(server, traffic, b)
             assert not b.started
-            a.shared._wire._transport.abort()
+            traffic.cut(a)
             await b.until(lambda: len(b.live) == 3)
             assert server.stats()["holders"] == {"agent 1": 3}
             assert server.stats()["waiting"] == 0
@@ -374,13 +412,13 @@ def test_an_agent_that_comes_again_takes_the_place_of_the_one_before() -> None:
     run(body)
 
 
-def test_agents_hear_at_once_that_the_server_is_gone() -> None:
+def test_agents_hear_at_once_that_the_server_is_gone(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(1)) as (server, a, b):
             a.push(2)
             await a.until(lambda: a.live)
             b.push(1)
-            await quiet(server, b)
+            await quiet(server, traffic, b)
             await server.close()
             for client in (a, b):
                 await client.until(lambda client=client: client.lost)
@@ -406,19 +444,17 @@ def test_a_missing_server_is_reported() -> None:
 
 def test_nobody_is_served_without_the_key() -> None:
     async def body() -> None:
-        async with serving(Limits(1), clients=0) as (server,):
-            host, port, _key = server._address = await _address(server)
-            stranger = Client(Limits(1), Address(host, port, "guess"), "stranger")
-            stranger.push(1)
-            await stranger.until(lambda: stranger.lost)
-            assert not stranger.started
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(b"x" * 100_000)
-            assert await reader.read() == b""
-            writer.close()
-
-    async def _address(server: LimitServer) -> tuple[str, int, str]:
-        return (*server._server.sockets[0].getsockname()[:2], server._key)
+        server = LimitServer(Limits(1))
+        host, port, _key = await server.open()
+        stranger = Client(Limits(1), Address(host, port, "guess"), "stranger")
+        stranger.push(1)
+        await stranger.until(lambda: stranger.lost)
+        assert not stranger.started
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"x" * 100_000)
+        assert await reader.read() == b""
+        writer.close()
+        await server.close()
 
     run(body)
 
@@ -440,7 +476,7 @@ def test_close_frees_what_is_held_without_an_error() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_in_any_order_nothing_is_lost_and_no_limit_is_passed(seed: int) -> None:
+def test_in_any_order_nothing_is_lost_and_no_limit_is_passed(seed: int, traffic: Traffic) -> None:
     async def body() -> None:
         rng = random.Random(seed)
         limits = Limits(6, endpoints={"e": Limits(2)})
@@ -454,10 +490,10 @@ def test_in_any_order_nothing_is_lost_and_no_limit_is_passed(seed: int) -> None:
                 elif act < 0.75 and client.live:
                     client.end(rng.randrange(1, len(client.live) + 1), overloaded=rng.random() < 0.1)
                 elif act < 0.9:
-                    for _queue, item in list(client.shared._waiting.values())[:1]:
+                    for item in [item for item in client.pushed if item.wanted and not item.begun][:1]:
                         item.wanted = False
                 elif turn > 60 and len(clients) > 1:
-                    client.shared._wire._transport.abort()
+                    traffic.cut(client)
                     clients.remove(client)
                     dead.append(client)
                 await asyncio.sleep(rng.choice([0, 0, 0.002]))
@@ -468,7 +504,7 @@ def test_in_any_order_nothing_is_lost_and_no_limit_is_passed(seed: int) -> None:
                 await asyncio.sleep(0.002)
                 for c in clients:
                     c.end(len(c.live))
-            await quiet(server, *clients)
+            await quiet(server, traffic, *clients)
             stats = server.stats()
             assert (stats["running"], stats["waiting"]) == (0, 0)
             assert stats["peak"] <= 6
@@ -570,17 +606,15 @@ def test_an_agent_that_loses_the_server_fails_its_steps() -> None:
     run(body, deadline_s=3.0)
 
 
-def test_messages_are_plain_json() -> None:
+def test_messages_are_plain_json(traffic: Traffic) -> None:
     async def body() -> None:
         async with serving(Limits(1), clients=1) as (server, a):
-            seen: list[bytes] = []
-            await quiet(server, a)
-            wire = a.shared._wire
-            received = wire.data_received
-            wire.data_received = lambda data: (seen.append(data), received(data))
+            await quiet(server, traffic, a)
+            heard = traffic.heard[traffic.of(a)]
+            before = len(heard)
             a.push(1)
             await a.until(lambda: a.live)
-            assert json.loads(b"".join(seen)) == {"grants": [1], "levels": []}
+            assert json.loads(b"".join(heard[before:])) == {"grants": [1], "levels": []}
             assert server.stats()["holders"] == {"agent 0": 1}
 
     run(body)

@@ -16,8 +16,21 @@ from dataflow.rewards.remote import agent as remote
 from dataflow.rewards.remote.agent import RemoteAgent
 from dataflow.rewards.remote.host import RewardHost
 
-FACTORIES: dict[int, Callable[[], RewardAgent]] = {}
+FACTORIES: dict[int, partial[RewardAgent]] = {}
 """They stay here, with what they share with their test, while their number travels."""
+BUILT: list[tuple[RewardAgent, Cut | None]] = []
+"""The agent that was built last, and its way to the ledger."""
+
+
+class Cut:
+    """What one actor has of a ledger, until it dies."""
+
+    def __init__(self, ledger: Any) -> None:
+        self._ledger = ledger
+        self.dead = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ledger, name) if not self.dead else lambda *_values: {}
 
 
 class Actor:
@@ -25,11 +38,18 @@ class Actor:
 
     Args:
         delays_s: how long each call is on its way, in turn.
+        actors: where it is found by the name of its agent, once it has one.
+
+    Attributes:
+        agent: that lives in the actor, once it is built.
     """
 
-    def __init__(self, delays_s: Iterator[float] | None = None) -> None:
+    def __init__(self, delays_s: Iterator[float] | None = None, actors: dict[str, Actor] | None = None) -> None:
         self.host = RewardHost()
+        self.agent: RewardAgent | None = None
         self.dead = False
+        self._ledger: Cut | None = None
+        self._actors = {} if actors is None else actors
         self._delays_s = delays_s or repeat(0.0)
         self._calls: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}
 
@@ -44,13 +64,16 @@ class Actor:
         elif name == "build":
             blob, of, _limits, _anchor, _imports = values
             answer.set_result(_at_once(self.host.build(blob, of)))
+            self.agent, self._ledger = BUILT.pop()
+            self._actors[of] = self
         elif name == "share":  # each has the whole job's limits
             answer.set_result(None)
         elif name == "alive":
             pass
         else:
             if name == "close":
-                self.host._agent.ledger = None  # which would be closed in a thread
+                assert self.agent is not None
+                self.agent.ledger = None  # which would be closed in a thread
             work = loop.create_task(self._run(getattr(self.host, name), values, next(self._delays_s)))
             self._calls[work] = answer
             work.add_done_callback(self._done)
@@ -81,14 +104,11 @@ class Actor:
                 self._lose(answer)
         for work in self._calls:
             work.cancel()
-        for serving in self.host._serving.values():
-            serving.cancel()
-        if not self.host._built.is_set():
-            return
-        agent = self.host._agent
-        agent.ledger = agent._jobs._ledger = None  # what it hears of its calls from now on nobody learns
-        for state in list(agent.steps.live.values()):
-            agent.steps.fail(state, "killed", None)
+        if self._ledger is not None:
+            self._ledger.dead = True  # what it hears of its calls from now on nobody learns
+        if self.agent is not None:
+            for state in list(self.agent.steps.live.values()):
+                self.agent.steps.fail(state, "killed", None)
 
     def _lose(self, answer: asyncio.Future[Any]) -> None:
         from ray.exceptions import RayActorError
@@ -129,33 +149,52 @@ class Book:
 
 
 def built(number: int) -> RewardAgent:
-    from tests.rewards.remote.actor_rig import FACTORIES  # not the copy that travels with this function
+    from tests.rewards.remote.actor_rig import BUILT, FACTORIES, Cut  # not the copies that travel with this function
 
-    return FACTORIES[number]()
+    make = FACTORIES[number]
+    ledger = make.keywords.get("ledger")
+    cut = None if ledger is None else Cut(ledger)
+    agent: RewardAgent = make() if cut is None else make(ledger=cut)
+    BUILT.append((agent, cut))
+    return agent
 
 
-def remote_agents(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[..., RewardAgent], delays_s: Iterator[float] | None = None
-) -> Callable[..., RemoteAgent]:
-    """Returns a function that takes the arguments of ``make`` and returns such an agent, in two actors.
+class RemoteAgents:
+    """Makes remote agents whose actors live in this process; called with the arguments of ``make``.
 
     Args:
         monkeypatch: takes the place of Ray.
         make: returns an agent.
         delays_s: how long each call of an actor is on its way, in turn.
     """
-    import ray
 
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray, "put", lambda value: value)
-    monkeypatch.setattr(ray, "kill", Actor.kill)
-    monkeypatch.setattr(remote, "start", lambda _options: Actor(delays_s))
-    monkeypatch.setattr(remote, "answers", lambda refs: [ref.result() for ref in refs])
-    monkeypatch.setattr(remote, "start_limits", lambda _limits: (Actor(), ("", 0)))
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        make: Callable[..., RewardAgent],
+        delays_s: Iterator[float] | None = None,
+    ) -> None:
+        import ray
 
-    def agent(*values: Any, actors: int = 2, **options: Any) -> RemoteAgent:
+        self._make = make
+        self._actors: dict[str, Actor] = {}
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(ray, "put", lambda value: value)
+        monkeypatch.setattr(ray, "kill", Actor.kill)
+        monkeypatch.setattr(remote, "start", lambda _options: Actor(delays_s, self._actors))
+        monkeypatch.setattr(remote, "answers", lambda refs: [ref.result() for ref in refs])
+        monkeypatch.setattr(remote, "start_limits", lambda _limits: (Actor(), ("", 0)))
+
+    def __call__(self, *values: Any, actors: int = 2, **options: Any) -> RemoteAgent:
         number = len(FACTORIES)
-        FACTORIES[number] = partial(make, *values, **options)
+        FACTORIES[number] = partial(self._make, *values, **options)
         return RemoteAgent(partial(built, number), actors=actors, restarts=99)
 
-    return agent
+    def kill(self, number: int) -> None:
+        """Kills an actor of the last agent, or the one that has replaced it."""
+        self._actors[f"reward {number}"].kill()
+
+    @property
+    def hosted(self) -> list[RewardAgent]:
+        """What lives in the actors of the last agent, in their order."""
+        return [actor.agent for _name, actor in sorted(self._actors.items()) if actor.agent is not None]

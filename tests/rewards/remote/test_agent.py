@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from dataflow.policy import SchedulingPolicy
 from dataflow.reward_agent import Limits, Retry, RewardAgent
 from dataflow.rewards.ledger.ledger import Ledger
 from dataflow.rewards.limits.shared import start_limits
+from dataflow.rewards.remote import agent as remote_agent
 from dataflow.rewards.remote.agent import RemoteAgent
 from dataflow.rewards.remote.host import RewardHost, needed
 from dataflow.running.services.agent import host_agent
@@ -144,6 +145,40 @@ def scoring(**options: Any) -> RewardAgent:
 FAILING = (13, 15)
 
 
+class Handles:
+    """The actors of agents, in the order in which they were started."""
+
+    def __init__(self) -> None:
+        self.rewards: list[Any] = []
+        self.limits: list[Any] = []
+
+    def __enter__(self) -> Handles:
+        self._patches = pytest.MonkeyPatch()
+        start, start_limits = remote_agent.start, remote_agent.start_limits
+
+        def kept(options: Mapping[str, Any]) -> Any:
+            self.rewards.append(start(options))
+            return self.rewards[-1]
+
+        def limits_kept(limits: Limits) -> tuple[Any, Any]:
+            actor, address = start_limits(limits)
+            self.limits.append(actor)
+            return actor, address
+
+        self._patches.setattr(remote_agent, "start", kept)
+        self._patches.setattr(remote_agent, "start_limits", limits_kept)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.undo()
+
+
+@pytest.fixture
+def handles() -> Iterator[Handles]:
+    with Handles() as found:
+        yield found
+
+
 @asynccontextmanager
 async def remote(factory: Callable[..., RewardAgent], **options: Any) -> AsyncIterator[RemoteAgent]:
     agent = RemoteAgent(factory, **options)
@@ -154,7 +189,7 @@ async def remote(factory: Callable[..., RewardAgent], **options: Any) -> AsyncIt
 
 
 @pytest.fixture(scope="module")
-def running(local_ray: None) -> Iterator[tuple[asyncio.Runner, Judge, RemoteAgent]]:
+def running(local_ray: None) -> Iterator[tuple[asyncio.Runner, Judge, RemoteAgent, Handles]]:
     """An agent of two actors for the tests that kill none, its judge, and the event loop of both."""
     with asyncio.Runner() as runner:
 
@@ -164,16 +199,23 @@ def running(local_ray: None) -> Iterator[tuple[asyncio.Runner, Judge, RemoteAgen
             port = server.sockets[0].getsockname()[1]
             return judge, server, RemoteAgent(partial(asking, port, limits=Limits(6)), actors=2)
 
-        judge, server, agent = runner.run(start())
-        yield runner, judge, agent
+        with Handles() as handles:
+            judge, server, agent = runner.run(start())
+        yield runner, judge, agent, handles
         runner.run(agent.close())
         server.close()
 
 
 @pytest.fixture
-def here(running: tuple[asyncio.Runner, Judge, RemoteAgent]) -> Callable[..., None]:
+def actors(running: tuple[asyncio.Runner, Judge, RemoteAgent, Handles]) -> Handles:
+    """The actors of that agent."""
+    return running[-1]
+
+
+@pytest.fixture
+def here(running: tuple[asyncio.Runner, Judge, RemoteAgent, Handles]) -> Callable[..., None]:
     """Runs a test of that agent."""
-    runner, judge, agent = running
+    runner, judge, agent, _handles = running
     judge.asked, judge.held, judge.delay_s, judge.most = [], set(), 0.0, 0
 
     async def limited(test: Callable[[Judge, RemoteAgent], Coroutine[Any, Any, None]]) -> None:
@@ -242,7 +284,9 @@ def test_the_first_groups_to_finish_come_first_whichever_actor_has_them(here: Ca
     here(body)
 
 
-def test_steps_are_never_mixed_and_no_more_is_in_flight_than_the_job_may(here: Callable[..., None]) -> None:
+def test_steps_are_never_mixed_and_no_more_is_in_flight_than_the_job_may(
+    here: Callable[..., None], actors: Handles
+) -> None:
     async def body(judge: Judge, agent: RemoteAgent) -> None:
         judge.delay_s = 0.005
         for step in (1, 2, 3):
@@ -258,7 +302,7 @@ def test_steps_are_never_mixed_and_no_more_is_in_flight_than_the_job_may(here: C
         assert scores(await agent.collect("val")) == expected(range(4), step=9)
         assert Counter(judge.asked).most_common(1)[0][1] == 1
         assert judge.most == 6
-        assert (await agent._limits_actor.stats.remote())["peak"] == 6
+        assert (await actors.limits[0].stats.remote())["peak"] == 6
 
     here(body)
 
@@ -346,7 +390,9 @@ def test_failed_groups_are_replaced_by_any_actors() -> None:
 
 
 @pytest.mark.parametrize(("step", "order"), [(60, "arrival"), (61, "index")])
-def test_sets_come_while_others_are_collected(here: Callable[..., None], step: int, order: Any) -> None:
+def test_sets_come_while_others_are_collected(
+    here: Callable[..., None], step: int, order: Any, actors: Handles
+) -> None:
     async def body(judge: Judge, agent: RemoteAgent) -> None:
         judge.held = {f"{step}/1.", f"{step}/6."}
         submit = partial(samples, n=1, step=step)
@@ -366,13 +412,13 @@ def test_sets_come_while_others_are_collected(here: Callable[..., None], step: i
         assert [scores(part) for part in got] == [expected(groups, n=1, step=step) for groups in ids]
         assert ["step" in part.meta for part in got] == [False, False, True]
         assert Counter(judge.asked).most_common(1)[0][1] == 1
-        await over(agent)
+        await over(actors)
 
     here(body)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_cancel_ends_all_sets_of_a_step(here: Callable[..., None], at_once: bool) -> None:
+def test_a_cancel_ends_all_sets_of_a_step(here: Callable[..., None], at_once: bool, actors: Handles) -> None:
     async def body(judge: Judge, agent: RemoteAgent) -> None:
         step = 70 + at_once
         judge.held = {f"{step}/"}
@@ -387,15 +433,15 @@ def test_a_cancel_ends_all_sets_of_a_step(here: Callable[..., None], at_once: bo
             await waiting
         with pytest.raises(RewardFailed, match="cancelled"):
             agent.submit(step, samples(1, first=3, step=step), more=True)
-        await over(agent)
+        await over(actors)
         await judge.until(lambda: judge.now == 0)
 
     here(body)
 
 
-async def over(agent: RemoteAgent) -> None:
+async def over(actors: Handles) -> None:
     """Waits until no actor has a step."""
-    while sum([(await shard.actor.stats.remote())["steps"] for shard in agent._shards]):
+    while sum([(await actor.stats.remote())["steps"] for actor in actors.rewards]):
         await asyncio.sleep(0.01)
 
 
@@ -428,7 +474,7 @@ def test_an_agent_that_is_killed_frees_its_permits_and_the_other_goes_on() -> No
     run(body)
 
 
-def test_all_actors_have_one_rate_and_the_death_of_the_limits_is_told() -> None:
+def test_all_actors_have_one_rate_and_the_death_of_the_limits_is_told(handles: Handles) -> None:
     async def body() -> None:
         import ray
 
@@ -443,7 +489,7 @@ def test_all_actors_have_one_rate_and_the_death_of_the_limits_is_told() -> None:
             agent.submit(2, samples(2, step=2))
             waiting = asyncio.ensure_future(agent.collect(2))
             await judge.until(lambda: judge.now >= 2)
-            ray.kill(agent._limits_actor)
+            ray.kill(handles.limits[0])
             with pytest.raises(RewardFailed, match=r"shared (reward )?limits"):
                 await waiting
             with pytest.raises(RewardFailed, match=r"shared (reward )?limits"):
@@ -455,7 +501,7 @@ def test_all_actors_have_one_rate_and_the_death_of_the_limits_is_told() -> None:
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_actor_that_dies_is_replaced_and_nothing_is_lost_or_paid_for_twice(tmp_path: Path) -> None:
+def test_an_actor_that_dies_is_replaced_and_nothing_is_lost_or_paid_for_twice(tmp_path: Path, handles: Handles) -> None:
     async def body() -> None:
         import ray
 
@@ -470,7 +516,7 @@ def test_an_actor_that_dies_is_replaced_and_nothing_is_lost_or_paid_for_twice(tm
                 book = Ledger(tmp_path / "ledger.sqlite", "run")
                 while book.totals()["answered"] < 13:
                     await asyncio.sleep(0.01)
-                ray.kill(agent._shards[0].actor)
+                ray.kill(handles.rewards[0])
                 await judge.until(lambda: judge.now <= 6)
                 rest = asyncio.ensure_future(agent.collect(1))
                 await judge.let()
@@ -485,7 +531,7 @@ def test_an_actor_that_dies_is_replaced_and_nothing_is_lost_or_paid_for_twice(tm
                 agent.submit(3, samples(4, step=3))
                 assert scores(await agent.collect(3)) == expected(range(4), step=3)
                 judge.held = {"4/"}  # ray.kill returns before its victim has died, which may answer once more
-                ray.kill(agent._shards[1].actor)
+                ray.kill(handles.rewards[1])
                 with pytest.raises(RewardFailed, match="after 1 that were replaced"):
                     await agent.collect(agent.submit(4, samples(2, step=4)).step)
 
@@ -497,7 +543,7 @@ async def lasting(actor: Any) -> None:
         await actor.stats.remote()
 
 
-def test_close_ends_the_actors_and_all_who_wait() -> None:
+def test_close_ends_the_actors_and_all_who_wait(handles: Handles) -> None:
     async def body() -> None:
         from ray.exceptions import RayActorError
 
@@ -511,7 +557,7 @@ def test_close_ends_the_actors_and_all_who_wait() -> None:
             await agent.close()
             with pytest.raises(RewardFailed, match="closed"):
                 await waiting
-            for actor in [agent._limits_actor, *(shard.actor for shard in agent._shards)]:
+            for actor in [*handles.limits, *handles.rewards]:
                 with pytest.raises(RayActorError):
                     await lasting(actor)
             await judge.until(lambda: judge.now == 0)

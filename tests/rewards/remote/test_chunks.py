@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,8 @@ from dataflow.batch import Batch
 from dataflow.cluster.log import KeptLines
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Limits, RewardAgent
-from dataflow.rewards.remote.agent import RemoteAgent
 from tests.rewards.groups.group_rig import BROKEN, Reward, agent_of, samples
-from tests.rewards.remote.actor_rig import Book, remote_agents
+from tests.rewards.remote.actor_rig import Book, RemoteAgents
 from tests.rigs.virtual_time import run_virtual
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
@@ -25,13 +23,14 @@ LATE = ("after", 10)
 
 
 @pytest.fixture
-def remote_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RemoteAgent]:
-    return remote_agents(monkeypatch, agent_of)
+def remote_of(monkeypatch: pytest.MonkeyPatch) -> RemoteAgents:
+    return RemoteAgents(monkeypatch, agent_of)
 
 
-def hosts(agent: RemoteAgent) -> list[RewardAgent]:
-    """Returns what lives in the actors."""
-    return [shard.actor.host._agent for shard in agent._shards]
+def busy(host: RewardAgent) -> tuple[int, int]:
+    """Returns the number of live steps, and of slots in use."""
+    stats = host.stats()
+    return stats["steps"], stats["running"]
 
 
 def names(groups: Any, n: int = 2) -> list[str]:
@@ -115,18 +114,19 @@ def test_what_is_collected_is_what_an_agent_here_gives(seed: int, monkeypatch: p
     async def in_actors() -> list[Batch]:
         reward, book = Once(**plan.takes), Book()
         reward.book = book
-        agent = remote_agents(monkeypatch, agent_of, iter(plan.delays_s))(reward, plan.rule, ledger=book)
+        remote_of = RemoteAgents(monkeypatch, agent_of, iter(plan.delays_s))
+        agent = remote_of(reward, plan.rule, ledger=book)
 
         async def kill(at: float, which: int) -> None:
             await asyncio.sleep(at)
-            agent._shards[which].actor.kill()
+            remote_of.kill(which)
 
         killing = [asyncio.ensure_future(kill(*each)) for each in plan.kills]
         parts = await plan.collected(agent)
         await asyncio.gather(*killing)
         await asyncio.sleep(5)
         assert agent.stats()["actors_died"] <= len(plan.kills), "one that is dead already is not killed again"
-        for host in hosts(agent):
+        for host in remote_of.hosted:
             assert not host.steps.live, "nobody wants more of it"
         assert max(Counter(reward.begun).values()) <= 1 + len(plan.kills)
         await agent.close()
@@ -149,27 +149,27 @@ def test_what_is_collected_is_what_an_agent_here_gives(seed: int, monkeypatch: p
 # --- deaths ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_actor_that_dies_between_sets_is_given_the_next_one_alone(remote_of: Callable[..., RemoteAgent]) -> None:
+def test_an_actor_that_dies_between_sets_is_given_the_next_one_alone(remote_of: RemoteAgents) -> None:
     async def body() -> None:
         reward = Reward()
         agent = remote_of(reward)  # without a ledger: nothing is owed
         agent.submit(1, samples(4), more=True)
         assert (await agent.collect(1, 4)).ids == (0, 1, 2, 3)
-        for shard in agent._shards:
-            shard.actor.kill()
+        for number in range(2):
+            remote_of.kill(number)
         await asyncio.sleep(1)
         agent.submit(1, samples(4, first=4), more=True)
         assert (await agent.collect(1, 4, last=True)).ids == (4, 5, 6, 7)
         assert sorted(reward.begun) == names(range(8))
         assert agent.stats()["actors_died"] == 2
-        assert [host.steps.counts["requested"] for host in hosts(agent)] == [4, 4]
+        assert [host.steps.counts["requested"] for host in remote_of.hosted] == [4, 4]
         await agent.close()
 
     run_virtual(body)
 
 
 def test_an_actor_that_dies_in_mid_set_hands_on_what_it_owes_of_all_sets(
-    remote_of: Callable[..., RemoteAgent],
+    remote_of: RemoteAgents,
 ) -> None:
     async def body() -> None:
         reward = Reward(_2_1=LATE, _4_0=LATE)
@@ -177,7 +177,7 @@ def test_an_actor_that_dies_in_mid_set_hands_on_what_it_owes_of_all_sets(
         agent.submit(1, samples(3), more=True)
         agent.submit(1, samples(3, first=3), more=True)
         await asyncio.sleep(1)
-        agent._shards[0].actor.kill()
+        remote_of.kill(0)
         agent.submit(1, samples(2, first=6), more=True)  # its death is not known yet
         assert (await agent.collect(1, 8, last=True)).ids == tuple(range(8))
         # Groups 2 and 4 come from two sets; what was answered of them is in the ledger.
@@ -189,7 +189,7 @@ def test_an_actor_that_dies_in_mid_set_hands_on_what_it_owes_of_all_sets(
 
 
 def test_actors_that_die_between_chunks_and_in_the_middle_of_one_are_given_what_is_owed(
-    remote_of: Callable[..., RemoteAgent],
+    remote_of: RemoteAgents,
 ) -> None:
     async def body() -> None:
         reward = Reward(_6_1=LATE)
@@ -203,11 +203,11 @@ def test_actors_that_die_between_chunks_and_in_the_middle_of_one_are_given_what_
 
         agent.submit(1, samples(4), more=True)
         assert await collect(4) == [0, 1, 2, 3]
-        agent._shards[0].actor.kill()
+        remote_of.kill(0)
         await asyncio.sleep(1)
         agent.submit(1, samples(4, first=4), more=True)
         assert await collect(3) == [4, 5, 7]
-        agent._shards[0].actor.kill()
+        remote_of.kill(0)
         await asyncio.sleep(1)
         agent.submit(1, samples(2, first=8), more=True)
         assert await collect(3, last=True) == [6, 8, 9]
@@ -221,7 +221,7 @@ def test_actors_that_die_between_chunks_and_in_the_middle_of_one_are_given_what_
 
 
 def test_without_a_ledger_the_death_of_an_actor_cancels_the_step_in_the_others(
-    remote_of: Callable[..., RemoteAgent],
+    remote_of: RemoteAgents,
 ) -> None:
     async def body() -> None:
         reward = Reward(**dict.fromkeys(names(range(4)), "never"))
@@ -230,7 +230,7 @@ def test_without_a_ledger_the_death_of_an_actor_cancels_the_step_in_the_others(
         waiting = asyncio.ensure_future(agent.collect(1))
         await asyncio.sleep(1)
         assert sorted(reward.begun) == names(range(4))
-        agent._shards[1].actor.kill()
+        remote_of.kill(1)
         with pytest.raises(RewardFailed, match=r"'reward 1' died with 2 groups to come .*; with a ledger"):
             await waiting
         await asyncio.sleep(1)
@@ -240,12 +240,12 @@ def test_without_a_ledger_the_death_of_an_actor_cancels_the_step_in_the_others(
     run_virtual(body)
 
 
-def test_without_a_ledger_a_death_in_mid_set_ends_the_step(remote_of: Callable[..., RemoteAgent]) -> None:
+def test_without_a_ledger_a_death_in_mid_set_ends_the_step(remote_of: RemoteAgents) -> None:
     async def body() -> None:
         agent = remote_of(Reward(_0_1=LATE))
         agent.submit(1, samples(2), more=True)
         await asyncio.sleep(1)
-        agent._shards[0].actor.kill()
+        remote_of.kill(0)
         with pytest.raises(RewardFailed, match=r"'reward 0' died with 1 groups to come .*; with a ledger"):
             await agent.collect(1, 3)
         with pytest.raises(RewardFailed, match="with a ledger"):
@@ -258,7 +258,7 @@ def test_without_a_ledger_a_death_in_mid_set_ends_the_step(remote_of: Callable[.
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_cancel_between_sets_ends_the_step_everywhere(remote_of: Callable[..., RemoteAgent]) -> None:
+def test_a_cancel_between_sets_ends_the_step_everywhere(remote_of: RemoteAgents) -> None:
     async def body() -> None:
         reward = Reward(_1_1="never")
         agent = remote_of(reward)
@@ -271,7 +271,7 @@ def test_a_cancel_between_sets_ends_the_step_everywhere(remote_of: Callable[...,
             await waiting
         await asyncio.sleep(1)
         assert reward.cancelled == ["1.1"]
-        assert [(host.steps.live, host._limiter.running) for host in hosts(agent)] == [({}, 0)] * 2
+        assert [busy(host) for host in remote_of.hosted] == [(0, 0)] * 2
         with pytest.raises(RewardFailed, match="step 1: its reward requests were cancelled"):
             agent.submit(1, samples(1, first=2), more=True)
         assert sorted(reward.begun) == names(range(2))
@@ -286,21 +286,22 @@ def test_a_cancel_comes_after_what_it_cancels(monkeypatch: pytest.MonkeyPatch, m
         reward = Reward(**dict.fromkeys(names(range(4)), "never"))
         # Calls overtake each other: each actor's first set is longest on its way.
         delays_s = iter([9.0, 9.0, 5.0, 5.0, *[0.0] * 99])
-        agent = remote_agents(monkeypatch, agent_of, delays_s)(reward)
+        remote_of = RemoteAgents(monkeypatch, agent_of, delays_s)
+        agent = remote_of(reward)
         agent.submit(1, samples(2), more=more)
         if more:
             agent.submit(1, samples(2, first=2), more=True)
         await asyncio.sleep(1)
         agent.cancel(1)
         await asyncio.sleep(20)
-        assert [(host.steps.live, host._limiter.running) for host in hosts(agent)] == [({}, 0)] * 2
+        assert [busy(host) for host in remote_of.hosted] == [(0, 0)] * 2
         assert sorted(reward.cancelled) == sorted(reward.begun)
         await agent.close()
 
     run_virtual(body)
 
 
-def test_actors_share_small_sets_evenly(remote_of: Callable[..., RemoteAgent]) -> None:
+def test_actors_share_small_sets_evenly(remote_of: RemoteAgents) -> None:
     async def body() -> None:
         agent = remote_of(Reward(), actors=3)
         begin = 0
@@ -308,24 +309,24 @@ def test_actors_share_small_sets_evenly(remote_of: Callable[..., RemoteAgent]) -
             agent.submit(1, samples(groups, first=begin), more=True)
             begin += groups
         await agent.collect(1, 9, last=True)
-        assert [host.steps.counts["requested"] for host in hosts(agent)] == [6, 6, 6]
+        assert [host.steps.counts["requested"] for host in remote_of.hosted] == [6, 6, 6]
         await agent.close()
 
     run_virtual(body)
 
 
-def test_a_step_of_one_set_ends_in_its_actors_by_itself(remote_of: Callable[..., RemoteAgent]) -> None:
+def test_a_step_of_one_set_ends_in_its_actors_by_itself(remote_of: RemoteAgents) -> None:
     async def body() -> None:
         agent = remote_of(Reward())
         agent.submit(1, samples(3))
         assert (await agent.collect(1)).meta["step"]["scored"] == 6
-        assert [host.steps.live for host in hosts(agent)] == [{}, {}]
+        assert [host.steps.live for host in remote_of.hosted] == [{}, {}]
         await agent.close()
 
     run_virtual(body)
 
 
-def test_limits_of_endpoints_hold_in_actors_whose_reward_names_them(remote_of: Callable[..., RemoteAgent]) -> None:
+def test_limits_of_endpoints_hold_in_actors_whose_reward_names_them(remote_of: RemoteAgents) -> None:
     class Two(Reward):
         def endpoint(self, solution_str: str, **_arguments: Any) -> str:
             return "odd" if solution_str.endswith("1") else "even"
@@ -342,7 +343,7 @@ def test_limits_of_endpoints_hold_in_actors_whose_reward_names_them(remote_of: C
 
 
 def test_warnings_of_an_actor_reach_the_runs_log(
-    monkeypatch: pytest.MonkeyPatch, logged: list[str], remote_of: Callable[..., RemoteAgent]
+    monkeypatch: pytest.MonkeyPatch, logged: list[str], remote_of: RemoteAgents
 ) -> None:
     kept = KeptLines()
     monkeypatch.setattr("dataflow.rewards.remote.host.KEPT", kept)

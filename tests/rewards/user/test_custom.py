@@ -286,9 +286,6 @@ def test_where_user_code_failed() -> None:
     assert describe(told(lambda: users())) == f"KeyError: 'x' (test_custom.py:{line})"
     assert describe(told(lambda: read_number(None))) == "ValueError: None"
     assert describe(told(lambda: asyncio.run(asyncio.wait_for(asyncio.sleep(60), 0.001)))) == "TimeoutError"
-    far = KeyError("x")
-    far._place = "far.py:3"  # type: ignore[attr-defined]
-    assert describe(far) == "KeyError: 'x' (far.py:3)"
 
 
 @pytest.mark.parametrize(

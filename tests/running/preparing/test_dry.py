@@ -37,8 +37,8 @@ def dry(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         code = main(["run", pipeline, "dry=true", "--json", *keys])
         found = json.loads(capsys.readouterr().out)
         assert sorted(tmp_path.rglob("*")) == before, "a dry run leaves something behind"
-        said = {each["what"]: f"{each['state']}: {each['said']}" for each in found}
-        return code, said, [each["said"] for each in found if each["state"] == "problem"]
+        said = {each["what"]: f"{each['state']}: {each['message']}" for each in found}
+        return code, said, [each["message"] for each in found if each["state"] == "problem"]
 
     return run
 
@@ -122,8 +122,8 @@ def test_memory_is_compared_with_what_is_free_on_the_gpus(
     code, found, problems = dry(*gpu_keys)
     assert (code, problems) == (0, []), problems
     assert found["GPUs"] == "ok: 1 of 1"
-    assert "rollout 40.0 GiB with a KV cache of 3,2" in found["GPU memory"]
-    assert "at most 46.5 GiB of 80.0 GiB" in found["GPU memory"]
+    assert "rollout 48.0 GiB with a KV cache of 3,9" in found["GPU memory"]
+    assert "at most 54.5 GiB of 80.0 GiB" in found["GPU memory"]
     show_gpus(monkeypatch, tmp_path / "bin", 1, used=50)
     _code, _found, (problem,) = dry(*gpu_keys)
     assert "of which other processes use 50.0 GiB: too much for GPU 0; give more ranks" in problem
@@ -144,7 +144,10 @@ def test_memory_of_the_machine_and_its_disk(
     ]  # fmt: skip
     _code, found, problems = dry(*gpu_keys, "checkpoint.every=0", "checkpoint.export=false")
     assert problems == []
-    assert "disk" not in found
+    assert found["disk"] == "ok: 2.0 GiB are free"
+    monkeypatch.setattr(needs, "free_disk", lambda place: 3 << 20)
+    _code, _found, (problem,) = dry(*gpu_keys, "checkpoint.every=0", "checkpoint.export=false")
+    assert problem.startswith("runs=runs: 3 MiB are free, which its trace, samples and metrics soon fill; make room")
 
 
 def test_without_gpus_to_compare_it_with_the_memory_is_said(dry: Dry, gpu_keys: tuple[str, ...]) -> None:

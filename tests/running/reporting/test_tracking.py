@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, RunError
 from dataflow.planning.rewards import Validation
 from dataflow.planning.workload import grpo
 from dataflow.running.reporting.tracking import Tracker, step_metrics, write_summary
@@ -77,6 +78,20 @@ def test_tensorboard_gets_the_numbers_and_nobody_hears_of_it(tmp_path: Path) -> 
     assert [(e.step, e.value) for e in events.Scalars("actor/loss")] == [(1, 0.5), (2, 0.25)]
     assert events.Tags()["scalars"] == ["actor/loss"]
     assert lines(tmp_path / "run")[0]["note"] == "text"
+
+
+def test_an_event_file_on_a_full_disk_is_an_error_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+
+    def full(path: Path, mode: str = "r", **options: Any) -> Any:
+        return opened(Path("/dev/full") if "tfevents" in path.name else path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    with Tracker(tmp_path, ["tensorboard"]) as tracker:
+        for attempt in (lambda: tracker.log(1, {"a": 1.0}), tracker.close):
+            with pytest.raises(RunError, match=r"^metrics of the run .* cannot be written: No space left on device"):
+                attempt()
+    assert [line["step"] for line in lines(tmp_path)] == [1]
 
 
 @pytest.mark.heavy

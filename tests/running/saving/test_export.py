@@ -43,7 +43,8 @@ def test_the_model_of_a_run(tied: bool, tmp_path: Path, tiny_qwen: Path, capfd: 
         "def compute_score(data_source, solution_str, ground_truth, extra_info): return len(solution_str) / 100\n"
     )
     reward = f"custom_reward_function.path={tmp_path / 'reward.py'}"
-    keys = (*SMALL, "steps=3", "val.every=3", f"model.path={start}", reward, f"runs={runs}", "name=a", "--quiet")
+    lora = () if tied else ("trainer.lora.rank=2", "trainer.lr=1e-2", "profile.steps=[2]")
+    keys = (*SMALL, *lora, "steps=3", "val.every=3", f"model.path={start}", reward, f"runs={runs}", "name=a", "--quiet")
     assert main(["run", PIPELINE, *keys]) == 0
     sha256 = json.loads((run / "summary.json").read_text())["weights_sha256"]
 
@@ -59,6 +60,10 @@ def test_the_model_of_a_run(tied: bool, tmp_path: Path, tiny_qwen: Path, capfd: 
     assert main(["export", str(run), "step=2"]) == 0
     assert digest_of(run / "model-2") != sha256
 
+    if lora:
+        check_adapter(run, start, sha256)
+        check_profile(run, capfd)
+
     def refused(*words: str) -> str:
         capfd.readouterr()
         assert main(["export", *words]) == 2
@@ -66,12 +71,50 @@ def test_the_model_of_a_run(tied: bool, tmp_path: Path, tiny_qwen: Path, capfd: 
         assert len(said.splitlines()) == 1, said
         return said
 
-    assert f"{run / 'model'} exists; give another name" in refused(str(run))
+    assert f"{run / 'model'} is there already, from the end of the run or an earlier export" in refused(str(run))
+    if not lora:
+        assert "trained all weights (trainer.lora.rank), so it has no adapter" in refused(str(run), "--adapter")
     assert "there are [2, 3]" in refused(str(run), "step=7")
     assert "no run at" in refused(str(run) + "x")
     (run / "checkpoints" / "step_000003" / "states.pkl").write_bytes(b"")
     assert "no whole checkpoint of that step" in refused(str(run), "step=3", "-o", str(tmp_path / "other"))
     assert not (tmp_path / "other").exists()
+
+
+def check_adapter(run: Path, start: Path, sha256: str) -> None:
+    """The adapter alone, beside the model that the run began with, is the run's model."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from dataflow.engines.verl.model import digest
+
+    assert main(["export", str(run), "--adapter"]) == 0
+    names = {path.name for path in (run / "adapter").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert f"base_model: {start}" in (run / "adapter" / "README.md").read_text()
+    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), str(run / "adapter"))
+    assert digest(dict(whole.merge_and_unload().named_parameters())) == sha256
+
+
+def check_profile(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The tasks of step 2 that compute on the GPUs are profiled, and shown."""
+    found = {path.name for path in (run / "profile").iterdir()}
+    assert {"rollout-2.json.gz", "old_log_prob-2.json.gz", "actor_update-2.1.json.gz"} <= found
+    assert not any("-1." in name or "-3." in name or name.startswith(("stage_", "write_")) for name in found)
+    capfd.readouterr()
+    assert main(["timeline", str(run)]) == 0
+    text = capfd.readouterr().out
+    assert "profiled (profile/merged.json has all of it, for Perfetto):" in text
+    line = next(line for line in text.splitlines() if line.strip().startswith("actor_update[2.1]"))
+    assert "aten::" in line
+    assert "%" in line
+    assert main(["timeline", str(run), "-o", str(run / "mine.json")]) == 0
+    events = [event for event in json.loads((run / "mine.json").read_text()) if "ts" in event]
+    (update,) = [e for e in events if e.get("cat") == "task" and e["args"].get("profile") == "actor_update-2.1.json.gz"]
+    inside = [
+        e for e in events if e.get("name") == "aten::mm" and update["ts"] <= e["ts"] <= update["ts"] + update["dur"]
+    ]
+    assert inside, "the operators lie in their task's span"
 
 
 @pytest.mark.parametrize("words", [["step=x"], ["steps=3"], ["step=1", "step=2"], ["3"]])

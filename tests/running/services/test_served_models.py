@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from dataflow.config.keys.overrides import parse_overrides
-from dataflow.config.pipeline_file import load_pipeline_file
+from dataflow.config.loading.pipeline_file import load_pipeline_file
 from dataflow.config.reward import concurrency_of, model_of, source_of
 from dataflow.errors import ConfigError
 from dataflow.rewards.naming import JUDGE, SERVED

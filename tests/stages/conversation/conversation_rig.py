@@ -8,7 +8,7 @@ from dataflow.batch import Batch
 from dataflow.data.tokenize import prompt_ids
 from dataflow.engines.base import Sampling
 from dataflow.graph import TaskInfo
-from dataflow.stages.conversation import conversation
+from dataflow.stages.sampling.conversation import conversation
 from dataflow.tools import Toolbox
 from dataflow.tools.registry import Tool
 from tests.engines.drawing import run

@@ -16,7 +16,7 @@ from dataflow.engines.base import Sampling
 from dataflow.graph import TaskInfo
 from dataflow.rewards.jobs import Arguments
 from dataflow.stages.advantage import advantage
-from dataflow.stages.conversation import conversation
+from dataflow.stages.sampling.conversation import conversation
 from dataflow.tools import Toolbox
 from tests.engines.drawing import run
 from tests.rigs.scripted_engine import ScriptedRollout, call

@@ -37,7 +37,7 @@ def test_each_part_has_its_own_slowest_group_and_the_longest_wait_comes_first() 
     found = culprits(two_parts())
     assert [(c.wait.seconds, c.request and c.request.args["group"]) for c in found] == [(5, 5), (3, 3)]
     assert [c.words for c in found] == [
-        "step 1, group 5, 3 tries, throttled 2 times, held back 1.2 s by the rate limit",
+        "step 1, group 5, 3 tries, throttled 2 times, queued 1.2 s, at last for the rate limit",
         "step 1, group 3, hedged",
     ]
 
@@ -72,7 +72,7 @@ def test_where_requests_have_no_part_the_last_of_the_step_is_meant() -> None:
         request(2, 0, 3),
         request(1, 8, 5),
     )
-    assert [c.words for c in culprits(trace)] == ["step 2, group 1, held back 0.5 s"]
+    assert [c.words for c in culprits(trace)] == ["step 2, group 1, queued 0.5 s"]
 
 
 def test_other_waits_name_what_was_waited_for() -> None:

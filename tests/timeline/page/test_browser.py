@@ -53,10 +53,10 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
     asked: list[str] = []
     contexts = []
 
-    def show(traces: Any, scheme: str = "light", **more: Any) -> Any:
+    def show(traces: Any, scheme: str = "light", wide: int = 1400, **more: Any) -> Any:
         path = tmp_path / "page.html"
         page(traces, path, **more)
-        context = browser.new_context(color_scheme=scheme, viewport={"width": 1400, "height": 900})
+        context = browser.new_context(color_scheme=scheme, viewport={"width": wide, "height": 900})
         contexts.append(context)
         tab = context.new_page()
         tab.set_default_timeout(WAIT_MS)
@@ -307,3 +307,84 @@ def test_a_downtime_is_cut_out_of_the_axis_and_tells_of_itself(opened: Open) -> 
     tab.mouse.move(*spot(tab, 26, (top + bottom) / 2))
     tab.get_by_text(words).first.wait_for()
     tab.get_by_text(WHY).first.wait_for()
+
+
+INNERMOST = "((on) => { while (on.shadowRoot) on = on.shadowRoot.activeElement; return on })(document.activeElement)"
+"""What has the focus, in whichever shadow tree."""
+RANGE = "[timeline.model('seconds-range').start, timeline.model('seconds-range').end]"
+
+
+def test_keys_steer_the_chart_and_tab_reaches_the_switches(opened: Open) -> None:
+    tab = opened(made_up(6, requests=2))
+    begin, end = tab.evaluate(RANGE)
+    tab.keyboard.press("w")
+    tab.keyboard.press("w")
+    near, far = tab.evaluate(RANGE)
+    assert far - near == pytest.approx((end - begin) * 0.75**2)
+    tab.keyboard.press("ArrowRight")
+    assert tab.evaluate(RANGE)[0] > near
+    tab.keyboard.press("a")
+    assert tab.evaluate(RANGE)[0] == pytest.approx(near)
+    tab.keyboard.press("s")
+    tab.keyboard.press("0")
+    assert tab.evaluate(RANGE) == [begin, end]
+    assert tab.locator("#keys").is_hidden()
+    tab.keyboard.press("?")
+    tab.get_by_text("zoom in and out").wait_for()
+    tab.keyboard.press("w")  # the dialog has the keys
+    tab.keyboard.press("Escape")
+    assert tab.locator("#keys").is_hidden()
+    assert tab.evaluate(RANGE) == [begin, end]
+    tab.keyboard.press("Tab")
+    for _ in range(40):
+        if tab.evaluate(f"{INNERMOST}.textContent") == "critical path":
+            break
+        tab.keyboard.press("Tab")
+    assert tab.evaluate(f"{INNERMOST}.getAttribute('aria-pressed')") == "false"
+    tab.keyboard.press("Space")
+    until(tab, "timeline.model('path-span').visible")
+    assert tab.evaluate(f"{INNERMOST}.getAttribute('aria-pressed')") == "true"
+
+
+def test_arrows_are_those_of_what_is_pointed_at_and_stay_inside_the_plot(opened: Open) -> None:
+    trace = made_up(6, requests=2)
+    tab = opened(trace)
+    arrows = "timeline.model('leads-shown').indices"
+    assert tab.evaluate(arrows) == []
+    point_at(tab, "requests", 0)
+    until(tab, f"{arrows}.length === 1")
+    led = data(tab, "requests", "task")[0]
+    begin = next(span.begin for span in trace.spans if span.task == led)
+    point_at(tab, "spans", data(tab, "spans", "begin").index(begin))
+    until(tab, f"{arrows}.length === 1 && timeline.columns('requests').task[{arrows}[0]] === '{led}'")
+    tab.mouse.move(2, 2)
+    until(tab, f"{arrows}.length === 0")
+    tab.evaluate("timeline.model('seconds-range').setv({start: 6, end: 7})")
+    tab.evaluate("timeline.model('chart').toolbar.tools.forEach((tool) => { tool.active = false })")
+    left, top = spot(tab, 6, 0)
+    right, bottom = spot(tab, 7, tab.evaluate("timeline.model('pixels-range').start"))
+    wide = tab.evaluate("innerWidth")
+
+    def beside() -> list[bytes]:
+        tab.wait_for_timeout(200)  # two frames, on a busy machine
+        sides = ((0, left - 2), (right + 2, wide - right - 2))
+        return [tab.screenshot(clip={"x": x, "y": top, "width": w, "height": bottom - top}) for x, w in sides]
+
+    before = beside()
+    tab.get_by_text("all arrows", exact=True).first.click()
+    until(tab, f"{arrows}.length > 1")
+    tab.mouse.move(2, 2)
+    assert beside() == before
+
+
+def test_gaps_name_their_cause_and_a_narrow_screen_needs_no_scrolling(opened: Open) -> None:
+    tab = opened({"a": run(), "b": run()}, wide=480)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 480
+    longest = max(zip(data(tab, "waits", "begin"), data(tab, "waits", "end"), strict=True), key=lambda w: w[1] - w[0])
+    tab.evaluate("([start, end]) => timeline.model('seconds-range').setv({start, end})", list(longest))
+    until(tab, "timeline.model('gaps').data.text.length > 0")
+    waits = set(data(tab, "waits", "cause"))
+    assert {text.split()[0] for text in tab.evaluate("timeline.model('gaps').data.text")} <= waits
+    assert tab.locator(".legend").inner_text().split("\n")[0].startswith("waits for")
+    tab.get_by_text("exposed waits", exact=True).first.click()
+    until(tab, "timeline.model('gaps').data.text.length === 0")

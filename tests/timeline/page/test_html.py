@@ -16,6 +16,7 @@ from dataflow.errors import DataError
 from dataflow.testing.runs import made_up
 from dataflow.timeline.causes.culprits import last_requests, linked
 from dataflow.timeline.page.html import page, text, waiting
+from dataflow.timeline.page.looks import MARKS, causes, themed
 from dataflow.timeline.page.tracks import sheet, step_ends, thin
 from dataflow.timeline.page.versions import Versions
 from dataflow.timeline.spans import Mark, Span, Trace
@@ -142,6 +143,22 @@ def test_what_cannot_be_shown_is_said_in_a_sentence(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_mark_of_a_layer_has_the_colour_that_is_drawn() -> None:
+    drawn = sheet({"run": made_up(2, requests=2)})
+    (band,) = [value[2:] for value in themed(drawn, ["#000000"] * len(drawn.stages)) if value[0] == "band-glyph-0"]
+    light, dark = MARKS.split("@media (prefers-color-scheme: dark)")
+    assert f"nth-child(2)::before {{ background: {band[0]}; }}" in light
+    assert f"nth-child(2)::before {{ background: {band[1]}; }}" in dark
+
+
+def test_gaps_have_the_colour_of_their_cause() -> None:
+    drawn = sheet({"run": made_up(6)})
+    assert set(drawn.causes) == set(drawn.waits["cause"])
+    assert [drawn.causes[i] for i in drawn.waits["cause_index"]] == drawn.waits["cause"]
+    light, dark = causes(drawn)
+    assert len(set(light)) == len(set(dark)) == len(drawn.causes) > 1
+
+
 @pytest.mark.heavy
 def test_several_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     runs = {"baseline": made_up(4), "both": made_up(4, seed=3)}
@@ -194,7 +211,7 @@ def test_waits_and_who_they_were_for_are_in_the_columns() -> None:
     waits = list(zip(*(drawn.waits[name] for name in ("begin", "end", "cause", "task", "who")), strict=True))
     assert waits[1] == (
         6, 11, "rewards", "actor_update[1.2]",
-        "step 1, group 5, 3 tries, throttled 2 times, held back 1.2 s by the rate limit",
+        "step 1, group 5, 3 tries, throttled 2 times, queued 1.2 s, at last for the rate limit",
     )  # fmt: skip
     requests = list(zip(*(drawn.requests[name] for name in ("step", "begin", "end", "to_x", "task")), strict=True))
     assert requests == [(1, 1, 4, 4, "actor_update[1.1]"), (1, 1, 11, 11, "actor_update[1.2]")]

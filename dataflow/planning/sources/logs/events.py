@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from dataflow.errors import DataError
 from dataflow.planning.sources.logs.needed import GIVE, Columns
+from dataflow.planning.sources.logs.tfevents import event_class, records
 
 
 def event_files(place: Path) -> Iterator[Path]:
@@ -58,21 +58,18 @@ def read_events(place: Path, files: Sequence[Path]) -> Columns:
 
 def _events(file: Path) -> Iterator[tuple[str, int, float, float]]:
     """Yields the name, step, wall time and value of each scalar in an event file."""
-    import tensorboard.backend.event_processing.event_accumulator as tb
+    from google.protobuf.message import DecodeError
     from numpy import float32
 
-    logger = logging.getLogger("tensorboard")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
     try:
-        events = tb.EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
-    except Exception as error:  # a broken file fails anywhere in TensorBoard or protobuf
+        for record in records(file):
+            event = event_class().FromString(record)
+            for said in event.summary.value:
+                if said.HasField("simple_value"):
+                    value = said.simple_value
+                    # The file stores 32 bits: a logged 44.7915 would otherwise become 44.79150009.
+                    value = value if value.is_integer() else float(str(float32(value)))
+                    yield said.tag, event.step, event.wall_time, value
+    except (OSError, DecodeError) as error:
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise DataError(f"log {file} cannot be read as events ({why}); {GIVE}.") from error
-    finally:
-        logger.setLevel(level)
-    for name in events.Tags()["scalars"]:
-        for event in events.Scalars(name):
-            # The file stores 32 bits: a logged 44.7915 would otherwise become 44.79150009.
-            value = event.value if event.value.is_integer() else float(str(float32(event.value)))
-            yield name, event.step, event.wall_time, value

@@ -16,8 +16,8 @@ from dataflow.planning.sources.logs.needed import GIVE, Columns
 # Ray writes the actor's name before a line, in colour.
 _LINE = re.compile(r"(?:^|[\s)>\]m])step:(\d{1,12}) - (?=\S+:)")
 _VALUE = re.compile(r"(?:np\.\w{1,20}\(|tensor\()?([^(),\s]{1,40})")
-_COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
-_HEAD = 1 << 24
+COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
+HEAD = 1 << 24
 """Bytes in which the first line of a step is looked for."""
 
 
@@ -25,7 +25,7 @@ def is_console(place: Path) -> bool:
     """True if a file has a line that verl's console logger writes at a step."""
     try:
         with place.open("rb") as file:
-            return any(_LINE.search(line) for line in file.read(_HEAD).decode("utf-8", "replace").splitlines())
+            return any(_LINE.search(line) for line in file.read(HEAD).decode("utf-8", "replace").splitlines())
     except OSError:
         return False
 
@@ -38,7 +38,7 @@ def read_console(place: Path) -> Columns:
     """
     columns: Columns = {}
     for _, line in _lines(place):
-        if (found := _LINE.search(line := _COLOUR.sub("", line))) is None:
+        if (found := _LINE.search(line := COLOUR.sub("", line))) is None:
             continue
         for pair in line[found.end() :].split(" - "):
             name, _, text = pair.strip().rpartition(":")

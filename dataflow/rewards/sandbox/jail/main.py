@@ -89,7 +89,7 @@ def supervise(options: dict[str, Any], alone: bool) -> str:
     end: dict[str, Any] = {}
     while not end:
         left = began + options["timeout"] - time.monotonic()
-        heard = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, min(left, _PAUSE_S) if left > 0 else _PAUSE_S)
+        received = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, min(left, _PAUSE_S) if left > 0 else _PAUSE_S)
         for pid, status in ended():
             if pid == program:
                 end = {"end": "exit", "code": os.waitstatus_to_exitcode(status)}
@@ -98,7 +98,7 @@ def supervise(options: dict[str, Any], alone: bool) -> str:
         if end:
             break
         # The program may send it, too; in a namespace only the program.
-        if heard is not None and not alone and told_to_end(heard, options["parent"]):
+        if received is not None and not alone and ends_by(received, options["parent"]):
             end = {"end": "cancelled"}
         elif left <= 0 and late(options, alone, options["timeout"] - left):
             end = {"end": "timeout"}
@@ -110,9 +110,9 @@ def supervise(options: dict[str, Any], alone: bool) -> str:
     return str(end["end"])
 
 
-def told_to_end(heard: signal.struct_siginfo, parent: int) -> bool:
+def ends_by(received: signal.struct_siginfo, parent: int) -> bool:
     """Returns whether a signal is the order of the process that started this one."""
-    return heard.si_signo == signal.SIGTERM and heard.si_code == _BY_KILL and heard.si_pid == parent
+    return received.si_signo == signal.SIGTERM and received.si_code == _BY_KILL and received.si_pid == parent
 
 
 def clear(options: dict[str, Any], parent: int, alone: bool) -> None:
@@ -140,7 +140,7 @@ def main() -> None:
     # The end of whoever started this ends the program, too.
     LIBC.prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
     outside = os.open(os.path.dirname(os.path.dirname(options["work"])), os.O_RDONLY | os.O_DIRECTORY)
-    alone, told = False, True
+    alone, stopped = False, True
     try:
         if os.getppid() == options["parent"]:
             with open(options["code"], "rb") as file:
@@ -148,9 +148,9 @@ def main() -> None:
             alone = prepare(options)
             with open(os.path.join(options["work"], "main.py"), "wb") as file:
                 file.write(code)
-            told = start(options, alone, outside)
+            stopped = start(options, alone, outside)
     finally:
-        if told:  # perhaps by the end of whoever would remove the folder
+        if stopped:  # perhaps by the end of whoever would remove the folder
             clear(options, outside, alone)
 
 
@@ -171,7 +171,7 @@ def prepare(options: dict[str, Any]) -> bool:
 
 
 def start(options: dict[str, Any], alone: bool, outside: int) -> bool:
-    """Runs the program until it ends, or this process is told to end; returns whether it was."""
+    """Runs the program until it ends, or this process gets SIGTERM; returns whether it did."""
     if not alone:
         return supervise(options, alone) == "cancelled"
     first = os.fork()
@@ -184,11 +184,11 @@ def start(options: dict[str, Any], alone: bool, outside: int) -> bool:
         except BaseException as error:
             report(options, {"end": "error", "why": f"{type(error).__name__}: {error}"})
         os._exit(0)  # the kernel ends what is left in the namespace
-    told = False
+    stopped = False
     while True:
-        heard = signal.sigwaitinfo({signal.SIGCHLD, signal.SIGTERM})
-        if heard.si_signo == signal.SIGTERM:
-            told = True
+        received = signal.sigwaitinfo({signal.SIGCHLD, signal.SIGTERM})
+        if received.si_signo == signal.SIGTERM:
+            stopped = True
             os.kill(first, signal.SIGKILL)
         if any(pid == first for pid, _status in ended()):
-            return told
+            return stopped

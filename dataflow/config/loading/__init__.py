@@ -1,0 +1,1 @@
+"""Reads pipeline files and saved configurations."""

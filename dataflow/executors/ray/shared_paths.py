@@ -1,0 +1,102 @@
+"""Checks that the nodes of a service's processes see the paths that it uses, before it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from dataflow.cluster.answer import cause, fetch
+from dataflow.cluster.paths import View, difference, look, marked, packed
+from dataflow.errors import ConfigError
+from dataflow.graph import Hosted
+
+RUN = "runs"
+"""The key that names the run's directory."""
+
+
+class SharedPaths:
+    """The paths that one service shares with the run.
+
+    Args:
+        spec: of the service.
+        directory: of the run, if the service uses it.
+    """
+
+    def __init__(self, spec: Hosted, directory: str | None) -> None:
+        self._spec = spec
+        self._directory = directory
+
+    async def check(self, actors: Mapping[str, Any]) -> None:
+        """Compares the view of each node with that of this process; copies what the run has made itself.
+
+        Args:
+            actors: one on each node other than this process's, by the node's address.
+
+        Raises:
+            ConfigError: a node does not see a path.
+        """
+        spec = self._spec
+        if not actors or not (spec.files or spec.made or self._directory):
+            return
+        paths = {**spec.files, **spec.made}
+        mine = {path: look(path) for path in paths.values()}
+        with ExitStack() as stack:
+            markers = []
+            if self._directory is not None:
+                try:
+                    markers.append(stack.enter_context(marked(self._directory)))
+                except OSError as error:
+                    raise ConfigError(f"{RUN}: {self._directory} cannot be written: {error.strerror}.") from error
+            for address, actor in actors.items():
+                theirs = await fetch(actor.look.remote([*paths.values(), *markers]))
+                if markers and not theirs.pop().kind:
+                    raise ConfigError(self._not_shared(address))
+                for key, path, there in zip(paths, paths.values(), theirs, strict=True):
+                    await self._compare(key, path, mine[path], there, address, actor)
+
+    async def _compare(self, key: str, path: str, here: View, there: View, address: str, actor: Any) -> None:
+        if key in self._spec.made and not there.kind and (archive := packed(path)) is not None:
+            try:
+                await fetch(actor.unpack.remote(archive, path))
+            except Exception as error:
+                why = cause(error)
+                raise ConfigError(
+                    f"{key}={path}: it cannot be copied to node {address}, where '{self._spec.name}' runs ({why}); "
+                    "set XDG_CACHE_HOME to a directory that all nodes can write, or share."
+                ) from error
+            return
+        if clause := difference(here, there):
+            raise ConfigError(
+                f"{key}={path}: node {address}, where '{self._spec.name}' runs, {clause}; put it on a disk that all "
+                "nodes share, or copy it there."
+            )
+
+    def _not_shared(self, address: str) -> str:
+        return (
+            f"{RUN}: node {address}, where '{self._spec.name}' runs, does not see the run's directory "
+            f"{self._directory}, which it has files in; give {RUN}= a directory on a disk that all nodes share, or "
+            f"ray.nodes.{self._spec.name} labels of this machine's node."
+        )
+
+
+def one_on_each(actors: Sequence[Any], nodes: Sequence[tuple[str, str]], here: str | None) -> dict[str, Any]:
+    """Returns the first actor on each node other than this process's, by the node's address.
+
+    Args:
+        actors: in order of rank.
+        nodes: id and address of the node of each.
+        here: id of this process's node.
+    """
+    found: dict[str, tuple[str, Any]] = {}
+    for actor, (node, address) in zip(actors, nodes, strict=True):
+        if node != here:
+            found.setdefault(node, (address, actor))
+    return dict(_named_apart(found))
+
+
+def _named_apart(found: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yields actors by address, with the node's id if another node has the same address (nodes of one machine)."""
+    addresses = [address for address, _actor in found.values()]
+    for node, (address, actor) in found.items():
+        yield (f"{address} ({node[:8]})" if addresses.count(address) > 1 else address), actor

@@ -1,0 +1,97 @@
+"""Where the services of a run are on a cluster: the rules of its configuration, and the files that their nodes need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dataflow.cluster.joined import running
+from dataflow.cluster.nodes import NodeRule
+from dataflow.config.reward import Source
+from dataflow.errors import ConfigError, nearest
+from dataflow.files import cache_home
+from dataflow.rewards.naming import keyed
+from dataflow.stage import Hosted
+
+CONTROLLER = "controller"
+"""The service of stages that no other hosts."""
+
+
+def node_rules(config: Any) -> dict[str, NodeRule]:
+    """Returns the rules for the nodes of services on a cluster, by service.
+
+    Args:
+        config: a :class:`~dataflow.config.base.BaseConfig`.
+    """
+    return {name: NodeRule(each.labels, each.strategy) for name, each in config.ray.nodes.items()}
+
+
+def check_nodes(config: Any, hosts: Mapping[str, Hosted]) -> None:
+    """Checks the rules for the nodes of services.
+
+    Args:
+        config: a :class:`~dataflow.config.base.BaseConfig`.
+        hosts: of the pipeline's services, by name.
+
+    Raises:
+        ConfigError: a rule is for no service, or has no effect.
+    """
+    services = {CONTROLLER, *hosts}
+    for name in config.ray.nodes:
+        if name not in services:
+            raise ConfigError(
+                f"ray.nodes.{name}: the run has no service of that name"
+                f"{nearest(name, services) or '; it has ' + ', '.join(sorted(services)) + '.'}"
+            )
+        if config.ray.address is None and not running():
+            raise ConfigError(
+                f"ray.nodes.{name} has no effect on a Ray of the run's own, which is on this machine alone; give "
+                "ray.address, or leave it out."
+            )
+    away = [name for name, host in hosts.items() if host.here and name in config.ray.nodes]
+    models = getattr(getattr(config, "reward", None), "models", {})
+    served = [name for name, model in models.items() if model.url is None]
+    if served and away:
+        raise ConfigError(
+            f"reward.models.{served[0]}: its servers listen on this machine alone, and ray.nodes.{away[0]} gives the "
+            "agent that may ask them other nodes; give their url, or leave that out."
+        )
+
+
+def model_files(
+    path: str | None, key: str = "model.path", others: Mapping[str, str | None] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Returns the arguments of a :class:`~dataflow.stage.Hosted` that name the files of its service.
+
+    Args:
+        path: of its model; None if it has none, or none yet.
+        key: that gives the model.
+        others: paths of further files, by key; None for those that are not given.
+    """
+    files = {name: str(Path(value).expanduser().absolute()) for name, value in others.items() if value is not None}
+    if path is None or not Path(path).is_dir():  # still to be made, or downloaded
+        return {"files": files}
+    if Path(path).parent == cache_home():
+        return {"files": files, "made": {key: str(path)}}
+    return {"files": {**files, key: str(Path(path).absolute())}}
+
+
+def agent_place(model: str | None, source: Source) -> dict[str, Any]:
+    """Returns the arguments of a Hosted that place a reward agent beside the command, with the files that it needs.
+
+    There are its ledger, and the servers that the run starts for it.
+
+    Args:
+        model: of the run, whose tokenizer it reads.
+        source: of the agent.
+    """
+    options = source.options
+    paths = {
+        "custom_reward_function.path": source.custom.path,
+        "reward.manager_path": options.manager_path,
+        "reward.model_tokenizer": options.model_tokenizer,
+    }
+    files = model_files(model, others={keyed(key, source.name): path for key, path in paths.items()})
+    return {"here": True, "run_directory": options.ledger and options.cache is None, **files}

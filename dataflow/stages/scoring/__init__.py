@@ -1,0 +1,1 @@
+"""Stages that change scores between the reward and the advantage: combine, normalize, KL penalty."""

@@ -1,0 +1,68 @@
+"""Which errors of Ray mean that a process, a node or a value is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataflow.cluster.answer import GONE, cause, died, last_words, peer_lost, unreachable, value_lost
+from dataflow.errors import ServiceLost
+
+pytestmark = pytest.mark.heavy
+
+GLOO = (
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:45726: Connection reset by peer. This "
+    "is typically caused by a remote worker hanging or bugs in the application."
+)
+NOT_MADE = """The actor died because of an error raised in its creation task, ray::trainer.__init__() (pid=1)
+  File "host.py", line 1, in __init__
+ModuleNotFoundError: No module named 'dataflow'
+"""
+
+
+def of_a_task(error: Exception) -> Exception:
+    """The error as Ray raises it for a call."""
+    from ray.exceptions import RayTaskError
+
+    wrapped: Exception = RayTaskError("run", f"ray::run()\n{error}", error)
+    return wrapped
+
+
+class DistBackendError(RuntimeError):
+    """Stands in for torch's, which NCCL raises."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError(GLOO), DistBackendError("NCCL error in: remote process exited")])
+def test_a_broken_connection_between_ranks_may_be_a_death(error: Exception) -> None:
+    assert peer_lost(error)
+    assert peer_lost(of_a_task(error))
+    assert not died(of_a_task(error))
+
+
+def test_an_error_of_its_own_is_not() -> None:
+    error = RuntimeError("CUDA out of memory")
+    assert not peer_lost(of_a_task(error))
+    assert not value_lost(of_a_task(error))
+    assert not unreachable(error)
+    assert cause(of_a_task(error)) is error
+
+
+def test_a_value_that_is_gone_is_a_lost_service() -> None:
+    from ray.exceptions import ObjectLostError
+
+    error = ObjectLostError("0" * 56, "", "")
+    for raised in (error, of_a_task(error)):
+        assert value_lost(raised)
+        assert not died(raised)  # the service that was called is well
+        found = cause(raised)
+        assert isinstance(found, ServiceLost)
+        assert str(found) == GONE
+
+
+def test_a_process_that_could_not_begin_says_why() -> None:
+    from ray.exceptions import RayActorError
+
+    assert str(cause(RayActorError(error_msg=NOT_MADE))) == (
+        "its process could not begin: ModuleNotFoundError: No module named 'dataflow'; give all nodes the same Python "
+        "environment."
+    )
+    assert last_words(RayActorError(error_msg="The actor died.\nMore.")) == "The actor died."

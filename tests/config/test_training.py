@@ -1,0 +1,96 @@
+"""The keys that trained models share: what does not fit together is one sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from dataflow.config.keys.overrides import parse_overrides
+from dataflow.config.run import RunConfig, TrainerConfig
+from dataflow.errors import ConfigError
+from pipelines.gsm8k_grpo import Config as Grpo
+from pipelines.ppo_critic import Config as Ppo
+
+
+def test_the_defaults_are_for_real_models_and_the_recipes_own_for_a_tiny_one() -> None:
+    real, toy = RunConfig().trainer, Grpo().trainer
+    assert (real.lr, real.betas, real.weight_decay, real.warmup_in(30)) == (1e-6, (0.9, 0.999), 0.01, 0)
+    assert (toy.lr, toy.betas, toy.weight_decay, toy.warmup_in(30)) == (2e-4, (0.9, 0.99), 0.0, 5)
+    assert (Ppo().trainer, Ppo().critic.lr) == (toy, 1e-3)
+    assert (RunConfig().engine_memory, RunConfig(placement="disaggregated").engine_memory) == (0.6, 0.9)
+    assert parse_overrides(RunConfig, ["engine.gpu_memory=0.3"]).engine_memory == 0.3
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [([], 0), (["trainer.warmup_steps=7"], 7), (["trainer.warmup_ratio=0.1"], 3), (["trainer.warmup_ratio=0.01"], 0)],
+)
+def test_a_warm_up_is_a_number_of_steps_or_a_share_of_them(keys: list[str], steps: int) -> None:
+    assert parse_overrides(RunConfig, keys).trainer.warmup_in(30) == steps
+
+
+def test_a_short_run_may_have_the_warm_up_of_its_pipeline() -> None:
+    assert parse_overrides(Grpo, ["steps=2"]).trainer.warmup_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (["trainer.lora.rank=0"], "trainer.lora.rank=0: give a number greater than 0."),
+        (["trainer.lora.rank=-8"], "trainer.lora.rank=-8: give a number greater than 0."),
+        (
+            ["trainer.lora.target_modules=[q_proj]"],
+            "trainer.lora.target_modules=['q_proj'] has no effect without trainer.lora.rank; give that as well, "
+            "such as 32.",
+        ),
+        (
+            ["trainer.optimizer=AdamX"],
+            "trainer.optimizer=AdamX: torch.optim has none of that name; give one of ASGD, Adadelta, Adagrad, Adam, "
+            "AdamW, Adamax, NAdam, RAdam, RMSprop, SGD, or the module that has it as trainer.optimizer_impl.",
+        ),
+        (["trainer.lr_scheduler=linear"], "trainer.lr_scheduler=linear: give constant or cosine."),
+        (
+            ["trainer.dtype=float16"],
+            "trainer.dtype=float16: give auto, bfloat16 or float32 (did you mean 'bfloat16'?).",
+        ),
+        (
+            ["trainer.warmup_steps=31"],
+            "trainer.warmup_steps=31: the run has only 30 steps (steps), so that trainer.lr is never "
+            "reached; give fewer.",
+        ),
+        (
+            ["trainer.warmup_ratio=0.1", "trainer.warmup_steps=3"],
+            "trainer.warmup_ratio=0.1 and trainer.warmup_steps=3 are two numbers for one; give "
+            "trainer.warmup_steps=null beside the ratio, or leave that out.",
+        ),
+        (
+            ["trainer.min_lr_ratio=0.1"],
+            "trainer.min_lr_ratio=0.1 has no effect with trainer.lr_scheduler=constant; give cosine as well.",
+        ),
+        (
+            ["trainer.world_size=4", "trainer.fsdp_size=3"],
+            "trainer.fsdp_size=3 does not divide trainer.world_size=4; give a divisor of it.",
+        ),
+        (
+            ["critic.warmup_steps=99"],
+            "critic.warmup_steps=99: the run has only 30 steps (steps), so that critic.lr is never reached; give "
+            "fewer.",
+        ),
+        (["profile.steps=[3,99]"], "profile.steps=[3, 99]: the run has only 30 steps (steps); give others than 99."),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_sentence(keys: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(Ppo if keys[0].startswith("critic") else RunConfig, keys)
+    assert str(caught.value) == sentence
+
+
+def test_one_step_may_be_profiled_without_brackets() -> None:
+    assert parse_overrides(RunConfig, ["profile.steps=3"]).profile.steps == [3]
+
+
+@pytest.mark.parametrize("key", ["param_offload", "optimizer_offload", "activation_offload"])
+def test_nothing_is_moved_from_gpus_that_are_not_there(key: str) -> None:
+    options = TrainerConfig(**{key: True})  # type: ignore[arg-type]
+    options.check_device("cuda")
+    with pytest.raises(ConfigError, match=rf"^trainer\.{key}=true moves tensors from GPUs to CPU memory, .*; leave it"):
+        options.check_device("cpu")

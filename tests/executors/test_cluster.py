@@ -1,0 +1,251 @@
+"""Services on a cluster of three Ray nodes: where they run, and what is rebuilt when a node is lost.
+
+The nodes are on this machine and share its files, so what a node does not see is tested with stand-ins
+(``test_shared_paths.py``), and separate machines by ``benchmarks/machines.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataflow.cluster.joined import JoinedRay
+from dataflow.cluster.nodes import NodeRule
+from dataflow.cluster.process import DEATH_REASON
+from dataflow.errors import RunError, ServiceLost, StageFailed
+from dataflow.executors.ray import RayExecutor
+from dataflow.graph import Hosted, Pipeline, stage
+from dataflow.policy import SchedulingPolicy, expand
+from dataflow.runner import Runner
+from dataflow.timeline.spans import Trace
+from tests.rigs.logs import logged
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(180)]
+
+FAST = {"health_check_period_ms": 300, "health_check_timeout_ms": 1000, "health_check_failure_threshold": 3}
+
+
+class Service:
+    """Says where it is, and makes and takes values that live in the memory of its node.
+
+    Args:
+        log: each process adds the id of its node to this file.
+    """
+
+    def __init__(self, log: str) -> None:
+        self.made = np.ones(1 << 18)
+        with open(log, "a") as file:
+            file.write(f"{self.node()}\n")
+
+    def node(self) -> str:
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def directory(self) -> str:
+        return os.getcwd()
+
+    def end(self, why: str) -> None:
+        """Ends its process the first time, as a sentinel would."""
+        path = Path(os.environ[DEATH_REASON])
+        if not path.with_suffix(".ended").exists():
+            path.with_suffix(".ended").touch()
+            path.write_text(why)
+            os.kill(os.getpid(), signal.SIGKILL)
+        path.with_suffix(".ended").unlink()
+
+
+@stage(writes=("value", "made"), on="gpu")
+def make(prompts: Any, *, maker: Service) -> tuple[Any, int]:
+    return maker.made, len(maker.made)
+
+
+@stage(writes="waited", on="gpu")
+async def wait(made: int, *, taker: Service, gate: str) -> int:
+    Path(gate, "running").touch()
+    while not Path(gate, "open").exists():
+        await asyncio.sleep(0.05)
+    return made
+
+
+@stage(writes="total", on="gpu")
+async def take(value: Any, waited: int, *, taker: Service) -> float:
+    assert len(value) == waited
+    return float(value.sum())
+
+
+def pipeline(gate: Path, maker: Mapping[str, Any] = {}, taker: Mapping[str, Any] = {}) -> Pipeline:
+    first = Hosted("maker", Service, {"log": str(gate / "maker")}, **maker)
+    second = Hosted("taker", Service, {"log": str(gate / "taker")}, concurrent=True, **taker)
+    stages = [make.bind(maker=first), wait.bind(taker=second, gate=str(gate)), take.bind(taker=second)]
+    return Pipeline(stages, inputs=["prompts"])
+
+
+class Nodes:
+    """The cluster: a head, where the tests run, and two nodes with the labels role=a and role=b."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": FAST},
+        )
+        self.nodes: dict[str, Any] = {}
+        self.restore()
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def restore(self) -> None:
+        """Starts the nodes that were lost."""
+        for role in [each for each in "ab" if each not in self.nodes]:
+            self.nodes[role] = self.cluster.add_node(num_cpus=1, labels={"role": role})
+
+    def lose(self, role: str) -> None:
+        self.cluster.remove_node(self.nodes.pop(role), allow_graceful=False)
+
+    def named(self, node: str) -> str:
+        """The role of a node; "head" for the other one."""
+        return next((role for role, each in self.nodes.items() if each.node_id == node), "head")
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    made = Nodes()
+    try:
+        with JoinedRay(made.address):
+            yield made
+    finally:
+        made.cluster.shutdown()
+
+
+def roles(nodes: Nodes, gate: Path, service: str) -> list[str]:
+    """The roles of the nodes that processes of a service were started on."""
+    return sorted(nodes.named(node) for node in (gate / service).read_text().split())
+
+
+def test_services_run_where_their_rules_say(nodes: Nodes, tmp_path: Path) -> None:
+    rules = {"maker": NodeRule({"role": "in(a,b)"}, "strict_spread"), "taker": NodeRule({"role": "b"})}
+
+    async def body() -> None:
+        executor = RayExecutor(nodes.address, nodes=rules)
+        try:
+            await executor.open(pipeline(tmp_path, maker={"ranks": 2}))
+            assert roles(nodes, tmp_path, "maker") == ["a", "b"]
+            assert roles(nodes, tmp_path, "taker") == ["b"]
+            assert await executor.ask("taker", "directory") == os.getcwd()
+        finally:
+            await executor.close()
+        (other := tmp_path / "other").mkdir()
+        executor = RayExecutor(nodes.address, nodes={"maker": NodeRule({"role": "in(a,b)"}, "strict_pack")})
+        try:
+            await executor.open(pipeline(other, maker={"ranks": 2}, taker={"here": True}))
+            assert roles(nodes, other, "maker") in (["a", "a"], ["b", "b"])
+            assert roles(nodes, other, "taker") == ["head"]
+        finally:
+            await executor.close()
+
+    asyncio.run(body())
+
+
+def test_why_a_process_was_ended_is_known_from_another_node(nodes: Nodes, tmp_path: Path) -> None:
+    async def body() -> None:
+        executor = RayExecutor(nodes.address, nodes={"taker": NodeRule({"role": "a"})})
+        try:
+            await executor.open(pipeline(tmp_path, taker={"restarts": 1}))
+            await executor.ask("taker", "end", "its function blocked it; give it a time-out.")
+            assert roles(nodes, tmp_path, "taker") == ["a", "a"]
+        finally:
+            await executor.close()
+
+    with logged() as warned:
+        asyncio.run(body())
+    assert [message for message in warned if "died" in message] == [
+        "'taker' died (its function blocked it; give it a time-out): restart 1 of 1; rebuilding it."
+    ]
+
+
+def test_a_label_that_no_node_has_is_said_at_once_and_ends_the_wait(nodes: Nodes, tmp_path: Path) -> None:
+    async def body() -> None:
+        executor = RayExecutor(nodes.address, nodes={"maker": NodeRule({"role": "c"})}, deadline_s=2.0)
+        try:
+            await executor.open(pipeline(tmp_path))
+        finally:
+            await executor.close()
+
+    with logged() as warned, pytest.raises(RunError) as caught:
+        asyncio.run(body())
+    lacking = "no node of the cluster has the label role=c (it has"
+    assert any(message.startswith(f"'maker' waits for nodes: {lacking}") for message in warned)
+    assert str(caught.value).startswith(f"'maker' was not up after 2 s; {lacking}")
+    assert str(caught.value).endswith("(ray.nodes.maker).")
+
+
+HEAD = NodeRule({"role": "!in(a,b)"})
+
+
+def run_and_lose(nodes: Nodes, gate: Path, service: str, rules: dict[str, NodeRule], **options: Any) -> dict[str, Any]:
+    """Runs the pipeline, and loses the node of a service while the second stage waits.
+
+    Returns:
+        ``lost``, the role of that node; ``error`` of the run, or None; ``then``, the role of the node that the service
+        is on afterwards, or the error of the question.
+    """
+    graph = expand(pipeline(gate, **options), SchedulingPolicy(), steps=1)
+    found: dict[str, Any] = {"error": None}
+
+    async def body() -> None:
+        executor = RayExecutor(nodes.address, nodes=rules, deadline_s=60.0)
+        try:
+            await executor.open(graph.pipeline)
+            run = asyncio.ensure_future(
+                Runner(graph, executor, inputs={"prompts": lambda _step: [1]}, trace=Trace()).run()
+            )
+            while not (gate / "running").exists() and not run.done():
+                await asyncio.sleep(0.05)
+            (found["lost"],) = roles(nodes, gate, service)
+            nodes.lose(found["lost"])
+            (gate / "open").touch()
+            try:
+                await run
+            except StageFailed as error:
+                found["error"] = error
+            try:
+                found["then"] = nodes.named(await executor.ask(service, "node"))
+            except ServiceLost as error:
+                found["then"] = error
+        finally:
+            await executor.close()
+
+    asyncio.run(body())
+    return found
+
+
+def test_what_a_lost_node_ran_is_rebuilt_on_another(nodes: Nodes, tmp_path: Path) -> None:
+    rules = {"taker": NodeRule({"role": "in(a,b)"}), "maker": HEAD}
+    with logged() as warned:
+        found = run_and_lose(nodes, tmp_path, "taker", rules, taker={"restarts": 1})
+    assert found["error"] is None
+    assert sorted([found["lost"], found["then"]]) == ["a", "b"]
+    (warning,) = [message for message in warned if "died" in message]
+    words = r"'taker' died \(node [\d.]+, where it ran, is gone\): restart 1 of 1; rebuilding it, then running again: "
+    assert re.fullmatch(words + r"(wait|take)\[1\]\.", warning)
+
+
+def test_a_service_and_a_value_that_are_gone_with_a_node_end_in_one_sentence_each(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.restore()
+    rules = {"maker": NodeRule({"role": "b"}), "taker": NodeRule({"role": "a"})}
+    found = run_and_lose(nodes, tmp_path, "maker", rules, taker={"restarts": 1})
+    assert "a value that it needs is gone with the node that held it" in str(found["error"])
+    assert isinstance(found["error"].__cause__, ServiceLost)  # the run resumes from its newest checkpoint
+    assert re.fullmatch(r"'maker' died: node [\d.]+, where it ran, is gone", str(found["then"]))

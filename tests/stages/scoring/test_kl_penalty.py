@@ -1,0 +1,55 @@
+"""KL in the reward: one coefficient a step, which is a state of the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dataflow.batch import Batch
+from dataflow.config.algorithm import AlgorithmConfig
+from dataflow.graph import Read, TaskInfo
+from dataflow.stages.log_prob import log_prob_stages
+from dataflow.stages.scoring.kl_penalty import kl_penalty
+
+
+def names(**keys: Any) -> list[str]:
+    return [stage.name for stage in log_prob_stages(AlgorithmConfig(**keys), trainer=None)]
+
+
+def test_the_stages_that_an_algorithm_needs() -> None:
+    assert names() == ["old_log_prob"]
+    assert names(bypass_mode=True) == []
+    assert names(use_kl_loss=True) == ["old_log_prob", "ref_log_prob"]
+    assert names(use_kl_in_reward=True) == ["old_log_prob", "ref_log_prob", "kl_penalty"]
+    assert names(use_kl_in_reward=True, bypass_mode=True) == ["ref_log_prob", "kl_penalty"]
+    penalty = log_prob_stages(AlgorithmConfig(use_kl_in_reward=True, bypass_mode=True), trainer=None)[-1]
+    assert [read.field for read in penalty.reads] == ["responses", "responses", "ref_log_probs", "kl_coef"]
+
+
+def test_the_coefficient_is_a_state_that_the_whole_step_uses() -> None:
+    assert kl_penalty.grain == "step"
+    assert Read("kl_coef", "latest") in kl_penalty.reads
+    assert kl_penalty.writes == ("kl_penalty", "kl_coef")
+
+
+@pytest.mark.heavy
+def test_an_adaptive_coefficient_follows_the_target() -> None:
+    mask = torch.ones(4, 3, dtype=torch.long)
+    responses = Batch([0, 0, 1, 1], {"response_mask": mask})
+    old = responses.like(old_log_probs=torch.full((4, 3), -1.0), response_mask=torch.zeros_like(mask))
+    control = {"type": "adaptive", "kl_coef": 0.5, "target_kl": 0.1, "horizon": 10}
+    algorithm = AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=control)  # type: ignore[arg-type]
+    coefficient = None
+    seen = []
+    for distance in (0.4, 0.4, 0.0):
+        reference = responses.like(ref_log_prob=torch.full((4, 3), -1.0 - distance))
+        task = TaskInfo(step=1)
+        penalty, coefficient = kl_penalty(responses, old, reference, coefficient, algorithm=algorithm, task=task)
+        # The mask of a correction does not count, as verl applies it afterwards.
+        used = task.metrics["actor/reward_kl_penalty_coeff"]
+        torch.testing.assert_close(penalty["kl_penalty"], torch.full((4, 3), used * distance))
+        seen.append(used)
+    # Off by more than 20%, each step of 4 samples changes it by 0.2 x 4 / 10.
+    assert [*seen, coefficient] == pytest.approx([0.5, 0.54, 0.5832, 0.536544])
