@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
@@ -26,6 +24,7 @@ from pydantic import (
 from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.base import BaseConfig, PolicyConfig, dump_yaml, values_of
+from dataflow.config.engine import EngineConfig
 from dataflow.config.keys import verl_keys
 from dataflow.config.keys.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
@@ -50,9 +49,16 @@ from dataflow.rewards.naming import keyed
 if TYPE_CHECKING:
     from dataflow.rewards.filter import GroupFilter
 
-__all__ = ["PolicyConfig", "RunConfig", "Section", "describe", "dump_yaml", "parse_overrides", "values_of"]
-
-Stops = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+__all__ = [
+    "EngineConfig",
+    "PolicyConfig",
+    "RunConfig",
+    "Section",
+    "describe",
+    "dump_yaml",
+    "parse_overrides",
+    "values_of",
+]
 
 
 class DataConfig(Section):
@@ -90,46 +96,6 @@ class ModelConfig(Section):
 
     path: Text | None = None
     """Directory or hub id of a Hugging Face causal LM or Qwen2-VL; null makes a tiny Qwen2 and caches it."""
-
-
-class EngineConfig(Section):
-    """Rollout: how responses are sampled."""
-
-    rollout: Literal["auto", "hf", "vllm"] = "auto"
-    """Rollout engine: hf (transformers), vllm, or auto: vLLM if it is installed for this device and faster on it."""
-    n: PositiveInt = 8
-    """Responses per prompt."""
-    temperature: NonNegativeFloat = 1.0
-    """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus mass kept; 1 keeps all."""
-    top_k: Annotated[int, Field(ge=-1)] = -1
-    """Most likely tokens kept; -1 or 0 keeps all."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Least probability kept, as a share of the likeliest token's; 0 keeps all."""
-    repetition_penalty: PositiveFloat = 1.0
-    """Above 1 makes tokens less likely that occurred before."""
-    max_tokens: PositiveInt = 24
-    """Longest response in tokens, eos included."""
-    stop: Stops = Field(default=[])
-    """Tokens that end a response besides the model's own, as the tokenizer writes them."""
-    stop_token_ids: list[NonNegativeInt] = Field(default=[])
-    """The same as ids."""
-    replicas: Annotated[int, Field(gt=0, le=65536)] = 1
-    """Engines that share a step's prompts, each in a process of its own."""
-    tensor_parallel: PositiveInt = 1
-    """GPUs that one engine's model is split over (vllm)."""
-    max_num_seqs: PositiveInt = 256
-    """Samples that are decoded at once (vllm)."""
-    kv_cache_gb: PositiveFloat | None = None
-    """Memory for the KV cache (vllm); null: 0.25 on a CPU, on a GPU what engine.gpu_memory leaves."""
-    gpu_memory: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the GPU's memory that weights and KV cache may take (vllm); null: 0.6 of a GPU that the trainer shares,
-    0.9 of the engine's own."""
-    in_flight: Literal["wait", "abort"] = "wait"
-    """What a weight sync does with samples in flight: wait for them, or restart them with the new weights (vllm)."""
-    restarts: NonNegativeInt = 2
-    """How often the engine may be rebuilt after its process died; lost samples are then repeated."""
 
 
 class TrainerConfig(TrainedConfig):
@@ -247,7 +213,8 @@ class RunConfig(BaseConfig):
     @property
     def gpus(self) -> int:
         """See :attr:`BaseConfig.gpus`: those of the trainer, of engines apart and of reward models on their own."""
-        engines = self.engine.replicas * self.engine.tensor_parallel if self.placement == "disaggregated" else 0
+        own = self.placement == "disaggregated" and self.engine.rollout != "server"
+        engines = self.engine.replicas * self.engine.tensor_parallel if own else 0
         served = [m for m in self.reward.models.values() if m.url is None and m.placement == "own"]
         return self.trainer.world_size + engines + sum(m.replicas * m.tensor_parallel for m in served)
 
@@ -289,6 +256,18 @@ class RunConfig(BaseConfig):
             if isinstance(kind, type) and issubclass(kind, SourceConfig):
                 raise ConfigError(keyed(str(error), name)) from error
             raise
+
+    @model_validator(mode="after")
+    def _servers_are_apart(self) -> RunConfig:
+        if self.engine.rollout != "server":
+            return self
+        if self.placement == "colocated" and "placement" in self.model_fields_set:
+            raise ConfigError(
+                "placement=colocated: the servers of engine.rollout=server do not share the trainer's GPUs; give "
+                "placement=disaggregated, or leave it out."
+            )
+        self.placement = "disaggregated"
+        return self
 
     @model_validator(mode="after")
     def _fit_together(self) -> RunConfig:

@@ -7,7 +7,7 @@ import importlib.util
 
 from dataflow.errors import ConfigError, nearest
 
-ENGINES = ("hf", "vllm")
+ENGINES = ("hf", "vllm", "server")
 SMALL = 10_000_000
 """Parameters below which transformers samples faster than vLLM on a CPU; it starts 10 s sooner, too.
 
@@ -19,7 +19,8 @@ def rollout_engine(name: str, own_process: bool = True, device: str = "cpu", par
     """Returns which rollout engine that name means here, one of :data:`ENGINES`.
 
     Args:
-        name: ``hf``, ``vllm``, or ``auto`` for vLLM if it can be used, and is faster with a model of that size.
+        name: ``hf``, ``vllm``, ``server``, or ``auto`` for vLLM if it can be used, and is faster with a model of that
+            size.
         own_process: whether the engine has a process of its own. vLLM needs one, since it changes the number of
             threads and the garbage collector of its process.
         device: ``cpu`` or ``cuda``; a build of vLLM supports one of them.
@@ -32,7 +33,7 @@ def rollout_engine(name: str, own_process: bool = True, device: str = "cpu", par
     if name == "auto":
         return "hf" if why_transformers(own_process, device, parameters) else "vllm"
     if name not in ENGINES:
-        hint = nearest(name, ENGINES) or f"; give auto, {' or '.join(ENGINES)}."
+        hint = nearest(name, ENGINES) or f"; give auto, {', '.join(ENGINES[:-1])} or {ENGINES[-1]}."
         raise ConfigError(f"engine.rollout={name} is unknown{hint}")
     if name == "vllm" and built_for is None:
         raise ConfigError(
@@ -78,9 +79,10 @@ def refused_temperature(value: float, kind: str) -> str:
         return (
             "" if fits else f"the logits divided by it are infinite; give 0 (greedy) or at least {LOWEST_TEMPERATURE:g}"
         )
-    # vLLM replaces values between 0 and 0.01 by 0.01, with only a line in its log.
+    # vLLM replaces values between 0 and 0.01 by 0.01, with only a line in its log, and so does its server.
     fits = value == 0 or 0.01 <= value <= 2
-    return "" if fits else "vLLM takes 0 (greedy) or 0.01 to 2; or set engine.rollout=hf"
+    takes = "vLLM takes" if kind == "vllm" else "inference servers take"
+    return "" if fits else f"{takes} 0 (greedy) or 0.01 to 2; or set engine.rollout=hf"
 
 
 def vllm_device() -> str | None:

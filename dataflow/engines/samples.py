@@ -71,6 +71,26 @@ def prompt_ids(prompts: Batch, longest: int, where: str = "data.max_prompt_lengt
     return ids
 
 
+def check_tokens(prompts: Batch, ids: Sequence[Sequence[int]], vocabulary: int) -> None:
+    """Checks that a model has the tokens of each prompt; some engines would end at an unknown one.
+
+    Args:
+        prompts: a row per prompt.
+        ids: their token ids.
+        vocabulary: number of the model's token ids.
+
+    Raises:
+        DataError: it lacks one.
+    """
+    for group, prompt in zip(prompts.ids, ids, strict=True):
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            wrong = next(token for token in prompt if not 0 <= token < vocabulary)
+            raise DataError(
+                f"rollout: the prompt of group {group} has token {wrong}; the model has 0 to {vocabulary - 1}. "
+                "Is it from another tokenizer?"
+            )
+
+
 def seed_of(*parts: int) -> int:
     """Returns a seed below 2**63 that depends only on these numbers, and is the same in every process.
 

@@ -15,7 +15,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from dataflow.engines.base import Sample
+from dataflow.engines.base import Sample, Sampling
 from dataflow.errors import Aborted, ServiceLost
 
 if TYPE_CHECKING:
@@ -48,6 +48,14 @@ class Job:
     ended: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class SamplingCall:
+    """Sampling options and seed that the jobs of one call share; the seed of a turn is a tuple."""
+
+    sampling: Sampling
+    seed: int | tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class FinishedSample:
     """The result of a job.
@@ -63,6 +71,30 @@ class FinishedSample:
     log_probs: list[float]
     finish: Literal["stop", "length"]
     cached: int
+
+
+def jobs_of(groups: Sequence[int], prompts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[Job]:
+    """Returns the samples of one call, ``sampling.n`` of each prompt.
+
+    Args:
+        groups: ids of the prompts' groups.
+        prompts: their token ids.
+        sampling, seed: of the call.
+    """
+    call, inbox = SamplingCall(sampling, seed), asyncio.Queue[Sample | Exception]()
+    return [
+        Job(group, index, prompt, call, inbox)
+        for group, prompt in zip(groups, prompts, strict=True)
+        for index in range(sampling.n)
+    ]
+
+
+def by_group(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Returns jobs in groups: those of one call, by its ``params``, and of one group."""
+    groups: dict[tuple[Any, int], list[Job]] = {}
+    for job in jobs:
+        groups.setdefault((job.params, job.group), []).append(job)
+    return list(groups.values())
 
 
 class Backend(Protocol):

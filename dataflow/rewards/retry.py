@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import email.utils
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +10,9 @@ from typing import Any
 from tenacity import RetryCallState, Retrying, wait_random_exponential
 
 from dataflow.errors import ConfigError
+from dataflow.system.http import THROTTLED, may_pass, seconds, wait_asked
 from dataflow.usercode.failures import attribute_of, causes_of, is_interrupt, parts_of
 
-THROTTLED = (429, 503, 529)
-"""HTTP statuses by which a server rejects a request for its rate or load."""
-_ENDLESS_S = 1e9
-_AGAIN = (408, 409, 425, 429)
 # Base classes of the errors of HTTP clients for connections that fail, break or time out; by name, so that none of
 # these packages needs to be installed.
 _TRANSPORT = {
@@ -115,11 +110,6 @@ def is_transient(error: BaseException) -> bool:
     return False
 
 
-def may_pass(status: int) -> bool:
-    """Whether a request with this HTTP status may succeed at the next try."""
-    return status >= 500 or status in _AGAIN
-
-
 def _is_one(error: BaseException, names: Mapping[str, Sequence[str]]) -> bool:
     return any(base.__name__ in names.get(base.__module__.partition(".")[0], ()) for base in type(error).__mro__)
 
@@ -188,17 +178,12 @@ def retry_after_s(error: BaseException) -> float:
 def _retry_after_s(error: BaseException) -> float:
     own = attribute_of(error, "retry_after")
     if isinstance(own, int | float):
-        return _seconds(int.__index__(own) if isinstance(own, int) else float.__float__(own))
+        return seconds(int.__index__(own) if isinstance(own, int) else float.__float__(own))
     for place in (error, attribute_of(error, "response")):
         headers = attribute_of(place, "headers")
         if attribute_of(headers, "get") is not None and (wait_s := read_retry_after(headers)):
             return wait_s
     return 0.0
-
-
-def _seconds(number: float) -> float:
-    """Returns seconds to wait: 0 for a time in the past, or one that is not finite."""
-    return float(number) if 0 < number < _ENDLESS_S else 0.0
 
 
 def read_retry_after(headers: Mapping[str, Any]) -> float:
@@ -210,23 +195,9 @@ def read_retry_after(headers: Mapping[str, Any]) -> float:
     1.5
     """
     try:
-        text = str(headers.get("Retry-After") or headers.get("retry-after") or "").strip()
+        text = str(headers.get("Retry-After") or headers.get("retry-after") or "")
+        return wait_asked(text, str(headers.get("Date") or headers.get("date") or ""))
     except BaseException as own:  # the headers of a user's exception may be anything
         if is_interrupt(own):
             raise
         return 0.0
-    try:
-        return _seconds(float(text)) if text else 0.0
-    except ValueError:
-        sent = _unix(str(headers.get("Date") or headers.get("date") or ""))
-        until = _unix(text)
-        # Both dates come from the server's clock; without Date, the local clock is used.
-        return 0.0 if until is None else _seconds(until - (time.time() if sent is None else sent))
-
-
-def _unix(date: str) -> float | None:
-    """Returns the unix time of an HTTP date; None if it cannot be read."""
-    try:
-        return email.utils.parsedate_to_datetime(date).timestamp()
-    except (ValueError, OverflowError):
-        return None

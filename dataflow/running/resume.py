@@ -25,14 +25,14 @@ from dataflow.running.session import Session
 
 Made = TypeVar("Made")
 MAY_CHANGE = (
-    "checkpoint", "engine.gpu_memory", "engine.kv_cache_gb", "engine.max_num_seqs", "engine.replicas",
-    "engine.restarts", "executor", "judge.api_key_env", "judge.client", "judge.latency", "judge.max_cost",
+    "checkpoint", "engine.api_key_env", "engine.gpu_memory", "engine.kv_cache_gb", "engine.max_num_seqs",
+    "engine.replicas", "engine.request_timeout", "engine.restarts", "engine.server_wait", "engine.urls",
+    "engine.weights_dir", "executor", "judge.api_key_env", "judge.client", "judge.latency", "judge.max_cost",
     "judge.max_tokens", "judge.price_per_million", "judge.time_scale", "judge.timeout", "judge.url", "profile", "ray",
-    "resume",
-    "reward.actors", "reward.adaptive", "reward.backoff", "reward.concurrency", "reward.deadline", "reward.endpoints",
-    "reward.floor", "reward.frozen_after", "reward.hedge_after", "reward.max_abandoned", "reward.max_backoff",
-    "reward.max_failed_share", "reward.restarts", "reward.rpm", "reward.timeout", "reward.tpm", "reward.tries",
-    "samples", "steps", "tracking", "trainer.activation_offload", "trainer.optimizer_offload",
+    "resume", "reward.actors", "reward.adaptive", "reward.backoff", "reward.concurrency", "reward.deadline",
+    "reward.endpoints", "reward.floor", "reward.frozen_after", "reward.hedge_after", "reward.max_abandoned",
+    "reward.max_backoff", "reward.max_failed_share", "reward.restarts", "reward.rpm", "reward.timeout", "reward.tpm",
+    "reward.tries", "samples", "steps", "tracking", "trainer.activation_offload", "trainer.optimizer_offload",
     "trainer.param_offload", "trainer.restarts", "trainer.threads", "trainer.world_size", "val",
 )  # fmt: skip
 """Keys and sections that change neither the samples nor what is trained on them."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
+import base64
+from urllib.parse import unquote, urlsplit
+
+from dataflow.system.secrets.redaction import keep_secret
 
 
 def is_address(url: object) -> bool:
@@ -19,3 +22,20 @@ def is_address(url: object) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
+
+
+def without_login(url: str) -> tuple[str, str]:
+    """Returns an address without user name and password, and the header that replaces them, or ""."""
+    try:
+        parts = urlsplit(url)
+        user, password = parts.username, parts.password
+    except (ValueError, AttributeError):  # not an address, which addresses() reports
+        return url, ""
+    if user is None and password is None:
+        return url, ""
+    login = f"{unquote(user or '')}:{unquote(password or '')}"
+    encoded = base64.b64encode(login.encode()).decode()
+    # Some servers take a key as the user name.
+    for secret in (password or user, unquote(password or user or ""), encoded):
+        keep_secret(secret)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), f"Basic {encoded}"

@@ -265,7 +265,7 @@ STAMPS = {
     "system/clock.py",
     "rewards/ledger/ledger.py",
     "rewards/ledger/file.py",
-    "rewards/retry.py",
+    "system/http.py",
     "rewards/judge/server.py",
 }
 """Files that read the system's clock: one to anchor ours, the others for a stamp or another machine's date."""

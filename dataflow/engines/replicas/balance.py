@@ -15,17 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.engines.base import Sample, Sampling
-from dataflow.engines.sync_queue import FinishedSample, Job, SampleQueue
+from dataflow.engines.base import Sample
+from dataflow.engines.sync_queue import FinishedSample, Job, SampleQueue, SamplingCall, by_group
 from dataflow.errors import DataflowError, RunError, UserError
-
-
-@dataclass(frozen=True, eq=False)
-class SamplingCall:
-    """Sampling options and seed that the jobs of one call share; the seed of a turn is a tuple."""
-
-    sampling: Sampling
-    seed: int | tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -62,10 +54,7 @@ class Balance:
 
     def start(self, jobs: Sequence[Job]) -> None:
         """See :meth:`Backend.start`."""
-        groups: dict[tuple[SamplingCall, int], list[Job]] = {}
-        for job in jobs:
-            groups.setdefault((job.params, job.group), []).append(job)
-        self._waiting.extend(groups.values())
+        self._waiting.extend(by_group(jobs))
         self._send()
 
     def cancel(self, ids: Sequence[int]) -> None:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from dataflow.batch import Batch
 from dataflow.cluster.nodes import NodeRule, Places
 from dataflow.engines.base import RolloutEngine, Sample, Sampling
-from dataflow.engines.replicas.balance import Balance, ReplicaHandle, SamplingCall, reason
+from dataflow.engines.replicas.balance import Balance, ReplicaHandle, reason
 from dataflow.engines.replicas.host import Replica, pack
-from dataflow.engines.sync_queue import Job, SampleQueue
+from dataflow.engines.sync_queue import Job, SampleQueue, SamplingCall, jobs_of
 from dataflow.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
@@ -126,12 +126,7 @@ class Replicas:
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
         """See :meth:`RolloutEngine.generate`. Closing the generator aborts its samples on all replicas."""
         ids = self._checked(prompts, sampling)
-        call, inbox = SamplingCall(sampling, seed), asyncio.Queue[Sample | Exception]()
-        jobs = [
-            Job(group, index, prompt, call, inbox)
-            for group, prompt in zip(prompts.ids, ids, strict=True)
-            for index in range(sampling.n)
-        ]
+        jobs = jobs_of(prompts.ids, ids, sampling, seed)
         async with contextlib.aclosing(self._queue.draw(jobs)) as samples:
             async for sample in samples:
                 yield sample

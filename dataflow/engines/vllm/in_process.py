@@ -18,13 +18,13 @@ import torch
 from dataflow.batch import Batch
 from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.choice import refused_temperature
-from dataflow.engines.samples import check_sampling, check_turn, prompt_ids, seed_of, shown_of, to_batch
+from dataflow.engines.samples import check_sampling, check_tokens, check_turn, prompt_ids, seed_of, shown_of, to_batch
 from dataflow.engines.sync_queue import Job, SampleQueue, VllmBackend
 from dataflow.engines.vllm.images import image_input, register
 from dataflow.engines.vllm.thread import EngineThread
 from dataflow.engines.vocabulary import loading, read_vocabulary, undrawn
 from dataflow.engines.weights import WeightNames
-from dataflow.errors import ConfigError, DataError, DataflowError, RunError, nearest
+from dataflow.errors import ConfigError, DataflowError, RunError, nearest
 from dataflow.system.children import safe_path
 from dataflow.system.loopback import ADDRESS, stay_on_loopback
 
@@ -301,14 +301,8 @@ class VllmRollout:
 
     def _ids(self, prompts: Batch) -> list[list[int]]:
         ids = prompt_ids(prompts, self.max_prompt_length)
-        for group, prompt in zip(prompts.ids, ids, strict=True):
-            # Without a tokenizer vLLM does not check tokens, and an unknown one would end the engine.
-            if min(prompt) < 0 or max(prompt) >= self.vocabulary.size:
-                wrong = next(token for token in prompt if not 0 <= token < self.vocabulary.size)
-                raise DataError(
-                    f"rollout: the prompt of group {group} has token {wrong}; the model has 0 to "
-                    f"{self.vocabulary.size - 1}. Is it from another tokenizer?"
-                )
+        # Without a tokenizer vLLM does not check tokens, and an unknown one would end the engine.
+        check_tokens(prompts, ids, self.vocabulary.size)
         return ids
 
     def _params(self, sampling: Sampling, seed: int) -> Any:

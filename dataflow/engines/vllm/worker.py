@@ -44,6 +44,8 @@ class RolloutWorker:
         if type(sampler).__module__ != "vllm.v1.sample.sampler" or sampler.logprobs_mode != "processed_logits":
             raise RuntimeError(f"{type(sampler)} in mode {sampler.logprobs_mode} cannot report log-probs before cuts.")
         sample = sampler.sample
+        if getattr(sample, "uncut", False):  # another run of the same server has prepared it
+            return
 
         def report(logits: torch.Tensor, metadata: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
             # First, as sampling changes the logits in place.
@@ -52,7 +54,17 @@ class RolloutWorker:
             logits[:, list(undrawn)] = float("-inf")
             return sample(logits, metadata, *args, **options)[0], log_probs
 
+        report.uncut = True  # type: ignore[attr-defined]
         sampler.sample = report
+
+    def shape_of_model(self, *names: str) -> dict[str, Any]:
+        """Returns these entries of the model's configuration; vLLM cannot load weights again after it refused some."""
+        config = self.model_runner.model_config.hf_config
+        return {name: getattr(config, name, None) for name in names}
+
+    def refresh_head(self) -> None:
+        """Updates a tied head after vLLM has reloaded weights by itself; see :func:`remake_head`."""
+        remake_head(self.model_runner.get_model())
 
     def take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Loads weights in place, by Hugging Face name, tied ones once and under the name of the embedding."""

@@ -1,32 +1,14 @@
-"""The addresses of servers: from what the user gives, without passwords, to that of a request."""
+"""The addresses of servers: from what the user gives to that of a request."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from dataflow.errors import ConfigError
 from dataflow.rewards.judge.chat import COMPLETIONS
 from dataflow.system.address import is_address
-from dataflow.system.secrets.redaction import keep_secret, redact
-
-
-def without_login(url: str) -> tuple[str, str]:
-    """Returns an address without user name and password, and the header that replaces them, or ""."""
-    try:
-        parts = urlsplit(url)
-        user, password = parts.username, parts.password
-    except (ValueError, AttributeError):  # not an address, which addresses() reports
-        return url, ""
-    if user is None and password is None:
-        return url, ""
-    login = f"{unquote(user or '')}:{unquote(password or '')}"
-    encoded = base64.b64encode(login.encode()).decode()
-    # Some servers take a key as the user name.
-    for secret in (password or user, unquote(password or user or ""), encoded):
-        keep_secret(secret)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), f"Basic {encoded}"
+from dataflow.system.secrets.redaction import redact
 
 
 def root_of(url: str) -> str:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dataflow.errors import ConfigError, nearest
 from dataflow.rewards.judge.errors import CONNECT_S, broken, overlong, refused
-from dataflow.rewards.judge.reply import beginning_of_error, whole
+from dataflow.rewards.judge.reply import whole
 from dataflow.system.extras import not_installed
+from dataflow.system.http import beginning_of_error
 
 if TYPE_CHECKING:
     import aiohttp

@@ -11,13 +11,13 @@ import ssl
 from collections.abc import Mapping
 from typing import Any
 
-from dataflow.rewards.retry import may_pass, read_retry_after
+from dataflow.rewards.retry import read_retry_after
+from dataflow.system.http import may_pass, short
 from dataflow.system.secrets.redaction import redact
 
 CONNECT_S = 30.0
 """Seconds for connecting if no other time-out is set."""
 
-_QUOTED = 1000  # characters of a server's text that are searched for secrets before it is shortened
 _PLAIN_TO_TLS = ("plain HTTP request was sent to HTTPS port", "HTTP request to an HTTPS server")
 _UP = "see that the judge at judge.url is up and can be reached from this machine"
 _TLS = "give judge.url https:// in place of http://: the server speaks TLS at this port"
@@ -176,11 +176,3 @@ def _fix_of(url: str, error: BaseException) -> tuple[str, bool]:
     elif isinstance(error, ConnectionResetError):
         return f"{_UP}; if it is, check what its TLS requires of clients: a version, or a certificate", True
     return _UP, True
-
-
-def short(text: str) -> str:
-    """Returns a text on one line of at most 200 characters, secrets masked and unprintable characters escaped."""
-    line = redact(" ".join(text.split())[:_QUOTED])
-    if not line.isprintable():
-        line = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)
-    return line if len(line) <= 200 else line[:197] + "..."

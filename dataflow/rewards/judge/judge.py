@@ -7,19 +7,21 @@ call of ``compute_score`` is one request: the agent retries, times out and limit
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataflow.errors import ConfigError, nearest
-from dataflow.rewards.judge.address import addresses, without_login
+from dataflow.rewards.judge.address import addresses
 from dataflow.rewards.judge.budget import Budget, BudgetSpent, estimate
 from dataflow.rewards.judge.chat import Chat, make_chat
-from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout, short
+from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout
 from dataflow.rewards.judge.prompt import RULES, prompt_of, question_of, response_of
 from dataflow.rewards.limits.router import Router, Routing
-from dataflow.system.secrets.redaction import keep_secret, redact_reply
+from dataflow.system.address import without_login
+from dataflow.system.http import short
+from dataflow.system.secrets.api_key import key_of
+from dataflow.system.secrets.redaction import redact_reply
 
 __all__ = ["BudgetSpent", "Judge", "JudgeError", "JudgeTimeout"]
 
@@ -125,7 +127,7 @@ class Judge:
         body = {"model": model, "temperature": temperature, "max_tokens": max_tokens_reply}
         self._head, self._reply_tokens = _head({k: v for k, v in body.items() if v is not None}, options)
         self._budget = Budget(max_tokens, max_cost, price_per_million)
-        key = key_of(api_key_env)
+        key = key_of(api_key_env, "judge.api_key_env")
         if key and any(logins):
             raise ConfigError(f"judge.api_key_env={api_key_env}: judge.url also holds a password; give one of the two.")
         by_url = {address: login for address, login in zip(self._urls, logins, strict=True) if login}
@@ -244,27 +246,6 @@ def _head(body: Mapping[str, Any], options: Mapping[str, Any] | None) -> tuple[s
         raise ConfigError(f"judge.options={options} cannot be sent as JSON: {error}.") from error
     limit = whole.get("max_completion_tokens") or whole.get("max_tokens")
     return f'{text[:-1]}, "messages": ', limit if isinstance(limit, int) else None
-
-
-def key_of(variable: str | None) -> str | None:
-    """Returns the API key that an environment variable holds; None without a variable.
-
-    Raises:
-        ConfigError: the variable is not set, or what it holds is no key.
-    """
-    if not variable:
-        return None
-    if not variable.isidentifier():
-        keep_secret(variable)  # it may be the key
-        raise ConfigError("judge.api_key_env takes the name of an environment variable that holds the key; set one.")
-    key = os.environ.get(variable, "").strip()  # a key read from a file ends with a line break
-    keep_secret(key)
-    if not key:
-        raise ConfigError(f"judge.api_key_env={variable}: this environment variable is not set.")
-    if not (key.isascii() and key.isprintable()) or " " in key:  # which no header may have
-        what = "holds a space, a line break, or a character that is not ASCII"
-        raise ConfigError(f"judge.api_key_env={variable}: this environment variable {what}; give the key alone.")
-    return key
 
 
 def _read_reply(url: str, raw: bytes) -> tuple[Any, Any, bool]:

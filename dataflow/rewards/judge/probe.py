@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge.address import root_of, without_login
-from dataflow.rewards.judge.judge import key_of
+from dataflow.rewards.judge.address import root_of
+from dataflow.system.address import without_login
+from dataflow.system.http import reason
+from dataflow.system.secrets.api_key import key_of
 
 _MODELS = "/v1/models"
 
@@ -32,7 +33,7 @@ def check_judge(urls: Sequence[str], model: str, api_key_env: str | None, patien
     """
 
     async def all_answers() -> list[str]:
-        key = key_of(api_key_env)
+        key = key_of(api_key_env, "judge.api_key_env")
         return await asyncio.gather(*(_answer(url, model, key, patience_s) for url in urls))
 
     return "; ".join(dict.fromkeys(asyncio.run(all_answers())))
@@ -53,8 +54,7 @@ async def _answer(url: str, model: str, key: str | None, patience_s: float) -> s
     except TimeoutError:
         why = f"no answer within {patience_s:g} s"
     except (aiohttp.ClientError, OSError) as error:
-        number = getattr(error, "errno", None) or 0
-        why = os.strerror(number) if number > 0 else str(error) or type(error).__name__
+        why = reason(error)
     else:
         if status in (401, 403):
             fix = "another key in the variable of judge.api_key_env" if given else "judge.api_key_env=VARIABLE"

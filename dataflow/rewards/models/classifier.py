@@ -11,14 +11,16 @@ from typing import Any, Literal
 from loguru import logger
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge.address import addresses, without_login
+from dataflow.rewards.judge.address import addresses
 from dataflow.rewards.judge.budget import estimate
 from dataflow.rewards.judge.chat import make_chat
-from dataflow.rewards.judge.errors import JudgeError, short
+from dataflow.rewards.judge.errors import JudgeError
 from dataflow.rewards.judge.prompt import question_of
 from dataflow.rewards.limits.router import Router, Routing
 from dataflow.rewards.models.conversation import Renderer, messages_of
 from dataflow.rewards.user.results import read_number
+from dataflow.system.address import without_login
+from dataflow.system.http import short
 
 _REPLY_BYTES = 1 << 20
 

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 
 from dataflow.errors import ConfigError, nearest
-from dataflow.rewards.judge.address import addresses, without_login
-from dataflow.rewards.judge.errors import short
+from dataflow.rewards.judge.address import addresses
 from dataflow.rewards.judge.server import serve
 from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.limits import Limits
@@ -34,6 +33,8 @@ from dataflow.rewards.limits.queues import Limiter
 from dataflow.rewards.limits.router import Probing, Router, is_doubtful
 from dataflow.rewards.retry import is_overload
 from dataflow.system import clock
+from dataflow.system.address import without_login
+from dataflow.system.http import short
 
 if TYPE_CHECKING:
     from aiohttp import web

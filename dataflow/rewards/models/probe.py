@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge.address import root_of, without_login
+from dataflow.rewards.judge.address import root_of
+from dataflow.system.address import without_login
+from dataflow.system.http import reason
 
 if TYPE_CHECKING:
     import aiohttp
@@ -67,8 +68,7 @@ async def _answered(session: aiohttp.ClientSession, name: str, url: str, limit_s
         except TimeoutError:
             why = "no answer"
         except (aiohttp.ClientError, OSError) as error:
-            number = getattr(error, "errno", None) or 0
-            why = os.strerror(number) if number > 0 else str(error) or type(error).__name__
+            why = reason(error)
         if time.monotonic() + _AGAIN_S > end:
             raise ConfigError(
                 f"{what}: the server does not answer GET /v1/models ({why}) within reward.models.{name}.start_timeout="

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dataflow.errors import RunError
-from dataflow.rewards.judge.address import root_of, without_login
-from dataflow.rewards.judge.errors import short
+from dataflow.rewards.judge.address import root_of
+from dataflow.system.address import without_login
+from dataflow.system.http import short
 
 if TYPE_CHECKING:
     import aiohttp

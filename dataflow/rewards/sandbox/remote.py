@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.retry import Retry, may_pass, read_retry_after
+from dataflow.rewards.retry import Retry, read_retry_after
 from dataflow.rewards.sandbox.outcome import Outcome, SandboxError, Status, short
 from dataflow.system.address import is_address
+from dataflow.system.http import may_pass
 from dataflow.system.secrets.redaction import redact
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from dataflow.config.training.trained import TrainedConfig
 from dataflow.models.size import Size, size_of
 from dataflow.running.preparing.machine import GIB
 from dataflow.running.services.hosting import CRITIC, REPLICAS, TRAINER, VLLM_ON_GPU
+from dataflow.running.services.servers import SERVERS
 from dataflow.stage import Hosted
 
 _IDLE = 1.0 * GIB
@@ -92,7 +93,8 @@ def need_of(config: Any, hosts: Mapping[str, Hosted]) -> Need:
     pools: dict[str, list[Part]] = {}
     cpu = checkpoint = model = 0.0
     for name, host in hosts.items():
-        size = size_of(host.options.get("model") or config.model.path) if name == "rollout" or _loads(host) else None
+        here = name == "rollout" and host.factory != SERVERS
+        size = size_of(host.options.get("model") or config.model.path) if here or _loads(host) else None
         if size is None:
             continue
         whole = float(size.parameters)

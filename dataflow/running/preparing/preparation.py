@@ -27,6 +27,7 @@ from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.tracking import check_backends
 from dataflow.running.services.hosting import REWARD, check_engine
 from dataflow.running.services.nodes import check_nodes
+from dataflow.running.services.servers import check_rollout_servers
 
 
 class Preparation:
@@ -133,6 +134,8 @@ class Preparation:
             yield Check("inputs", lambda: self._take({**(prompts.fields() if prompts else {}), **own}))
         if isinstance(config, RunConfig) and any(model.given_urls for model in config.reward.models.values()):
             yield Check("model servers", self._check_servers)
+        if isinstance(config, RunConfig) and config.engine.rollout == "server" and "rollout" in self.hosts:
+            yield Check("servers", lambda: check_rollout_servers(config, self._patience_s))
 
     def _check_directory(self) -> str:
         check_directory(self.config)

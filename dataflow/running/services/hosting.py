@@ -16,6 +16,7 @@ from dataflow.models.size import count
 from dataflow.models.tiny import check_model
 from dataflow.rewards.naming import JUDGE, MAIN, SERVED, file_of
 from dataflow.running.services.nodes import agent_place, model_files, node_rules
+from dataflow.running.services.servers import servers_host
 from dataflow.running.services.training import check_reader, check_training, profiler_of
 from dataflow.stage import Hosted
 
@@ -106,6 +107,8 @@ def pools_of(config: Any, *, critic: bool = False) -> Pools:
         )
     trainer_share, critic_share, engine_share = _SHARES[config.placement, critic]
     training, sampling = ("train", "rollout") if apart else ("gpu", "gpu")
+    if config.engine.rollout == "server":
+        engine_share = 0.0  # their GPUs are elsewhere
     return Pools(training, sampling, gpus * trainer_share, gpus * engine_share, gpus * critic_share)
 
 
@@ -263,9 +266,9 @@ def check_room(config: Any) -> None:
             f"'{config.model.path}' can read; lower it."
         )
     kind = _engine(config, "cuda" if config.ray.gpus_per_worker else "cpu")
-    # vLLM reserves memory for the longest possible prompt; transformers for each actual one.
+    # vLLM and servers reserve memory for the longest possible prompt; transformers for each actual one.
     longest = config.data.max_prompt_length
-    if kind == "vllm" and positions is not None and longest + tokens > positions:
+    if kind != "hf" and positions is not None and longest + tokens > positions:
         raise ConfigError(
             f"data.max_prompt_length={longest} and {key}={tokens} are together more than the {positions} tokens that "
             f"model '{config.model.path}' can read; lower one."
@@ -332,6 +335,8 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
             raise ConfigError(f"{key}.temperature={value:g}: {why}.")
     # The prompt of a later turn includes the turns before it.
     turns = config.tools.max_response_tokens if config.tools.offered else 0
+    if kind == "server":
+        return servers_host(config, config.data.max_prompt_length + turns)
     options: dict[str, Any] = {
         "model": config.model.path,
         "max_prompt_length": config.data.max_prompt_length + turns,

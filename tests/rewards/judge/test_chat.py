@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 from dataflow.errors import ConfigError
-from dataflow.rewards.judge import chat, errors, reply
+from dataflow.rewards.judge import chat, errors
 from dataflow.rewards.judge.chat import make_chat
 from dataflow.rewards.judge.errors import JudgeError, JudgeTimeout
 from dataflow.rewards.judge.judge import Judge
+from dataflow.system import http
 from tests.faults.rig.server import FaultServer
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(90)]
@@ -281,8 +282,8 @@ def test_an_endless_error_is_cut() -> None:
             while True:
                 yield b"x" * 1000
 
-        text = await reply.beginning_of_error(pieces(), {})
-        assert len(text) == reply.ERROR_BYTES
+        text = await http.beginning_of_error(pieces(), {})
+        assert len(text) == http.ERROR_BYTES
         assert len(str(errors.refused("http://h", 500, {}, text))) < 300
 
     asyncio.run(body())

@@ -19,9 +19,9 @@ import pytest
 from dataflow.batch import Batch
 from dataflow.errors import RewardFailed
 from dataflow.reward_agent import Retry, RewardAgent
-from dataflow.rewards.judge import reply
 from dataflow.rewards.judge.errors import JudgeError
 from dataflow.rewards.judge.judge import Judge
+from dataflow.system import http
 from dataflow.system.secrets.redaction import keep_secret
 from tests.rewards.judge import certificates
 
@@ -294,4 +294,4 @@ def test_no_error_of_the_http_client_is_chained() -> None:
         error = asked(sent)
         assert isinstance(error, JudgeError)
         assert (error.__cause__, error.__context__) == (None, None)
-    assert reply.ERROR_S < 1
+    assert http.ERROR_S < 1

@@ -1,0 +1,87 @@
+"""The configuration of the rollout: how responses are sampled, and by which engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from dataflow.config.section import Section, Text
+from dataflow.errors import ConfigError
+
+Texts = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+"""Several texts, or a single one."""
+
+
+class EngineConfig(Section):
+    """Rollout: how responses are sampled."""
+
+    rollout: Literal["auto", "hf", "vllm", "server"] = "auto"
+    """Rollout engine: hf (transformers), vllm, auto (vLLM if it is installed for this device and faster on it), or
+    server: inference servers that run elsewhere."""
+    urls: Texts = Field(default=[])
+    """Addresses of vLLM's OpenAI servers, or SGLang's, http://host:port (server)."""
+    api_key_env: Text | None = None
+    """Environment variable that holds the API key of these servers (server)."""
+    request_timeout: PositiveFloat = 600.0
+    """Seconds that a server may take for a sample, or to load weights (server)."""
+    server_wait: PositiveFloat = 300.0
+    """Seconds that the run waits while a server does not answer at its start, or later none of them (server)."""
+    weights_dir: Text | None = None
+    """Directory for new weights that the run and the servers can read; null for runs/NAME/weights (server)."""
+    n: PositiveInt = 8
+    """Responses per prompt."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass kept; 1 keeps all."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Most likely tokens kept; -1 or 0 keeps all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Least probability kept, as a share of the likeliest token's; 0 keeps all."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Above 1 makes tokens less likely that occurred before."""
+    max_tokens: PositiveInt = 24
+    """Longest response in tokens, eos included."""
+    stop: Texts = Field(default=[])
+    """Tokens that end a response besides the model's own, as the tokenizer writes them."""
+    stop_token_ids: list[NonNegativeInt] = Field(default=[])
+    """The same as ids."""
+    replicas: Annotated[int, Field(gt=0, le=65536)] = 1
+    """Engines that share a step's prompts, each in a process of its own."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that one engine's model is split over (vllm)."""
+    max_num_seqs: PositiveInt = 256
+    """Samples that are decoded at once (vllm), or requests in flight at one server (server)."""
+    kv_cache_gb: PositiveFloat | None = None
+    """Memory for the KV cache (vllm); null: 0.25 on a CPU, on a GPU what engine.gpu_memory leaves."""
+    gpu_memory: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the GPU's memory that weights and KV cache may take (vllm); null: 0.6 of a GPU that the trainer shares,
+    0.9 of the engine's own."""
+    in_flight: Literal["wait", "abort"] = "wait"
+    """What a weight sync does with samples in flight: wait, or restart them with the new weights (vllm, server)."""
+    restarts: NonNegativeInt = 2
+    """How often the engine may be rebuilt after its process died; lost samples are then repeated."""
+
+    @model_validator(mode="after")
+    def _keys_of_servers(self) -> EngineConfig:
+        from dataflow.engines.servers.connect import check_urls
+
+        if self.rollout == "server":
+            check_urls(self.urls)
+        of_servers, of_engines = "has no effect without engine.rollout=server", "is a setting of the servers themselves"
+        unread = dict.fromkeys(("urls", "api_key_env", "request_timeout", "server_wait", "weights_dir"), of_servers)
+        if self.rollout == "server":
+            unread = dict.fromkeys(("replicas", "tensor_parallel", "kv_cache_gb", "gpu_memory"), of_engines)
+        for key, why in unread.items():
+            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                raise ConfigError(f"engine.{key} {why}; leave it out.")
+        return self

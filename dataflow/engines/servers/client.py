@@ -1,0 +1,160 @@
+"""The HTTP client of one inference server: JSON there and back, and every failure as one kind of error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dataflow.system.address import without_login
+from dataflow.system.http import (
+    THROTTLED,
+    beginning_of_error,
+    may_pass,
+    reason,
+    short,
+    wait_asked,
+)
+
+if TYPE_CHECKING:
+    import aiohttp
+
+CONNECT_S = 10.0
+"""Seconds for connecting."""
+_MOST = 256 << 20
+"""Bytes of a reply."""
+
+
+class ServerError(Exception):
+    """A request to an inference server was not answered as it should.
+
+    Attributes:
+        status: HTTP status of the reply, if that is the error.
+        wait_s: seconds to wait before the next request, as the server asks.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, wait_s: float = 0.0) -> None:
+        super().__init__(short(message).rstrip(": "))
+        self.status = status
+        self.wait_s = wait_s
+
+    @property
+    def throttled(self) -> bool:
+        """Whether the server takes no more load for now."""
+        return self.status in THROTTLED
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server refuses this request, and would refuse it again."""
+        return self.status is not None and not may_pass(self.status)
+
+
+class Client:
+    """Sends requests to one server. It connects with the first one, on the event loop that sends it.
+
+    Args:
+        url: ``http://host:port``, with or without ``/v1``; a user name and a password in it are sent as a header.
+        key: the API key, if the server requires one.
+        timeout_s: of a request, unless it has a limit of its own.
+
+    Attributes:
+        url: of the server, without user name and password.
+    """
+
+    def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
+        self.url = base_of(url)
+        _url, login = without_login(url)
+        header = f"Bearer {key}" if key else login
+        self._headers = {"Authorization": header} if header else {}
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def get(self, path: str, limit_s: float | None = None) -> Any:
+        """Returns the JSON of a page. Raises :class:`ServerError`."""
+        return await self._send("GET", path, None, limit_s)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, limit_s: float | None = None) -> Any:
+        """Sends JSON, and returns that of the reply; None if it is empty. Raises :class:`ServerError`."""
+        return await self._send("POST", path, body, limit_s)
+
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float | None) -> Any:
+        import aiohttp
+
+        limit = limit_s or self._timeout_s
+        what = f"{method} {path.partition('?')[0]}"
+        timeout = aiohttp.ClientTimeout(total=limit, sock_connect=min(CONNECT_S, limit))
+        failure = ServerError(f"{what} was not answered within {limit:g} s")
+        try:
+            async with self._opened().request(
+                method, self.url + path, json=body, timeout=timeout, allow_redirects=False
+            ) as reply:
+                if reply.status != 200:
+                    text = await beginning_of_error(reply.content.iter_any(), reply.headers, limit)
+                    wait_s = wait_asked(reply.headers.get("Retry-After", ""), reply.headers.get("Date", ""))
+                    said = short(message_in(text)) or reply.reason or "no message"
+                    raise ServerError(f"{what} answered {reply.status}: {said}", status=reply.status, wait_s=wait_s)
+                return _decoded(what, await _whole(what, reply))
+        except TimeoutError:
+            pass
+        except aiohttp.ClientPayloadError:
+            failure = ServerError(f"{what}: the connection broke in the middle of the reply")
+        except (aiohttp.ClientError, OSError) as error:
+            failure = ServerError(f"{what}: {reason(error)}")
+        # Not from the client's own error, which holds the headers.
+        raise failure
+
+    def _opened(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None:
+            # The pool limits the requests. Servers close idle connections after 5 s: close them earlier.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
+            jar = aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, cookie_jar=jar)
+        return self._session
+
+    async def close(self) -> None:
+        """Closes the connections; the next request opens new ones."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+def base_of(url: str) -> str:
+    """Returns the address of a server without user name, password and the path of OpenAI's API.
+
+    >>> base_of("http://me:secret@h:8000/v1/")
+    'http://h:8000'
+    """
+    return without_login(url)[0].rstrip("/").removesuffix("/v1")
+
+
+async def _whole(what: str, reply: aiohttp.ClientResponse) -> bytes:
+    got = bytearray()
+    async for piece in reply.content.iter_any():
+        got += piece
+        if len(got) > _MOST:
+            raise ServerError(f"{what} sent a reply of over {_MOST:,} bytes, which was not read")
+    return bytes(got)
+
+
+def _decoded(what: str, raw: bytes) -> Any:
+    if not raw:
+        return None
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        text = raw[:200].decode(errors="replace")
+    raise ServerError(f"{what} sent broken JSON: {text}")
+
+
+def message_in(text: str) -> str:
+    """Returns the message in the JSON of an error, as vLLM, SGLang and FastAPI write it, or the text if it has none."""
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+    return found if isinstance(found, str) else text

@@ -1,0 +1,152 @@
+"""vLLM's OpenAI server, started with ``VLLM_SERVER_DEV_MODE=1``, which offers new weights.
+
+Samples come from ``/v1/completions`` with token ids there and back. New weights are read from a directory by the
+worker's own ``reload_weights``. With this package's worker extension (``--worker-extension-cls`` :data:`EXTENSION`) and
+``--logprobs-mode processed_logits`` the server reports log-probs as the trainer computes them. On a CPU it needs the
+extension for tied weights, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dataflow.engines.base import Sampling
+from dataflow.engines.servers.client import Client, ServerError
+from dataflow.engines.servers.protocol import SHAPE, About, DrawnSample, LogProbs, checked, finish_of, tokenized
+from dataflow.errors import ConfigError
+
+EXTENSION = "dataflow.engines.vllm.worker.RolloutWorker"
+_ABOUT_S = 60.0
+"""Seconds for a description: the first one makes vLLM look at its machine."""
+_MODES: dict[str, LogProbs] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+
+
+class VllmServer:
+    """A :class:`~dataflow.engines.servers.protocol.ServerProtocol` for vLLM."""
+
+    def __init__(self, client: Client, version: str) -> None:
+        self.client = client
+        self._kind = f"vLLM {version}"
+        self._model = ""
+        self._extended = False
+
+    async def about(self) -> About:
+        """See :meth:`ServerProtocol.about`."""
+        models = await self.client.get("/v1/models", _ABOUT_S)
+        try:
+            info = await self.client.get("/server_info?config_format=json", _ABOUT_S)
+        except ServerError as error:
+            if error.status != 404:
+                raise
+            raise ConfigError(
+                f"engine.urls: {self.client.url} cannot take weights; start it with VLLM_SERVER_DEV_MODE=1 in its "
+                "environment, where nobody else can reach it."
+            ) from error
+        try:
+            first = models["data"][0]
+            self._model, root, longest = str(first["id"]), str(first.get("root") or first["id"]), first["max_model_len"]
+            config = info["vllm_config"]
+            mode = str(config["model_config"]["logprobs_mode"])
+            cpu = str(config["device_config"]["device"]).startswith("cpu")
+            self._extended = config["parallel_config"].get("worker_extension_cls") == EXTENSION
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ServerError("GET /server_info is not answered as vLLM 0.31 does") from error
+        uncut = self._extended and mode == "processed_logits"
+        kinds: LogProbs = "uncut" if uncut else _MODES.get(mode, "none")
+        shape = await self._shape() if self._extended else {}
+        return About(self._kind, self._model, root, longest, kinds, cpu, self._extended, shape)
+
+    async def _shape(self) -> dict[str, Any]:
+        reply = await self.client.post("/collective_rpc", {"method": "shape_of_model", "args": list(SHAPE)}, _ABOUT_S)
+        found = (reply or {}).get("results") or [{}]
+        return found[0] if isinstance(found[0], dict) else {}
+
+    async def tokens_of(self, text: str) -> list[int] | None:
+        """See :meth:`ServerProtocol.tokens_of`."""
+        return await tokenized(
+            self.client, {"model": self._model, "prompt": text, "add_special_tokens": False}, _ABOUT_S
+        )
+
+    async def knows(self, token: int) -> bool:
+        """See :meth:`ServerProtocol.knows`. A paused server does not say."""
+        paused = await self.client.get("/is_paused", _ABOUT_S)
+        if paused.get("is_paused"):
+            return True
+        try:
+            await self.client.post(
+                "/v1/completions", {"model": self._model, "prompt": [token], "max_tokens": 1}, _ABOUT_S
+            )
+        except ServerError as error:
+            if error.refused and "out of vocabulary" in str(error):
+                return False
+            raise
+        return True
+
+    async def sample(self, prompt: Sequence[int], sampling: Sampling, ends: Sequence[int], seed: int) -> DrawnSample:
+        """See :meth:`ServerProtocol.sample`."""
+        reply = await self.client.post(
+            "/v1/completions",
+            {
+                "model": self._model,
+                "prompt": list(prompt),
+                # All of them: else the server takes those of the model's generation_config.json.
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": max(0, sampling.top_k),
+                "min_p": sampling.min_p,
+                "repetition_penalty": sampling.repetition_penalty,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "stop_token_ids": [*ends, *sampling.stop_token_ids],
+                "seed": seed,
+                "logprobs": 0,
+                "return_token_ids": True,
+            },
+        )
+        try:
+            (choice,) = reply["choices"]
+            read = choice.get("prompt_token_ids")
+            tokens, log_probs = checked(choice["token_ids"], choice["logprobs"]["token_logprobs"], sampling)
+            finish = finish_of(choice["finish_reason"])
+            cached = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ServerError("POST /v1/completions is not answered with token ids and their log-probs") from error
+        if read is not None and read != list(prompt):
+            raise ServerError("the server has sampled from another prompt than it was sent")
+        return DrawnSample(tokens, log_probs, finish, int(cached.get("cached_tokens") or 0), None)
+
+    async def version(self, limit_s: float) -> str:
+        """See :meth:`ServerProtocol.version`."""
+        return _text(await self.client.get("/weight_info", limit_s), "weight_version", "GET /weight_info")
+
+    async def load(self, directory: Path, version: str) -> None:
+        """See :meth:`ServerProtocol.load`."""
+        post = self.client.post
+        await post("/pause?mode=abort")
+        try:
+            # A server that fails halfway must not pass for one with the old weights.
+            await post("/update_weight_version", {"new_version": f"{version}, loading"})
+            if self._extended:
+                await post("/collective_rpc", {"method": "prepare_sampler"})
+            await post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
+            if self._extended:
+                await post("/collective_rpc", {"method": "refresh_head"})
+            cleared = await post("/reset_prefix_cache")
+            if not (isinstance(cleared, dict) and cleared.get("success")):
+                raise ServerError("the prefix cache could not be reset: requests of another client are running")
+            await post("/update_weight_version", {"new_version": version})
+        except ServerError:
+            with suppress(ServerError):  # others may use it
+                await post("/resume")
+            raise
+        await post("/resume")
+
+
+def _text(reply: Any, name: str, what: str) -> str:
+    if not isinstance(reply, dict) or name not in reply:
+        raise ServerError(f"{what} is answered without {name}")
+    return str(reply[name])
