@@ -25,10 +25,10 @@ from dataflow.algorithms.estimators import ESTIMATORS
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.config.base import BaseConfig, PolicyConfig, dump_yaml, values_of
 from dataflow.config.engine import EngineConfig
+from dataflow.config.kept import ProfileConfig, SamplesConfig
 from dataflow.config.keys import verl_keys
 from dataflow.config.keys.overrides import describe, parse_overrides
 from dataflow.config.placement import Placement
-from dataflow.config.profile import ProfileConfig
 from dataflow.config.reward import (
     CustomRewardConfig,
     JudgeConfig,
@@ -39,7 +39,6 @@ from dataflow.config.reward import (
     model_of,
     sources_of,
 )
-from dataflow.config.samples import SamplesConfig
 from dataflow.config.section import LARGEST_STEP, Section, Text
 from dataflow.config.tools import ToolsConfig
 from dataflow.config.training.trained import TrainedConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from dataflow.batch import Batch
+from dataflow.config.kept import SamplesConfig
 from dataflow.config.keys.overrides import parse_overrides
-from dataflow.config.samples import SamplesConfig
 from dataflow.samples.command import SamplesQuery
 from dataflow.samples.query import parse_where
 from dataflow.stages.samples import columns
