@@ -138,8 +138,8 @@ def trainer_host(config: Any, pools: Pools) -> Hosted:
         ranks=config.trainer.world_size,
         gpus=pools.trainer_gpus,
         concurrent=True,  # a checkpoint is written while it trains
-        run_directory=config.checkpoint.export,
-        **model_files(config.model.path),
+        run_directory=config.checkpoint.export or bool(config.profile.steps),
+        **model_files(config.model.path, others={"trainer.lora.adapter": config.trainer.lora.adapter}),
         around=profiler_of(config),
     )
 
