@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,17 +21,11 @@ from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.samples import to_batch
 from dataflow.engines.verl.process import import_worker, join
 from dataflow.engines.verl.trainer import VerlTrainer
+from dataflow.models.tiny import tiny_model
 from dataflow.system import clock
 
-PAD, LAST = 0, 32000
+PAD, LAST = 0, 676
 """Tokens: that of the padding, and the number of those that are sampled."""
-
-
-class Tokens:
-    """A tokenizer that writes a text of about the length of a real one in about its time."""
-
-    def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        return ["word " * len(one) for one in ids]
 
 
 def memory() -> dict[str, float]:
@@ -64,6 +58,9 @@ class Engine(Slept):
         super().__init__()
         self.version, self._seconds, self._longest = 0, seconds, longest
         self._made: list[Sample] = []
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(str(tiny_model()))
 
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
         if not self._made:
@@ -91,7 +88,10 @@ class Engine(Slept):
             yield Sample(group, index, ids, log_probs, 0, "length" if tokens == self._longest else "stop")
 
     def batch(self, prompts: Batch, samples: list[Sample], length: int) -> Batch:
-        return to_batch(prompts, samples, length, Tokens(), PAD)
+        return to_batch(prompts, samples, length, self._tokenizer, PAD)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     async def sync(self, weights: Mapping[str, Any], version: int) -> None:
         self.version = version

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,7 +102,8 @@ def pipeline_of(options: argparse.Namespace, samples: str) -> Pipeline:
         rollout.bind(engine=engine, sampling=sampling, seed=0),
         reward_request.bind(agent=agent),
         *log_prob_stages(config.algorithm, trainer=trainer),
-        reward_collect.bind(agent=agent),
+        # After the log-probs, so that nothing hides what rewards and advantages cost.
+        replace(reward_collect.bind(agent=agent), after=("ref_log_prob",)),
         advantage_stage(config.algorithm),
         update_stage(config.algorithm).bind(trainer=trainer, groups=options.prompts),
         gather_weights.bind(trainer=trainer),
@@ -168,11 +170,8 @@ def by_cause(spans: Sequence[Span], worked: Sequence[tuple[float, float]], step:
     A step lasts from the end of the sync before it to the end of its own.
     """
     begin, end = (max(s.end for s in spans if s.stage == "sync_weights" and s.step == at) for at in (step - 1, step))
-    # Off the path of training.
-    mine = [s for s in spans if s.stage not in ("write_samples", "reward_request", "reward_collect")]
-    edges = sorted(
-        {begin, end, *(t for s in mine for t in (s.begin, s.end)), *(t for piece in worked for t in piece)}
-    )
+    mine = [s for s in spans if s.stage not in ("write_samples", "reward_request")]  # beside the path of training
+    edges = sorted({begin, end, *(t for s in mine for t in (s.begin, s.end)), *(t for piece in worked for t in piece)})
     found: dict[str, float] = defaultdict(float)
     for left, right in zip(edges, edges[1:], strict=False):
         middle = (left + right) / 2
@@ -219,7 +218,9 @@ def flat(found: Mapping[str, Any]) -> bool:
     driver = found["driver_mb"]
     early = statistics.median(driver[len(driver) // 10 : len(driver) // 5])
     late = statistics.median(driver[-len(driver) // 10 :])
-    print(f"\nmemory of the run's process: {early:.1f} MB after a tenth of {len(driver)} steps, {late:.1f} MB at the end")
+    print(
+        f"\nmemory of the run's process: {early:.1f} MB after a tenth of {len(driver)} steps, {late:.1f} MB at the end"
+    )
     return bool(late - early <= GROWTH_MB)
 
 
@@ -234,7 +235,9 @@ def load(count: int) -> float:
 
     from dataflow.data.prompts import load_prompts, read_problems
 
-    text = "Tom has 12 apples and buys 7 more. He gives 5 to Ann, who had 3 pears, and then counts all that he has left. "
+    text = (
+        "Tom has 12 apples and buys 7 more. He gives 5 to Ann, who had 3 pears, and then counts all that he has left. "
+    )
     rows = [
         {
             "data_source": "openai/gsm8k",

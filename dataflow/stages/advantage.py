@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     import torch
 
 
+_READ = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+"""Columns that verl's estimators take, each some of them."""
+
+
 def needs_whole_batch(services: Mapping[str, Any]) -> str | None:
     """Returns why the bound estimator needs all groups of a step at once, or None if it does not."""
     algorithm = services.get("algorithm")
@@ -176,6 +180,20 @@ def _of_equal_scores(data: Batch, estimator: Estimator) -> torch.Tensor:
     return torch.from_numpy(((lowest == highest) & (size > 1))[group])
 
 
+def _needed(samples: Batch, algorithm: Any) -> Batch:
+    """Returns the columns that estimator and metrics read; the others stay packed, which are most of a batch's bytes."""
+    import torch
+
+    names = ["response_mask", "sampled_mask", "score", "kl_penalty", *_READ]
+    names += ["attention_mask"] if algorithm.gdpo_reward_keys else []
+    room = samples.shape("response_mask")[1]
+    whole, response = (torch.from_numpy(samples.nonzero("attention_mask", last)) for last in (None, room))
+    # verl counts the tokens itself only if these are missing, and reads no more of prompts and responses than the width.
+    lengths = {"prompt_length": (whole - response).float(), "response_length": response.float()}
+    widths = {name: torch.zeros(()).expand(samples.shape(name)) for name in ("prompts", "responses")}
+    return samples.only(*(name for name in names if name in samples)).merge(samples.like(**lengths, **widths))
+
+
 def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch.Tensor]:
     """Returns verl's ``advantages`` and ``returns`` of the samples, and logs verl's metrics of them."""
     import torch
@@ -184,7 +202,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     from verl.trainer.ppo.metric_utils import compute_data_metrics
 
     name, estimator = algorithm.adv_estimator, estimator_of(algorithm.adv_estimator)
-    data = samples.to_dataproto()
+    data = _needed(samples, algorithm).to_dataproto()
     mask = data.batch["response_mask"]
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     # The score goes to the last token that the model sampled; tokens of tools' answers may lie between its turns.
@@ -200,7 +218,6 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
         gdpo_reward_keys=algorithm.gdpo_reward_keys or None,
         gdpo_reward_weights=algorithm.gdpo_reward_weights or None,
     )
-    columns = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
     given = {
         # Zeros minus their mean are exactly 0; other equal numbers minus their mean may differ in the last digit.
         "token_level_rewards": rewards.masked_fill(equal[:, None], 0.0) if estimator.relative else rewards,
@@ -212,7 +229,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
         "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
         # Only for GDPO, which takes the score for want of other rewards.
         **({"non_tensor_batch": _rewards(samples, algorithm), "batch": data.batch} if config.gdpo_reward_keys else {}),
-        **{column: data.batch[column] for column in columns if column in data.batch},
+        **{column: data.batch[column] for column in _READ if column in data.batch},
     }
     estimate = get_adv_estimator_fn(name)
     # Some of verl's estimators take an option as an argument, some from the configuration.

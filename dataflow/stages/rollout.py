@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from dataflow.batch import Batch
@@ -88,8 +89,10 @@ def length_metrics(responses: Batch) -> dict[str, float]:
     """Returns verl's ``response_length/mean``, ``max``, ``min`` and ``clip_ratio`` (share of the longest possible)."""
     if "response_mask" not in responses:
         return {}
-    room = responses["response_mask"].shape[1]
-    lengths = responses["attention_mask"][:, -room:].sum(dim=1).float()
+    import torch
+
+    room = responses.shape("response_mask")[1]
+    lengths = torch.from_numpy(responses.nonzero("attention_mask", room)).float()
     return {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
@@ -109,8 +112,9 @@ def token_metrics(responses: Batch, task: TaskInfo) -> dict[str, float]:
     """
     if "attention_mask" not in responses or "response_mask" not in responses:
         return {}
-    mask, room = responses["attention_mask"], responses["response_mask"].shape[1]
-    tokens = {"perf/total_num_tokens": int(mask.sum()), "perf/response_tokens": int(mask[:, -room:].sum())}
+    room = responses.shape("response_mask")[1]
+    counts = {"perf/total_num_tokens": None, "perf/response_tokens": room}
+    tokens = {name: int(responses.nonzero("attention_mask", last).sum()) for name, last in counts.items()}
     # A step's metric is the mean over its parts; multiplied by their number, it is the sum.
     return {name: float(number * task.parts) for name, number in tokens.items()}
 
@@ -146,7 +150,9 @@ async def emit_batches(
     async with _awake(engine, sleeps), _closing(samples) as coming:
         async for sample in coming:
             before = chunks.whole
-            for number, whole in chunks.add(sample):
+            # Here, while other samples are drawn: at the end, nothing would hide it.
+            text = engine.text(sample.tokens) if sample.text is None else sample.text
+            for number, whole in chunks.add(replace(sample.compact(), text=text)):
                 done[number] = engine.batch(prompts, whole, length)
                 task.emit(number, done[number])
             if chunks.whole > before:

@@ -1,6 +1,6 @@
 """TrainedModel: a model that verl's TrainingWorker trains with FSDP2, on CPU and CUDA, one object per rank.
 
-Every rank makes the same calls with the same whole batch and computes its share of the rows:
+Every rank makes the same calls with the same whole batch, of which it reads and computes its share of the rows:
 
     rows 0..n ── divided evenly into world x micro-batches pieces ──▶ rank r takes consecutive pieces
              ◀── outputs are gathered, so that each rank returns all rows; metrics are averaged over ranks
@@ -159,7 +159,7 @@ class TrainedModel:
 
     def _trainable(self, batch: Batch) -> Batch | None:
         """Returns the rows that have a token to train on; None if there is none. Every rank holds the whole batch."""
-        trains = batch["response_mask"].any(dim=1).numpy()
+        trains = batch.nonzero("response_mask") > 0
         if len(batch) and not trains.any():
             return None
         return batch if trains.all() else batch.rows(np.flatnonzero(trains))
@@ -174,11 +174,11 @@ class TrainedModel:
     def _lr(self) -> float:
         return float(self.worker.engine.optimizer.param_groups[0]["lr"])
 
-    def _step(self, columns: Mapping[str, Any], last: bool, **options: Any) -> dict[str, float]:
+    def _step(self, batch: Batch, last: bool, **options: Any) -> dict[str, float]:
         """Takes an optimizer step.
 
         Args:
-            columns: of :data:`INPUTS`, and what the loss reads.
+            batch: with the columns of :func:`inputs_of`, and those that the loss reads.
             last: whether it is the last one of the training step, after which the LR scheduler steps.
             **options: of verl's engine.
 
@@ -188,12 +188,13 @@ class TrainedModel:
         from verl.utils import tensordict_utils as tu
 
         metrics = {f"{self.name}/lr": self._lr()}
-        slots = self._slots(columns["attention_mask"])
-        metrics |= self._imbalance(columns["attention_mask"], slots)
-        rows = self._rank_rows(columns, slots)
+        lengths = batch.nonzero("attention_mask")
+        slots = self._slots(lengths)
+        metrics |= self._imbalance(lengths, slots)
+        rows = self._rank_rows(batch, slots)
         tu.assign_non_tensor(rows, update_lr_scheduler=last, **options)
         if self.counts_flops:
-            count_flops(rows, columns["attention_mask"])
+            count_flops(rows, lengths)
         with self._left_free():
             found = tu.get(self.worker.train_batch(rows), "metrics")
         found.pop("lr", None)  # that of the next step, present only if the scheduler stepped
@@ -206,22 +207,25 @@ class TrainedModel:
         from verl.utils import tensordict_utils as tu
         from verl.workers.utils.padding import no_padding_2_padding
 
-        slots = self._slots(batch["attention_mask"])
+        slots = self._slots(batch.nonzero("attention_mask"))
         rows = self._rank_rows(inputs_of(batch), slots)
+        unused = rows["response_mask"] == 0
         tu.assign_non_tensor(rows, compute_loss=False, **options)
         with self._left_free():
             output = worker.infer_batch(rows)
-        mask = batch["response_mask"]
         columns = {}
         for name in names:
             mine = no_padding_2_padding(tu.get(output, name), rows).float()
-            columns[name] = self._gather(mine, slots).masked_fill(mask == 0, 0.0)
+            columns[name] = self._gather(mine.masked_fill(unused, 0.0), slots)
         return columns
 
-    def _slots(self, attention_mask: torch.Tensor) -> np.ndarray:
+    def _slots(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the row in each place of each micro-batch, -1 for padding, ``[world x micro-batches, size]``.
 
         With ``max_tokens`` there is one piece a rank, of which verl makes micro-batches.
+
+        Args:
+            lengths: tokens of each row, prompt included.
 
         Raises:
             ConfigError: a row is longer than ``max_tokens``.
@@ -229,7 +233,7 @@ class TrainedModel:
         """
         from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-        rows, lengths = len(attention_mask), attention_mask.sum(dim=1).tolist()
+        rows = len(lengths)
         if rows < 1:
             raise DataflowError("trainer: a batch without rows can be neither scored nor trained on.")
         if self.max_tokens is not None and max(lengths) > self.max_tokens:
@@ -241,45 +245,46 @@ class TrainedModel:
         pieces = self.world * micro_batches
         split = np.array_split(np.arange(rows), pieces)
         if self.balance and self.world > 1 and rows % self.world == 0:
-            ranks = get_seqlen_balanced_partitions(lengths, k_partitions=self.world, equal_size=True)
+            ranks = get_seqlen_balanced_partitions(lengths.tolist(), k_partitions=self.world, equal_size=True)
             split = [piece for mine in ranks for piece in np.array_split(np.array(sorted(mine)), micro_batches)]
         slots = np.full((pieces, math.ceil(rows / pieces)), -1)
         for slot, piece in zip(slots, split, strict=True):
             slot[: len(piece)] = piece
         return slots
 
-    def _imbalance(self, attention_mask: torch.Tensor, slots: np.ndarray) -> dict[str, float]:
+    def _imbalance(self, lengths: np.ndarray, slots: np.ndarray) -> dict[str, float]:
         """Returns verl's ``global_seqlen/*``: tokens of the ranks with consecutive rows, and with theirs (balanced)."""
-        if len(attention_mask) < self.world:
+        if len(lengths) < self.world:
             return {}
         from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
         ranks = [[int(row) for row in mine if row >= 0] for mine in slots.reshape(self.world, -1)]
-        found = log_seqlen_unbalance(attention_mask.sum(dim=1).tolist(), ranks, "global_seqlen")
+        found = log_seqlen_unbalance(lengths.tolist(), ranks, "global_seqlen")
         return {name: float(value) for name, value in found.items()}
 
-    def _rank_rows(self, columns: Mapping[str, Any], slots: np.ndarray) -> TensorDict:
-        """Returns this rank's rows in the form of verl's engine: jagged, without padding."""
+    def _rank_rows(self, batch: Batch, slots: np.ndarray) -> TensorDict:
+        """Returns this rank's rows in the form of verl's engine: jagged, without padding. Reads no other rows."""
         from tensordict import NonTensorData, NonTensorStack, TensorDict
         from verl.utils import tensordict_utils as tu
         from verl.workers.utils.padding import left_right_2_no_padding
 
-        mine = torch.from_numpy(slots.reshape(self.world, -1)[self.rank])
-        share = TensorDict(
-            {name: column[mine.clamp(min=0)] for name, column in columns.items() if name != SHOWN},
-            batch_size=[len(mine)],
-        )
-        if SHOWN in columns:
-            rows = mine.clamp(min=0).tolist()
-            share[SHOWN] = NonTensorStack(*[NonTensorData(columns[SHOWN][row]) for row in rows])
-        share["response_mask"][mine < 0] = 0
-        places = [
-            row[..., there.bool()] for row, there in zip(share["position_ids"], share["attention_mask"], strict=True)
+        places = slots.reshape(self.world, -1)[self.rank]
+        mine = batch.read(np.maximum(places, 0))
+        shown = mine.pop(SHOWN, None)
+        share = TensorDict(mine, batch_size=[len(places)])
+        if shown is not None:
+            share[SHOWN] = NonTensorStack(*[NonTensorData(dict(one.inputs)) for one in shown])
+        share["response_mask"][torch.from_numpy(places < 0)] = 0
+        seen = share["position_ids"].dim() == 3
+        shown_at = [
+            row[..., there.bool()]
+            for row, there in zip(share["position_ids"], share["attention_mask"], strict=True)
+            if seen
         ]
         share = left_right_2_no_padding(share)
-        if places[0].dim() == 2:
+        if seen:
             # [4, tokens] for images; of rows of equal length, verl's function takes the 4 for the number of tokens.
-            share["position_ids"] = tu.nested_tensor_from_tensor_list(places, ragged_idx=2)
+            share["position_ids"] = tu.nested_tensor_from_tensor_list(shown_at, ragged_idx=2)
         tu.assign_non_tensor(
             share,
             temperature=self.temperature,
@@ -303,12 +308,9 @@ class TrainedModel:
         return whole
 
 
-def inputs_of(batch: Batch) -> dict[str, Any]:
-    """Returns the columns that the model reads; for one that takes images, also its inputs, a dict for each row."""
-    columns: dict[str, Any] = {name: batch[name] for name in INPUTS}
-    if SHOWN in batch:
-        columns[SHOWN] = [dict(shown.inputs) for shown in batch[SHOWN]]
-    return columns
+def inputs_of(batch: Batch, *more: str, **renamed: str) -> Batch:
+    """Returns the columns that the model reads, unread, and others that are named as in :meth:`Batch.only`."""
+    return batch.only(*INPUTS, *([SHOWN] if SHOWN in batch else []), *more, **renamed)
 
 
 def digest(weights: Mapping[str, torch.Tensor]) -> str:
