@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import sys
@@ -103,7 +104,7 @@ def pipeline_of(options: argparse.Namespace, samples: str) -> Pipeline:
         reward_request.bind(agent=agent),
         *log_prob_stages(config.algorithm, trainer=trainer),
         # After the log-probs, so that nothing hides what rewards and advantages cost.
-        replace(reward_collect.bind(agent=agent), after=("ref_log_prob",)),
+        replace(reward_collect.bind(agent=agent), after=("old_log_prob", "ref_log_prob")),
         advantage_stage(config.algorithm),
         update_stage(config.algorithm).bind(trainer=trainer, groups=options.prompts),
         gather_weights.bind(trainer=trainer),
@@ -173,7 +174,7 @@ def by_cause(spans: Sequence[Span], worked: Sequence[tuple[float, float]], step:
     mine = [s for s in spans if s.stage not in ("write_samples", "reward_request")]  # beside the path of training
     edges = sorted({begin, end, *(t for s in mine for t in (s.begin, s.end)), *(t for piece in worked for t in piece)})
     found: dict[str, float] = defaultdict(float)
-    for left, right in zip(edges, edges[1:], strict=False):
+    for left, right in itertools.pairwise(edges):
         middle = (left + right) / 2
         if not begin <= middle <= end or any(b <= middle <= e for b, e in worked):
             continue
@@ -231,9 +232,8 @@ def load(count: int) -> float:
     from dataflow.models.tiny import tiny_model
 
     sys.path.insert(0, str(ROOT))
-    from pipelines.gsm8k_grpo import Config
-
     from dataflow.data.prompts import load_prompts, read_problems
+    from pipelines.gsm8k_grpo import Config
 
     text = (
         "Tom has 12 apples and buys 7 more. He gives 5 to Ann, who had 3 pears, and then counts all that he has left. "

@@ -127,7 +127,7 @@ class Batch:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """All columns by name, which reads them; :meth:`only` and :meth:`merge` do not."""
+        """All columns by name, which reads them; :attr:`unread` does not."""
         return {**self.tensors, **self.arrays}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -182,18 +182,26 @@ class Batch:
         at = np.asarray(index, dtype=np.int64)
         return Batch(self.groups[at], self._picked(at), self.meta)
 
-    def read(self, index: Sequence[int] | np.ndarray) -> dict[str, Any]:
-        """Returns the columns of these rows, in the order given; a row may occur twice.
+    def singles(self, index: Sequence[int] | np.ndarray) -> Batch:
+        """Returns these rows as groups of their own, numbered anew; a row may occur twice."""
+        return Batch(np.arange(len(index)), self._picked(np.asarray(index, dtype=np.int64)), self.meta)
 
-        Of columns that were not read before, only these rows are unpacked.
+    def within(self, name: str, mask: str) -> Tensor:
+        """Returns the values of a matrix where another one, of the same shape, is not 0, row after row.
+
+        Reads neither if they came without the padding that the mask leaves out.
         """
-        columns = self._picked(np.asarray(index, dtype=np.int64))
-        return Batch(np.arange(len(index)), columns).columns
+        import torch
+
+        column, by = self._tensor(name), self._tensor(mask)
+        if isinstance(column, Packed) and isinstance(by, Packed) and (flat := column.within(by)) is not None:
+            return torch.from_numpy(flat)
+        return self.tensors[name][self.tensors[mask] != 0]
 
     def _picked(self, at: np.ndarray) -> dict[str, Any]:
         """Returns the columns of rows, packed if they were not read yet."""
         columns: dict[str, Any] = {}
-        for name, column in self._raw().items():
+        for name, column in self.unread.items():
             if isinstance(column, Packed | Pickled):
                 columns[name] = column.rows(at)
             elif isinstance(column, np.ndarray):
@@ -204,8 +212,9 @@ class Batch:
                 columns[name] = column[torch.from_numpy(at)]
         return columns
 
-    def _raw(self) -> dict[str, Any]:
-        """Returns the columns, packed if they were not read yet."""
+    @property
+    def unread(self) -> dict[str, Any]:
+        """All columns by name, for another batch of these rows: those not read yet are packed, and stay so."""
         return {**dict(self.tensors.raw()), **dict(self.arrays.raw())}
 
     def only(self, *names: str, **renamed: str) -> Batch:
@@ -218,7 +227,7 @@ class Batch:
         Raises:
             DataflowError: there is no such column.
         """
-        raw = self._raw()
+        raw = self.unread
         wanted = {**dict(zip(names, names, strict=True)), **renamed}
         return Batch(
             self.groups, {to: raw[name] if name in raw else self[name] for to, name in wanted.items()}, self.meta
@@ -241,8 +250,13 @@ class Batch:
 
         Object columns are copied for each row, so that a change to one chat does not show in the others.
         """
-        rows = self.rows(np.repeat(np.arange(len(self)), n))
-        return Batch(rows.groups, {**dict(rows.tensors.raw()), **own_copy(dict(rows.arrays))}, rows.meta)
+        at = np.repeat(np.arange(len(self)), n)
+        rows = self.rows(at)
+        arrays = {
+            name: column.rows(at, own=True) if isinstance(column, Pickled) else own_copy(column[at])
+            for name, column in self.arrays.raw()
+        }
+        return Batch(rows.groups, {**dict(rows.tensors.raw()), **arrays}, rows.meta)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Batch:
         tensors = {
@@ -260,11 +274,11 @@ class Batch:
         Raises:
             DataflowError: the batches do not have the same groups in the same order.
         """
-        columns, meta = self._raw(), dict(self.meta)
+        columns, meta = self.unread, dict(self.meta)
         for other in others:
             if not np.array_equal(self.groups, other.groups):
                 raise DataflowError(f"Batch: cannot merge {other!r} into {self!r}: their groups differ.")
-            columns = {**columns, **other._raw()}
+            columns = {**columns, **other.unread}
             meta |= other.meta
         return Batch(self.groups, columns, meta)
 

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dataflow.usercode.copies import own_copy
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -136,12 +138,23 @@ class Ragged:
         for row in np.flatnonzero((_bits(right) != _bits(base)) & (stops < self.width)).tolist():
             out[places[row], stops[row] :] = right[row]
 
+    def within(self, mask: Dense | Ragged) -> np.ndarray | None:
+        """Returns the values where a mask is not 0; None unless its values are all that is not 0 there."""
+        if not isinstance(mask, Ragged) or mask.left.any() or mask.right.any() or not mask.values.all():
+            return None
+        if not (np.array_equal(mask.starts, self.starts) and np.array_equal(mask.lengths, self.lengths)):
+            return None
+        return self.values.astype(self.dtype)
+
     def nonzero(self, last: int) -> np.ndarray:
         first = self.width - last
-        counted = np.concatenate([[0], np.cumsum(self.values != 0)])
         begins, stops = self.ends - self.lengths, self.starts + self.lengths
         skipped = np.clip(first - self.starts, 0, self.lengths)
-        found = counted[self.ends] - counted[begins + skipped]
+        if self.values.all():  # as in a mask of a response without tools
+            found = self.lengths - skipped
+        else:
+            counted = np.concatenate([[0], np.cumsum(self.values != 0)])
+            found = counted[self.ends] - counted[begins + skipped]
         found += np.where(self.left != 0, np.clip(self.starts - first, 0, None), 0)
         found += np.where(self.right != 0, self.width - np.clip(stops, first, None), 0)
         return found
@@ -223,6 +236,13 @@ class Packed:
             before += len(source)
         return out
 
+    def within(self, mask: Packed) -> np.ndarray | None:
+        """Returns the values where a mask is not 0, row after row; None if that needs the padding."""
+        if not all(len(one.sources) == 1 and isinstance(one.sources[0], Ragged) for one in (self, mask)):
+            return None
+        (mine,), (other,) = self._whole(), mask._whole()
+        return mine.within(other) if isinstance(mine, Ragged) else None
+
     def nonzero(self, last: int) -> np.ndarray:
         """Returns the number of values other than 0 among the ``last`` ones of each row, int64 ``[rows]``."""
         found = np.concatenate([source.nonzero(last) for source in self.sources])
@@ -235,36 +255,40 @@ class Pickled:
     Args:
         sources: the pickles.
         index: which of their rows, counted through all sources; None for all of them in order.
+        own: whether each row gets a copy of its object, as those of a prompt's responses do.
     """
 
-    __slots__ = ("index", "sources")
+    __slots__ = ("index", "own", "sources")
 
-    def __init__(self, sources: Sequence[_Pickle], index: np.ndarray | None = None) -> None:
+    def __init__(self, sources: Sequence[_Pickle], index: np.ndarray | None = None, own: bool = False) -> None:
         self.sources = tuple(sources)
         self.index = index
+        self.own = own
 
     def __len__(self) -> int:
         return sum(map(len, self.sources)) if self.index is None else len(self.index)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.index is None:
-            return Pickled, (self.sources,)
+        if self.index is None or 2 * len(np.unique(self.index)) > sum(map(len, self.sources)):
+            return Pickled, (self.sources, self.index, self.own)
         return Pickled, ((_Pickle.of(self.array()),),)
 
-    def rows(self, at: np.ndarray) -> Pickled:
+    def rows(self, at: np.ndarray, own: bool = False) -> Pickled:
         """Returns these rows, still pickled."""
-        return Pickled(self.sources, at if self.index is None else self.index[at])
+        return Pickled(self.sources, at if self.index is None else self.index[at], own or self.own)
 
     @staticmethod
     def concat(columns: Sequence[Pickled]) -> Pickled:
         """Returns the rows of all, still pickled."""
-        return Pickled([source for column in columns for source in column.sources], _index(columns))
+        sources = [source for column in columns for source in column.sources]
+        return Pickled(sources, _index(columns), any(column.own for column in columns))
 
     def array(self) -> np.ndarray:
-        """Returns the column as an array; its objects are those of every column of the same pickles."""
+        """Returns the column as an array; unless ``own``, its objects are those of every column of the same pickles."""
         whole = [source.load() for source in self.sources]
         array = whole[0] if len(whole) == 1 else np.concatenate(whole)
-        return array if self.index is None else array[self.index]
+        array = array if self.index is None else array[self.index]
+        return own_copy(array) if self.own else array  # type: ignore[no-any-return]
 
 
 class _Pickle:

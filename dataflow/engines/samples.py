@@ -209,11 +209,9 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
     mine = prompts.select(groups)
     repeated = mine.only(*(name for name in mine.names if name != "prompt_ids")).repeat(n)
     names = dict.fromkeys(name for sample in rows for name in sample.facts or ())
-    return Batch(
-        repeated.groups,
-        repeated.columns | {name: [(sample.facts or {}).get(name) for sample in rows] for name in names} | columns,
-        {**prompts.meta, "weights_version": min(sample.version for sample in rows)},
-    )
+    facts = {name: [(sample.facts or {}).get(name) for sample in rows] for name in names}
+    meta = {**prompts.meta, "weights_version": min(sample.version for sample in rows)}
+    return Batch(repeated.groups, repeated.unread | facts | columns, meta)
 
 
 def _texts(rows: Sequence[Sample], tokenizer: Any) -> list[str]:

@@ -235,7 +235,8 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     # Some of verl's estimators take an option as an argument, some from the configuration.
     takes = inspect.signature(estimate).parameters
     # verl's estimators that whiten need two tokens. One alone, or none where a correction rejects all, trains nothing.
-    nothing = not mask.any() or (bool(estimator.whole_batch) and int(mask.sum()) == 1)
+    some = bool(mask.any())
+    nothing = not some or (bool(estimator.whole_batch) and int(mask.sum()) == 1)
     advantages, returns = (
         (torch.zeros_like(scores), torch.zeros_like(scores))
         if nothing
@@ -256,7 +257,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
         data.batch[column] = values
     metrics = compute_data_metrics(data, use_critic="values" in estimator.needs)
     # Means over no tokens are NaN, which would hide those of the step's other parts.
-    task.log({name: value for name, value in metrics.items() if mask.any() or np.isfinite(value)})
+    task.log({name: value for name, value in metrics.items() if some or np.isfinite(value)})
     return found
 
 

@@ -19,6 +19,7 @@ import hashlib
 import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -31,6 +32,7 @@ from dataflow.engines.verl.measures import count_flops, reduced
 from dataflow.engines.verl.process import import_worker, join, quiet
 from dataflow.engines.verl.state import TrainerState
 from dataflow.errors import ConfigError, DataflowError
+from dataflow.packed import Packed, Ragged
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -202,21 +204,27 @@ class TrainedModel:
 
     def _infer(
         self, worker: TrainingWorker, batch: Batch, names: Sequence[str], **options: Any
-    ) -> dict[str, torch.Tensor]:
-        """Returns outputs of the model for all rows, on every rank, float32 ``[rows, R]``, 0 where the mask is."""
-        from verl.utils import tensordict_utils as tu
-        from verl.workers.utils.padding import no_padding_2_padding
+    ) -> dict[str, torch.Tensor | Packed]:
+        """Returns outputs of the model for all rows, on every rank, float32 ``[rows, R]``, 0 where the mask is.
 
-        slots = self._slots(batch.nonzero("attention_mask"))
+        They are packed, since verl's engine returns them without padding.
+        """
+        from verl.utils import tensordict_utils as tu
+
+        whole, room = batch.nonzero("attention_mask"), batch.shape("response_mask")[1]
+        spans = Spans(whole, batch.nonzero("attention_mask", room), room)
+        slots = self._slots(whole)
         rows = self._rank_rows(inputs_of(batch), slots)
-        unused = rows["response_mask"] == 0
+        mine = spans.of(slots.reshape(self.world, -1)[self.rank])
+        used = rows["response_mask"][torch.arange(room) < torch.from_numpy(mine.responses)[:, None]] != 0
         tu.assign_non_tensor(rows, compute_loss=False, **options)
         with self._left_free():
             output = worker.infer_batch(rows)
         columns = {}
         for name in names:
-            mine = no_padding_2_padding(tu.get(output, name), rows).float()
-            columns[name] = self._gather(mine.masked_fill(unused, 0.0), slots)
+            found = tu.get(output, name)
+            flat = (found.values() if found.is_nested else found).float()
+            columns[name] = self._gather(flat[mine.places()].masked_fill(~used, 0.0), spans, slots)
         return columns
 
     def _slots(self, lengths: np.ndarray) -> np.ndarray:
@@ -264,27 +272,20 @@ class TrainedModel:
 
     def _rank_rows(self, batch: Batch, slots: np.ndarray) -> TensorDict:
         """Returns this rank's rows in the form of verl's engine: jagged, without padding. Reads no other rows."""
-        from tensordict import NonTensorData, NonTensorStack, TensorDict
+        from tensordict import TensorDict
         from verl.utils import tensordict_utils as tu
-        from verl.workers.utils.padding import left_right_2_no_padding
 
         places = slots.reshape(self.world, -1)[self.rank]
-        mine = batch.read(np.maximum(places, 0))
-        shown = mine.pop(SHOWN, None)
-        share = TensorDict(mine, batch_size=[len(places)])
-        if shown is not None:
-            share[SHOWN] = NonTensorStack(*[NonTensorData(dict(one.inputs)) for one in shown])
+        mine = batch.singles(np.maximum(places, 0))
+        jagged = {} if SHOWN in batch else _jagged(mine)
+        columns = {name: mine[name] for name in mine.tensors if name not in jagged}
+        share = TensorDict({**columns, **jagged}, batch_size=[len(places)])
         share["response_mask"][torch.from_numpy(places < 0)] = 0
-        seen = share["position_ids"].dim() == 3
-        shown_at = [
-            row[..., there.bool()]
-            for row, there in zip(share["position_ids"], share["attention_mask"], strict=True)
-            if seen
-        ]
-        share = left_right_2_no_padding(share)
-        if seen:
-            # [4, tokens] for images; of rows of equal length, verl's function takes the 4 for the number of tokens.
-            share["position_ids"] = tu.nested_tensor_from_tensor_list(shown_at, ragged_idx=2)
+        share = _with_images(share, mine[SHOWN]) if SHOWN in batch else share
+        share["loss_mask"] = share["response_mask"]
+        tu.assign_non_tensor(
+            share, max_seq_len=batch.shape("input_ids")[1], max_response_len=batch.shape("response_mask")[1]
+        )
         tu.assign_non_tensor(
             share,
             temperature=self.temperature,
@@ -295,17 +296,79 @@ class TrainedModel:
             tu.assign_non_tensor(share, use_dynamic_bsz=True, max_token_len_per_gpu=self.max_tokens)
         return share
 
-    def _gather(self, mine: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
-        """Returns the rows of all ranks in the batch's order, without the rows that pad pieces."""
+    def _gather(self, mine: torch.Tensor, spans: Spans, slots: np.ndarray) -> Packed:
+        """Returns the rows of all ranks in the batch's order, without the rows that pad pieces.
+
+        Args:
+            mine: of this rank, the values of its rows one after another.
+            spans: the lengths of all rows.
+            slots: see :meth:`_slots`.
+        """
+        flat = slots.reshape(-1)
+        lengths = spans.responses[np.maximum(flat, 0)]
         parts = [mine]
         if self.world > 1:
-            parts = [torch.empty_like(mine) for _ in range(self.world)]
-            dist.all_gather(parts, mine.contiguous())
-        flat = torch.from_numpy(slots.reshape(-1))
-        order = flat[flat >= 0]
-        whole = mine.new_empty((len(order), mine.shape[1]))
-        whole[order] = torch.cat(parts)[flat >= 0]
-        return whole
+            sizes = lengths.reshape(self.world, -1).sum(axis=1).tolist()
+            sent = mine.new_zeros(max(sizes))
+            sent[: len(mine)] = mine
+            parts = [torch.empty_like(sent) for _ in range(self.world)]
+            dist.all_gather(parts, sent)
+            parts = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        values = torch.cat(parts).cpu().numpy()
+        order = np.empty(int((flat >= 0).sum()), dtype=np.int64)
+        order[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
+        return Packed([Ragged(values, lengths, np.zeros_like(lengths), spans.room, np.dtype(np.float32))], order)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where the responses lie in rows without padding.
+
+    Attributes:
+        tokens: of each row, prompt included, int64 ``[rows]``.
+        responses: tokens of each response, int64 ``[rows]``.
+        room: R, tokens that responses are padded to.
+    """
+
+    tokens: np.ndarray
+    responses: np.ndarray
+    room: int
+
+    def of(self, slots: np.ndarray) -> Spans:
+        """Returns the spans of the rows in these slots; -1 is the first row."""
+        rows = np.maximum(slots, 0)
+        return Spans(self.tokens[rows], self.responses[rows], self.room)
+
+    def places(self) -> torch.Tensor:
+        """Returns the places of the outputs for the responses' tokens: each is predicted at the token before it."""
+        begins = np.cumsum(self.tokens) - self.responses - 1
+        shift = begins - (np.cumsum(self.responses) - self.responses)
+        return torch.from_numpy(np.arange(int(self.responses.sum())) + np.repeat(shift, self.responses))
+
+
+def _jagged(batch: Batch) -> dict[str, torch.Tensor]:
+    """Returns the tokens and their positions without padding, as verl's ``left_right_2_no_padding`` makes them."""
+    lengths = batch.nonzero("attention_mask")
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+    return {
+        name: torch.nested.nested_tensor_from_jagged(batch.within(name, "attention_mask"), offsets=offsets)
+        for name in ("input_ids", "position_ids")
+    }
+
+
+def _with_images(share: TensorDict, shown: Sequence[Any]) -> TensorDict:
+    """Returns rows without padding, with what each of them shows."""
+    from tensordict import NonTensorData, NonTensorStack
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    share[SHOWN] = NonTensorStack(*[NonTensorData(dict(one.inputs)) for one in shown])
+    masks = share["attention_mask"].bool()
+    places = [row[..., there] for row, there in zip(share["position_ids"], masks, strict=True)]
+    share = left_right_2_no_padding(share)
+    # [4, tokens]: of rows of equal length, verl's function takes the 4 for the number of tokens.
+    share["position_ids"] = tu.nested_tensor_from_tensor_list(places, ragged_idx=2)
+    return share
 
 
 def inputs_of(batch: Batch, *more: str, **renamed: str) -> Batch:

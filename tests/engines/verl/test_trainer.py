@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import numpy as np
+import psutil
 import pytest
 import torch
 
