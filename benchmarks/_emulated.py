@@ -131,26 +131,27 @@ class Worker:
     def __init__(self, slept: Slept, infer_s: float, train_s: float, engine: Any) -> None:
         self._slept, self._infer_s, self._train_s, self.engine = slept, infer_s, train_s, engine
 
-    def _sleep(self, seconds: float) -> None:
-        begin = clock.now()
-        time.sleep(seconds)
+    def _sleep(self, seconds: float, begin: float) -> None:
+        time.sleep(max(0.0, begin + seconds - clock.now()))
         self._slept.times.append((begin, clock.now()))
 
     def infer_batch(self, rows: Any) -> Any:
         from tensordict import TensorDict
 
+        begin = clock.now()
         ids = rows["input_ids"]
         found = torch.nested.nested_tensor_from_jagged(-(ids.values() % 97).float() / 97, offsets=ids.offsets())
-        self._sleep(self._infer_s)
+        self._sleep(self._infer_s, begin)
         return TensorDict({"log_probs": found, "entropy": found}, batch_size=[len(rows)])
 
     def train_batch(self, rows: Any) -> Any:
         from tensordict import TensorDict
         from verl.utils import tensordict_utils as tu
 
-        self._sleep(self._train_s)
+        begin = clock.now()
         found = TensorDict({}, batch_size=[])
         tu.assign_non_tensor(found, metrics={"loss": [float(rows["input_ids"].values().sum() % 97)]})
+        self._sleep(self._train_s, begin)
         return found
 
 
@@ -161,11 +162,19 @@ def rewarding() -> Any:
 
     class Agent(RewardAgent, Slept):
         def __init__(self) -> None:
-            RewardAgent.__init__(self, _score, limits=Limits(1024))
+            RewardAgent.__init__(self, self._score, limits=Limits(1024))
             Slept.__init__(self)
+            self._left = self._submitted = 0
+
+        def submit(self, step: Any, samples: Batch, **options: Any) -> Any:
+            self._left = self._submitted = len(samples)
+            return RewardAgent.submit(self, step, samples, **options)
+
+        async def _score(self, data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+            now = clock.now()
+            begin = self.times.pop()[0] if self._left < self._submitted else now
+            self.times.append((begin, now))
+            self._left -= 1
+            return float(len(solution_str) % 7)
 
     return Agent()
-
-
-async def _score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
-    return float(len(solution_str) % 7)

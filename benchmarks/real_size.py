@@ -3,9 +3,10 @@
     python benchmarks/real_size.py [--prompts 10240] [--ranks 8] [--loaded 100000] [--long 300]
 
 Runs the stages of GRPO on Ray, with services that sleep instead of computing (benchmarks/_emulated.py) and all else
-real: batches, executor, runner, reward agent, advantages by verl. The policy is ``baseline``, where nothing else hides
-a delay. The exposed time of a step is the time in which neither the engine nor the trainer works; the table divides
-it by what happens meanwhile. Also the bytes that each process reads and writes, and its memory.
+real: batches, executor, runner, reward agent, advantages by verl. All tasks of a step run one after another, so that
+nothing hides a delay. The exposed time of a step is the time in which no service works: the engine, the trainer, or the
+agent from its first call to its last (for which see benchmarks/reward_agent.py). The table divides it by what happens
+meanwhile. Also the bytes that each process reads and writes, and its memory.
 
 ``--loaded N`` measures how long N prompts of training data take to load instead, ``--long N`` the memory of the run's
 own process over N steps. Prints tables and writes JSON; exits with 1 if a bound does not hold.
@@ -101,10 +102,10 @@ def pipeline_of(options: argparse.Namespace, samples: str) -> Pipeline:
     sampling = Sampling(n=N, max_tokens=options.longest)
     stages = [
         rollout.bind(engine=engine, sampling=sampling, seed=0),
-        reward_request.bind(agent=agent),
+        # One after another, so that nothing hides what a task costs, and processes do not compete for few cores.
+        replace(reward_request.bind(agent=agent), after=("old_log_prob", "ref_log_prob")),
         *log_prob_stages(config.algorithm, trainer=trainer),
-        # After the log-probs, so that nothing hides what rewards and advantages cost.
-        replace(reward_collect.bind(agent=agent), after=("old_log_prob", "ref_log_prob")),
+        reward_collect.bind(agent=agent),
         advantage_stage(config.algorithm),
         update_stage(config.algorithm).bind(trainer=trainer, groups=options.prompts),
         gather_weights.bind(trainer=trainer),
@@ -171,7 +172,7 @@ def by_cause(spans: Sequence[Span], worked: Sequence[tuple[float, float]], step:
     A step lasts from the end of the sync before it to the end of its own.
     """
     begin, end = (max(s.end for s in spans if s.stage == "sync_weights" and s.step == at) for at in (step - 1, step))
-    mine = [s for s in spans if s.stage not in ("write_samples", "reward_request")]  # beside the path of training
+    mine = [s for s in spans if s.stage != "write_samples"]  # which is beside the path of training
     edges = sorted({begin, end, *(t for s in mine for t in (s.begin, s.end)), *(t for piece in worked for t in piece)})
     found: dict[str, float] = defaultdict(float)
     for left, right in itertools.pairwise(edges):

@@ -181,14 +181,14 @@ def _of_equal_scores(data: Batch, estimator: Estimator) -> torch.Tensor:
 
 
 def _needed(samples: Batch, algorithm: Any) -> Batch:
-    """Returns the columns that estimator and metrics read; the others stay packed, which are most of a batch's bytes."""
+    """Returns the columns that estimator and metrics read; the others, most of a batch's bytes, stay packed."""
     import torch
 
     names = ["response_mask", "sampled_mask", "score", "kl_penalty", *_READ]
     names += ["attention_mask"] if algorithm.gdpo_reward_keys else []
     room = samples.shape("response_mask")[1]
     whole, response = (torch.from_numpy(samples.nonzero("attention_mask", last)) for last in (None, room))
-    # verl counts the tokens itself only if these are missing, and reads no more of prompts and responses than the width.
+    # verl counts the tokens itself only if these are missing, and of prompts and responses it reads the width alone.
     lengths = {"prompt_length": (whole - response).float(), "response_length": response.float()}
     widths = {name: torch.zeros(()).expand(samples.shape(name)) for name in ("prompts", "responses")}
     return samples.only(*(name for name in names if name in samples)).merge(samples.like(**lengths, **widths))
