@@ -24,10 +24,8 @@ from dataflow.usercode.copies import own_copy
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LEAST_BYTES = 1 << 16
-"""Smaller columns are not worth a search for padding."""
-_WORTH = 0.8
-"""A column is stored without its padding if that leaves at most this share of its values."""
+_LEAST_BYTES = 1 << 16  # smaller columns are not worth a search for padding
+_WORTH = 0.8  # the largest share of values that may be left for padding to be left out
 
 
 class Dense:
@@ -127,11 +125,10 @@ class Ragged:
     def fill(self, out: np.ndarray, places: np.ndarray, rows: np.ndarray, base: np.ndarray) -> None:
         starts, ends, lengths = self.starts[rows], self.ends[rows], self.lengths[rows]
         begins, stops = ends - lengths, starts + lengths
-        values = self.values
         # A copy of each row: numpy's index arithmetic for single values takes three times as long.
         at = zip(places.tolist(), starts.tolist(), stops.tolist(), begins.tolist(), ends.tolist(), strict=True)
         for place, start, stop, begin, end in at:
-            out[place, start:stop] = values[begin:end]
+            out[place, start:stop] = self.values[begin:end]
         left, right = (np.broadcast_to(side, len(self))[rows] for side in (self.left, self.right))
         for row in np.flatnonzero((_bits(left) != _bits(base)) & (starts > 0)).tolist():
             out[places[row], : starts[row]] = left[row]
@@ -204,10 +201,7 @@ class Packed:
 
     def rows(self, at: np.ndarray) -> Packed:
         """Returns these rows, still packed."""
-        if len(at) and (at.min() < -len(self) or at.max() >= len(self)):
-            raise IndexError(f"row {int(at.max())} of a column of {len(self)} rows")
-        at = np.where(at < 0, at + len(self), at)
-        return Packed(self.sources, at if self.index is None else self.index[at])
+        return Packed(self.sources, (np.arange(len(self)) if self.index is None else self.index)[at])
 
     @staticmethod
     def concat(columns: Sequence[Packed]) -> Packed | None:
@@ -275,7 +269,8 @@ class Pickled:
 
     def rows(self, at: np.ndarray, own: bool = False) -> Pickled:
         """Returns these rows, still pickled."""
-        return Pickled(self.sources, at if self.index is None else self.index[at], own or self.own)
+        index = (np.arange(len(self)) if self.index is None else self.index)[at]
+        return Pickled(self.sources, index, own or self.own)
 
     @staticmethod
     def concat(columns: Sequence[Pickled]) -> Pickled:

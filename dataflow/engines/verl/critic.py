@@ -6,7 +6,8 @@ from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.engines.verl.loss import value_loss_of
-from dataflow.engines.verl.model import TrainedModel, inputs_of
+from dataflow.engines.verl.model import TrainedModel
+from dataflow.engines.verl.rows import inputs_of
 
 
 class VerlCritic(TrainedModel):

@@ -19,7 +19,6 @@ import hashlib
 import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -30,6 +29,7 @@ from dataflow.batch import Batch
 from dataflow.engines.verl import value_engine, vision
 from dataflow.engines.verl.measures import count_flops, reduced
 from dataflow.engines.verl.process import import_worker, join, quiet
+from dataflow.engines.verl.rows import SHOWN, Spans, inputs_of, jagged, with_images
 from dataflow.engines.verl.state import TrainerState
 from dataflow.errors import ConfigError, DataflowError
 from dataflow.packed import Packed, Ragged
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from verl.workers.engine_workers import TrainingWorker
 
-INPUTS = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask")
-SHOWN = "multi_modal_inputs"
-"""The column of what prompts show beside their text."""
 Kind = Literal["language_model", "value_model"]
 
 
@@ -277,11 +274,11 @@ class TrainedModel:
 
         places = slots.reshape(self.world, -1)[self.rank]
         mine = batch.singles(np.maximum(places, 0))
-        jagged = {} if SHOWN in batch else _jagged(mine)
-        columns = {name: mine[name] for name in mine.tensors if name not in jagged}
-        share = TensorDict({**columns, **jagged}, batch_size=[len(places)])
+        flat = {} if SHOWN in batch else jagged(mine)
+        columns = {name: mine[name] for name in mine.tensors if name not in flat}
+        share = TensorDict({**columns, **flat}, batch_size=[len(places)])
         share["response_mask"][torch.from_numpy(places < 0)] = 0
-        share = _with_images(share, mine[SHOWN]) if SHOWN in batch else share
+        share = with_images(share, mine[SHOWN]) if SHOWN in batch else share
         share["loss_mask"] = share["response_mask"]
         tu.assign_non_tensor(
             share, max_seq_len=batch.shape("input_ids")[1], max_response_len=batch.shape("response_mask")[1]
@@ -318,62 +315,6 @@ class TrainedModel:
         order = np.empty(int((flat >= 0).sum()), dtype=np.int64)
         order[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
         return Packed([Ragged(values, lengths, np.zeros_like(lengths), spans.room, np.dtype(np.float32))], order)
-
-
-@dataclass(frozen=True)
-class Spans:
-    """Where the responses lie in rows without padding.
-
-    Attributes:
-        tokens: of each row, prompt included, int64 ``[rows]``.
-        responses: tokens of each response, int64 ``[rows]``.
-        room: R, tokens that responses are padded to.
-    """
-
-    tokens: np.ndarray
-    responses: np.ndarray
-    room: int
-
-    def of(self, slots: np.ndarray) -> Spans:
-        """Returns the spans of the rows in these slots; -1 is the first row."""
-        rows = np.maximum(slots, 0)
-        return Spans(self.tokens[rows], self.responses[rows], self.room)
-
-    def places(self) -> torch.Tensor:
-        """Returns the places of the outputs for the responses' tokens: each is predicted at the token before it."""
-        begins = np.cumsum(self.tokens) - self.responses - 1
-        shift = begins - (np.cumsum(self.responses) - self.responses)
-        return torch.from_numpy(np.arange(int(self.responses.sum())) + np.repeat(shift, self.responses))
-
-
-def _jagged(batch: Batch) -> dict[str, torch.Tensor]:
-    """Returns the tokens and their positions without padding, as verl's ``left_right_2_no_padding`` makes them."""
-    lengths = batch.nonzero("attention_mask")
-    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
-    return {
-        name: torch.nested.nested_tensor_from_jagged(batch.within(name, "attention_mask"), offsets=offsets)
-        for name in ("input_ids", "position_ids")
-    }
-
-
-def _with_images(share: TensorDict, shown: Sequence[Any]) -> TensorDict:
-    """Returns rows without padding, with what each of them shows."""
-    from tensordict import NonTensorData, NonTensorStack
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import left_right_2_no_padding
-
-    share[SHOWN] = NonTensorStack(*[NonTensorData(dict(one.inputs)) for one in shown])
-    masks = share["attention_mask"].bool()
-    places = [row[..., there] for row, there in zip(share["position_ids"], masks, strict=True)]
-    share = left_right_2_no_padding(share)
-    # [4, tokens]: of rows of equal length, verl's function takes the 4 for the number of tokens.
-    share["position_ids"] = tu.nested_tensor_from_tensor_list(places, ragged_idx=2)
-    return share
-
-
-def inputs_of(batch: Batch, *more: str, **renamed: str) -> Batch:
-    """Returns the columns that the model reads, unread, and others that are named as in :meth:`Batch.only`."""
-    return batch.only(*INPUTS, *([SHOWN] if SHOWN in batch else []), *more, **renamed)
 
 
 def digest(weights: Mapping[str, torch.Tensor]) -> str:

@@ -9,8 +9,9 @@ from dataflow.algorithms.estimators import SUMS_SQUARES
 from dataflow.batch import Batch
 from dataflow.engines.verl.export import write_model
 from dataflow.engines.verl.loss import loss_of
-from dataflow.engines.verl.model import TrainedModel, inputs_of
+from dataflow.engines.verl.model import TrainedModel
 from dataflow.engines.verl.process import quiet
+from dataflow.engines.verl.rows import inputs_of
 from dataflow.errors import ConfigError
 
 
