@@ -7,9 +7,12 @@ trainer picks and packs its rank's rows by ``engines.verl.model``, and gathers o
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +24,7 @@ from dataflow.engines.base import Sample, Sampling
 from dataflow.engines.samples import to_batch
 from dataflow.engines.verl.process import import_worker, join
 from dataflow.engines.verl.trainer import VerlTrainer
+from dataflow.graph import Stage, TaskInfo
 from dataflow.models.tiny import tiny_model
 from dataflow.system import clock
 
@@ -44,6 +48,53 @@ class Slept:
     def report(self) -> tuple[list[tuple[float, float]], dict[str, float]]:
         """Returns the begin and end of each piece of work so far, and the process's memory."""
         return self.times, memory()
+
+
+VERL = {
+    "verl.trainer.ppo.metric_utils": ("compute_data_metrics",),
+    "verl.trainer.ppo.rollout_corr_helper": ("compute_rollout_correction_and_rejection_mask",),
+    "verl.trainer.ppo.core_algos": ("agg_loss",),
+}
+"""Functions of verl that stages call with whole matrices."""
+
+
+def noting(stage: Stage) -> Stage:
+    """Returns a stage that notes when verl computed in it, in the facts of its span."""
+
+    def run(*fields: Any, task: TaskInfo, **options: Any) -> Any:
+        from verl.trainer.ppo import core_algos
+
+        times: list[tuple[float, float]] = []
+        restored = []
+        for module, names in VERL.items():
+            for name in names:
+                holder = importlib.import_module(module)
+                restored.append((holder, name, getattr(holder, name)))
+                setattr(holder, name, _timed(getattr(holder, name), times))
+        known = core_algos.ADV_ESTIMATOR_REGISTRY
+        restored_known = dict(known)
+        known |= {name: _timed(function, times) for name, function in known.items()}
+        try:
+            return stage.fn(*fields, task=task, **options)
+        finally:
+            known |= restored_known
+            for holder, name, function in restored:
+                setattr(holder, name, function)
+            task.note(verl=times)
+
+    return replace(stage, fn=run)
+
+
+def _timed(function: Any, times: list[tuple[float, float]]) -> Any:
+    @functools.wraps(function)
+    def timed(*arguments: Any, **options: Any) -> Any:
+        begin = clock.now()
+        try:
+            return function(*arguments, **options)
+        finally:
+            times.append((begin, clock.now()))
+
+    return timed
 
 
 class Engine(Slept):

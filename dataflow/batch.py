@@ -11,14 +11,17 @@ shares. Each is unpacked when it is first read, and then only the rows that were
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from dataflow.errors import DataflowError
-from dataflow.packed import Dense, Packed, Pickled, is_tensor, objects, packed
+from dataflow.packed import Dense, Packed, Pickled, objects, packed
 from dataflow.usercode.copies import own_copy
+
+V = TypeVar("V")
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +65,7 @@ class Batch:
         for name, column in (columns or {}).items():
             if len(column) != rows:
                 raise DataflowError(f"Batch: column '{name}' has {len(column)} rows, the batch has {rows}.")
-            if isinstance(column, Packed) or is_tensor(column):
+            if isinstance(column, Packed) or _is_tensor(column):
                 tensors[name] = column
             else:
                 arrays[name] = column if isinstance(column, Pickled) else _objects(column)
@@ -137,10 +140,8 @@ class Batch:
     def nonzero(self, name: str, last: int | None = None) -> np.ndarray:
         """Returns the number of values other than 0 in each row of a matrix, int64 ``[rows]``; does not read it.
 
-        Of a mask, these are the tokens of each row.
-
         Args:
-            name: of a tensor column ``[rows, width]``.
+            name: of a tensor column ``[rows, width]``, such as a mask.
             last: counts among as many values at the end of each row; None for all.
         """
         column = self._tensor(name)
@@ -152,9 +153,9 @@ class Batch:
 
     def _tensor(self, name: str) -> Any:
         """Returns a tensor column, packed if it was not read yet."""
-        if name in self.tensors:
-            return dict(self.tensors.raw())[name]
-        raise DataflowError(f"Batch: no tensor '{name}'; it has {', '.join(self.tensors) or 'none'}.")
+        if name not in self.tensors:
+            raise DataflowError(f"Batch: no tensor '{name}'; it has {', '.join(self.tensors) or 'none'}.")
+        return self.unread[name]
 
     def select(self, groups: Sequence[int]) -> Batch:
         """Returns the rows of these groups, in the order given.
@@ -338,9 +339,6 @@ class Batch:
         return sum(column.nbytes for _name, column in self.tensors.raw())
 
 
-V = TypeVar("V")
-
-
 class _Columns(Mapping[str, V]):
     """Tensors or arrays by name; a packed one is unpacked when it is first read."""
 
@@ -371,8 +369,13 @@ class _Columns(Mapping[str, V]):
         return len(self._columns)
 
 
+def _is_tensor(column: Any) -> bool:
+    """True for a tensor. Does not import torch, which takes seconds: where it is not imported, there is no tensor."""
+    return isinstance(column, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
 def _joined(parts: Sequence[_Columns[Tensor]], name: str) -> Any:
-    """Returns the rows of a tensor column of all parts, packed if all are."""
+    """Returns the rows of a tensor column, packed if those of all parts are."""
     raw = [dict(part.raw())[name] for part in parts]
     if all(isinstance(column, Packed) for column in raw) and (whole := Packed.concat(raw)) is not None:
         return whole

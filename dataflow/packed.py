@@ -13,7 +13,6 @@ would kill the process.
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -109,11 +108,12 @@ class Ragged:
         return (self.width,)
 
     def take(self, rows: np.ndarray) -> Ragged:
-        lengths = self.lengths[rows]
-        ends = self.ends[rows]
-        shift = np.cumsum(lengths) - ends
-        # The place of each value: those of a row follow one another.
-        values = self.values[np.arange(int(lengths.sum())) - np.repeat(shift, lengths)]
+        lengths, ends = self.lengths[rows], self.ends[rows]
+        if len(rows) and (np.diff(rows) == 1).all():
+            values = self.values[ends[0] - lengths[0] : ends[-1]]
+        else:  # the place of each value: those of a row follow one another
+            shift = np.cumsum(lengths) - ends
+            values = self.values[np.arange(int(lengths.sum())) - np.repeat(shift, lengths)]
         left, right = (side if side.ndim == 0 else side[rows] for side in (self.left, self.right))
         return Ragged(values, lengths, self.starts[rows], self.width, self.dtype, left, right)
 
@@ -393,8 +393,3 @@ def _bits(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind != "f" or array.dtype.itemsize not in (2, 4, 8):
         return array
     return array.view(f"i{array.dtype.itemsize}")
-
-
-def is_tensor(column: Any) -> bool:
-    """True for a tensor. Does not import torch, which takes seconds: where it is not imported, there is no tensor."""
-    return isinstance(column, getattr(sys.modules.get("torch"), "Tensor", ()))

@@ -181,7 +181,10 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
     total = np.concatenate([piece for pair in zip(asked, drawn, strict=True) for piece in pair])
     ends = np.cumsum(both)
     places = np.arange(len(total)) - np.repeat(ends - both, both)
-    masks = [np.ones(len(s.tokens), np.int8) if s.mask is None else np.asarray(s.mask, np.int8) for s in rows]
+    masks = np.ones(int(after.sum()), np.int8)
+    for sample, end in zip(rows, np.cumsum(after).tolist(), strict=True):
+        if sample.mask is not None:
+            masks[end - len(sample.mask) : end] = sample.mask
     log_probs = np.concatenate([np.asarray(sample.log_probs, dtype=np.float32) for sample in rows])
     whole = wide + length
     none = np.zeros(len(rows), dtype=np.int64)
@@ -197,7 +200,7 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
         "attention_mask": column(np.ones(len(total), np.int8), both, first, whole),
         # Padding counts nothing: 0 before the prompt, and after the response the place of its last token.
         "position_ids": column(places, both, first, whole, 0, both - 1),
-        "response_mask": column(np.concatenate(masks), after, none, length),
+        "response_mask": column(masks, after, none, length),
         "rollout_log_probs": column(log_probs, after, none, length),
     }
     if SHOWN in prompts:

@@ -213,15 +213,19 @@ class TrainedModel:
         slots = self._slots(whole)
         rows = self._rank_rows(inputs_of(batch), slots)
         mine = spans.of(slots.reshape(self.world, -1)[self.rank])
-        used = rows["response_mask"][torch.arange(room) < torch.from_numpy(mine.responses)[:, None]] != 0
+        at = mine.places()
+        unused = None
+        if (batch.nonzero("response_mask") != spans.responses).any():  # tokens of tools' answers, or rejected ones
+            unused = rows["response_mask"][torch.arange(room) < torch.from_numpy(mine.responses)[:, None]] == 0
         tu.assign_non_tensor(rows, compute_loss=False, **options)
         with self._left_free():
             output = worker.infer_batch(rows)
         columns = {}
         for name in names:
             found = tu.get(output, name)
-            flat = (found.values() if found.is_nested else found).float()
-            columns[name] = self._gather(flat[mine.places()].masked_fill(~used, 0.0), spans, slots)
+            flat = (found.values() if found.is_nested else found).float()[at.to(found.device)]
+            flat = flat if unused is None else flat.masked_fill(unused.to(flat.device), 0.0)
+            columns[name] = self._gather(flat, spans, slots)
         return columns
 
     def _slots(self, lengths: np.ndarray) -> np.ndarray:
