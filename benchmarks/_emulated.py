@@ -61,6 +61,7 @@ VERL = {
 def noting(stage: Stage) -> Stage:
     """Returns a stage that notes when verl computed in it, in the facts of its span."""
 
+    @functools.wraps(stage.fn)
     def run(*fields: Any, task: TaskInfo, **options: Any) -> Any:
         from verl.trainer.ppo import core_algos
 

@@ -171,9 +171,8 @@ class Batch:
             raise DataflowError(f"Batch: no group {missing[0]}; it holds {len(where)} groups.")
         if len(set(groups)) != len(groups):
             raise DataflowError("Batch: a group was selected twice; select each group once.")
-        starts, sizes = self._starts, np.diff(self._starts)
-        at = np.array([where[g] for g in groups], dtype=np.int64)
-        wanted = sizes[at]
+        starts, at = self._starts, np.array([where[g] for g in groups], dtype=np.int64)
+        wanted = np.diff(starts)[at]
         # The rows of each group follow one another, from its first one on.
         shift = starts[at] - (np.cumsum(wanted) - wanted)
         return self.rows(np.arange(int(wanted.sum())) + np.repeat(shift, wanted))
@@ -228,8 +227,7 @@ class Batch:
         Raises:
             DataflowError: there is no such column.
         """
-        raw = self.unread
-        wanted = {**dict(zip(names, names, strict=True)), **renamed}
+        raw, wanted = self.unread, {**dict(zip(names, names, strict=True)), **renamed}
         return Batch(
             self.groups, {to: raw[name] if name in raw else self[name] for to, name in wanted.items()}, self.meta
         )
@@ -335,7 +333,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor columns."""
+        """Bytes of the tensor columns, unpacked."""
         return sum(column.nbytes for _name, column in self.tensors.raw())
 
 
@@ -386,7 +384,7 @@ def _joined(parts: Sequence[_Columns[Tensor]], name: str) -> Any:
 
 def _gathered(parts: Sequence[Batch], name: str) -> Any:
     """Returns the rows of an object column of all parts, packed if all are; None where a part lacks it."""
-    raw = [dict(part.arrays.raw()).get(name) for part in parts]
+    raw: list[Any] = [dict(part.arrays.raw()).get(name) for part in parts]
     if all(isinstance(column, Pickled) for column in raw):
         return Pickled.concat(raw)
     return np.concatenate([part.arrays.get(name, _objects([None] * len(part))) for part in parts])

@@ -64,7 +64,8 @@ class Dense:
 
     def nonzero(self, last: int) -> np.ndarray:
         """Returns the number of values other than 0 among the ``last`` ones of each row."""
-        return np.count_nonzero(self.array[:, self.array.shape[1] - last :], axis=1)
+        found: np.ndarray = np.count_nonzero(self.array[:, self.array.shape[1] - last :], axis=1)
+        return found
 
 
 class Ragged:
@@ -141,7 +142,8 @@ class Ragged:
             return None
         if not (np.array_equal(mask.starts, self.starts) and np.array_equal(mask.lengths, self.lengths)):
             return None
-        return self.values.astype(self.dtype)
+        found: np.ndarray = self.values.astype(self.dtype)
+        return found
 
     def nonzero(self, last: int) -> np.ndarray:
         first = self.width - last
@@ -239,7 +241,7 @@ class Packed:
 
     def nonzero(self, last: int) -> np.ndarray:
         """Returns the number of values other than 0 among the ``last`` ones of each row, int64 ``[rows]``."""
-        found = np.concatenate([source.nonzero(last) for source in self.sources])
+        found: np.ndarray = np.concatenate([source.nonzero(last) for source in self.sources])
         return found if self.index is None else found[self.index]
 
 
@@ -300,7 +302,7 @@ class _Pickle:
 
     @staticmethod
     def of(array: np.ndarray) -> _Pickle:
-        import cloudpickle  # type: ignore[import-untyped]  # classes of a pipeline's file are in no module
+        import cloudpickle  # classes of a pipeline's file are in no module
 
         buffers: list[pickle.PickleBuffer] = []
         data = cloudpickle.dumps(array, protocol=5, buffer_callback=buffers.append)
