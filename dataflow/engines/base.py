@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -81,7 +81,10 @@ class Sample:
 
 
 class RolloutEngine(Protocol):
-    """Samples responses from its own copy of the actor weights. Its methods are called on one event loop."""
+    """Samples responses from its own copy of the actor weights. Its methods are called on one event loop.
+
+    An engine that writes texts early is also a :class:`Writes`.
+    """
 
     version: int
     """Version of the weights it holds: 0 at the start, n after step n's sync."""
@@ -107,10 +110,6 @@ class RolloutEngine(Protocol):
 
         Its ``group`` and ``index`` are 0, and ``sampling.n`` is ignored. Raises the errors of :meth:`generate`.
         """
-        ...
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """Returns the text of a response, without special tokens."""
         ...
 
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
@@ -159,6 +158,15 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> Any: ...
+
+
+@runtime_checkable
+class Writes(Protocol):
+    """An engine that writes the text of each sample as it arrives; others write all of them in ``batch``."""
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Returns the text of a response, without special tokens."""
+        ...
 
 
 class Trained(Protocol):

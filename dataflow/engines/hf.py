@@ -180,7 +180,7 @@ class HfRollout:
                     loop.call_soon_threadsafe(_settle, future, None, error)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """See :meth:`RolloutEngine.text`."""
+        """See :meth:`Writes.text <dataflow.engines.base.Writes.text>`."""
         return self.vocabulary.text(tokens)
 
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:

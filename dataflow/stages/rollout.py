@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from dataflow.batch import Batch
-from dataflow.engines.base import RolloutEngine, Sample, Sampling
+from dataflow.engines.base import RolloutEngine, Sample, Sampling, Writes
 from dataflow.errors import RunError
 from dataflow.graph import Carried, TaskInfo, stage
 from dataflow.stage import SAMPLED
@@ -150,14 +150,19 @@ async def emit_batches(
     async with _awake(engine, sleeps), _closing(samples) as coming:
         async for sample in coming:
             before = chunks.whole
-            # Here, while other samples are drawn: at the end, nothing would hide it.
-            text = engine.text(sample.tokens) if sample.text is None else sample.text
-            for number, whole in chunks.add(replace(sample.compact(), text=text)):
+            for number, whole in chunks.add(_prepared(sample, engine)):
                 done[number] = engine.batch(prompts, whole, length)
                 task.emit(number, done[number])
             if chunks.whole > before:
                 task.level(SAMPLED, clock.now(), chunks.whole)
     return Batch.concat([done[number] for number in sorted(done)]).select(prompts.ids)
+
+
+def _prepared(sample: Sample, engine: RolloutEngine) -> Sample:
+    """Returns a sample ready for a batch; at the end of the rollout, nothing would hide the time that this takes."""
+    if sample.text is None and isinstance(engine, Writes):
+        sample = replace(sample, text=engine.text(sample.tokens))
+    return sample.compact()
 
 
 @contextlib.asynccontextmanager

@@ -147,7 +147,7 @@ class Replicas:
         return prompt_ids(prompts, self._longest)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """See :meth:`RolloutEngine.text`."""
+        """See :meth:`Writes.text <dataflow.engines.base.Writes.text>`."""
         return self.vocabulary.text(tokens)
 
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:

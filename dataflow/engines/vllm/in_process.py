@@ -229,7 +229,7 @@ class VllmRollout:
         return await self._queue.draw_one(Job(0, 0, ids, self._params(sampling, seed_of(*seed)), asyncio.Queue()))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """See :meth:`RolloutEngine.text`."""
+        """See :meth:`Writes.text <dataflow.engines.base.Writes.text>`."""
         return self.vocabulary.text(tokens)
 
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
