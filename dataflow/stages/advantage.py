@@ -206,7 +206,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     mask = data.batch["response_mask"]
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     # The score goes to the last token that the model sampled; tokens of tools' answers may lie between its turns.
-    last = (data.batch["sampled_mask"] * torch.arange(1, mask.shape[1] + 1)).argmax(dim=-1)
+    last = _last(data.batch["sampled_mask"])
     scores[torch.arange(len(mask)), last] = data.batch["score"].float()
     rewards = scores - data.batch["kl_penalty"] if "kl_penalty" in data.batch else scores
     equal = _of_equal_scores(samples, estimator)
@@ -259,6 +259,15 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     # Means over no tokens are NaN, which would hide those of the step's other parts.
     task.log({name: value for name, value in metrics.items() if some or np.isfinite(value)})
     return found
+
+
+def _last(mask: torch.Tensor) -> torch.Tensor:
+    """Returns the place of the last value of each row that is not 0, int64 ``[rows]``; 0 if all are."""
+    import torch
+
+    there = (mask != 0).numpy()
+    last = there.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
+    return torch.from_numpy(np.where(there[np.arange(len(there)), last], last, 0))
 
 
 def _rewards(samples: Batch, algorithm: Any) -> dict[str, np.ndarray]:
