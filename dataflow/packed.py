@@ -149,6 +149,7 @@ class Ragged:
         first = self.width - last
         begins, stops = self.ends - self.lengths, self.starts + self.lengths
         skipped = np.clip(first - self.starts, 0, self.lengths)
+        found: np.ndarray
         if self.values.all():  # as in a mask of a response without tools
             found = self.lengths - skipped
         else:
@@ -285,7 +286,7 @@ class Pickled:
         whole = [source.load() for source in self.sources]
         array = whole[0] if len(whole) == 1 else np.concatenate(whole)
         array = array if self.index is None else array[self.index]
-        return own_copy(array) if self.own else array  # type: ignore[no-any-return]
+        return own_copy(array) if self.own else array
 
 
 class _Pickle:
@@ -302,7 +303,7 @@ class _Pickle:
 
     @staticmethod
     def of(array: np.ndarray) -> _Pickle:
-        import cloudpickle  # classes of a pipeline's file are in no module
+        import cloudpickle  # type: ignore[import-untyped]  # classes of a pipeline's file are in no module
 
         buffers: list[pickle.PickleBuffer] = []
         data = cloudpickle.dumps(array, protocol=5, buffer_callback=buffers.append)
@@ -330,7 +331,8 @@ def _index(columns: Sequence[Packed] | Sequence[Pickled]) -> np.ndarray | None:
     for column in columns:
         found.append((np.arange(len(column)) if column.index is None else column.index) + before)
         before += sum(map(len, column.sources))
-    return np.concatenate(found)
+    whole: np.ndarray = np.concatenate(found)
+    return whole
 
 
 def packed(column: Tensor) -> Packed | Tensor:
