@@ -5,19 +5,24 @@ is a small dict for the whole batch (``weights_version``). Methods never change 
 several tasks may read one value at once. A TensorDict is made only where verl needs one: its import takes as long as
 torch's own, in each process (docs/decisions/0009).
 
-Between processes tensors travel as numpy arrays, whose memory Ray shares; torch's own pickle copies it several times.
+Between processes columns travel packed (:mod:`dataflow.columns`): without padding, in numpy arrays, whose memory Ray
+shares. Each is unpacked when it is first read, and then only the rows that were chosen before.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from dataflow.columns.packed import Dense, Packed, packed
+from dataflow.columns.pickled import Pickled, objects
 from dataflow.errors import DataflowError
 from dataflow.usercode.copies import own_copy
+
+V = TypeVar("V")
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,18 +34,18 @@ class Batch:
 
     Args:
         groups: group id of each row, int64 ``[rows]``; the rows of a group are adjacent.
-        columns: tensors of shape ``[rows, ...]``, or lists/arrays of ``rows`` Python objects.
+        columns: tensors of shape ``[rows, ...]`` (or packed ones), or lists/arrays of ``rows`` Python objects.
         meta: facts about the whole batch.
 
     Raises:
         DataflowError: a column has another number of rows, or the rows of a group are not adjacent.
     """
 
-    __slots__ = ("arrays", "groups", "meta", "tensors")
+    __slots__ = ("_ids", "arrays", "groups", "meta", "tensors")
 
     groups: np.ndarray
-    tensors: Mapping[str, Tensor]
-    arrays: dict[str, np.ndarray]
+    tensors: _Columns[Tensor]
+    arrays: _Columns[np.ndarray]
     meta: dict[str, Any]
 
     def __init__(
@@ -51,27 +56,38 @@ class Batch:
     ) -> None:
         self.groups = np.asarray(groups, dtype=np.int64).reshape(-1)
         rows = len(self.groups)
+        self._ids: tuple[int, ...] | None = None
         ids = self.ids
         if len(set(ids)) != len(ids):
             torn = next(g for g in ids if ids.count(g) > 1)
             raise DataflowError(f"Batch: the rows of group {torn} are not adjacent; sort rows by group.")
-        self.tensors = tensors = {}
-        self.arrays = {}
+        tensors: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
         for name, column in (columns or {}).items():
             if len(column) != rows:
                 raise DataflowError(f"Batch: column '{name}' has {len(column)} rows, the batch has {rows}.")
-            if _is_tensor(column):
+            if isinstance(column, Packed) or _is_tensor(column):
                 tensors[name] = column
             else:
-                self.arrays[name] = _objects(column)
+                arrays[name] = column if isinstance(column, Pickled) else _objects(column)
+        self.tensors, self.arrays = _Columns(tensors), _Columns(arrays)
         self.meta = dict(meta or {})
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.groups, _Tensors.packed(self.tensors), self.arrays, self.meta
+        tensors = {
+            name: column if isinstance(column, Packed) else packed(column) for name, column in self.tensors.raw()
+        }
+        arrays = {
+            name: column if isinstance(column, Pickled) else objects(column) for name, column in self.arrays.raw()
+        }
+        return self.groups, tensors, arrays, self.meta
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.groups, packed, self.arrays, self.meta = state
-        self.tensors = _Tensors(packed)
+        self.groups, tensors, arrays, self.meta = state
+        # Checkpoints of earlier versions hold arrays.
+        self.tensors = _Columns({n: Packed([Dense(c)]) if isinstance(c, np.ndarray) else c for n, c in tensors.items()})
+        self.arrays = _Columns(arrays)
+        self._ids = None
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -97,22 +113,50 @@ class Batch:
     @property
     def ids(self) -> tuple[int, ...]:
         """The group ids in order, each once."""
-        if not len(self.groups):
-            return ()
-        starts = np.flatnonzero(np.diff(self.groups)) + 1
-        return tuple(int(g) for g in self.groups[np.concatenate([[0], starts])])
+        if self._ids is None:
+            self._ids = tuple(self.groups[self._starts[:-1]].tolist())
+        return self._ids
 
     @property
     def sizes(self) -> dict[int, int]:
         """The number of rows of each group, by id."""
-        ids = self.ids
-        starts = np.flatnonzero(np.diff(self.groups)) + 1
-        counts = np.diff([0, *starts, len(self)]).tolist() if ids else []
-        return dict(zip(ids, counts, strict=True))
+        return dict(zip(self.ids, np.diff(self._starts).tolist(), strict=True))
+
+    @property
+    def _starts(self) -> np.ndarray:
+        """The first row of each group, and the number of rows."""
+        if not len(self.groups):
+            return np.zeros(1, dtype=np.int64)
+        return np.concatenate([[0], np.flatnonzero(np.diff(self.groups)) + 1, [len(self.groups)]])
 
     @property
     def columns(self) -> dict[str, Any]:
+        """All columns by name, which reads them; :attr:`unread` does not."""
         return {**self.tensors, **self.arrays}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor column, which it does not read."""
+        return tuple(self._tensor(name).shape)
+
+    def nonzero(self, name: str, last: int | None = None) -> np.ndarray:
+        """Returns the number of values other than 0 in each row of a matrix, int64 ``[rows]``; does not read it.
+
+        Args:
+            name: of a tensor column ``[rows, width]``, such as a mask.
+            last: counts among as many values at the end of each row; None for all.
+        """
+        column = self._tensor(name)
+        last = column.shape[1] if last is None else last
+        if isinstance(column, Packed):
+            return column.nonzero(last)
+        found: np.ndarray = (column[:, column.shape[1] - last :] != 0).sum(dim=1).numpy()
+        return found
+
+    def _tensor(self, name: str) -> Any:
+        """Returns a tensor column, packed if it was not read yet."""
+        if name not in self.tensors:
+            raise DataflowError(f"Batch: no tensor '{name}'; it has {', '.join(self.tensors) or 'none'}.")
+        return self.unread[name]
 
     def select(self, groups: Sequence[int]) -> Batch:
         """Returns the rows of these groups, in the order given.
@@ -122,27 +166,72 @@ class Batch:
         """
         if tuple(groups) == self.ids:
             return self
-        where: dict[int, list[int]] = {}
-        for row, group in enumerate(self.groups.tolist()):
-            where.setdefault(group, []).append(row)
+        where = dict(zip(self.ids, range(len(self.ids)), strict=True))
         missing = [g for g in groups if g not in where]
         if missing:
             raise DataflowError(f"Batch: no group {missing[0]}; it holds {len(where)} groups.")
         if len(set(groups)) != len(groups):
             raise DataflowError("Batch: a group was selected twice; select each group once.")
-        return self.rows([row for g in groups for row in where[g]])
+        starts, at = self._starts, np.array([where[g] for g in groups], dtype=np.int64)
+        wanted = np.diff(starts)[at]
+        # The rows of each group follow one another, from its first one on.
+        shift = starts[at] - (np.cumsum(wanted) - wanted)
+        return self.rows(np.arange(int(wanted.sum())) + np.repeat(shift, wanted))
 
     def rows(self, index: Sequence[int] | np.ndarray) -> Batch:
         """Returns these rows, in the order given."""
         at = np.asarray(index, dtype=np.int64)
-        columns: dict[str, Any] = {}
-        if self.tensors:
-            import torch
+        return Batch(self.groups[at], self._picked(at), self.meta)
 
-            pick = torch.from_numpy(at)
-            columns = {name: column[pick] for name, column in self.tensors.items()}
-        columns |= {name: column[at] for name, column in self.arrays.items()}
-        return Batch(self.groups[at], columns, self.meta)
+    def singles(self, index: Sequence[int] | np.ndarray) -> Batch:
+        """Returns these rows as groups of their own, numbered anew; a row may occur twice."""
+        return Batch(np.arange(len(index)), self._picked(np.asarray(index, dtype=np.int64)), self.meta)
+
+    def within(self, name: str, mask: str) -> Tensor:
+        """Returns the values of a matrix where another one, of the same shape, is not 0, row after row.
+
+        Reads neither if they came without the padding that the mask leaves out.
+        """
+        import torch
+
+        column, by = self._tensor(name), self._tensor(mask)
+        if isinstance(column, Packed) and isinstance(by, Packed) and (flat := column.within(by)) is not None:
+            return torch.from_numpy(flat)
+        return self.tensors[name][self.tensors[mask] != 0]
+
+    def _picked(self, at: np.ndarray) -> dict[str, Any]:
+        """Returns the columns of rows, packed if they were not read yet."""
+        columns: dict[str, Any] = {}
+        for name, column in self.unread.items():
+            if isinstance(column, Packed | Pickled):
+                columns[name] = column.rows(at)
+            elif isinstance(column, np.ndarray):
+                columns[name] = column[at]
+            else:
+                import torch
+
+                columns[name] = column[torch.from_numpy(at)]
+        return columns
+
+    @property
+    def unread(self) -> dict[str, Any]:
+        """All columns by name, for another batch of these rows: those not read yet are packed, and stay so."""
+        return {**dict(self.tensors.raw()), **dict(self.arrays.raw())}
+
+    def only(self, *names: str, **renamed: str) -> Batch:
+        """Returns a batch with these columns alone, none of which it reads.
+
+        Args:
+            names: columns that keep their names.
+            renamed: the column of this batch for each new name.
+
+        Raises:
+            DataflowError: there is no such column.
+        """
+        raw, wanted = self.unread, {**dict(zip(names, names, strict=True)), **renamed}
+        return Batch(
+            self.groups, {to: raw[name] if name in raw else self[name] for to, name in wanted.items()}, self.meta
+        )
 
     def split(self, parts: int) -> list[Batch]:
         """Splits the batch, in order, into ``parts`` batches with the same number of whole groups.
@@ -161,12 +250,19 @@ class Batch:
 
         Object columns are copied for each row, so that a change to one chat does not show in the others.
         """
-        rows = self.rows(np.repeat(np.arange(len(self)), n))
-        return Batch(rows.groups, {**rows.tensors, **own_copy(rows.arrays)}, rows.meta)
+        at = np.repeat(np.arange(len(self)), n)
+        rows = self.rows(at)
+        arrays = {
+            name: column.rows(at, own=True) if isinstance(column, Pickled) else own_copy(column[at])
+            for name, column in self.arrays.raw()
+        }
+        return Batch(rows.groups, {**dict(rows.tensors.raw()), **arrays}, rows.meta)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Batch:
-        columns = {**{name: column.clone() for name, column in self.tensors.items()}, **own_copy(self.arrays)}
-        return Batch(self.groups.copy(), columns, own_copy(self.meta))
+        tensors = {
+            name: column if isinstance(column, Packed) else column.clone() for name, column in self.tensors.raw()
+        }
+        return Batch(self.groups.copy(), {**tensors, **own_copy(dict(self.arrays))}, own_copy(self.meta))
 
     def like(self, **columns: Any) -> Batch:
         """Returns a batch of the same groups with only these columns, as a stage that adds columns returns."""
@@ -178,11 +274,11 @@ class Batch:
         Raises:
             DataflowError: the batches do not have the same groups in the same order.
         """
-        columns, meta = self.columns, dict(self.meta)
+        columns, meta = self.unread, dict(self.meta)
         for other in others:
             if not np.array_equal(self.groups, other.groups):
                 raise DataflowError(f"Batch: cannot merge {other!r} into {self!r}: their groups differ.")
-            columns |= other.columns
+            columns = {**columns, **other.unread}
             meta |= other.meta
         return Batch(self.groups, columns, meta)
 
@@ -208,13 +304,11 @@ class Batch:
         ids = [group for part in parts for group in part.ids]
         if len(set(ids)) != len(ids):
             raise DataflowError("Batch: cannot concatenate batches that have the same group.")
-        columns: dict[str, Any] = {}
-        if names:
-            import torch
-
-            columns = {name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors}
+        if len(parts) == 1:
+            return parts[0]
+        columns: dict[str, Any] = {name: _joined([part.tensors for part in parts], name) for name in parts[0].tensors}
         for name in dict.fromkeys(name for part in parts for name in part.arrays):
-            columns[name] = np.concatenate([part.arrays.get(name, _objects([None] * len(part))) for part in parts])
+            columns[name] = _gathered(parts, name)
         meta: dict[str, Any] = {}
         for part in parts:
             meta |= part.meta
@@ -227,7 +321,7 @@ class Batch:
         uid = np.array([str(g) for g in self.groups], dtype=object)
         return DataProto.from_dict(
             tensors=dict(self.tensors),
-            non_tensors={**self.arrays, "uid": uid},
+            non_tensors={**dict(self.arrays), "uid": uid},
             meta_info=dict(self.meta),
         )
 
@@ -240,36 +334,32 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor columns."""
-        return sum(column.numel() * column.element_size() for column in self.tensors.values())
+        """Bytes of the tensor columns, unpacked."""
+        return sum(column.nbytes for _name, column in self.tensors.raw())
 
 
-class _Tensors(Mapping[str, "Tensor"]):
-    """The tensors of a batch from another process.
-
-    Arrays in Ray's shared memory are read-only, and a write to a tensor over such an array kills the process. So each
-    tensor is a copy, made when its column is first read, as few stages read all columns.
-    """
+class _Columns(Mapping[str, V]):
+    """Tensors or arrays by name; a packed one is unpacked when it is first read."""
 
     __slots__ = ("_columns",)
 
-    def __init__(self, packed: Mapping[str, Tensor | np.ndarray]) -> None:
-        self._columns = dict(packed)
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self._columns = columns
 
-    @staticmethod
-    def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor | np.ndarray]:
-        """Returns the tensors as numpy arrays for pickling; a tensor that numpy cannot represent stays as it is."""
-        columns = tensors._columns if isinstance(tensors, _Tensors) else tensors
-        return {name: _packed(column) for name, column in columns.items()}
+    def raw(self) -> Iterable[tuple[str, Any]]:
+        """Returns the columns as they are, packed or not."""
+        return self._columns.items()
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> V:
         column = self._columns[name]
-        if isinstance(column, np.ndarray):
-            import torch
+        if isinstance(column, Packed):
+            column = self._columns[name] = column.tensor()
+        elif isinstance(column, Pickled):
+            column = self._columns[name] = column.array()
+        return column  # type: ignore[no-any-return]
 
-            column = torch.from_numpy(column if column.flags.writeable else column.copy())
-            self._columns[name] = column
-        return column
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
@@ -283,14 +373,22 @@ def _is_tensor(column: Any) -> bool:
     return isinstance(column, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
-def _packed(column: Tensor | np.ndarray) -> Tensor | np.ndarray:
-    if isinstance(column, np.ndarray) or column.requires_grad:
-        return column
-    try:
-        array: np.ndarray = column.contiguous().numpy()
-    except (TypeError, RuntimeError):  # bfloat16, a sparse tensor, one on a GPU
-        return column
-    return array
+def _joined(parts: Sequence[_Columns[Tensor]], name: str) -> Any:
+    """Returns the rows of a tensor column, packed if those of all parts are."""
+    raw = [dict(part.raw())[name] for part in parts]
+    if all(isinstance(column, Packed) for column in raw) and (whole := Packed.concat(raw)) is not None:
+        return whole
+    import torch
+
+    return torch.cat([part[name] for part in parts])
+
+
+def _gathered(parts: Sequence[Batch], name: str) -> Any:
+    """Returns the rows of an object column of all parts, packed if all are; None where a part lacks it."""
+    raw: list[Any] = [dict(part.arrays.raw()).get(name) for part in parts]
+    if all(isinstance(column, Pickled) for column in raw):
+        return Pickled.concat(raw)
+    return np.concatenate([part.arrays.get(name, _objects([None] * len(part))) for part in parts])
 
 
 def _objects(column: Any) -> np.ndarray:

@@ -109,6 +109,7 @@ class Runner:
         self._over = False
         self._restored = restored or Restored()
         self._ended: deque[Done | Chunk] = deque()  # of tasks whose values are restored
+        self._unrecorded: tuple[Task, TaskId | None, Done] | None = None
         self._states = {name: executor.put(value) for name, value in self._restored.states.items()}
         self._fetched: dict[int, dict[str, Any]] = {}
         self._metrics: dict[int, dict[str, list[float]]] = {}
@@ -219,7 +220,7 @@ class Runner:
         if self._restored.holds(task):  # its span is in the trace already
             self._emitted_at.pop(task.id, None)
         else:
-            self._record(task, waited_for, done)
+            self._unrecorded = (task, waited_for, done)
         return self.scheduler.handle(TaskFinished(task.id, report.end - report.begin, report.groups))
 
     def _on_chunk(self, chunk: Chunk) -> list[Instruction]:
@@ -293,10 +294,16 @@ class Runner:
     def _execute(self, instructions: list[Instruction]) -> bool:
         """Executes instructions; returns whether the run is over."""
         finished = False
+        try:  # tasks start first: recording thousands of reward requests takes longer than handing on the rewards
+            for instruction in instructions:
+                if isinstance(instruction, Start):
+                    self._start(instruction)
+        finally:
+            if self._unrecorded is not None:
+                ended, self._unrecorded = self._unrecorded, None
+                self._record(*ended)
         for instruction in instructions:
             match instruction:
-                case Start():
-                    self._start(instruction)
                 case StepDone(step=step):
                     self._report_step(step, self._metrics.pop(step, {}))
                 case Release(step=step):

@@ -374,6 +374,32 @@ def test_each_step_is_reported_once_in_order():
     assert told == list(range(1, 8))
 
 
+def test_tasks_start_before_the_one_that_they_waited_for_is_recorded():
+    seen: dict[str, int] = {}
+
+    class Noting(VirtualExecutor):
+        def start(self, task, call, values):
+            seen[f"start {task.id}"] = len(seen)
+            super().start(task, call, values)
+
+    graph = grpo(preset("both", 4), 3)
+    trace = Trace()
+    runner = Runner(
+        graph,
+        Noting(SteadyCosts(0.0, 16)),
+        inputs={"prompts": lambda step: step},
+        trace=trace,
+        on_span=lambda span: seen.setdefault(span.task, len(seen)),
+    )
+    asyncio.run(runner.run())
+    last = [span for span in trace.spans if span.stage == "actor_update" and span.part == span.parts - 1]
+    after = [
+        next(span for span in trace.spans if span.waited_for == one.task and span.begin == one.end) for one in last
+    ]
+    assert len(after) == 3  # the weight syncs, which find the GPUs free
+    assert all(seen[f"start {span.task}"] < seen[span.waited_for] for span in after)
+
+
 def test_an_input_is_fetched_once_a_step():
     fetched: list[int] = []
     run(grpo(preset("both", 4), 5, val_every=1), inputs={"prompts": fetched.append})

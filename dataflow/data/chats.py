@@ -17,11 +17,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
+from dataflow.data.tokenize import all_prompt_ids, load_chat_tokenizer, prompt_ids
 from dataflow.errors import ModelError
 from dataflow.system.children import command
 
 Chat = list[dict[str, Any]]
+_TOGETHER = 1024  # chats that are tokenized in one call, which uses all cores
 
 
 class Refused(Exception):
@@ -57,11 +58,24 @@ class Chats:
         Raises:
             Refused: the chat template refuses a chat.
         """
+        found: list[list[int]] = []
+        for at in range(0, len(chats), _TOGETHER):
+            piece = list(chats[at : at + _TOGETHER])
+            try:
+                found += all_prompt_ids(self._tokenizer, piece, schemas)
+            # A chat template is a program that comes with the model; it may refuse roles and raise any exception.
+            except Exception:
+                found += self._one_by_one(piece, schemas, at)
+        return found
+
+    def _one_by_one(
+        self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None, before: int
+    ) -> list[list[int]]:
+        """Returns the token ids of each chat, or finds the one that is refused, counted from ``before`` on."""
         found = []
-        for at, chat in enumerate(chats):
+        for at, chat in enumerate(chats, before):
             try:
                 found.append(prompt_ids(self._tokenizer, chat, schemas))
-            # A chat template is a program that comes with the model; it may refuse roles and raise any exception.
             except Exception as error:
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise Refused(at, f"{type(error).__name__}: {first.rstrip('.')}") from error

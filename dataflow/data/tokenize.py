@@ -58,6 +58,23 @@ def prompt_ids(
     return list(render(chat, add_generation_prompt=True, tokenize=True, return_dict=False, **tools))
 
 
+def all_prompt_ids(
+    tokenizer: Any, chats: Sequence[list[dict[str, str]]], schemas: Sequence[Mapping[str, Any]] | None = None
+) -> list[list[int]]:
+    """Returns what :func:`prompt_ids` does for each chat, with one call of the tokenizer for all.
+
+    Raises:
+        ValueError: the tokenizer takes one chat at a time.
+    """
+    tools = {"tools": list(schemas)} if schemas else {}
+    found = tokenizer.apply_chat_template(
+        list(chats), add_generation_prompt=True, tokenize=True, return_dict=False, **tools
+    )
+    if len(found) != len(chats) or not all(isinstance(ids, list) for ids in found):
+        raise ValueError("the tokenizer takes one chat at a time")
+    return list(found)
+
+
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
     """Returns ``limit`` tokens: the last ones (left), the first ones (right), or both ends (middle).
 

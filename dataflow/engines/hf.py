@@ -179,6 +179,10 @@ class HfRollout:
                 for _row, future in mine:
                     loop.call_soon_threadsafe(_settle, future, None, error)
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """See :meth:`Writes.text <dataflow.engines.base.Writes.text>`."""
+        return self.vocabulary.text(tokens)
+
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
         """See :meth:`RolloutEngine.batch`."""
         return to_batch(prompts, samples, length, self.vocabulary.tokenizer, self.vocabulary.pad)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dataflow.batch import Batch
+from dataflow.columns.packed import Packed, Ragged, narrowed
 from dataflow.engines.base import Sample, Sampling
 from dataflow.errors import ConfigError, DataError, DataflowError
 
@@ -189,38 +190,55 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
     longest = max(len(sample.tokens) for sample in rows)
     if longest > length:
         raise DataflowError(f"rollout: a response has {longest} tokens, more than the {length} there is room for.")
+    owner = np.array([place[sample.group] for sample in rows])
     # Padded to the longest of all prompts, so that the batches of one rollout can be concatenated.
-    padded, prompt_mask = left_pad([[int(t) for t in ids] for ids in prompts["prompt_ids"]], pad)
-    owner = torch.tensor([place[sample.group] for sample in rows])
-    padded, prompt_mask = padded[owner], prompt_mask[owner]
-    responses = np.full((len(rows), length), pad, dtype=np.int64)
-    there = np.zeros((len(rows), length), dtype=np.int64)
-    drawn = np.zeros((len(rows), length), dtype=np.int64)
-    log_probs = np.zeros((len(rows), length), dtype=np.float32)
-    for row, sample in enumerate(rows):
-        end = len(sample.tokens)
-        responses[row, :end], there[row, :end], log_probs[row, :end] = sample.tokens, 1, sample.log_probs
-        drawn[row, :end] = 1 if sample.mask is None else sample.mask
-    attention = torch.cat([prompt_mask, torch.from_numpy(there)], dim=1)
-    places = (attention.cumsum(dim=1) - 1).clamp(min=0)
+    given = [np.asarray(ids, dtype=np.int32) for ids in prompts["prompt_ids"]]
+    wide = max(map(len, given))
+    asked = [given[at] for at in owner.tolist()]
+    drawn = [np.asarray(sample.tokens, dtype=np.int32) for sample in rows]
+    before, after = (np.array(list(map(len, each)), dtype=np.int64) for each in (asked, drawn))
+    both, first = before + after, wide - before
+    total = np.concatenate([piece for pair in zip(asked, drawn, strict=True) for piece in pair])
+    ends = np.cumsum(both)
+    places = np.arange(len(total)) - np.repeat(ends - both, both)
+    masks = np.ones(int(after.sum()), np.int8)
+    for sample, end in zip(rows, np.cumsum(after).tolist(), strict=True):
+        if sample.mask is not None:
+            masks[end - len(sample.mask) : end] = sample.mask
+    log_probs = np.concatenate([np.asarray(sample.log_probs, dtype=np.float32) for sample in rows])
+    whole = wide + length
+    none = np.zeros(len(rows), dtype=np.int64)
+
+    def column(values: np.ndarray, lengths: np.ndarray, starts: np.ndarray, width: int, *sides: Any) -> Packed:
+        kind = np.float32 if values.dtype == np.float32 else np.int64
+        return Packed([Ragged(narrowed(values), lengths, starts, width, np.dtype(kind), *sides)])
+
+    columns: dict[str, Any] = {
+        "prompts": column(np.concatenate(asked), before, first, wide, pad, pad),
+        "responses": column(np.concatenate(drawn), after, none, length, pad, pad),
+        "input_ids": column(total, both, first, whole, pad, pad),
+        "attention_mask": column(np.ones(len(total), np.int8), both, first, whole),
+        # Padding counts nothing: 0 before the prompt, and after the response the place of its last token.
+        "position_ids": column(places, both, first, whole, 0, both - 1),
+        "response_mask": column(masks, after, none, length),
+        "rollout_log_probs": column(log_probs, after, none, length),
+    }
     if SHOWN in prompts:
-        places = with_shown(places, [prompts[SHOWN][at] for at in owner.tolist()], padded.shape[1])
+        shown = prompts[SHOWN]
+        columns["position_ids"] = with_shown(
+            columns["position_ids"].tensor(), [shown[at] for at in owner.tolist()], wide
+        )
+    columns["response_text"] = _texts(rows, tokenizer)
     mine = prompts.select(groups)
-    repeated = mine.like(**{name: column for name, column in mine.columns.items() if name != "prompt_ids"}).repeat(n)
+    repeated = mine.only(*(name for name in mine.names if name != "prompt_ids")).repeat(n)
     names = dict.fromkeys(name for sample in rows for name in sample.facts or ())
-    return Batch(
-        repeated.groups,
-        repeated.columns
-        | {name: [(sample.facts or {}).get(name) for sample in rows] for name in names}
-        | {
-            "prompts": padded,
-            "responses": torch.from_numpy(responses),
-            "input_ids": torch.cat([padded, torch.from_numpy(responses)], dim=1),
-            "attention_mask": attention,
-            "position_ids": places,
-            "response_mask": torch.from_numpy(drawn),
-            "rollout_log_probs": torch.from_numpy(log_probs),
-            "response_text": tokenizer.batch_decode([list(s.tokens) for s in rows], skip_special_tokens=True),
-        },
-        {**prompts.meta, "weights_version": min(sample.version for sample in rows)},
-    )
+    facts = {name: [(sample.facts or {}).get(name) for sample in rows] for name in names}
+    meta = {**prompts.meta, "weights_version": min(sample.version for sample in rows)}
+    return Batch(repeated.groups, repeated.unread | facts | columns, meta)
+
+
+def _texts(rows: Sequence[Sample], tokenizer: Any) -> list[str]:
+    """Returns the text of each sample; writes those that are not written yet."""
+    left = [list(map(int, sample.tokens)) for sample in rows if sample.text is None]
+    written = iter(tokenizer.batch_decode(left, skip_special_tokens=True) if left else ())
+    return [next(written) if sample.text is None else sample.text for sample in rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,10 @@ class Vocabulary:
             raise ModelError(f"model '{model}' names no eos_token_id; set it in its generation_config.json.")
         pad = tokenizer.pad_token_id
         return cls(tokenizer, known, known[0] if pad is None else pad, int(config.get_text_config().vocab_size))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Returns the text of a response, without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def undrawn(config: Any) -> list[int]:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     import torch
 
 
+_READ = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+"""Columns that verl's estimators take, each some of them."""
+
+
 def needs_whole_batch(services: Mapping[str, Any]) -> str | None:
     """Returns why the bound estimator needs all groups of a step at once, or None if it does not."""
     algorithm = services.get("algorithm")
@@ -176,6 +180,20 @@ def _of_equal_scores(data: Batch, estimator: Estimator) -> torch.Tensor:
     return torch.from_numpy(((lowest == highest) & (size > 1))[group])
 
 
+def _needed(samples: Batch, algorithm: Any) -> Batch:
+    """Returns the columns that estimator and metrics read; the others, most of a batch's bytes, stay packed."""
+    import torch
+
+    names = ["response_mask", "sampled_mask", "score", "kl_penalty", *_READ]
+    names += ["attention_mask"] if algorithm.gdpo_reward_keys else []
+    room = samples.shape("response_mask")[1]
+    whole, response = (torch.from_numpy(samples.nonzero("attention_mask", last)) for last in (None, room))
+    # verl counts the tokens itself only if these are missing, and of prompts and responses it reads the width alone.
+    lengths = {"prompt_length": (whole - response).float(), "response_length": response.float()}
+    widths = {name: torch.zeros(()).expand(samples.shape(name)) for name in ("prompts", "responses")}
+    return samples.only(*(name for name in names if name in samples)).merge(samples.like(**lengths, **widths))
+
+
 def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch.Tensor]:
     """Returns verl's ``advantages`` and ``returns`` of the samples, and logs verl's metrics of them."""
     import torch
@@ -184,11 +202,11 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     from verl.trainer.ppo.metric_utils import compute_data_metrics
 
     name, estimator = algorithm.adv_estimator, estimator_of(algorithm.adv_estimator)
-    data = samples.to_dataproto()
+    data = _needed(samples, algorithm).to_dataproto()
     mask = data.batch["response_mask"]
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     # The score goes to the last token that the model sampled; tokens of tools' answers may lie between its turns.
-    last = (data.batch["sampled_mask"] * torch.arange(1, mask.shape[1] + 1)).argmax(dim=-1)
+    last = _last(data.batch["sampled_mask"])
     scores[torch.arange(len(mask)), last] = data.batch["score"].float()
     rewards = scores - data.batch["kl_penalty"] if "kl_penalty" in data.batch else scores
     equal = _of_equal_scores(samples, estimator)
@@ -200,7 +218,6 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
         gdpo_reward_keys=algorithm.gdpo_reward_keys or None,
         gdpo_reward_weights=algorithm.gdpo_reward_weights or None,
     )
-    columns = ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
     given = {
         # Zeros minus their mean are exactly 0; other equal numbers minus their mean may differ in the last digit.
         "token_level_rewards": rewards.masked_fill(equal[:, None], 0.0) if estimator.relative else rewards,
@@ -212,13 +229,14 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
         "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
         # Only for GDPO, which takes the score for want of other rewards.
         **({"non_tensor_batch": _rewards(samples, algorithm), "batch": data.batch} if config.gdpo_reward_keys else {}),
-        **{column: data.batch[column] for column in columns if column in data.batch},
+        **{column: data.batch[column] for column in _READ if column in data.batch},
     }
     estimate = get_adv_estimator_fn(name)
     # Some of verl's estimators take an option as an argument, some from the configuration.
     takes = inspect.signature(estimate).parameters
     # verl's estimators that whiten need two tokens. One alone, or none where a correction rejects all, trains nothing.
-    nothing = not mask.any() or (bool(estimator.whole_batch) and int(mask.sum()) == 1)
+    some = bool(mask.any())
+    nothing = not some or (bool(estimator.whole_batch) and int(mask.sum()) == 1)
     advantages, returns = (
         (torch.zeros_like(scores), torch.zeros_like(scores))
         if nothing
@@ -239,8 +257,17 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
         data.batch[column] = values
     metrics = compute_data_metrics(data, use_critic="values" in estimator.needs)
     # Means over no tokens are NaN, which would hide those of the step's other parts.
-    task.log({name: value for name, value in metrics.items() if mask.any() or np.isfinite(value)})
+    task.log({name: value for name, value in metrics.items() if some or np.isfinite(value)})
     return found
+
+
+def _last(mask: torch.Tensor) -> torch.Tensor:
+    """Returns the place of the last value of each row that is not 0, int64 ``[rows]``; 0 if all are."""
+    import torch
+
+    there = (mask != 0).numpy()
+    last = there.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
+    return torch.from_numpy(np.where(there[np.arange(len(there)), last], last, 0))
 
 
 def _rewards(samples: Batch, algorithm: Any) -> dict[str, np.ndarray]:

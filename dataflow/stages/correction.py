@@ -33,7 +33,7 @@ def correct(responses: Batch, log_probs: Batch, algorithm: Any, task: TaskInfo) 
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
     weights, kept, metrics = compute_rollout_correction_and_rejection_mask(
-        old_log_prob=log_probs["old_log_probs"],
+        old_log_prob=log_probs.only("old_log_probs")["old_log_probs"],  # the columns stay packed
         rollout_log_prob=responses["rollout_log_probs"],
         response_mask=mask,
         rollout_is=algorithm.rollout_is if stale or not algorithm.rollout_is_stale_only else None,
@@ -43,7 +43,7 @@ def correct(responses: Batch, log_probs: Batch, algorithm: Any, task: TaskInfo) 
         rollout_rs_threshold=algorithm.rollout_rs_threshold,
     )
     task.log(metrics)
-    columns = dict(log_probs.columns)
+    columns = log_probs.unread
     if weights is not None:
         columns["rollout_is_weights"] = weights.batch["rollout_is_weights"]
     if algorithm.rollout_rs is not None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from dataflow.batch import Batch
-from dataflow.engines.base import RolloutEngine, Sample, Sampling
+from dataflow.engines.base import RolloutEngine, Sample, Sampling, Writes
 from dataflow.errors import RunError
 from dataflow.graph import Carried, TaskInfo, stage
 from dataflow.stage import SAMPLED
@@ -88,8 +89,10 @@ def length_metrics(responses: Batch) -> dict[str, float]:
     """Returns verl's ``response_length/mean``, ``max``, ``min`` and ``clip_ratio`` (share of the longest possible)."""
     if "response_mask" not in responses:
         return {}
-    room = responses["response_mask"].shape[1]
-    lengths = responses["attention_mask"][:, -room:].sum(dim=1).float()
+    import torch
+
+    room = responses.shape("response_mask")[1]
+    lengths = torch.from_numpy(responses.nonzero("attention_mask", room)).float()
     return {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
@@ -109,8 +112,9 @@ def token_metrics(responses: Batch, task: TaskInfo) -> dict[str, float]:
     """
     if "attention_mask" not in responses or "response_mask" not in responses:
         return {}
-    mask, room = responses["attention_mask"], responses["response_mask"].shape[1]
-    tokens = {"perf/total_num_tokens": int(mask.sum()), "perf/response_tokens": int(mask[:, -room:].sum())}
+    room = responses.shape("response_mask")[1]
+    counts = {"perf/total_num_tokens": None, "perf/response_tokens": room}
+    tokens = {name: int(responses.nonzero("attention_mask", last).sum()) for name, last in counts.items()}
     # A step's metric is the mean over its parts; multiplied by their number, it is the sum.
     return {name: float(number * task.parts) for name, number in tokens.items()}
 
@@ -146,12 +150,19 @@ async def emit_batches(
     async with _awake(engine, sleeps), _closing(samples) as coming:
         async for sample in coming:
             before = chunks.whole
-            for number, whole in chunks.add(sample):
+            for number, whole in chunks.add(_prepared(sample, engine)):
                 done[number] = engine.batch(prompts, whole, length)
                 task.emit(number, done[number])
             if chunks.whole > before:
                 task.level(SAMPLED, clock.now(), chunks.whole)
     return Batch.concat([done[number] for number in sorted(done)]).select(prompts.ids)
+
+
+def _prepared(sample: Sample, engine: RolloutEngine) -> Sample:
+    """Returns a sample ready for a batch; at the end of the rollout, nothing would hide the time that this takes."""
+    if sample.text is None and isinstance(engine, Writes):
+        sample = replace(sample, text=engine.text(sample.tokens))
+    return sample.compact()
 
 
 @contextlib.asynccontextmanager

@@ -95,8 +95,7 @@ async def _write(
 
 def _picked(batch: Batch, groups: Sequence[int]) -> Batch:
     """Returns the rows of these groups, without the tensors that no column is made of."""
-    tensors = {name: batch[name] for name in batch.tensors if name not in _LARGE}
-    return Batch(batch.groups, {**tensors, **batch.arrays}, batch.meta).select(groups)
+    return batch.only(*(name for name in batch.names if name not in _LARGE)).select(groups)
 
 
 def kept(batch: Batch, most: int | None) -> list[int]:
@@ -139,8 +138,8 @@ def columns(step: int, responses: Batch, rewards: Batch, advantages: Batch | Non
     if advantages is not None:
         found["advantage"] = _advantage(advantages, responses)
     if "response_mask" in responses:
-        room = responses["response_mask"].shape[1]
-        tokens = responses["attention_mask"][:, -room:].sum(dim=1)
+        room = responses.shape("response_mask")[1]
+        tokens = responses.nonzero("attention_mask", room)
         found |= {"tokens": tokens.tolist(), "truncated": (tokens == room).tolist()}
     found["weights_version"] = [responses.meta.get("weights_version")] * rows
     if "request_begin" in rewards:

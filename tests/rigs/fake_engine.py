@@ -62,9 +62,12 @@ class FakeRollout:
     def _made(self, group: int, index: int, seed: int) -> Sample:
         return Sample(group, index, [group, index, seed % 1000, self.version], [0.0] * 4, self.version, "stop")
 
+    def text(self, tokens: Sequence[int]) -> str:
+        return " ".join(map(str, tokens))
+
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
         rows = sorted(samples, key=lambda sample: (prompts.ids.index(sample.group), sample.index))
-        texts = [" ".join(map(str, sample.tokens)) for sample in rows]
+        texts = [sample.text or self.text(sample.tokens) for sample in rows]
         return Batch(
             [sample.group for sample in rows],
             {

@@ -54,6 +54,9 @@ class ScriptedRollout:
     def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
         raise NotImplementedError
 
+    def text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
         return to_batch(prompts, samples, length, self.tokenizer, self.tokenizer.pad_token_id)
 

@@ -143,6 +143,10 @@ class Replicas:
         check_sampling(sampling, self.vocabulary.size)
         return prompt_ids(prompts, self._longest)
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """See :meth:`Writes.text <dataflow.engines.base.Writes.text>`."""
+        return self.vocabulary.text(tokens)
+
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
         """See :meth:`RolloutEngine.batch`."""
         from dataflow.engines.samples import to_batch

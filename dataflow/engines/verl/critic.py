@@ -6,7 +6,8 @@ from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.engines.verl.loss import value_loss_of
-from dataflow.engines.verl.model import INPUTS, TrainedModel
+from dataflow.engines.verl.model import TrainedModel
+from dataflow.engines.verl.rows import inputs_of
 
 
 class VerlCritic(TrainedModel):
@@ -72,4 +73,4 @@ class VerlCritic(TrainedModel):
         trainable = self._trainable(batch)
         if trainable is None:
             return self._skip(last)
-        return self._step({name: trainable[name] for name in (*INPUTS, "values", "returns")}, last)
+        return self._step(inputs_of(trainable, "values", "returns"), last)

@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from tensordict import NonTensorData, TensorDict
 
 
-def count_flops(rows: TensorDict, attention_mask: torch.Tensor) -> None:
+def count_flops(rows: TensorDict, lengths: np.ndarray) -> None:
     """Lets verl's FlopsCounter compute the MFU of a step from the tokens of each sequence.
 
     Args:
         rows: of this rank, for verl's engine.
-        attention_mask: of the rows of all ranks, ``[rows, P + R]``.
+        lengths: tokens of the rows of all ranks.
     """
     from verl.utils import tensordict_utils as tu
 
-    tu.assign_non_tensor(rows, global_token_num=NonTensorData(attention_mask.sum(dim=1).tolist()))
+    tu.assign_non_tensor(rows, global_token_num=NonTensorData(lengths.tolist()))
 
 
 def reduced(found: Mapping[str, Any], prefix: str) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """TrainedModel: a model that verl's TrainingWorker trains with FSDP2, on CPU and CUDA, one object per rank.
 
-Every rank makes the same calls with the same whole batch and computes its share of the rows:
+Every rank makes the same calls with the same whole batch, of which it reads and computes its share of the rows:
 
     rows 0..n ── divided evenly into world x micro-batches pieces ──▶ rank r takes consecutive pieces
              ◀── outputs are gathered, so that each rank returns all rows; metrics are averaged over ranks
@@ -25,8 +25,10 @@ import torch
 import torch.distributed as dist
 
 from dataflow.batch import Batch
+from dataflow.columns.packed import Packed, Ragged
 from dataflow.engines.verl.lora import has_adapter, merged
 from dataflow.engines.verl.measures import count_flops, reduced
+from dataflow.engines.verl.rows import SHOWN, Spans, inputs_of, jagged, with_images
 from dataflow.engines.verl.setup import value_engine, vision
 from dataflow.engines.verl.setup.options import Kind, skipped, worker_config
 from dataflow.engines.verl.setup.process import import_worker, join, quiet
@@ -36,10 +38,6 @@ from dataflow.errors import ConfigError, DataflowError
 if TYPE_CHECKING:
     from tensordict import TensorDict
     from verl.workers.engine_workers import TrainingWorker
-
-INPUTS = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask")
-SHOWN = "multi_modal_inputs"
-"""The column of what prompts show beside their text."""
 
 
 class TrainedModel:
@@ -163,7 +161,7 @@ class TrainedModel:
 
     def _trainable(self, batch: Batch) -> Batch | None:
         """Returns the rows that have a token to train on; None if there is none. Every rank holds the whole batch."""
-        trains = batch["response_mask"].any(dim=1).numpy()
+        trains = batch.nonzero("response_mask") > 0
         if len(batch) and not trains.any():
             return None
         return batch if trains.all() else batch.rows(np.flatnonzero(trains))
@@ -178,11 +176,11 @@ class TrainedModel:
     def _lr(self) -> float:
         return float(self.worker.engine.optimizer.param_groups[0]["lr"])
 
-    def _step(self, columns: Mapping[str, Any], last: bool, **options: Any) -> dict[str, float]:
+    def _step(self, batch: Batch, last: bool, **options: Any) -> dict[str, float]:
         """Takes an optimizer step.
 
         Args:
-            columns: of :data:`INPUTS`, and what the loss reads.
+            batch: with the columns of :func:`inputs_of`, and those that the loss reads.
             last: whether it is the last one of the training step, after which the LR scheduler steps.
             **options: of verl's engine.
 
@@ -192,12 +190,13 @@ class TrainedModel:
         from verl.utils import tensordict_utils as tu
 
         metrics = {f"{self.name}/lr": self._lr()}
-        slots = self._slots(columns["attention_mask"])
-        metrics |= self._imbalance(columns["attention_mask"], slots)
-        rows = self._rank_rows(columns, slots)
+        lengths = batch.nonzero("attention_mask")
+        slots = self._slots(lengths)
+        metrics |= self._imbalance(lengths, slots)
+        rows = self._rank_rows(batch, slots)
         tu.assign_non_tensor(rows, update_lr_scheduler=last, **options)
         if self.counts_flops:
-            count_flops(rows, columns["attention_mask"])
+            count_flops(rows, lengths)
         with self._left_free():
             found = tu.get(self.worker.train_batch(rows), "metrics")
         found.pop("lr", None)  # that of the next step, present only if the scheduler stepped
@@ -205,27 +204,40 @@ class TrainedModel:
 
     def _infer(
         self, worker: TrainingWorker, batch: Batch, names: Sequence[str], **options: Any
-    ) -> dict[str, torch.Tensor]:
-        """Returns outputs of the model for all rows, on every rank, float32 ``[rows, R]``, 0 where the mask is."""
-        from verl.utils import tensordict_utils as tu
-        from verl.workers.utils.padding import no_padding_2_padding
+    ) -> dict[str, torch.Tensor | Packed]:
+        """Returns outputs of the model for all rows, on every rank, float32 ``[rows, R]``, 0 where the mask is.
 
-        slots = self._slots(batch["attention_mask"])
+        They are packed, since verl's engine returns them without padding.
+        """
+        from verl.utils import tensordict_utils as tu
+
+        whole, room = batch.nonzero("attention_mask"), batch.shape("response_mask")[1]
+        spans = Spans(whole, batch.nonzero("attention_mask", room), room)
+        slots = self._slots(whole)
         rows = self._rank_rows(inputs_of(batch), slots)
+        mine = spans.of(slots.reshape(self.world, -1)[self.rank])
+        at = mine.places()
+        unused = None
+        if (batch.nonzero("response_mask") != spans.responses).any():  # tokens of tools' answers, or rejected ones
+            unused = rows["response_mask"][torch.arange(room) < torch.from_numpy(mine.responses)[:, None]] == 0
         tu.assign_non_tensor(rows, compute_loss=False, **options)
         with self._left_free():
             output = worker.infer_batch(rows)
-        mask = batch["response_mask"]
         columns = {}
         for name in names:
-            mine = no_padding_2_padding(tu.get(output, name), rows).float()
-            columns[name] = self._gather(mine, slots).masked_fill(mask == 0, 0.0)
+            found = tu.get(output, name)
+            flat = (found.values() if found.is_nested else found).float()[at.to(found.device)]
+            flat = flat if unused is None else flat.masked_fill(unused.to(flat.device), 0.0)
+            columns[name] = self._gather(flat, spans, slots)
         return columns
 
-    def _slots(self, attention_mask: torch.Tensor) -> np.ndarray:
+    def _slots(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the row in each place of each micro-batch, -1 for padding, ``[world x micro-batches, size]``.
 
         With ``max_tokens`` there is one piece a rank, of which verl makes micro-batches.
+
+        Args:
+            lengths: tokens of each row, prompt included.
 
         Raises:
             ConfigError: a row is longer than ``max_tokens``.
@@ -233,7 +245,7 @@ class TrainedModel:
         """
         from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-        rows, lengths = len(attention_mask), attention_mask.sum(dim=1).tolist()
+        rows = len(lengths)
         if rows < 1:
             raise DataflowError("trainer: a batch without rows can be neither scored nor trained on.")
         if self.max_tokens is not None and max(lengths) > self.max_tokens:
@@ -245,45 +257,39 @@ class TrainedModel:
         pieces = self.world * micro_batches
         split = np.array_split(np.arange(rows), pieces)
         if self.balance and self.world > 1 and rows % self.world == 0:
-            ranks = get_seqlen_balanced_partitions(lengths, k_partitions=self.world, equal_size=True)
+            ranks = get_seqlen_balanced_partitions(lengths.tolist(), k_partitions=self.world, equal_size=True)
             split = [piece for mine in ranks for piece in np.array_split(np.array(sorted(mine)), micro_batches)]
         slots = np.full((pieces, math.ceil(rows / pieces)), -1)
         for slot, piece in zip(slots, split, strict=True):
             slot[: len(piece)] = piece
         return slots
 
-    def _imbalance(self, attention_mask: torch.Tensor, slots: np.ndarray) -> dict[str, float]:
+    def _imbalance(self, lengths: np.ndarray, slots: np.ndarray) -> dict[str, float]:
         """Returns verl's ``global_seqlen/*``: tokens of the ranks with consecutive rows, and with theirs (balanced)."""
-        if len(attention_mask) < self.world:
+        if len(lengths) < self.world:
             return {}
         from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
         ranks = [[int(row) for row in mine if row >= 0] for mine in slots.reshape(self.world, -1)]
-        found = log_seqlen_unbalance(attention_mask.sum(dim=1).tolist(), ranks, "global_seqlen")
+        found = log_seqlen_unbalance(lengths.tolist(), ranks, "global_seqlen")
         return {name: float(value) for name, value in found.items()}
 
-    def _rank_rows(self, columns: Mapping[str, Any], slots: np.ndarray) -> TensorDict:
-        """Returns this rank's rows in the form of verl's engine: jagged, without padding."""
-        from tensordict import NonTensorData, NonTensorStack, TensorDict
+    def _rank_rows(self, batch: Batch, slots: np.ndarray) -> TensorDict:
+        """Returns this rank's rows in the form of verl's engine: jagged, without padding. Reads no other rows."""
+        from tensordict import TensorDict
         from verl.utils import tensordict_utils as tu
-        from verl.workers.utils.padding import left_right_2_no_padding
 
-        mine = torch.from_numpy(slots.reshape(self.world, -1)[self.rank])
-        share = TensorDict(
-            {name: column[mine.clamp(min=0)] for name, column in columns.items() if name != SHOWN},
-            batch_size=[len(mine)],
+        places = slots.reshape(self.world, -1)[self.rank]
+        mine = batch.singles(np.maximum(places, 0))
+        flat = {} if SHOWN in batch else jagged(mine)
+        columns = {name: mine[name] for name in mine.tensors if name not in flat}
+        share = TensorDict({**columns, **flat}, batch_size=[len(places)])
+        share["response_mask"][torch.from_numpy(places < 0)] = 0
+        share = with_images(share, mine[SHOWN]) if SHOWN in batch else share
+        share["loss_mask"] = share["response_mask"]
+        tu.assign_non_tensor(
+            share, max_seq_len=batch.shape("input_ids")[1], max_response_len=batch.shape("response_mask")[1]
         )
-        if SHOWN in columns:
-            rows = mine.clamp(min=0).tolist()
-            share[SHOWN] = NonTensorStack(*[NonTensorData(columns[SHOWN][row]) for row in rows])
-        share["response_mask"][mine < 0] = 0
-        places = [
-            row[..., there.bool()] for row, there in zip(share["position_ids"], share["attention_mask"], strict=True)
-        ]
-        share = left_right_2_no_padding(share)
-        if places[0].dim() == 2:
-            # [4, tokens] for images; of rows of equal length, verl's function takes the 4 for the number of tokens.
-            share["position_ids"] = tu.nested_tensor_from_tensor_list(places, ragged_idx=2)
         tu.assign_non_tensor(
             share,
             temperature=self.temperature,
@@ -294,25 +300,28 @@ class TrainedModel:
             tu.assign_non_tensor(share, use_dynamic_bsz=True, max_token_len_per_gpu=self.max_tokens)
         return share
 
-    def _gather(self, mine: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
-        """Returns the rows of all ranks in the batch's order, without the rows that pad pieces."""
+    def _gather(self, mine: torch.Tensor, spans: Spans, slots: np.ndarray) -> Packed:
+        """Returns the rows of all ranks in the batch's order, without the rows that pad pieces.
+
+        Args:
+            mine: of this rank, the values of its rows one after another.
+            spans: the lengths of all rows.
+            slots: see :meth:`_slots`.
+        """
+        flat = slots.reshape(-1)
+        lengths = spans.responses[np.maximum(flat, 0)]
         parts = [mine]
         if self.world > 1:
-            parts = [torch.empty_like(mine) for _ in range(self.world)]
-            dist.all_gather(parts, mine.contiguous())
-        flat = torch.from_numpy(slots.reshape(-1))
-        order = flat[flat >= 0]
-        whole = mine.new_empty((len(order), mine.shape[1]))
-        whole[order] = torch.cat(parts)[flat >= 0]
-        return whole
-
-
-def inputs_of(batch: Batch) -> dict[str, Any]:
-    """Returns the columns that the model reads; for one that takes images, also its inputs, a dict for each row."""
-    columns: dict[str, Any] = {name: batch[name] for name in INPUTS}
-    if SHOWN in batch:
-        columns[SHOWN] = [dict(shown.inputs) for shown in batch[SHOWN]]
-    return columns
+            sizes = lengths.reshape(self.world, -1).sum(axis=1).tolist()
+            sent = mine.new_zeros(max(sizes))
+            sent[: len(mine)] = mine
+            parts = [torch.empty_like(sent) for _ in range(self.world)]
+            dist.all_gather(parts, sent)
+            parts = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        values = torch.cat(parts).cpu().numpy()
+        order = np.empty(int((flat >= 0).sum()), dtype=np.int64)
+        order[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
+        return Packed([Ragged(values, lengths, np.zeros_like(lengths), spans.room, np.dtype(np.float32))], order)
 
 
 def digest(weights: Mapping[str, torch.Tensor]) -> str:

@@ -9,7 +9,8 @@ from dataflow.algorithms.estimators import SUMS_SQUARES
 from dataflow.batch import Batch
 from dataflow.engines.verl.export import write_model
 from dataflow.engines.verl.loss import loss_of
-from dataflow.engines.verl.model import TrainedModel, inputs_of
+from dataflow.engines.verl.model import TrainedModel
+from dataflow.engines.verl.rows import inputs_of
 from dataflow.engines.verl.setup.process import quiet
 from dataflow.errors import ConfigError
 
@@ -118,14 +119,12 @@ class VerlTrainer(TrainedModel):
         if trainable is None:
             return self._skip(last)
         batch = trainable
-        columns = {**inputs_of(batch), "advantages": batch["advantages"]}
-        columns["old_log_probs"] = batch["rollout_log_probs" if self.algorithm.bypass_mode else "old_log_probs"]
-        if self.algorithm.use_kl_loss:
-            columns["ref_log_prob"] = batch["ref_log_prob"]
-        if "rollout_is_weights" in batch:
-            columns["rollout_is_weights"] = batch["rollout_is_weights"]
+        more = ["advantages"]
+        more += ["ref_log_prob"] if self.algorithm.use_kl_loss else []
+        more += ["rollout_is_weights"] if "rollout_is_weights" in batch else []
+        old = "rollout_log_probs" if self.algorithm.bypass_mode else "old_log_probs"
         entropy = self.algorithm.entropy_coeff != 0 or "entropy" not in batch
-        metrics = self._step(columns, last, calculate_entropy=entropy)
+        metrics = self._step(inputs_of(batch, *more, old_log_probs=old), last, calculate_entropy=entropy)
         if "entropy" in batch:
             metrics["actor/entropy"] = agg_loss(
                 loss_mat=batch["entropy"],

@@ -228,6 +228,10 @@ class VllmRollout:
         (ids,) = self._ids(Batch([0], {"prompt_ids": [prompt]}))
         return await self._queue.draw_one(Job(0, 0, ids, self._params(sampling, seed_of(*seed)), asyncio.Queue()))
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """See :meth:`Writes.text <dataflow.engines.base.Writes.text>`."""
+        return self.vocabulary.text(tokens)
+
     def batch(self, prompts: Batch, samples: Sequence[Sample], length: int) -> Batch:
         """See :meth:`RolloutEngine.batch`."""
         return to_batch(prompts, samples, length, self.vocabulary.tokenizer, self.vocabulary.pad)

@@ -183,9 +183,11 @@ class RayExecutor:
 
     def put(self, value: Any) -> Any:
         import ray
+        from ray.experimental import get_local_object_locations
 
-        self.bytes_put += len(ray.cloudpickle.dumps(value))
-        return ray.put(value)
+        ref = ray.put(value)
+        self.bytes_put += get_local_object_locations([ref])[ref]["object_size"]
+        return ref
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         workers = self._hosts[(task.stage.host or HELPER).name]

@@ -1,0 +1,1 @@
+"""The columns of a batch as they travel between processes."""

@@ -1,0 +1,94 @@
+"""Columns of objects as they travel: pickles that are loaded when a column is first read."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dataflow.columns.packed import joined_index
+from dataflow.usercode.copies import own_copy
+
+
+class Pickled:
+    """An object column that has not been read: rows of the pickles that it came in.
+
+    Args:
+        sources: the pickles.
+        index: which of their rows, counted through all sources; None for all of them in order.
+        own: whether each row gets a copy of its object, as those of a prompt's responses do.
+    """
+
+    __slots__ = ("index", "own", "sources")
+
+    def __init__(self, sources: Sequence[_Pickle], index: np.ndarray | None = None, own: bool = False) -> None:
+        self.sources = tuple(sources)
+        self.index = index
+        self.own = own
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources)) if self.index is None else len(self.index)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.index is None or 2 * len(np.unique(self.index)) > sum(map(len, self.sources)):
+            return Pickled, (self.sources, self.index, self.own)
+        return Pickled, ((_Pickle.of(self.array()),),)
+
+    def rows(self, at: np.ndarray, own: bool = False) -> Pickled:
+        """Returns these rows, still pickled."""
+        index = (np.arange(len(self)) if self.index is None else self.index)[at]
+        return Pickled(self.sources, index, own or self.own)
+
+    @staticmethod
+    def concat(columns: Sequence[Pickled]) -> Pickled:
+        """Returns the rows of all, still pickled."""
+        sources = [source for column in columns for source in column.sources]
+        return Pickled(sources, joined_index(columns), any(column.own for column in columns))
+
+    def array(self) -> np.ndarray:
+        """Returns the column as an array; unless ``own``, its objects are those of every column of the same pickles."""
+        whole = [source.load() for source in self.sources]
+        array = whole[0] if len(whole) == 1 else np.concatenate(whole)
+        array = array if self.index is None else array[self.index]
+        return own_copy(array) if self.own else array
+
+
+class _Pickle:
+    """A pickle of an array of objects, with the buffers of arrays in it, and the array once it is loaded."""
+
+    __slots__ = ("_loaded", "buffers", "data", "rows")
+
+    def __init__(self, rows: int, data: Any, buffers: Sequence[Any]) -> None:
+        self.rows, self.data, self.buffers = rows, data, buffers
+        self._loaded: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @staticmethod
+    def of(array: np.ndarray) -> _Pickle:
+        import cloudpickle  # type: ignore[import-untyped]  # classes of a pipeline's file are in no module
+
+        buffers: list[pickle.PickleBuffer] = []
+        data = cloudpickle.dumps(array, protocol=5, buffer_callback=buffers.append)
+        return _Pickle(len(array), data, buffers)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if self._loaded is not None:  # a reader may have changed its objects
+            return _Pickle.of(self._loaded).__reduce_ex__(protocol)
+        if protocol < 5:
+            return _Pickle, (self.rows, bytes(self.data), [bytes(memoryview(one).cast("B")) for one in self.buffers])
+        buffers = [pickle.PickleBuffer(one) for one in self.buffers]
+        return _Pickle, (self.rows, pickle.PickleBuffer(self.data), buffers)
+
+    def load(self) -> np.ndarray:
+        if self._loaded is None:
+            self._loaded = pickle.loads(self.data, buffers=self.buffers)
+        return self._loaded
+
+
+def objects(column: np.ndarray) -> Pickled | np.ndarray:
+    """Returns an array of objects in packed form; one of numbers as it is."""
+    return Pickled((_Pickle.of(column),)) if column.dtype == object else column
