@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from dataflow import packed as module
 from dataflow.batch import Batch
 from dataflow.columns.packed import Dense, Packed, Ragged, narrowed, packed
 from dataflow.columns.pickled import objects
@@ -23,7 +22,7 @@ KINDS = ("int64", "int32", "uint8", "bool", "float32", "float64", "float16")
 @pytest.fixture(autouse=True)
 def _every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches for padding in small columns, too."""
-    monkeypatch.setattr(module, "_LEAST_BYTES", 0)
+    monkeypatch.setattr("dataflow.columns.packed._LEAST_BYTES", 0)
 
 
 @st.composite
