@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -71,11 +72,12 @@ def model_files(
         others: paths of further files, by key; None for those that are not given.
     """
     files = {name: str(Path(value).expanduser().absolute()) for name, value in others.items() if value is not None}
-    if path is None or not Path(path).is_dir():  # still to be made, or downloaded
+    local = Path(path or "").expanduser()
+    if path is None or not os.path.isdir(local):  # still to be made, or downloaded; or a name that is too long
         return {"files": files}
-    if Path(path).parent == cache_home():
-        return {"files": files, "made": {key: str(path)}}
-    return {"files": {**files, key: str(Path(path).absolute())}}
+    if local.parent == cache_home():
+        return {"files": files, "made": {key: str(local)}}
+    return {"files": {**files, key: str(local.absolute())}}
 
 
 def agent_place(model: str | None, source: Source) -> dict[str, Any]:
