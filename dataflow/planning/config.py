@@ -14,8 +14,9 @@ from dataflow.errors import ConfigError
 
 DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 
-
 WAKE_S = 2.0
+MOST_IN_FLIGHT = 100_000
+"""A plan keeps the time of each slot; more slots than a few steps have requests change nothing."""
 
 
 class ModelPlan(Section):
@@ -34,8 +35,8 @@ class AgentPlan(Section):
 
     latency: DurationText | None = None
     """Seconds of one request: a number, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, empirical:FILE; null: measured."""
-    concurrency: PositiveInt | None = None
-    """Requests in flight at most."""
+    concurrency: Annotated[PositiveInt, Field(le=MOST_IN_FLIGHT)] | None = None
+    """Requests in flight at most, up to 100,000."""
     rpm: PositiveFloat | None = None
     """Requests a minute at most; null for no limit."""
     agent: Literal["continuous", "per-step"] = "continuous"

@@ -159,7 +159,7 @@ def makespan(rewards: Rewards, groups: int, responses: int, seed: int = 0, runs:
     total, count = 0.0, groups * responses
     for run in range(runs):
         drawn = rewards.latency.draws(Random(f"{seed}/fit/{run}"), count)
-        slots = Slots(rewards.concurrency, Rate(rewards.rpm))
+        slots = Slots(min(rewards.concurrency, count), Rate(rewards.rpm))
         total += float(slots.serve(np.array(drawn), 0.0).ends.max())
     return total / runs
 

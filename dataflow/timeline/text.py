@@ -242,8 +242,8 @@ def _idle_line(trace: Trace, pool: str) -> str:
         if worst.words and cause != "dispatch":
             text += f" (worst: {_s(worst.wait.seconds)} s, {worst.words})"
         words.append(text)
-    said = f"{_pool(pool)} idle {_s(sum(total.values()))} s of {_s(trace.wall)} s"
-    return f"{said}: {', '.join(words)}" if words else said
+    line = f"{_pool(pool)} idle {_s(sum(total.values()))} s of {_s(trace.wall)} s"
+    return f"{line}: {', '.join(words)}" if words else line
 
 
 def _pool(pool: str) -> str:

@@ -125,8 +125,8 @@ def _keys(cls: type[BaseModel], defaults: bool = True) -> Iterator[Key]:
             values = [str(default)] if isinstance(default, int | float | str) and default != "" else []
         if values and accepts(info.annotation, type(None)):
             values.append("null")
-        said = " ".join((info.description or "").split()).partition(". ")[0].rstrip(".")
-        yield Key(".".join(path), values, text, said, below)
+        description = " ".join((info.description or "").split()).partition(". ")[0].rstrip(".")
+        yield Key(".".join(path), values, text, description, below)
 
 
 def _choices(annotation: Any, form: str = "{}") -> Iterator[str]:

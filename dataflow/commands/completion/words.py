@@ -113,7 +113,7 @@ class Overrides:
         words = dict.fromkeys(key.values if own is None else map(str, own(parsed_args)), key.help)
         if key.path:
             words |= paths(value)
-        return {f"{name}={word}": said for word, said in words.items()}
+        return {f"{name}={word}": description for word, description in words.items()}
 
 
 def _given(options: argparse.Namespace) -> list[str]:

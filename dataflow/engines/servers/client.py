@@ -91,8 +91,8 @@ class Client:
                 if reply.status != 200:
                     text = await beginning_of_error(reply.content.iter_any(), reply.headers, limit)
                     wait_s = wait_asked(reply.headers.get("Retry-After", ""), reply.headers.get("Date", ""))
-                    said = short(message_in(text)) or reply.reason or "no message"
-                    raise ServerError(f"{what} answered {reply.status}: {said}", status=reply.status, wait_s=wait_s)
+                    message = short(message_in(text)) or reply.reason or "no message"
+                    raise ServerError(f"{what} answered {reply.status}: {message}", status=reply.status, wait_s=wait_s)
                 return _decoded(what, await _whole(what, reply))
         except TimeoutError:
             pass

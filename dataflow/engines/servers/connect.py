@@ -79,12 +79,12 @@ async def connect(client: Client, limit_s: float) -> ServerProtocol:
         ConfigError: it speaks none that is known, or refuses the key.
     """
     try:
-        said = await _page(client, "/version", limit_s)
-        if isinstance(said, dict) and "version" in said:
-            return VllmServer(client, str(said["version"]))
+        answer = await _page(client, "/version", limit_s)
+        if isinstance(answer, dict) and "version" in answer:
+            return VllmServer(client, str(answer["version"]))
         for page in INFO:
-            said = await _page(client, page, limit_s)
-            if isinstance(said, dict) and "model_path" in said:
+            answer = await _page(client, page, limit_s)
+            if isinstance(answer, dict) and "model_path" in answer:
                 return SglangServer(client, page)
     except ServerError as error:
         raise explained(client.url, error) from error

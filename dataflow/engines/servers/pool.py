@@ -77,7 +77,7 @@ class Pool:
         """See :meth:`Backend.start`."""
         self._waiting.extend(by_group(jobs))
         self._send()
-        self._recovery.worry()
+        self._recovery.limit_wait()
 
     def cancel(self, ids: Sequence[int]) -> None:
         """See :meth:`Backend.cancel`."""
@@ -185,7 +185,7 @@ class Pool:
         server.confirming = None
 
     def _deliver(self, entries: Sequence[tuple[Job, DrawnSample]]) -> None:
-        self._recovery.calm()
+        self._recovery.end_limit()
         for job, _drawn in entries:
             self._failed_at.pop(job, None)
         self._queue.on_finished(
@@ -249,7 +249,7 @@ class Pool:
 
         server.pause = asyncio.get_running_loop().call_later(wait_s, end)
         self._on_out(server)
-        self._recovery.worry()
+        self._recovery.limit_wait()
 
     # --- callbacks of the recovery ------------------------------------------------------------------------------
 

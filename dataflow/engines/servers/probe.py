@@ -56,7 +56,7 @@ def check_servers(
 
 
 async def _kind(client: Client, wanted: Wanted, patience_s: float) -> str:
-    end, said = time.monotonic() + patience_s, False
+    end, reported = time.monotonic() + patience_s, False
     while True:
         left = end - time.monotonic()
         try:
@@ -69,7 +69,7 @@ async def _kind(client: Client, wanted: Wanted, patience_s: float) -> str:
                 f"engine.urls: {client.url} does not answer within {patience_s:g} s ({why}); start it, or "
                 "correct the url."
             )
-        if not said:
-            said = True
+        if not reported:
+            reported = True
             logger.warning(f"engine.urls: {client.url}: {why}; waiting for it, at most {patience_s:g} s")
         await asyncio.sleep(_AGAIN_S)

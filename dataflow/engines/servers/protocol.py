@@ -124,17 +124,17 @@ def checked(tokens: Any, log_probs: Any, sampling: Sampling) -> tuple[list[int],
     return tokens, [float(value) for value in log_probs]
 
 
-def finish_of(said: Any) -> Literal["stop", "length"]:
+def finish_of(reason: Any) -> Literal["stop", "length"]:
     """Returns why a sample ended.
 
     Raises:
         ServerError: the server did not finish it.
     """
-    if said == "stop":
+    if reason == "stop":
         return "stop"
-    if said == "length":
+    if reason == "length":
         return "length"
-    raise ServerError(f"the server ended the sample with '{said}'")
+    raise ServerError(f"the server ended the sample with '{reason}'")
 
 
 async def tokenized(client: Client, body: Mapping[str, Any], limit_s: float) -> list[int] | None:

@@ -50,7 +50,7 @@ class Recovery:
     def __init__(self, servers: Sequence[Server], wanted: Wanted, wait_s: float, callbacks: Callbacks) -> None:
         self._servers, self._wanted, self._wait_s, self._pool = servers, wanted, wait_s, callbacks
         self._awaiting: list[asyncio.Future[None]] = []
-        self._patience: asyncio.TimerHandle | None = None
+        self._limit: asyncio.TimerHandle | None = None
         self._weights: tuple[Path, str] | None = None
         self._last = servers[0]
         """The last one that has failed."""
@@ -78,33 +78,33 @@ class Recovery:
         server.stop_timers()
         self._pool.on_out(server)
         server.watch = asyncio.get_running_loop().create_task(self._revive(server, error))
-        self.worry()
+        self.limit_wait()
 
     def note(self, server: Server, error: Exception) -> None:
         """Keeps a failure for messages."""
-        server.said = str(error)
+        server.failure = str(error)
         self._last = server
 
     async def _revive(self, server: Server, error: Exception) -> None:
         """Probes a server until it holds the current weights, which it gets if it answers with others."""
-        told = False
+        given_up = False
         while True:
             await asyncio.sleep(server.wait_s(server.failures - FREE_FAILURES))
             try:
-                if told or server.protocol is None:  # it may be another one by now
+                if given_up or server.protocol is None:  # it may be another one by now
                     await self._connect(server)
                 version = await server.spoken().version(PROBE_S)
                 if version != self.label:
                     error = self.stale(version)
-                    told = told or self._give_up(server, error)
+                    given_up = given_up or self._give_up(server, error)
                     await self._load(server)
                 break
             except (ServerError, ConfigError) as failure:
                 error = failure
                 self.note(server, error)
                 server.failures += 1
-                told = told or self._give_up(server, error)
-        if told:
+                given_up = given_up or self._give_up(server, error)
+        if given_up:
             logger.info(f"rollout: server {server.url} is in use again, with the current weights.")
         server.watch = None
         self._take_up(server)
@@ -120,7 +120,7 @@ class Recovery:
 
     def _take_up(self, server: Server) -> None:
         server.up = True
-        self.calm()
+        self.end_limit()
         for future in self._awaiting:
             if not future.done():
                 future.set_result(None)
@@ -142,18 +142,19 @@ class Recovery:
 
         server.quiet = asyncio.get_running_loop().call_later(QUIET_S, probe)
 
-    def worry(self) -> None:
+    def limit_wait(self) -> None:
         """Ends the waiting samples with an error if no server takes any for too long."""
-        if self._patience is None and not any(server.available for server in self._servers):
-            self._patience = asyncio.get_running_loop().call_later(self._wait_s, self._despair)
+        if self._limit is None and not any(server.available for server in self._servers):
+            self._limit = asyncio.get_running_loop().call_later(self._wait_s, self._end_wait)
 
-    def calm(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def end_limit(self) -> None:
+        """Stops the time for which samples may wait: a server takes them again."""
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
 
-    def _despair(self) -> None:
-        self._patience = None
+    def _end_wait(self) -> None:
+        self._limit = None
         self._pool.on_none(self._none())
         for future in self._awaiting:
             if not future.done():
@@ -164,7 +165,8 @@ class Recovery:
         number = len(self._servers)
         return RunError(
             f"rollout: none of the {number} servers of engine.urls took a sample for {self._wait_s:g} s "
-            f"(engine.server_wait), the last with {self._last.url}: {self._last.said}; start them, then resume the run."
+            f"(engine.server_wait), the last with {self._last.url}: "
+            f"{self._last.failure}; start them, then resume the run."
         )
 
     # --- weights ------------------------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ class Recovery:
                 self._weights = None if first else self._weights
                 raise answer
         for server in self._servers:
-            answer = failed.get(server, ServerError(server.said))
+            answer = failed.get(server, ServerError(server.failure))
             if answer is None:
                 self._take_up(server)
             else:
@@ -236,7 +238,7 @@ class Recovery:
 
     async def close(self) -> None:
         """Ends all probes."""
-        self.calm()
+        self.end_limit()
         tasks = [server.watch for server in self._servers if server.watch is not None]
         for task in tasks:
             task.cancel()

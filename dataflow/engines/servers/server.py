@@ -23,7 +23,7 @@ class Server:
         client: its HTTP client.
         protocol: that it speaks; None before it was connected.
         up: whether it takes samples.
-        said: its last failure.
+        failure: its last failure.
         assigned: jobs of its groups that wait for a slot of it.
         calls: requests in flight, by job.
         unconfirmed: samples that came since the version of its weights was last read.
@@ -39,7 +39,7 @@ class Server:
     client: Client
     protocol: ServerProtocol | None = None
     up: bool = False
-    said: str = "no answer"
+    failure: str = "no answer"
     assigned: deque[Job] = field(default_factory=deque)
     calls: dict[Job, asyncio.Task[None]] = field(default_factory=dict)
     unconfirmed: list[tuple[Job, DrawnSample]] = field(default_factory=list)

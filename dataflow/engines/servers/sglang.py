@@ -106,8 +106,8 @@ class SglangServer:
             },
         )
         if not isinstance(reply, dict) or not reply.get("success"):
-            said = reply.get("message") if isinstance(reply, dict) else None
-            raise ServerError(f"POST /update_weights_from_disk failed: {said or 'without a message'}", status=400)
+            message = reply.get("message") if isinstance(reply, dict) else None
+            raise ServerError(f"POST /update_weights_from_disk failed: {message or 'without a message'}", status=400)
 
     async def _info(self, limit_s: float) -> Mapping[str, Any]:
         info = await self.client.get(self._page, limit_s)

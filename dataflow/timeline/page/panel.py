@@ -62,8 +62,8 @@ def compared(
     """Returns a table that compares runs with the first; the fastest is marked."""
     first = next(iter(numbers.values()))
     head = ["run", "steps", "wall time", "a step", "change", "GPU busy", "exposed wait", "lower bound"]
-    told = [_accuracy(facts.get(name, {})) for name in numbers]
-    accurate = any(said != "–" for said in told)
+    accuracies = [_accuracy(facts.get(name, {})) for name in numbers]
+    accurate = any(shown != "–" for shown in accuracies)
     best = min(numbers, key=lambda name: numbers[name]["step_s"])
     rows: list[list[str]] = []
     for name, of in numbers.items():
@@ -79,7 +79,7 @@ def compared(
             _meter(busy),
             f"{seconds(of['exposed_wait_s'])} <small>{of['exposed_wait_s'] / wall if wall else 0:.0%}</small>",
             "–" if bound is None else seconds(bound),
-            *([told[len(rows)]] if accurate else []),
+            *([accuracies[len(rows)]] if accurate else []),
         ])  # fmt: skip
     looks = ["best" if name == best and len(numbers) > 1 else "" for name in numbers]
     bounds = [of["lower_bound_s"] for of in numbers.values() if of.get("lower_bound_s")]
@@ -121,15 +121,15 @@ def _swatch(cause: str, causes: Sequence[str]) -> str:
 def notes(trace: Trace, live: bool = False) -> str:
     """Returns notes to show first: the run did not finish, or its trace is cut off."""
     status, cut = str(trace.meta.get("status", "finished")), trace.meta.get("cut")
-    said = _STATUS.get(status, "")
+    shown = _STATUS.get(status, "")
     if live and (cut or status == "running"):
         # The trace of a running run lacks its end only.
-        said, cut = "This run has not ended; the page follows it.", None
-    text = f'<p class="note {_class(status)}" role="status">{said}</p>' if said else ""
+        shown, cut = "This run has not ended; the page follows it.", None
+    text = f'<p class="note {_class(status)}" role="status">{shown}</p>' if shown else ""
     if not cut:
         return text
-    said = str(cut)
-    return f'{text}<p class="note cut" role="status">{escape(said[:1].upper() + said[1:])}.</p>'
+    shown = str(cut)
+    return f'{text}<p class="note cut" role="status">{escape(shown[:1].upper() + shown[1:])}.</p>'
 
 
 def headline(trace: Trace, numbers: Numbers) -> str:
