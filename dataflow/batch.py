@@ -12,17 +12,16 @@ shares. Each is unpacked when it is first read, and then only the rows that were
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dataflow.columns.lazy import LazyColumns
 from dataflow.columns.packed import Dense, Packed, packed
 from dataflow.columns.pickled import Pickled, objects
 from dataflow.errors import DataflowError
 from dataflow.usercode.copies import own_copy
-
-V = TypeVar("V")
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,11 +40,10 @@ class Batch:
         DataflowError: a column has another number of rows, or the rows of a group are not adjacent.
     """
 
-    __slots__ = ("_ids", "arrays", "groups", "meta", "tensors")
+    __slots__ = ("_groups", "_ids", "arrays", "meta", "tensors")
 
-    groups: np.ndarray
-    tensors: _Columns[Tensor]
-    arrays: _Columns[np.ndarray]
+    tensors: LazyColumns[Tensor]
+    arrays: LazyColumns[np.ndarray]
     meta: dict[str, Any]
 
     def __init__(
@@ -55,9 +53,7 @@ class Batch:
         meta: Mapping[str, Any] | None = None,
     ) -> None:
         self.groups = np.asarray(groups, dtype=np.int64).reshape(-1)
-        rows = len(self.groups)
-        self._ids: tuple[int, ...] | None = None
-        ids = self.ids
+        rows, ids = len(self.groups), self.ids
         if len(set(ids)) != len(ids):
             torn = next(g for g in ids if ids.count(g) > 1)
             raise DataflowError(f"Batch: the rows of group {torn} are not adjacent; sort rows by group.")
@@ -70,7 +66,7 @@ class Batch:
                 tensors[name] = column
             else:
                 arrays[name] = column if isinstance(column, Pickled) else _objects(column)
-        self.tensors, self.arrays = _Columns(tensors), _Columns(arrays)
+        self.tensors, self.arrays = LazyColumns(tensors), LazyColumns(arrays)
         self.meta = dict(meta or {})
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -85,9 +81,13 @@ class Batch:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.groups, tensors, arrays, self.meta = state
         # Checkpoints of earlier versions hold arrays.
-        self.tensors = _Columns({n: Packed([Dense(c)]) if isinstance(c, np.ndarray) else c for n, c in tensors.items()})
-        self.arrays = _Columns(arrays)
-        self._ids = None
+        self.tensors = LazyColumns(
+            {n: Packed([Dense(c)]) if isinstance(c, np.ndarray) else c for n, c in tensors.items()}
+        )
+        self.arrays = LazyColumns(arrays)
+
+    def __copy__(self) -> Batch:
+        return Batch(self.groups, self.unread, self.meta)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -109,6 +109,16 @@ class Batch:
     @property
     def names(self) -> tuple[str, ...]:
         return (*self.tensors, *self.arrays)
+
+    @property
+    def groups(self) -> np.ndarray:
+        """The group id of each row, int64 ``[rows]``."""
+        return self._groups
+
+    @groups.setter
+    def groups(self, groups: np.ndarray) -> None:
+        self._groups = groups
+        self._ids: tuple[int, ...] | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -146,7 +156,7 @@ class Batch:
             last: counts among as many values at the end of each row; None for all.
         """
         column = self._tensor(name)
-        last = column.shape[1] if last is None else last
+        last = column.shape[1] if last is None else min(last, column.shape[1])
         if isinstance(column, Packed):
             return column.nonzero(last)
         found: np.ndarray = (column[:, column.shape[1] - last :] != 0).sum(dim=1).numpy()
@@ -260,7 +270,8 @@ class Batch:
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Batch:
         tensors = {
-            name: column if isinstance(column, Packed) else column.clone() for name, column in self.tensors.raw()
+            name: column.trimmed() if isinstance(column, Packed) else column.clone()
+            for name, column in self.tensors.raw()
         }
         return Batch(self.groups.copy(), {**tensors, **own_copy(dict(self.arrays))}, own_copy(self.meta))
 
@@ -305,7 +316,7 @@ class Batch:
         if len(set(ids)) != len(ids):
             raise DataflowError("Batch: cannot concatenate batches that have the same group.")
         if len(parts) == 1:
-            return parts[0]
+            return parts[0].rows(np.arange(len(parts[0])))  # a change to the result is none to the part
         columns: dict[str, Any] = {name: _joined([part.tensors for part in parts], name) for name in parts[0].tensors}
         for name in dict.fromkeys(name for part in parts for name in part.arrays):
             columns[name] = _gathered(parts, name)
@@ -335,37 +346,10 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor columns, unpacked."""
-        return sum(column.nbytes for _name, column in self.tensors.raw())
-
-
-class _Columns(Mapping[str, V]):
-    """Tensors or arrays by name; a packed one is unpacked when it is first read."""
-
-    __slots__ = ("_columns",)
-
-    def __init__(self, columns: dict[str, Any]) -> None:
-        self._columns = columns
-
-    def raw(self) -> Iterable[tuple[str, Any]]:
-        """Returns the columns as they are, packed or not."""
-        return self._columns.items()
-
-    def __getitem__(self, name: str) -> V:
-        column = self._columns[name]
-        if isinstance(column, Packed):
-            column = self._columns[name] = column.tensor()
-        elif isinstance(column, Pickled):
-            column = self._columns[name] = column.array()
-        return column  # type: ignore[no-any-return]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._columns
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
+        return sum(
+            column.nbytes if isinstance(column, Packed) else column.numel() * column.element_size()
+            for _name, column in self.tensors.raw()
+        )
 
 
 def _is_tensor(column: Any) -> bool:
@@ -373,7 +357,7 @@ def _is_tensor(column: Any) -> bool:
     return isinstance(column, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
-def _joined(parts: Sequence[_Columns[Tensor]], name: str) -> Any:
+def _joined(parts: Sequence[LazyColumns[Tensor]], name: str) -> Any:
     """Returns the rows of a tensor column, packed if those of all parts are."""
     raw = [dict(part.raw())[name] for part in parts]
     if all(isinstance(column, Packed) for column in raw) and (whole := Packed.concat(raw)) is not None:

@@ -183,7 +183,19 @@ class Packed:
             return self.sources
         if len(self.sources) == 1:
             return (self.sources[0].take(self.index),)
-        return (Dense(self._array()),)
+        # Runs of rows from one source, as long as they are not many more than the sources.
+        bounds = np.cumsum([0, *map(len, self.sources)])
+        of = np.searchsorted(bounds, self.index, side="right") - 1
+        cuts = np.flatnonzero(np.diff(of)) + 1
+        if len(self.index) and len(cuts) < max(2 * len(self.sources), len(self.index) // 8):
+            runs = np.split(np.arange(len(self.index)), cuts)
+            return tuple(self.sources[of[run[0]]].take(self.index[run] - bounds[of[run[0]]]) for run in runs)
+        array = self._array()
+        return ((_ragged(array) if len(array) else None) or Dense(array),)
+
+    def trimmed(self) -> Packed:
+        """Returns the column without the rows of its sources that are not its own."""
+        return Packed(self._whole())
 
     @property
     def shape(self) -> tuple[int, ...]:

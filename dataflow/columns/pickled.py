@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,13 @@ class Pickled:
         return sum(map(len, self.sources)) if self.index is None else len(self.index)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.index is None or 2 * len(np.unique(self.index)) > sum(map(len, self.sources)):
+        if self.index is None:
+            return Pickled, (self.sources, None, self.own)
+        used, places = np.unique(self.index, return_inverse=True)
+        if 2 * len(used) > sum(map(len, self.sources)):
             return Pickled, (self.sources, self.index, self.own)
-        return Pickled, ((_Pickle.of(self.array()),),)
+        # Of an object that several rows have, one travels.
+        return Pickled, ((_Pickle.of(Pickled(self.sources, used).array()),), places.reshape(-1), self.own)
 
     def rows(self, at: np.ndarray, own: bool = False) -> Pickled:
         """Returns these rows, still pickled."""
@@ -48,9 +53,11 @@ class Pickled:
         return Pickled(sources, joined_index(columns), any(column.own for column in columns))
 
     def array(self) -> np.ndarray:
-        """Returns the column as an array; unless ``own``, its objects are those of every column of the same pickles."""
-        whole = [source.load() for source in self.sources]
-        array = whole[0] if len(whole) == 1 else np.concatenate(whole)
+        """Returns the column as an array of its own.
+
+        Unless ``own``, its objects are those of every column of the same pickles; otherwise nobody else has them.
+        """
+        array: np.ndarray = np.concatenate([source.fresh() if self.own else source.load() for source in self.sources])
         array = array if self.index is None else array[self.index]
         return own_copy(array) if self.own else array
 
@@ -69,24 +76,38 @@ class _Pickle:
 
     @staticmethod
     def of(array: np.ndarray) -> _Pickle:
-        import cloudpickle  # type: ignore[import-untyped]  # classes of a pipeline's file are in no module
-
         buffers: list[pickle.PickleBuffer] = []
-        data = cloudpickle.dumps(array, protocol=5, buffer_callback=buffers.append)
+        data = pickler().dumps(array, protocol=5, buffer_callback=buffers.append)
         return _Pickle(len(array), data, buffers)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self._loaded is not None:  # a reader may have changed its objects
             return _Pickle.of(self._loaded).__reduce_ex__(protocol)
         if protocol < 5:
-            return _Pickle, (self.rows, bytes(self.data), [bytes(memoryview(one).cast("B")) for one in self.buffers])
-        buffers = [pickle.PickleBuffer(one) for one in self.buffers]
-        return _Pickle, (self.rows, pickle.PickleBuffer(self.data), buffers)
+            # Arrays on a bytearray can be written to when they are loaded.
+            buffers = [bytearray(pickle.PickleBuffer(one).raw()) for one in self.buffers]
+            return _Pickle, (self.rows, bytes(self.data), buffers)
+        return _Pickle, (self.rows, pickle.PickleBuffer(self.data), [pickle.PickleBuffer(one) for one in self.buffers])
 
     def load(self) -> np.ndarray:
         if self._loaded is None:
-            self._loaded = pickle.loads(self.data, buffers=self.buffers)
+            self._loaded = self.fresh()
         return self._loaded
+
+    def fresh(self) -> np.ndarray:
+        """Returns the array as it was pickled, whatever the readers of :meth:`load` changed since."""
+        array: np.ndarray = pickle.loads(self.data, buffers=self.buffers)
+        return array
+
+
+def pickler() -> ModuleType:
+    """Returns cloudpickle, since classes of a pipeline's file are in no module; pickle where it is not installed."""
+    try:
+        import cloudpickle  # type: ignore[import-untyped]
+    except ModuleNotFoundError:
+        return pickle
+    found: ModuleType = cloudpickle
+    return found
 
 
 def objects(column: np.ndarray) -> Pickled | np.ndarray:

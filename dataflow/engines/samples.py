@@ -177,7 +177,8 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
         pad: the token to pad with.
 
     Raises:
-        DataflowError: there is no sample, groups differ in size, or a response is longer than ``length``.
+        DataflowError: there is no sample, groups differ in size, a response is longer than ``length``, or its log-probs
+            or mask are not those of its tokens.
     """
     if not samples:
         raise DataflowError("rollout: no sample to make a batch of.")
@@ -190,6 +191,13 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
     longest = max(len(sample.tokens) for sample in rows)
     if longest > length:
         raise DataflowError(f"rollout: a response has {longest} tokens, more than the {length} there is room for.")
+    for sample in rows:
+        for what, values in (("log-probs", sample.log_probs), ("values of a mask", sample.mask)):
+            if values is not None and len(values) != len(sample.tokens):
+                raise DataflowError(
+                    f"rollout: sample {sample.index} of group {sample.group} has {len(values)} {what} for "
+                    f"{len(sample.tokens)} tokens; its engine must return one for each."
+                )
     owner = np.array([place[sample.group] for sample in rows])
     # Padded to the longest of all prompts, so that the batches of one rollout can be concatenated.
     given = [np.asarray(ids, dtype=np.int32) for ids in prompts["prompt_ids"]]

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
+from dataflow.columns.pickled import pickler
 from dataflow.errors import ConfigError, DataError
 from dataflow.files import replaced
 from dataflow.running.reporting.tracking import METRICS, read_metrics
@@ -376,12 +377,8 @@ def _remove(path: Path) -> None:
 
 
 def _dump(path: Path, value: Any) -> None:
-    try:
-        import cloudpickle as pickler  # type: ignore[import-untyped]  # classes of a pipeline's file are in no module
-    except ModuleNotFoundError:
-        pickler = pickle
     with path.open("wb") as file:
-        pickler.dump(value, file)
+        pickler().dump(value, file)
 
 
 def _load(path: Path) -> Any:
