@@ -169,9 +169,14 @@ def fit_latency(rewards: Rewards, groups: int, responses: int, seconds: float, s
     """Returns the latency scaled so that a step's rewards take ``seconds`` from first request to last reward.
 
     Raises:
-        ConfigError: the limit of requests a minute makes that impossible with any latency.
+        ConfigError: the limit of requests a minute makes that impossible with any latency, or the latency is 0.
     """
     distribution = rewards.latency
+    if not distribution.mean:
+        raise ConfigError(
+            f"reward.latency: a latency of 0 cannot be scaled to the {seconds:.0f} s that the log waited; give "
+            "reward.fit=false to take it as given, or leave it out."
+        )
     for _ in range(8):
         took = makespan(replace(rewards, latency=distribution), groups, responses, seed)
         if abs(took / seconds - 1) < 1e-4:

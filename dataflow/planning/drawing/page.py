@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
     from dataflow.planning.drawing.words import Words
 
-_HINT = (
-    "Point at a bar or a marker for its numbers. A button switches a policy off in all panels. "
-    "The tools at the right of a chart zoom and move it."
-)
+_HINT = "Point at a bar for its numbers. The tools at the right of a chart zoom and move it."
+_HINT_OF_SWEEPS = "Point at a marker for its numbers, too. A button switches a policy off in all panels."
 _TIP = '<div style="max-width: 34em; font: 12px/1.45 system-ui, sans-serif">@hover{safe}</div>'
 _SWITCH = "groups.forEach((group, i) => group.forEach((model) => { model.visible = cb_obj.active.includes(i) }))"
 _START = """
@@ -72,7 +70,8 @@ def page(bars: Bars, panels: Sequence[Panel], title: str, words: Words | None = 
     rows += [row(*figures[at : at + across], sizing_mode="stretch_width") for at in range(0, len(figures), across)]
     item: Any = renumbered(json_item(column(*rows, sizing_mode="stretch_width")))
     body = (f"<h1>{html.escape(title)}</h1>\n" if title else "") + (words.above() if words else "")
-    body += f'<div id="plan"></div><p class="hint">{_HINT}</p>'
+    hint = f"{_HINT} {_HINT_OF_SWEEPS}" if panels else _HINT
+    body += f'<div id="plan"></div><p class="hint">{hint}</p>'
     if any(panel.crowded for panel in panels):
         body += f'<p class="hint">{html.escape(BESIDE.capitalize())}.</p>'
     body += words.below() if words else ""

@@ -147,14 +147,14 @@ def _already_overlaps(log: Scalars) -> str:
     after = [waits[step + 1] for step in log.series("timing_s/testing") if step and step + 1 in waits]
     signs = []
     if waits.get(1, 0.0) > _OVERLAPPED * usual:
-        signs.append(f"its first step waits {waits[1]:.0f} s for rewards (timing_s/adv), the others {usual:.0f} s")
+        signs.append(f"its first step {waits[1]:.0f} s")
     if after and statistics.median(after) < usual / 2:
-        signs.append(f"steps after a validation wait {statistics.median(after):.0f} s, the others {usual:.0f} s")
+        signs.append(f"those after a validation {statistics.median(after):.0f} s")
     if not signs:
         return ""
     return (
-        f"this log is of a run that overlaps steps already, not of a baseline: {' and '.join(signs)}. Its waits do not "
-        "show how long rewards take."
+        f"this log is of a run that overlaps steps already, not of a baseline: steps usually wait {usual:.0f} s for "
+        f"rewards (timing_s/adv), {' and '.join(signs)}. Its waits do not show how long rewards take."
     )
 
 
