@@ -166,6 +166,7 @@ class Trainer(VerlTrainer, Slept):
         self._joined = join("cpu")
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.algorithm, self.temperature, self.counts_flops = algorithm, 1.0, False
+        self.adapted = False
         self.micro_batch_size, self.balance = options.micro_batch_size, options.balance_batch
         self.max_tokens, self._shares_gpu = options.max_tokens_per_gpu, False
         optimizer = SimpleNamespace(param_groups=[{"lr": options.lr}])
