@@ -173,3 +173,11 @@ def test_a_configuration_file_is_checked_too(dry: Dry, keys: dict[str, Any], tmp
     assert code == 2
     assert len(problems) == 1
     assert ("trainer.lr=fast" in problems[0]) == bool(keys)
+
+
+def test_no_password_is_shown(dry: Dry) -> None:
+    keys = ("engine.rollout=server", "engine.urls=[http://me:hunter2secretZ@127.0.0.1:9]")
+    for more in ((), ("engine.api_key_env=x-hunter2secretZ",)):
+        _code, found, _problems = dry(*keys, *more)
+        assert "127.0.0.1:9" in found["configuration"]
+        assert "hunter2secretZ" not in str(found)
