@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ from dataflow.running.preparing.needs import Needs, packages
 from dataflow.running.preparing.preparation import Preparation
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.resume import Complete, began
+from dataflow.system.secrets.redaction import redact
 
 PATIENCE_S = 5.0
 """Seconds in which servers elsewhere shall answer."""
@@ -22,14 +24,16 @@ Load: TypeAlias = Callable[[Sequence[str]], tuple[ModuleType, BaseConfig]]
 
 
 def dry_run(load: Load, arguments: Sequence[str]) -> list[Finding]:
-    """Returns what all checks of a run found, the problems among them.
+    """Returns what all checks of a run found, the problems among them, with secrets masked.
 
     Args:
         load: returns the pipeline file and its configuration with ``key=value`` arguments.
         arguments: these.
     """
     with here_only():
-        return list(_findings(load, arguments))
+        found = list(_findings(load, arguments))
+    # At the end, when all secrets are known; a message may show what the user typed.
+    return [replace(each, message=redact(each.message)) for each in found]
 
 
 def _findings(load: Load, arguments: Sequence[str]) -> Iterator[Finding]:

@@ -217,3 +217,14 @@ def test_bash_gets_the_words_and_no_engine_is_imported(tmp_path: Path) -> None:
         assert "argcomplete" in loaded
         assert not loaded & {"torch", "ray", "verl", "transformers", "vllm"}
     assert not loaded & {"pydantic", "numpy"}, "the cache does without them"
+
+
+def test_files_whose_names_no_shell_can_be_sent_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (b"good.py", "größe.py".encode(), b"bad\xff.py", b"two\nlines.py", b"esc\x1b[31m.py"):
+        Path(os.fsdecode(name)).touch()
+    for folder in (b"one", b"r\nnl", b"r\xff"):
+        Path("runs", os.fsdecode(folder)).mkdir(parents=True)
+        Path("runs", os.fsdecode(folder), "config.yaml").touch()
+    assert complete(monkeypatch, "run ") == ["good.py", "größe.py", "runs/"]
+    assert complete(monkeypatch, "timeline ") == ["runs/one"]

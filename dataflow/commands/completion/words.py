@@ -62,10 +62,12 @@ def runs(prefix: str, suffixes: Sequence[str] = (), **_: Any) -> Words:
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
+    """Returns the entries of a directory whose names a shell can be sent: one to a line, in UTF-8."""
     try:
-        return sorted(os.scandir(folder), key=lambda entry: entry.name)
+        found = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
         return []
+    return [entry for entry in found if entry.name.isprintable()]  # bytes that are not UTF-8 are surrogates
 
 
 def _pipelines(prefix: str, **_: Any) -> Words:

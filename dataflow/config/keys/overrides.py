@@ -12,6 +12,8 @@ from pydantic.fields import FieldInfo
 
 from dataflow.config.keys import yaml_values
 from dataflow.errors import ConfigError, UserError, alike, nearest
+from dataflow.system.secrets.given import keep_given
+from dataflow.system.secrets.redaction import redact
 from dataflow.usercode.failures import is_interrupt, message_of
 from dataflow.usercode.forks import in_one_process
 
@@ -51,14 +53,15 @@ def parse_overrides(cls: type[T], args: Sequence[str], base: Mapping[str, Any] |
         key, equals, raw = arg.partition("=")
         key = key.strip()
         if not equals:
-            raise ConfigError(f"argument '{arg}' has no '='; write key=value, such as steps=5.")
+            raise ConfigError(f"argument '{redact(arg)}' has no '='; write key=value, such as steps=5.")
         if not key:
             raise ConfigError(f"argument '{arg}' has no key before '='; write key=value.")
         for path, value in _settings(cls, key, raw.strip()):
             dotted = ".".join(path)
             for other in given:
                 if f"{dotted}.".startswith(f"{other}.") or f"{other}.".startswith(f"{dotted}."):
-                    raise ConfigError(f"key '{dotted}' is given twice ('{given[other]}' and '{arg}'); give it once.")
+                    both = redact(f"'{given[other]}' and '{arg}'")
+                    raise ConfigError(f"key '{dotted}' is given twice ({both}); give it once.")
             given[dotted] = arg
             at = values
             for name in path[:-1]:
@@ -101,6 +104,7 @@ def build(cls: type[T], values: Mapping[str, Any], typed: Mapping[str, str] | No
     Raises:
         ConfigError: one sentence about the first invalid value.
     """
+    keep_given(values)
     try:
         with in_one_process():
             # The defaults of a pipeline's Config may be whole sections; given values override them key by key.
@@ -195,6 +199,7 @@ def _shorthand(info: FieldInfo) -> str | None:
 def _settings(cls: type[BaseModel], key: str, raw: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields (path, value) of each key that an argument sets; a section may be given as a mapping."""
     path = tuple(key.split("."))
+    keep_given(raw, path[-1])
     info, rest = _find(cls, path)
     if info is None:
         raise ConfigError(_unknown(cls, key))
@@ -211,7 +216,7 @@ def _settings(cls: type[BaseModel], key: str, raw: str) -> Iterator[tuple[tuple[
         yield from _settings(cls, f"{key}.{short}", raw)
     else:
         names = ", ".join(f"{key}.{name}" for name in section.model_fields)
-        raise ConfigError(f"{key}={raw}: '{key}' is a section; set one of its keys: {names}.")
+        raise ConfigError(f"{key}={shortened(raw)}: '{key}' is a section; set one of its keys: {names}.")
 
 
 def _find(cls: type[BaseModel], path: tuple[str, ...]) -> tuple[FieldInfo | None, tuple[str, ...]]:
@@ -282,8 +287,8 @@ def _nearest_leaf(leaf: str, keys: Sequence[str]) -> str:
 
 
 def shortened(value: object) -> str:
-    """Returns a value to show in a message: only its beginning if it is long."""
-    text = str(value)
+    """Returns a value to show in a message: without secrets, and only its beginning if it is long."""
+    text = redact(str(value))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 

@@ -17,6 +17,7 @@ from dataflow.engines.vocabulary import Vocabulary
 from dataflow.errors import ConfigError
 from dataflow.system.address import is_address, without_login
 from dataflow.system.secrets.api_key import key_of
+from dataflow.system.secrets.given import keep_logins
 from dataflow.system.secrets.redaction import redact
 
 KEY = "engine.api_key_env"
@@ -62,13 +63,15 @@ def check_urls(urls: Sequence[str]) -> None:
     if not urls:
         raise ConfigError("engine.rollout=server needs the servers' addresses; give engine.urls=[http://host:port].")
     for url in urls:
+        keep_logins(str(url))
+    for url in urls:
         if not is_address(url):
             raise ConfigError(f"engine.urls: {redact(str(url))} is not an address; give http://host:port.")
         if "?" in url or "#" in url:
             raise ConfigError(f"engine.urls: {redact(url)} has a query; put a key into the variable of {KEY}.")
     names = [base_of(url) for url in urls]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"engine.urls names {twice} twice; give each server once.")
+        raise ConfigError(f"engine.urls names {redact(twice)} twice; give each server once.")
 
 
 async def connect(client: Client, limit_s: float) -> ServerProtocol:

@@ -27,7 +27,7 @@ from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.tracking import check_backends
 from dataflow.running.services.hosting import REWARD, check_engine
 from dataflow.running.services.nodes import check_nodes
-from dataflow.running.services.servers import check_rollout_servers
+from dataflow.running.services.servers import check_rollout_servers, check_weights_directory
 
 
 class Preparation:
@@ -135,6 +135,8 @@ class Preparation:
         if isinstance(config, RunConfig) and any(model.given_urls for model in config.reward.models.values()):
             yield Check("model servers", self._check_servers)
         if isinstance(config, RunConfig) and config.engine.rollout == "server" and "rollout" in self.hosts:
+            if directory := config.engine.weights_dir:
+                yield Check("weights", partial(check_weights_directory, directory))
             yield Check("servers", lambda: check_rollout_servers(config, self._patience_s))
 
     def _check_directory(self) -> str:

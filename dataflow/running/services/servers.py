@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.engines.base import Sampling
-from dataflow.errors import NotChecked
+from dataflow.errors import ConfigError, NotChecked
+from dataflow.files import unmakable
 from dataflow.running.services.nodes import model_files
 from dataflow.stage import Hosted
 
@@ -44,6 +45,17 @@ def servers_host(config: Any, longest_prompt: int) -> Hosted:
         run_directory=draw.weights_dir is None,
         **model_files(config.model.path, others={"tools.path": config.tools.path}),
     )
+
+
+def check_weights_directory(directory: str) -> str:
+    """Checks that ``engine.weights_dir`` can be written to.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if (why := unmakable(directory)) is not None:
+        raise ConfigError(f"engine.weights_dir={directory}: {why}")
+    return f"{directory} can be written"
 
 
 def check_rollout_servers(config: Any, patience_s: float | None) -> str:

@@ -46,9 +46,13 @@ def check_training(options: TrainedConfig, model: str | Path | None, device: str
         there = headers(Path(model))
     except (ModelError, OSError):
         return  # the model's own check says so
-    layers = linear_layers({name: shape for name, (shape, _kind) in there.items()})
+    shapes = {name: shape for name, (shape, _kind) in there.items()}
+    layers = linear_layers(shapes)
     for name in ("target_modules", "exclude_modules"):
         _check_names(getattr(lora, name), layers, f"{key}.{name}", model)
+    if layers:
+        _check_adapted(lora, layers, key, model)
+        _check_pattern(lora, _no_layers(shapes), key, model)
 
 
 def check_reader(config: Any, path: str, key: str) -> None:
@@ -138,6 +142,42 @@ def _check_names(wanted: str | list[str] | None, layers: dict[str, tuple[int, in
         guess = nearest(missing[0], known)
         raise ConfigError(
             f"{key}: model {model} has no linear layer '{missing[0]}'{guess or ';'} it has {', '.join(known)}."
+        )
+
+
+def _check_adapted(lora: LoraConfig, layers: dict[str, tuple[int, int]], key: str, model: Any) -> None:
+    """Checks that some layer gets an adapter, and that one of them can have its rank."""
+    sizes = [min(layers[name]) for name in adapted(lora, layers)]
+    if not sizes:
+        raise ConfigError(
+            f"{key}.target_modules={lora.target_modules} and {key}.exclude_modules={lora.exclude_modules} leave no "
+            f"layer of model {model} for an adapter; name others."
+        )
+    if lora.rank is not None and lora.rank > max(sizes):
+        raise ConfigError(
+            f"{key}.rank={lora.rank} is above {max(sizes)}, the highest rank that a layer of model {model} with an "
+            "adapter can have; lower it."
+        )
+
+
+def _no_layers(shapes: dict[str, list[int]]) -> list[str]:
+    """Returns the names of modules that no adapter can be beside: those that hold others alone, and norms."""
+    own = {name.rpartition(".")[0] for name in shapes}
+    inner = {name[: dot.start()] for name in own for dot in re.finditer(r"\.", name)} | {""}
+    norms = {name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 1 and "." in name}
+    return sorted((inner - own) | (norms & own))
+
+
+def _check_pattern(lora: LoraConfig, others: list[str], key: str, model: Any) -> None:
+    """Checks that a regular expression matches layers alone: peft refuses to adapt anything else."""
+    wanted, apart = lora.target_modules, lora.exclude_modules
+    if wanted == ALL_LINEAR or not isinstance(wanted, str):
+        return
+    found = [name for name in others if _fits(name, wanted) and (apart is None or not _fits(name, apart))]
+    if found:
+        raise ConfigError(
+            f"{key}.target_modules={wanted} also matches {found[0] or 'the whole'} of model {model}, which is no linear "
+            "layer; give .*_proj, [NAME, ...] or all-linear."
         )
 
 

@@ -259,6 +259,13 @@ def test_the_optimizers_are_torchs() -> None:
         ({"optimizer": "AdamW8bit", "optimizer_impl": "torch.optim.adamw"}, "torch.optim.adamw has no such class; it"),
         ({"optimizer_kwargs": {"momentum": 0.9}}, "optimizer_kwargs.momentum: AdamW has no such argument; it has lr"),
         ({"optimizer_kwargs": {"lr": 0.9}}, "trainer.optimizer_kwargs.lr: give trainer.lr"),
+        ({"optimizer_kwargs": {"betas": 5}}, "trainer.optimizer_kwargs={'betas': 5}: AdamW does not take this (TypeE"),
+        ({"optimizer_kwargs": {"eps": "abc"}}, "trainer.optimizer_kwargs={'eps': 'abc'}: AdamW does not take this (T"),
+        ({"optimizer_kwargs": {"eps": -1}}, "AdamW does not take this (ValueError: Invalid epsilon value: -1); corr"),
+        ({"optimizer_kwargs": {"params": []}}, "trainer.optimizer_kwargs={'params': []}: AdamW does not take this (T"),
+        ({"optimizer_kwargs": {"fused": True, "foreach": True}}, "cannot be `True` together); correct it."),
+        ({"optimizer": "SGD", "optimizer_kwargs": {"nesterov": True}}, "SGD does not take this (ValueError: Nesterov"),
+        ({"optimizer": "Optimizer", "optimizer_impl": "torch.optim.optimizer"}, "trainer.optimizer=Optimizer: Optimi"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_with_is_one_sentence(keys: dict[str, Any], message: str, tiny_qwen: Path) -> None:

@@ -173,3 +173,19 @@ def test_a_configuration_file_is_checked_too(dry: Dry, keys: dict[str, Any], tmp
     assert code == 2
     assert len(problems) == 1
     assert ("trainer.lr=fast" in problems[0]) == bool(keys)
+
+
+def test_no_password_is_shown(dry: Dry) -> None:
+    keys = ("engine.rollout=server", "engine.urls=[http://me:hunter2secretZ@127.0.0.1:9]")
+    for more in ((), ("engine.api_key_env=x-hunter2secretZ",)):
+        _code, found, _problems = dry(*keys, *more)
+        assert "127.0.0.1:9" in found["configuration"]
+        assert "hunter2secretZ" not in str(found)
+
+
+def test_the_directory_of_weights_can_be_written_to(dry: Dry, tmp_path: Path) -> None:
+    keys = ("engine.rollout=server", "engine.urls=[http://127.0.0.1:9]")
+    code, found, _problems = dry(*keys, "engine.weights_dir=/proc/nope")
+    assert code == 2
+    assert found["weights"].startswith("problem: engine.weights_dir=/proc/nope: /proc cannot be written")
+    assert dry(*keys, f"engine.weights_dir={tmp_path / 'w'}")[1]["weights"] == f"ok: {tmp_path / 'w'} can be written"

@@ -40,7 +40,7 @@ def test_the_layers_with_an_adapter(lora: dict[str, Any], number: int) -> None:
     assert {name.rpartition(".")[2] for name in LAYERS} == {*KINDS, "lm_head"}
 
 
-@pytest.mark.parametrize("lora", [{}, {"target_modules": ["q_proj"]}, {"target_modules": ".*mlp.*"}])
+@pytest.mark.parametrize("lora", [{}, {"target_modules": ["q_proj"]}, {"target_modules": ".*mlp.*_proj"}])
 def test_an_adapter_that_fits_is_accepted(lora: dict[str, Any], model: Path) -> None:
     options = TrainerConfig(lora=LoraConfig(rank=2, **lora))
     for place in (model, None, "org/model"):
@@ -56,12 +56,20 @@ def test_an_adapter_that_fits_is_accepted(lora: dict[str, Any], model: Path) -> 
         ({"target_modules": "q_proj"}, "as a whole, such as model.layers.0.mlp.down_proj; give .*q_proj, or [NAME"),
         ({"exclude_modules": ["o_prj"]}, "trainer.lora.exclude_modules: model"),
         ({"target_modules": "(q"}, "trainer.lora.target_modules=(q is no regular expression"),
+        ({"target_modules": []}, "leave no layer of model"),
+        ({"exclude_modules": ".*"}, "exclude_modules=.* leave no layer of model"),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, "leave no layer of model"),
+        ({"target_modules": ".*"}, "target_modules=.* also matches the whole of model"),
+        ({"target_modules": ".*(q_proj|norm)"}, "also matches model.layers.0.input_layernorm of model"),
+        ({"target_modules": ".*(q_proj|self_attn)"}, "also matches model.layers.0.self_attn of model"),
+        ({"rank": 10**9}, "trainer.lora.rank=1000000000 is above 896, the highest rank that a layer of"),
+        ({"rank": 129, "target_modules": ["k_proj"]}, "trainer.lora.rank=129 is above 128, the highest rank"),
         ({"adapter": "nowhere"}, "trainer.lora.adapter=nowhere has no readable adapter_config.json"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_one_sentence(lora: dict[str, Any], message: str, model: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_training(TrainerConfig(lora=LoraConfig(rank=2, **lora)), model, "cpu")
+        check_training(TrainerConfig(lora=LoraConfig(**{"rank": 2} | lora)), model, "cpu")
     assert message in str(caught.value)
     assert str(caught.value).startswith("trainer.lora.")
 
@@ -79,6 +87,18 @@ def test_an_optimizer_that_is_not_there_or_takes_no_such_argument_is_one_sentenc
         (
             {"optimizer_impl": "no.such.module"},
             r"^trainer\.optimizer_impl=no\.such\.module cannot be imported \(.*\); in",
+        ),
+        (
+            {"optimizer_impl": ".torch"},
+            r"^trainer\.optimizer_impl=\.torch cannot be imported \(.*\); in",
+        ),
+        (
+            {"optimizer": "dict", "optimizer_impl": "builtins"},
+            r"^trainer\.optimizer=dict: this class of builtins is no optimizer of torch; give one\.$",
+        ),
+        (
+            {"optimizer": "Linear", "optimizer_impl": "torch.nn"},
+            r"^trainer\.optimizer=Linear: this class of torch\.nn is no optimizer of torch; give one\.$",
         ),
         (
             {"optimizer_kwargs": {"momentum": 0.9}},

@@ -136,12 +136,30 @@ def check_optimizer(options: Any) -> None:
         options: a :class:`~dataflow.config.training.trained.TrainedConfig`.
 
     Raises:
-        ConfigError: its module cannot be imported, has no such class, or the class takes no such argument.
+        ConfigError: its module cannot be imported, has no such class, or the class does not take its arguments.
     """
+    name, key = options.optimizer, f"{options.section}.optimizer"
+    kind = _optimizer_class(options)
+    try:
+        known = inspect.signature(kind).parameters
+    except (TypeError, ValueError) as error:  # a class of C's
+        raise ConfigError(f"{key}={name}: its arguments cannot be read ({error}); give another.") from error
+    taken = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    strange = [each for each in options.optimizer_kwargs if each not in known and not taken]
+    if strange or "lr" in options.optimizer_kwargs:
+        given = strange[0] if strange else "lr"
+        why = f"{name} has no such argument; it has {', '.join(list(known)[1:])}" if strange else f"give {key[:-9]}lr"
+        raise ConfigError(f"{key}_kwargs.{given}: {why}.")
+    _check_built(options, key)
+
+
+def _optimizer_class(options: Any) -> type:
+    import torch
+
     name, key = options.optimizer, f"{options.section}.optimizer"
     try:
         module = importlib.import_module(options.optimizer_impl)
-    except ImportError as error:
+    except (ImportError, TypeError, ValueError) as error:  # the last two of a name such as ".torch"
         raise ConfigError(
             f"{key}_impl={options.optimizer_impl} cannot be imported ({error}); install its package, or leave it out."
         ) from error
@@ -149,10 +167,31 @@ def check_optimizer(options: Any) -> None:
     if not inspect.isclass(kind):
         there = sorted(each for each, of in vars(module).items() if inspect.isclass(of) and not each.startswith("_"))
         raise ConfigError(f"{key}={name}: {options.optimizer_impl} has no such class; it has {', '.join(there)}.")
-    known = inspect.signature(kind).parameters
-    taken = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
-    strange = [each for each in options.optimizer_kwargs if each not in known and not taken]
-    if strange or "lr" in options.optimizer_kwargs:
-        given = strange[0] if strange else "lr"
-        why = f"{name} has no such argument; it has {', '.join(list(known)[1:])}" if strange else f"give {key[:-9]}lr"
-        raise ConfigError(f"{key}_kwargs.{given}: {why}.")
+    if not issubclass(kind, torch.optim.Optimizer):
+        raise ConfigError(f"{key}={name}: this class of {options.optimizer_impl} is no optimizer of torch; give one.")
+    return kind
+
+
+def _check_built(options: Any, key: str) -> None:
+    """Builds the optimizer of one weight, as verl does: only the class knows which values it takes."""
+    import torch
+    from verl.workers.config import FSDPOptimizerConfig
+    from verl.workers.config.optimizer import build_optimizer
+
+    arguments = dict(options.optimizer_kwargs)
+    settings = FSDPOptimizerConfig(
+        optimizer=options.optimizer,
+        optimizer_impl=options.optimizer_impl,
+        override_optimizer_config=arguments or None,
+        lr=options.lr,
+        betas=tuple(options.betas),
+        weight_decay=options.weight_decay,
+    )
+    try:
+        build_optimizer([torch.nn.Parameter(torch.zeros(1))], settings)
+    except Exception as error:
+        given = f"{key}_kwargs={arguments}" if arguments else f"{key}={options.optimizer}"
+        why = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(
+            f"{given}: {options.optimizer} does not take this ({type(error).__name__}: {why}); correct it."
+        ) from error
