@@ -8,6 +8,7 @@ extension for tied weights, too.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,8 @@ from dataflow.errors import ConfigError
 EXTENSION = "dataflow.engines.vllm.worker.RolloutWorker"
 _ABOUT_S = 60.0
 """Seconds for a description: the first one makes vLLM look at its machine."""
+_RESUME_S = 10.0
+"""Seconds for the end of a pause whose load has failed."""
 _MODES: dict[str, LogProbs] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 
 
@@ -126,8 +129,8 @@ class VllmServer:
     async def load(self, directory: Path, version: str) -> None:
         """See :meth:`ServerProtocol.load`."""
         post = self.client.post
-        await post("/pause?mode=abort")
         try:
+            await post("/pause?mode=abort")
             # A server that fails halfway must not pass for one with the old weights.
             await post("/update_weight_version", {"new_version": f"{version}, loading"})
             if self._extended:
@@ -139,11 +142,14 @@ class VllmServer:
             if not (isinstance(cleared, dict) and cleared.get("success")):
                 raise ServerError("the prefix cache could not be reset: requests of another client are running")
             await post("/update_weight_version", {"new_version": version})
-        except ServerError:
-            with suppress(ServerError):  # others may use it
-                await post("/resume")
+        except BaseException:  # others may use it, also when the load is cancelled
+            await asyncio.shield(asyncio.ensure_future(self._resume()))
             raise
         await post("/resume")
+
+    async def _resume(self) -> None:
+        with suppress(ServerError):
+            await self.client.post("/resume", limit_s=_RESUME_S)
 
 
 def _text(reply: Any, name: str, what: str) -> str:
