@@ -16,7 +16,16 @@ from typing import Any
 
 from dataflow.engines.base import Sampling
 from dataflow.engines.servers.client import Client, ServerError
-from dataflow.engines.servers.protocol import SHAPE, About, DrawnSample, LogProbs, checked, finish_of, tokenized
+from dataflow.engines.servers.protocol import (
+    SHAPE,
+    About,
+    DrawnSample,
+    LogProbs,
+    cached_of,
+    checked,
+    finish_of,
+    tokenized,
+)
 from dataflow.errors import ConfigError
 
 EXTENSION = "dataflow.engines.vllm.worker.RolloutWorker"
@@ -51,6 +60,8 @@ class VllmServer:
         try:
             first = models["data"][0]
             self._model, root, longest = str(first["id"]), str(first.get("root") or first["id"]), first["max_model_len"]
+            if type(longest) is not int:
+                raise ServerError(f"GET /v1/models has max_model_len '{longest}', which is no number of tokens")
             config = info["vllm_config"]
             mode = str(config["model_config"]["logprobs_mode"])
             cpu = str(config["device_config"]["device"]).startswith("cpu")
@@ -64,8 +75,8 @@ class VllmServer:
 
     async def _shape(self) -> dict[str, Any]:
         reply = await self.client.post("/collective_rpc", {"method": "shape_of_model", "args": list(SHAPE)}, _ABOUT_S)
-        found = (reply or {}).get("results") or [{}]
-        return found[0] if isinstance(found[0], dict) else {}
+        found = reply.get("results") if isinstance(reply, dict) else None
+        return found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else {}
 
     async def tokens_of(self, text: str) -> list[int] | None:
         """See :meth:`ServerProtocol.tokens_of`."""
@@ -76,6 +87,8 @@ class VllmServer:
     async def knows(self, token: int) -> bool:
         """See :meth:`ServerProtocol.knows`. A paused server does not say."""
         paused = await self.client.get("/is_paused", _ABOUT_S)
+        if not isinstance(paused, dict):
+            raise ServerError("GET /is_paused is answered without is_paused")
         if paused.get("is_paused"):
             return True
         try:
@@ -115,12 +128,13 @@ class VllmServer:
             read = choice.get("prompt_token_ids")
             tokens, log_probs = checked(choice["token_ids"], choice["logprobs"]["token_logprobs"], sampling)
             finish = finish_of(choice["finish_reason"])
-            cached = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+            details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+            cached = cached_of(details.get("cached_tokens"))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ServerError("POST /v1/completions is not answered with token ids and their log-probs") from error
         if read is not None and read != list(prompt):
             raise ServerError("the server has sampled from another prompt than it was sent")
-        return DrawnSample(tokens, log_probs, finish, int(cached.get("cached_tokens") or 0), None)
+        return DrawnSample(tokens, log_probs, finish, cached, None)
 
     async def version(self, limit_s: float) -> str:
         """See :meth:`ServerProtocol.version`."""

@@ -220,6 +220,44 @@ def test_a_single_server_tries_again(tmp_path: Path, kind: type[FakeServer]) -> 
     on(tmp_path, servers, test)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (FakeVllm, "token_logprobs", [-(10**400)]),
+        (FakeVllm, "cached_tokens", "abc"),
+        (FakeVllm, "cached_tokens", float("nan")),
+        (FakeVllm, "prompt_tokens_details", "x"),
+        (FakeSglang, "cached_tokens", float("nan")),
+        (FakeSglang, "meta_info", "x"),
+    ],
+)
+def test_odd_replies_are_lost_samples(tmp_path: Path, kind: type[FakeServer], name: str, value: Any) -> None:
+    server = kind()
+    reply = server.reply
+
+    async def test(rig: Rig) -> None:
+        server.reply = lambda *facts: _replaced(reply(*facts), name, value)  # type: ignore[method-assign]
+        drawing = asyncio.ensure_future(rig.draw(1))
+        while not rig.pool.counts["lost"]:
+            await asyncio.sleep(0.001)
+        server.reply = reply  # type: ignore[method-assign]
+        rig.check(await drawing, 1, 1)
+
+    on(tmp_path, [server], test, slots=1)
+
+
+def _replaced(found: Any, name: str, value: Any) -> Any:
+    """Returns JSON in which each entry of a name has another value; of a list, only the first elements."""
+    if isinstance(found, list):
+        return [_replaced(one, name, value) for one in found]
+    if not isinstance(found, dict):
+        return found
+    changed = {key: _replaced(one, name, value) for key, one in found.items()}
+    if name in found:
+        changed[name] = [*value, *found[name][len(value) :]] if isinstance(value, list) else value
+    return changed
+
+
 def test_a_server_that_hangs_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "QUIET_S", 0.2)
     monkeypatch.setattr(recovery, "PROBE_S", 0.3)
