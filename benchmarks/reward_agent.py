@@ -9,9 +9,9 @@ The ideal schedule serves the same delays first come, first served, with the sam
 ratios are relative to it. CPU seconds are for 1,000 rewards and depend on the machine, so the table also has the CPU
 time of the same calls without an agent. The bounds on CPU time were set on a machine where aiohttp takes 0.13 ms per
 request (64 in flight, no delay); on a slower machine they are multiplied by ``slower``, the ratio of its time to that.
-Each row is the median of several runs. The times of ``actor`` start with the samples in this process and end with all rewards in it, so
-they include the transfers through Ray's object store. Prints a table, writes JSON, and exits with 1 if a bound is
-exceeded.
+Each row is the median of several runs. The times of ``actor`` start with the samples in this process and end with all
+rewards in it, so they include the transfers through Ray's object store. Prints a table, writes JSON, and exits with 1
+if a bound is exceeded.
 """
 
 from __future__ import annotations

@@ -114,6 +114,6 @@ async def beginning_of_error(
 def _text(raw: bytes, headers: Mapping[str, Any]) -> str:
     """Decodes a text by the character set in its header, else as UTF-8."""
     _, _, charset = str(headers.get("Content-Type", "")).lower().partition("charset=")
-    with suppress(LookupError):
+    with suppress(LookupError, ValueError):  # unknown, or one that cannot replace what it cannot read
         return raw.decode(charset.partition(";")[0].strip(" \"'") or "utf-8", errors="replace")
     return raw.decode(errors="replace")

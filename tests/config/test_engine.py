@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 
@@ -69,7 +71,11 @@ def test_the_host_of_the_servers() -> None:
     assert (options["slots"], options["in_flight"], options["max_model_len"]) == (9, "abort", 1024 + 24)
     assert options["weights_dir"].endswith("runs/x/weights")
     elsewhere = parse_overrides(module.Config, [*arguments, "engine.weights_dir=/nfs"])
-    assert pipeline_of(module, elsewhere).hosts()["rollout"].options["weights_dir"] == "/nfs/x-weights"
+    directory = pipeline_of(module, elsewhere).hosts()["rollout"].options["weights_dir"]
+    assert re.fullmatch(r"/nfs/x-weights-[0-9a-f]{8}", directory)
+    assert pipeline_of(module, elsewhere).hosts()["rollout"].options["weights_dir"] == directory  # for a resume
+    others = parse_overrides(module.Config, [*arguments, "engine.weights_dir=/nfs", "runs=others"])
+    assert pipeline_of(module, others).hosts()["rollout"].options["weights_dir"] != directory
 
 
 def test_temperatures_that_servers_do_not_take() -> None:

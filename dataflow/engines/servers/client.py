@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from dataflow.system.address import without_login
 from dataflow.system.http import (
@@ -100,6 +103,10 @@ class Client:
             failure = ServerError(f"{what}: the connection broke in the middle of the reply")
         except (aiohttp.ClientError, OSError) as error:
             failure = ServerError(f"{what}: {reason(error)}")
+        except ServerError:
+            raise
+        except Exception as error:  # a reply that the library cannot read, either
+            failure = ServerError(f"{what}: {type(error).__name__}: {reason(error)}")
         # Not from the client's own error, which holds the headers.
         raise failure
 
@@ -126,7 +133,20 @@ def base_of(url: str) -> str:
     >>> base_of("http://me:secret@h:8000/v1/")
     'http://h:8000'
     """
-    return without_login(url)[0].rstrip("/").removesuffix("/v1")
+    return without_login(url)[0].rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def same_server(url: str) -> tuple[str, str, int, str]:
+    """Returns what two spellings of a server's address have in common.
+
+    >>> same_server("http://H.:80/v1") == same_server("HTTP://h")
+    True
+    """
+    parts = urlsplit(base_of(url))
+    host = (parts.hostname or "").rstrip(".")
+    with suppress(ValueError):  # a name
+        host = str(ip_address(host))
+    return parts.scheme, host, parts.port or (443 if parts.scheme == "https" else 80), parts.path
 
 
 async def _whole(what: str, reply: aiohttp.ClientResponse) -> bytes:

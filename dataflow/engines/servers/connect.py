@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.engines.base import Sampling
-from dataflow.engines.servers.client import Client, ServerError, base_of
+from dataflow.engines.servers.client import Client, ServerError, base_of, same_server
 from dataflow.engines.servers.protocol import SHAPE, About, ServerProtocol
 from dataflow.engines.servers.sglang import INFO, SglangServer
 from dataflow.engines.servers.vllm import EXTENSION, VllmServer
@@ -69,9 +69,9 @@ def check_urls(urls: Sequence[str]) -> None:
             raise ConfigError(f"engine.urls: {redact(str(url))} is not an address; give http://host:port.")
         if "?" in url or "#" in url:
             raise ConfigError(f"engine.urls: {redact(url)} has a query; put a key into the variable of {KEY}.")
-    names = [base_of(url) for url in urls]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"engine.urls names {redact(twice)} twice; give each server once.")
+    names = [same_server(url) for url in urls]
+    if twice := next((url for url, name in zip(urls, names, strict=True) if names.count(name) > 1), None):
+        raise ConfigError(f"engine.urls names {redact(base_of(twice))} twice; give each server once.")
 
 
 async def connect(client: Client, limit_s: float) -> ServerProtocol:

@@ -16,11 +16,11 @@ from dataflow.engines.choice import refused_temperature
 from dataflow.engines.samples import check_sampling, check_tokens, check_turn, prompt_ids, to_batch
 from dataflow.engines.servers.connect import Wanted, clients
 from dataflow.engines.servers.pool import Pool
-from dataflow.engines.servers.weights_files import WeightsFiles, initial_weights
+from dataflow.engines.servers.weights_files import VERSION, WeightsFiles, initial_weights
 from dataflow.engines.sync_queue import Job, SampleQueue, SamplingCall, jobs_of
 from dataflow.engines.vocabulary import loading, read_vocabulary
 from dataflow.engines.weights import WeightNames
-from dataflow.errors import ConfigError, RunError
+from dataflow.errors import Aborted, ConfigError, RunError
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class ServerRollout:
         in_flight: what a sync does with samples in flight: ``wait`` lets them finish, ``abort`` draws them again.
 
     Raises:
-        ConfigError: an address or the key is invalid, or the model takes images.
+        ConfigError: an address or the key is invalid, ``weights_dir`` holds other files, or the model takes images.
         ModelError: the model's tokenizer or configuration cannot be read.
     """
 
@@ -76,12 +76,12 @@ class ServerRollout:
         wanted = Wanted(model, self.vocabulary, max_model_len, sampling)
         self._queue = SampleQueue(_lost)
         self._pool = self._queue.backend = Pool(clients(urls, api_key_env, timeout), wanted, self._queue, slots, wait)
-        directory = Path(weights_dir or tempfile.mkdtemp(prefix="dataflow-weights-"))
-        self._files = WeightsFiles(directory, Path(model))
-        self._files.remove()
         # A label that no other run gives, and no earlier engine of this one.
         self._run = uuid.uuid4().hex[:12]
+        directory = Path(weights_dir or tempfile.mkdtemp(prefix="dataflow-weights-"))
+        self._files = WeightsFiles(directory, Path(model), self._run)
         self._loaded = self._closed = False
+        self._writing: asyncio.Future[Path] | None = None
         self._syncing = asyncio.Lock()
 
     async def generate(self, prompts: Batch, sampling: Sampling, seed: int) -> AsyncIterator[Sample]:
@@ -135,7 +135,7 @@ class ServerRollout:
             await self._push(picked, version)
 
     async def _push(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        directory = await asyncio.to_thread(self._files.write, weights, f"version-{version}-{uuid.uuid4().hex[:6]}")
+        directory = await self._written(weights, f"{VERSION}{version}-{uuid.uuid4().hex[:6]}")
         failed: list[Exception] = []
 
         async def work() -> None:
@@ -152,6 +152,18 @@ class ServerRollout:
         if failed:
             raise failed[0]
         await asyncio.to_thread(self._files.keep, directory)
+
+    async def _written(self, weights: Mapping[str, torch.Tensor], name: str) -> Path:
+        """Writes weights; a thread cannot be cancelled, so the next write and the end wait for it."""
+        await self._write_ended()
+        if self._closed:
+            raise Aborted("rollout: the engine was closed.")
+        self._writing = asyncio.ensure_future(asyncio.to_thread(self._files.write, weights, name))
+        return await asyncio.shield(self._writing)
+
+    async def _write_ended(self) -> None:
+        if self._writing is not None:
+            await asyncio.gather(asyncio.shield(self._writing), return_exceptions=True)
 
     async def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`: the servers have memory of their own."""
@@ -174,6 +186,7 @@ class ServerRollout:
         self._closed = True
         self._queue.close()
         await self._pool.close()
+        await self._write_ended()
         await asyncio.to_thread(self._files.remove)
 
 

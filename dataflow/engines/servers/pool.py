@@ -169,20 +169,22 @@ class Pool:
 
     async def _confirm(self, server: Server) -> None:
         """Delivers samples that came before the server showed that it holds the current weights."""
-        while server.unconfirmed:
-            server.checked, server.unconfirmed = server.unconfirmed, []
-            try:
-                version = await server.spoken().version(PROBE_S)
-                error = None if version == self._recovery.label else self._recovery.stale(version)
-            except ServerError as failure:
-                error = failure
-            entries, server.checked = server.checked, []
-            if error is None:
-                self._deliver(entries)
-            else:
-                self._lose(server, [job for job, _drawn in entries], error)
-            self._send()
-        server.confirming = None
+        try:
+            while server.unconfirmed:
+                server.checked, server.unconfirmed = server.unconfirmed, []
+                try:
+                    version = await server.spoken().version(PROBE_S)
+                    error = None if version == self._recovery.label else self._recovery.stale(version)
+                except ServerError as failure:
+                    error = failure
+                entries, server.checked = server.checked, []
+                if error is None:
+                    self._deliver(entries)
+                else:
+                    self._lose(server, [job for job, _drawn in entries], error)
+                self._send()
+        finally:
+            server.confirming = None
 
     def _deliver(self, entries: Sequence[tuple[Job, DrawnSample]]) -> None:
         self._recovery.end_limit()

@@ -119,9 +119,29 @@ def checked(tokens: Any, log_probs: Any, sampling: Sampling) -> tuple[list[int],
     if not isinstance(log_probs, list) or len(log_probs) != len(tokens):
         number = len(log_probs) if isinstance(log_probs, list) else "no"
         raise ServerError(f"the reply has {number} log-probs for {len(tokens)} tokens")
-    if not all(isinstance(value, int | float) and math.isfinite(value) and value <= 1e-3 for value in log_probs):
+    if not all(map(_is_log_prob, log_probs)):
         raise ServerError("the reply has log-probs that are no logarithms of probabilities")
     return tokens, [float(value) for value in log_probs]
+
+
+def _is_log_prob(value: Any) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value) and value <= 1e-3
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def cached_of(number: Any) -> int:
+    """Returns the prompt tokens that a server found in its prefix cache; 0 if it does not say.
+
+    Raises:
+        ServerError: it is no number of tokens.
+    """
+    if number is None:
+        return 0
+    if type(number) is not int or number < 0:
+        raise ServerError(f"the reply has {str(number)[:40]} cached tokens, which is no number of tokens")
+    return number
 
 
 def finish_of(reason: Any) -> Literal["stop", "length"]:

@@ -18,6 +18,9 @@ QUIET_S = 30.0
 """Seconds without an answer of a server with requests in flight after which it is probed."""
 PROBE_S = 30.0
 """Seconds for the answer to a probe: vLLM answers it between two of its steps."""
+_FAILED = 500
+_LOADS = 3
+"""Tries of a load that fails with status 500, by which vLLM refuses weights, after which it counts as a refusal."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Recovery:
         self._awaiting: list[asyncio.Future[None]] = []
         self._limit: asyncio.TimerHandle | None = None
         self._weights: tuple[Path, str] | None = None
+        self._task: asyncio.Task[None] | None = None
+        """Of the sync that is going on."""
         self._last = servers[0]
         """The last one that has failed."""
 
@@ -91,15 +96,17 @@ class Recovery:
         while True:
             await asyncio.sleep(server.wait_s(server.failures - FREE_FAILURES))
             try:
-                if given_up or server.protocol is None:  # it may be another one by now
+                if connected := given_up or server.protocol is None:  # it may be another one by now
                     await self._connect(server)
                 version = await server.spoken().version(PROBE_S)
                 if version != self.label:
                     error = self.stale(version)
                     given_up = given_up or self._give_up(server, error)
+                    if not connected:
+                        await self._connect(server)
                     await self._load(server)
                 break
-            except (ServerError, ConfigError) as failure:
+            except Exception as failure:  # whatever it is, the server is out of use until it passes
                 error = failure
                 self.note(server, error)
                 server.failures += 1
@@ -181,22 +188,35 @@ class Recovery:
             label: of the weights, which no other weights have.
 
         Raises:
-            RunError: all servers refuse the weights, or none answers for ``wait_s``.
-            ConfigError: a server that is connected for the first time cannot serve the run.
+            RunError: all servers refuse the weights, or none answers for ``wait_s``. The servers must hold the weights
+                of before then, which they get again.
+            ConfigError: a server cannot serve the run, at the first sync; later such a server is out of use.
         """
-        first = self._weights is None
-        for server in self._servers:
-            if server.watch is not None:
-                server.watch.cancel()
-                await asyncio.gather(server.watch, return_exceptions=True)
-                server.watch = None
+        before = self._weights
+        await self._end_watches()
         self._weights = (directory, label)
-        taking = [server for server in self._servers if server.up or first]
-        answers = await asyncio.gather(*(self._give(server, first) for server in taking), return_exceptions=True)
+        self._task = asyncio.current_task()
+        try:
+            await self._spread(before)
+        except (RunError, ConfigError):
+            await self._end_watches()
+            self._weights = before
+            for server in self._servers if before is not None else ():
+                if not server.up:
+                    server.failures = 0  # with the new weights, not those that it gets again
+                    self.suspend(server, ServerError(server.failure))
+            raise
+        finally:
+            self._task = None
+
+    async def _spread(self, before: tuple[Path, str] | None) -> None:
+        assert self._weights is not None
+        directory, _label = self._weights
+        taking = [server for server in self._servers if server.up or before is None]
+        answers = await asyncio.gather(*(self._give(server, before) for server in taking), return_exceptions=True)
         failed = dict(zip(taking, answers, strict=True))
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ServerError):
-                self._weights = None if first else self._weights
                 raise answer
         for server in self._servers:
             answer = failed.get(server, ServerError(server.failure))
@@ -206,7 +226,7 @@ class Recovery:
                 assert isinstance(answer, ServerError)
                 server.up = False
                 self.suspend(server, answer)
-        refusals = [answer for answer in answers if isinstance(answer, ServerError) and answer.status is not None]
+        refusals = [answer for answer in answers if isinstance(answer, ServerError) and answer.refused]
         if refusals and len(refusals) == len(self._servers):
             where, why = next((server.url, answer) for server, answer in failed.items())
             raise RunError(
@@ -218,15 +238,42 @@ class Recovery:
             self._awaiting.append(future)
             await future
 
-    async def _give(self, server: Server, first: bool) -> None:
-        if first:
+    async def _end_watches(self) -> None:
+        tasks = [server.watch for server in self._servers if server.watch is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for server in self._servers:
+            server.watch = None
+
+    async def _give(self, server: Server, before: tuple[Path, str] | None) -> None:
+        """Loads the weights into a server that held those of ``before``, and checks it first if it is another now."""
+        if before is None:
             await self._connect(server)
-        await self._load(server)
+        elif server.protocol is None or await server.spoken().version(PROBE_S) != before[1]:
+            try:
+                await self._connect(server)
+            except ConfigError as error:  # the others go on
+                raise ServerError(str(error)) from error
+        for number in range(1, _LOADS):
+            try:
+                await self._load(server)
+                return
+            except ServerError as error:
+                if error.status != _FAILED:
+                    raise
+            await asyncio.sleep(server.wait_s(number))
+        try:
+            await self._load(server)
+        except ServerError as error:
+            raise ServerError(str(error), status=400 if error.status == _FAILED else error.status) from error
 
     async def _connect(self, server: Server) -> None:
+        server.protocol = None
         await server.client.close()  # its connections may be those of a process that is gone
-        server.protocol = await connect(server.client, PROBE_S)
-        await check(server.protocol, self._wanted)
+        protocol = await connect(server.client, PROBE_S)
+        await check(protocol, self._wanted)
+        server.protocol = protocol
 
     async def _load(self, server: Server) -> None:
         assert self._weights is not None
@@ -237,11 +284,13 @@ class Recovery:
             raise ServerError(f"it says that it holds weights '{version}' right after it loaded '{label}'", status=400)
 
     async def close(self) -> None:
-        """Ends all probes."""
+        """Ends all probes, and a sync, once its servers are as others can use them."""
         self.end_limit()
-        tasks = [server.watch for server in self._servers if server.watch is not None]
-        for task in tasks:
-            task.cancel()
         for server in self._servers:
             server.stop_timers()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if (task := self._task) is not None and task is not asyncio.current_task():
+            if not task.cancelling():
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await self._end_watches()
+        self.end_limit()

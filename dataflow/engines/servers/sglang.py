@@ -11,7 +11,7 @@ from typing import Any
 
 from dataflow.engines.base import Sampling
 from dataflow.engines.servers.client import Client, ServerError
-from dataflow.engines.servers.protocol import About, DrawnSample, checked, finish_of, tokenized
+from dataflow.engines.servers.protocol import About, DrawnSample, cached_of, checked, finish_of, tokenized
 
 _ABOUT_S = 30.0
 INFO = ("/model_info", "/get_model_info")
@@ -43,7 +43,7 @@ class SglangServer:
             server = await self.client.get("/get_server_info", _ABOUT_S)
         if isinstance(server, dict):
             length = server.get("context_length")
-            longest = length if isinstance(length, int) else None
+            longest = length if type(length) is int else None
             kind = f"SGLang {server.get('version', '')}".rstrip()
         return About(kind, str(info["model_path"]), str(info["model_path"]), longest)
 
@@ -81,14 +81,13 @@ class SglangServer:
             finish = finish_of(facts["finish_reason"]["type"])
             pairs = facts["output_token_logprobs"]
             tokens, log_probs = checked([pair[1] for pair in pairs], [pair[0] for pair in pairs], sampling)
-            number, cached, version = (
-                facts.get(key) for key in ("completion_tokens", "cached_tokens", "weight_version")
-            )
+            number, version = facts.get("completion_tokens"), facts.get("weight_version")
+            cached = cached_of(facts.get("cached_tokens"))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ServerError("POST /generate is not answered with token ids and their log-probs") from error
         if number is not None and number != len(tokens):
             raise ServerError(f"the reply has {number} tokens and log-probs of {len(tokens)}")
-        return DrawnSample(tokens, log_probs, finish, int(cached or 0), None if version is None else str(version))
+        return DrawnSample(tokens, log_probs, finish, cached, None if version is None else str(version))
 
     async def version(self, limit_s: float) -> str:
         """See :meth:`ServerProtocol.version`."""

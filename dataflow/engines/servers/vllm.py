@@ -8,6 +8,7 @@ extension for tied weights, too.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,12 +16,23 @@ from typing import Any
 
 from dataflow.engines.base import Sampling
 from dataflow.engines.servers.client import Client, ServerError
-from dataflow.engines.servers.protocol import SHAPE, About, DrawnSample, LogProbs, checked, finish_of, tokenized
+from dataflow.engines.servers.protocol import (
+    SHAPE,
+    About,
+    DrawnSample,
+    LogProbs,
+    cached_of,
+    checked,
+    finish_of,
+    tokenized,
+)
 from dataflow.errors import ConfigError
 
 EXTENSION = "dataflow.engines.vllm.worker.RolloutWorker"
 _ABOUT_S = 60.0
 """Seconds for a description: the first one makes vLLM look at its machine."""
+_RESUME_S = 10.0
+"""Seconds for the end of a pause whose load has failed."""
 _MODES: dict[str, LogProbs] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 
 
@@ -48,6 +60,8 @@ class VllmServer:
         try:
             first = models["data"][0]
             self._model, root, longest = str(first["id"]), str(first.get("root") or first["id"]), first["max_model_len"]
+            if type(longest) is not int:
+                raise ServerError(f"GET /v1/models has max_model_len '{longest}', which is no number of tokens")
             config = info["vllm_config"]
             mode = str(config["model_config"]["logprobs_mode"])
             cpu = str(config["device_config"]["device"]).startswith("cpu")
@@ -61,8 +75,8 @@ class VllmServer:
 
     async def _shape(self) -> dict[str, Any]:
         reply = await self.client.post("/collective_rpc", {"method": "shape_of_model", "args": list(SHAPE)}, _ABOUT_S)
-        found = (reply or {}).get("results") or [{}]
-        return found[0] if isinstance(found[0], dict) else {}
+        found = reply.get("results") if isinstance(reply, dict) else None
+        return found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else {}
 
     async def tokens_of(self, text: str) -> list[int] | None:
         """See :meth:`ServerProtocol.tokens_of`."""
@@ -73,6 +87,8 @@ class VllmServer:
     async def knows(self, token: int) -> bool:
         """See :meth:`ServerProtocol.knows`. A paused server does not say."""
         paused = await self.client.get("/is_paused", _ABOUT_S)
+        if not isinstance(paused, dict):
+            raise ServerError("GET /is_paused is answered without is_paused")
         if paused.get("is_paused"):
             return True
         try:
@@ -112,12 +128,13 @@ class VllmServer:
             read = choice.get("prompt_token_ids")
             tokens, log_probs = checked(choice["token_ids"], choice["logprobs"]["token_logprobs"], sampling)
             finish = finish_of(choice["finish_reason"])
-            cached = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+            details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+            cached = cached_of(details.get("cached_tokens"))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ServerError("POST /v1/completions is not answered with token ids and their log-probs") from error
         if read is not None and read != list(prompt):
             raise ServerError("the server has sampled from another prompt than it was sent")
-        return DrawnSample(tokens, log_probs, finish, int(cached.get("cached_tokens") or 0), None)
+        return DrawnSample(tokens, log_probs, finish, cached, None)
 
     async def version(self, limit_s: float) -> str:
         """See :meth:`ServerProtocol.version`."""
@@ -126,8 +143,8 @@ class VllmServer:
     async def load(self, directory: Path, version: str) -> None:
         """See :meth:`ServerProtocol.load`."""
         post = self.client.post
-        await post("/pause?mode=abort")
         try:
+            await post("/pause?mode=abort")
             # A server that fails halfway must not pass for one with the old weights.
             await post("/update_weight_version", {"new_version": f"{version}, loading"})
             if self._extended:
@@ -139,11 +156,14 @@ class VllmServer:
             if not (isinstance(cleared, dict) and cleared.get("success")):
                 raise ServerError("the prefix cache could not be reset: requests of another client are running")
             await post("/update_weight_version", {"new_version": version})
-        except ServerError:
-            with suppress(ServerError):  # others may use it
-                await post("/resume")
+        except BaseException:  # others may use it, also when the load is cancelled
+            await asyncio.shield(asyncio.ensure_future(self._resume()))
             raise
         await post("/resume")
+
+    async def _resume(self) -> None:
+        with suppress(ServerError):
+            await self.client.post("/resume", limit_s=_RESUME_S)
 
 
 def _text(reply: Any, name: str, what: str) -> str:

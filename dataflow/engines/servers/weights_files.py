@@ -4,43 +4,78 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dataflow.errors import ModelError, RunError
+from dataflow.errors import ConfigError, ModelError, RunError
 
 if TYPE_CHECKING:
     import torch
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+MARKER = ".dataflow-weights"
+"""File that marks a directory as one of this package; it holds the id of the engine that writes there."""
+VERSION = "version-"
+"""Beginning of the name of each directory with weights."""
 
 
 class WeightsFiles:
     """Writes weights where the servers can read them.
 
     Args:
-        directory: of this engine alone; what an earlier one left there is removed.
+        directory: of this engine alone; weights that an earlier engine left there are removed.
         model: directory whose configuration and tokenizer go beside the weights.
+        owner: id of this engine, which no other has.
+
+    Raises:
+        ConfigError: the directory holds files that no engine has written.
     """
 
-    def __init__(self, directory: Path, model: Path) -> None:
+    def __init__(self, directory: Path, model: Path, owner: str) -> None:
         self._directory = directory.resolve()
-        self._model = model
+        self._model, self._owner = model, owner
+        check_directory(self._directory)
+        with suppress(OSError):  # the first write reports it
+            self._remove_versions()
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._marker.write_text(owner)
+
+    @property
+    def _marker(self) -> Path:
+        return self._directory / MARKER
+
+    def _owned(self) -> bool:
+        """Whether no later engine has taken the directory over."""
+        try:
+            return self._marker.read_text() == self._owner
+        except (OSError, ValueError):
+            return False
+
+    def _remove_versions(self, but: Path | None = None) -> None:
+        for other in self._directory.iterdir() if self._directory.is_dir() else ():
+            if other.name.startswith(VERSION) and other != but:
+                shutil.rmtree(other, ignore_errors=True)
 
     def write(self, weights: Mapping[str, torch.Tensor], name: str) -> Path:
         """Writes all weights, by Hugging Face name, tied ones once; returns their directory.
 
         Raises:
-            RunError: they cannot be written; what was written before stays.
+            RunError: they cannot be written, or another engine uses the directory; what was written before stays.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         target, aside = self._directory / name, self._directory / f"{name}.part"
         size = sum(value.numel() * value.element_size() for value in weights.values())
+        if self._marker.exists() and not self._owned():
+            raise RunError(
+                f"weight sync: another run writes its weights to {self._directory}, too; end one of the two, or give "
+                "it another name."
+            )
         try:
-            shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
+            self._marker.write_text(self._owner)
             for file in self._model.iterdir():
                 if file.is_file() and not file.name.endswith(_WEIGHTS):
                     shutil.copyfile(file, aside / file.name)
@@ -52,17 +87,37 @@ class WeightsFiles:
                 f"weight sync: the weights ({size / 2**20:.1f} MiB) cannot be written to {target} ({error}); make "
                 "room, or give engine.weights_dir another directory that the servers can read."
             ) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
         return target
 
     def keep(self, directory: Path) -> None:
         """Removes all weights but those of a directory."""
-        for other in self._directory.iterdir() if self._directory.is_dir() else ():
-            if other != directory:
-                shutil.rmtree(other, ignore_errors=True)
+        if self._owned():
+            self._remove_versions(but=directory)
 
     def remove(self) -> None:
-        """Removes all weights."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        """Removes all weights, and the directory unless it holds other files or another engine has taken it over."""
+        if not self._owned():
+            return
+        self._remove_versions()
+        if [file.name for file in self._directory.iterdir()] == [MARKER]:
+            with suppress(OSError):  # another engine has just taken it over
+                self._marker.unlink()
+                self._directory.rmdir()
+
+
+def check_directory(directory: Path) -> None:
+    """Checks that a directory for weights is missing, empty, or one that an engine has written.
+
+    Raises:
+        ConfigError: it holds other files.
+    """
+    if directory.is_dir() and not (directory / MARKER).is_file() and any(directory.iterdir()):
+        raise ConfigError(
+            f"engine.weights_dir: {directory} is where the run would write its weights, and it holds other files; move "
+            "them elsewhere, or give another directory."
+        )
 
 
 def initial_weights(model: str) -> dict[str, torch.Tensor]:

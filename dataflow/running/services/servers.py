@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ from dataflow.running.services.nodes import model_files
 from dataflow.stage import Hosted
 
 SERVERS = "dataflow.engines.servers.engine:ServerRollout"
+_UNNAMED = uuid.uuid4().hex
+"""Stands for the runs without a name of this process."""
 
 
 def servers_host(config: Any, longest_prompt: int) -> Hosted:
@@ -22,7 +27,7 @@ def servers_host(config: Any, longest_prompt: int) -> Hosted:
         longest_prompt: tokens of a prompt, earlier turns of its conversation included.
     """
     draw = config.engine
-    own = Path(draw.weights_dir, f"{config.name or 'run'}-weights") if draw.weights_dir else config.run_file("weights")
+    own = _weights_directory(config)
     return Hosted(
         "rollout",
         SERVERS,
@@ -36,7 +41,7 @@ def servers_host(config: Any, longest_prompt: int) -> Hosted:
             "slots": draw.max_num_seqs,
             "timeout": draw.request_timeout,
             "wait": draw.server_wait,
-            "weights_dir": None if own is None else str(own),
+            "weights_dir": own,
             "in_flight": draw.in_flight,
         },
         concurrent=True,
@@ -58,19 +63,32 @@ def check_weights_directory(directory: str) -> str:
     return f"{directory} can be written"
 
 
+def _weights_directory(config: Any) -> str | None:
+    """Returns the directory for the weights of a run, which is the same after a resume; None for a temporary one."""
+    if not config.engine.weights_dir:
+        return None if (own := config.run_file("weights")) is None else str(own)
+    # Runs of one name in other folders, or on other machines, may share engine.weights_dir.
+    run = f"{platform.node()}:{config.run_file('')}" if config.name else _UNNAMED
+    digest = hashlib.sha256(run.encode()).hexdigest()[:8]
+    return str(Path(config.engine.weights_dir, f"{config.name or 'run'}-weights-{digest}"))
+
+
 def check_rollout_servers(config: Any, patience_s: float | None) -> str:
-    """Checks that the servers answer and serve the model of the run.
+    """Checks that the servers answer and serve the model of the run, and that its weights can go where they shall.
 
     Args:
         config: a :class:`~dataflow.config.run.RunConfig` with ``engine.rollout=server``.
         patience_s: seconds in which they shall answer; None for ``engine.server_wait``.
 
     Raises:
-        ConfigError: one does not answer, or cannot serve the run.
+        ConfigError: one does not answer, or cannot serve the run, or other files are where the weights shall be.
         NotChecked: the model of the run is still to be made.
     """
     from dataflow.engines.servers.probe import check_servers
+    from dataflow.engines.servers.weights_files import check_directory
 
+    if own := _weights_directory(config):
+        check_directory(Path(own))
     draw, model = config.engine, config.model.path
     if model is None or not Path(model, "config.json").is_file():
         raise NotChecked("what the servers serve is compared with the model of model.path, which is not there yet")

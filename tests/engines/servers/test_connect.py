@@ -100,6 +100,22 @@ def test_models_on_this_machine_are_compared(tmp_path: Path) -> None:
         found(made(FakeVllm, shape={"num_hidden_layers": 4, "hidden_size": None}), model=str(ours))
 
 
+@pytest.mark.parametrize(
+    ("path", "reply", "message"),
+    [
+        ("/is_paused", [1], "GET /is_paused is answered without is_paused"),
+        ("/v1/models", {"data": [{"id": "served", "max_model_len": "512"}]}, "max_model_len '512', which is no number"),
+        ("/v1/models", ["served"], "is not answered as vLLM"),
+    ],
+)
+def test_odd_pages(path: str, reply: Any, message: str) -> None:
+    server = FakeVllm()
+    answer = server.answer
+    server.answer = lambda method, at, body: reply if at == path else answer(method, at, body)  # type: ignore[method-assign]
+    with pytest.raises(ServerError, match=message):
+        found(server)
+
+
 class Other(FakeServer):
     """A web server of another kind."""
 
@@ -120,6 +136,10 @@ def test_another_kind_of_server() -> None:
         (["h:80"], r"engine\.urls: h:80 is not an address; give http://host:port\."),
         (["http://h:80?key=1"], "has a query; put a key into the variable of engine.api_key_env"),
         (["http://h:80", "http://h:80/v1/"], "names http://h:80 twice; give each server once"),
+        (["http://h:80", "http://h"], "names http://h:80 twice; give each server once"),
+        (["http://b", "http://h", "HTTP://H./v1"], "names http://h twice; give each server once"),
+        (["https://h", "https://me:pw@h:443"], "names https://h twice; give each server once"),
+        (["http://[::1]:8000", "http://[0:0::1]:8000"], "twice; give each server once"),
     ],
 )
 def test_bad_addresses(urls: list[str], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from dataflow.engines.base import Sampling
 from dataflow.engines.servers.engine import ServerRollout
 from dataflow.engines.servers.probe import check_servers
+from dataflow.engines.servers.weights_files import MARKER
 from dataflow.errors import Aborted, ConfigError, DataError, DataflowError, RunError
 from tests.engines.drawing import run
 from tests.engines.tiny_models import ENDS, VOCAB, load, prompts, save_model
@@ -78,7 +80,7 @@ def test_samples_follow_the_weights(paths: list[str], tmp_path: Path, kind: type
                 assert made.meta["weights_version"] == version
                 assert made["responses"].shape == (12, R)
             # One version of the weights is on the disk, with what SGLang reads beside them.
-            (directory,) = (tmp_path / "weights").iterdir()
+            (directory,) = (tmp_path / "weights").glob("version-*")
             assert {"model.safetensors", "config.json", "tokenizer.json"} <= {file.name for file in directory.iterdir()}
             turn = await engine.sample(batch["prompt_ids"][0], SAMPLING, (1, 2, 3))
             assert (turn.group, turn.index, turn.version) == (0, 0, 1)
@@ -110,6 +112,7 @@ def test_a_first_sync_spares_the_weights_of_the_start(paths: list[str], tmp_path
     async def test() -> None:
         left = tmp_path / "weights" / "version-7"
         left.mkdir(parents=True)
+        (tmp_path / "weights" / MARKER).write_text("the engine before")
         engine = opened([server], paths, tmp_path)
         assert not left.exists()
         await engine.sync(dict(load(paths[1]).state_dict()), 7)
@@ -156,6 +159,35 @@ def test_weights_that_cannot_be_written(paths: list[str]) -> None:
         with pytest.raises(RunError, match=r"\(.* MiB\) cannot be written to /dev/full/.*engine\.weights_dir"):
             await engine.sample([3, 4], SAMPLING, (1, 2, 3))
         await engine.close()
+
+    with serving(server):
+        run(test())
+
+
+def test_closing_during_a_write_leaves_nothing(paths: list[str], tmp_path: Path) -> None:
+    server, began, go = fake(FakeVllm, paths[0]), threading.Event(), threading.Event()
+
+    async def test() -> None:
+        engine = opened([server], paths, tmp_path)
+        written = engine._files.write
+
+        def write(weights: Any, name: str) -> Path:
+            began.set()
+            assert go.wait(20)
+            return written(weights, name)
+
+        engine._files.write = write  # type: ignore[method-assign]
+        syncing = asyncio.ensure_future(engine.sync(dict(load(paths[1]).state_dict()), 1))
+        await asyncio.to_thread(began.wait, 20)
+        closing = asyncio.ensure_future(engine.close())
+        await asyncio.sleep(0)
+        go.set()
+        await closing
+        with pytest.raises(Aborted):
+            await syncing
+        with pytest.raises(Aborted):
+            await engine.sync(dict(load(paths[1]).state_dict()), 2)
+        assert not (tmp_path / "weights").exists()
 
     with serving(server):
         run(test())

@@ -18,9 +18,9 @@ from dataflow.engines.servers.connect import Wanted, clients
 from dataflow.engines.servers.pool import Pool
 from dataflow.engines.sync_queue import Job, SampleQueue, SamplingCall
 from dataflow.engines.vocabulary import Vocabulary
-from dataflow.errors import ConfigError, DataError, RunError
+from dataflow.errors import Aborted, ConfigError, DataError, RunError
 from tests.engines.drawing import run
-from tests.rigs.inference_servers import FakeServer, FakeSglang, FakeVllm, serving, tokens_of
+from tests.rigs.inference_servers import START, FakeServer, FakeSglang, FakeVllm, serving, tokens_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -69,7 +69,8 @@ class Rig:
                 await self.pool.sync(directory, f"run:{version}")
             except (RunError, ConfigError) as error:
                 errors.append(error)
-            self.queue.version = version
+            else:
+                self.queue.version = version
 
         await self.queue.pause(work, redraw=redraw)
         if errors:
@@ -219,6 +220,44 @@ def test_a_single_server_tries_again(tmp_path: Path, kind: type[FakeServer]) -> 
     on(tmp_path, servers, test)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (FakeVllm, "token_logprobs", [-(10**400)]),
+        (FakeVllm, "cached_tokens", "abc"),
+        (FakeVllm, "cached_tokens", float("nan")),
+        (FakeVllm, "prompt_tokens_details", "x"),
+        (FakeSglang, "cached_tokens", float("nan")),
+        (FakeSglang, "meta_info", "x"),
+    ],
+)
+def test_odd_replies_are_lost_samples(tmp_path: Path, kind: type[FakeServer], name: str, value: Any) -> None:
+    server = kind()
+    reply = server.reply
+
+    async def test(rig: Rig) -> None:
+        server.reply = lambda *facts: _replaced(reply(*facts), name, value)  # type: ignore[method-assign]
+        drawing = asyncio.ensure_future(rig.draw(1))
+        while not rig.pool.counts["lost"]:
+            await asyncio.sleep(0.001)
+        server.reply = reply  # type: ignore[method-assign]
+        rig.check(await drawing, 1, 1)
+
+    on(tmp_path, [server], test, slots=1)
+
+
+def _replaced(found: Any, name: str, value: Any) -> Any:
+    """Returns JSON in which each entry of a name has another value; of a list, only the first elements."""
+    if isinstance(found, list):
+        return [_replaced(one, name, value) for one in found]
+    if not isinstance(found, dict):
+        return found
+    changed = {key: _replaced(one, name, value) for key, one in found.items()}
+    if name in found:
+        changed[name] = [*value, *found[name][len(value) :]] if isinstance(value, list) else value
+    return changed
+
+
 def test_a_server_that_hangs_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "QUIET_S", 0.2)
     monkeypatch.setattr(recovery, "PROBE_S", 0.3)
@@ -355,7 +394,7 @@ def test_no_server_is_left(tmp_path: Path) -> None:
         await in_thread(servers[0].start)
         while not rig.pool.up:
             await asyncio.sleep(0.01)
-        rig.check(await rig.draw(), 2)
+        rig.check(await rig.draw(), 1)  # the sync has failed
 
     on(tmp_path, servers, test, wait_s=0.4)
 
@@ -397,6 +436,95 @@ def test_weights_that_all_servers_refuse(tmp_path: Path, kind: type[FakeServer])
         server.broken = "no parameter named 'layers.2'"
         with pytest.raises(RunError, match=r"http\S+ does not take the weights.*layers\.2.*engine\.weights_dir"):
             await rig.sync(2)
+
+    on(tmp_path, [server], test)
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+def test_a_passing_failure_of_a_load_is_waited_for(tmp_path: Path, status: int) -> None:
+    server: FakeVllm = FakeVllm()
+    answer, failed = server.answer, list[str]()
+
+    def failing(method: str, path: str, body: dict[str, Any]) -> Any:
+        if body.get("method") == "reload_weights" and not failed:
+            failed.append(path)
+            return status, {"error": "passing"}
+        return answer(method, path, body)
+
+    async def test(rig: Rig) -> None:
+        server.answer = failing  # type: ignore[method-assign]
+        await rig.sync(2)
+        assert failed
+        rig.check(await rig.draw(), 2)
+
+    on(tmp_path, [server], test)
+
+
+def test_a_server_that_is_replaced_between_two_steps_is_checked(tmp_path: Path) -> None:
+    servers: list[FakeVllm] = [FakeVllm(), FakeVllm()]
+
+    async def test(rig: Rig) -> None:
+        servers[0].text_tokens = lambda text: [3]
+        await in_thread(servers[0].restart)
+        await rig.sync(2)
+        assert servers[0].held == START
+        rig.check(await rig.draw(), 2)
+        assert rig.pool.up == 1
+        servers[0].text_tokens = lambda text: [len(text)]
+        while rig.pool.up < 2:
+            await asyncio.sleep(0.01)
+        servers[0].text_tokens = lambda text: [3]
+        await in_thread(servers[0].restart)
+        rig.check(await rig.draw(), 2)  # found by its label
+        assert servers[0].held == START
+
+    on(tmp_path, servers, test)
+
+
+def test_a_server_that_fails_its_check_at_the_first_sync_is_not_used(tmp_path: Path) -> None:
+    servers: list[FakeVllm] = [FakeVllm(), FakeVllm()]
+    answer = servers[0].answer
+    # The check is interrupted; then the server turns out to have another tokenizer.
+    asked: list[str] = []
+
+    def failing(method: str, path: str, body: dict[str, Any]) -> Any:
+        if path == "/tokenize":
+            asked.append(path)
+            return (503, {"error": "passing"}) if len(asked) == 1 else {"tokens": [3]}
+        return answer(method, path, body)
+
+    servers[0].answer = failing  # type: ignore[method-assign]
+
+    async def test(rig: Rig) -> None:
+        rig.check(await rig.draw(), 1)
+        while len(asked) < 3:
+            await asyncio.sleep(0.01)
+        assert rig.pool.up == 1
+        assert servers[0].held == START
+
+    on(tmp_path, servers, test)
+
+
+def test_closing_during_a_sync_resumes_the_server(tmp_path: Path) -> None:
+    server: FakeVllm = FakeVllm()
+    answer, began = server.answer, threading.Event()
+
+    def slow(method: str, path: str, body: dict[str, Any]) -> Any:
+        if body.get("method") == "reload_weights":
+            began.set()
+            threading.Event().wait(0.3)
+        return answer(method, path, body)
+
+    async def test(rig: Rig) -> None:
+        server.answer = slow  # type: ignore[method-assign]
+        syncing = asyncio.ensure_future(rig.sync(2))
+        await in_thread(lambda: began.wait(20) and None)
+        rig.queue.close()
+        await rig.pool.close()
+        assert not server.paused
+        assert server.label == "run:2, loading"
+        with pytest.raises(Aborted):
+            await syncing
 
     on(tmp_path, [server], test)
 
