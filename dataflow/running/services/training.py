@@ -176,8 +176,8 @@ def _check_pattern(lora: LoraConfig, others: list[str], key: str, model: Any) ->
     found = [name for name in others if _fits(name, wanted) and (apart is None or not _fits(name, apart))]
     if found:
         raise ConfigError(
-            f"{key}.target_modules={wanted} also matches {found[0] or 'the whole'} of model {model}, which is no linear "
-            "layer; give .*_proj, [NAME, ...] or all-linear."
+            f"{key}.target_modules={wanted} also matches {found[0] or 'the whole'} of model {model}, which is no "
+            "linear layer; give .*_proj, [NAME, ...] or all-linear."
         )
 
 
