@@ -136,7 +136,7 @@ class Preparation:
             yield Check("model servers", self._check_servers)
         if isinstance(config, RunConfig) and config.engine.rollout == "server" and "rollout" in self.hosts:
             if directory := config.engine.weights_dir:
-                yield Check("weights", partial(check_weights_directory, directory))
+                yield Check("weights directory", partial(check_weights_directory, directory))
             yield Check("servers", lambda: check_rollout_servers(config, self._patience_s))
 
     def _check_directory(self) -> str:

@@ -187,5 +187,8 @@ def test_the_directory_of_weights_can_be_written_to(dry: Dry, tmp_path: Path) ->
     keys = ("engine.rollout=server", "engine.urls=[http://127.0.0.1:9]")
     code, found, _problems = dry(*keys, "engine.weights_dir=/proc/nope")
     assert code == 2
-    assert found["weights"].startswith("problem: engine.weights_dir=/proc/nope: /proc cannot be written")
-    assert dry(*keys, f"engine.weights_dir={tmp_path / 'w'}")[1]["weights"] == f"ok: {tmp_path / 'w'} can be written"
+    assert found["weights directory"].startswith("problem: engine.weights_dir=/proc/nope: /proc cannot be written")
+    assert (
+        dry(*keys, f"engine.weights_dir={tmp_path / 'w'}")[1]["weights directory"]
+        == f"ok: {tmp_path / 'w'} can be written"
+    )
