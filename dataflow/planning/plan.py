@@ -16,7 +16,7 @@ from dataflow.planning.placing import sentences
 from dataflow.planning.planner import ROWS, Prediction, Sweep, jobs, parse_sweep, predict, sweep
 from dataflow.planning.simulation.outcomes import Outcomes, processes
 from dataflow.planning.sources.read import read_workload
-from dataflow.planning.workload import Workload
+from dataflow.planning.workload import Workload, waits_before_log_probs
 from dataflow.policy import STREAM, SchedulingPolicy, preset
 from dataflow.timeline.text import table
 
@@ -215,6 +215,8 @@ def _difference(load: Workload) -> str:
     ways = []
     if load.validation is not None and load.validation.overlap and own.validation is not None:
         ways.append("as validation does not stop training")
+    if waits_before_log_probs(own.pipeline) and not waits_before_log_probs(load.pipeline):
+        ways.append("as log-probs run beside the rewards")
     if load.rewards != own.rewards:
         ways.append("with the reward service of this plan")
     if load.steps != own.steps and not ways:

@@ -317,6 +317,21 @@ CRITIC = (values.name, critic_update.name)
 """The stages of a critic, which only some pipelines have."""
 
 
+_BESIDE = ("old_log_prob", "ref_log_prob", "values")
+"""Stages that need no rewards."""
+
+
+def after_rewards(pipeline: Pipeline) -> Pipeline:
+    """Returns the pipeline of a loop that begins its log-probs once it has all rewards of the step."""
+    stages = [s.bind(after=[*s.after, reward_collect.name]) if s.name in _BESIDE else s for s in pipeline.stages]
+    return Pipeline(stages, inputs=pipeline.inputs, resources=pipeline.resources)
+
+
+def waits_before_log_probs(pipeline: Pipeline) -> bool:
+    """Returns whether it is a pipeline of :func:`after_rewards`."""
+    return any(s.name in _BESIDE and reward_collect.name in s.after for s in pipeline.stages)
+
+
 def grpo(
     reference: bool = True,
     validation: Validation | None = None,

@@ -112,6 +112,24 @@ def test_a_log_is_replayed_before_it_is_planned(log: str, capsys: pytest.Capture
 
 
 @pytest.mark.slow
+def test_a_loop_that_waits_for_its_rewards_first_is_replayed_like_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = "gen:10 - timing_s/reward:30 - timing_s/old_log_prob:5 - timing_s/ref:4 - timing_s/adv:0.1"
+    line = f"timing_s/{times} - timing_s/update_actor:10 - timing_s/step:59.1"
+    (tmp_path / "verl.log").write_text("".join(f"step:{step} - {line}\n" for step in range(1, 5)))
+    keys = ["prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4", "reward.latency=7"]
+    assert main(["plan", str(tmp_path / "verl.log"), *keys]) == 0
+    out = capsys.readouterr().out
+    found = re.search(r"^as logged: predicted ([\d.]+) s a step, logged 59.1 s", out, re.MULTILINE)
+    assert found is not None
+    assert float(found[1]) == pytest.approx(59.1, rel=0.02)
+    assert re.search(
+        r"^with this project: baseline 5\d\S* s a step, -1\d\S*%, as log-probs run beside the rewards$", out, re.M
+    )
+
+
+@pytest.mark.slow
 def test_the_page_says_what_the_text_says(log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     keys = ["prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4", "reward.latency=30"]

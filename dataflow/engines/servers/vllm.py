@@ -149,7 +149,7 @@ class VllmServer:
             await post("/update_weight_version", {"new_version": f"{version}, loading"})
             if self._extended:
                 await post("/collective_rpc", {"method": "prepare_sampler"})
-            await post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
+            await self._reload(directory)
             if self._extended:
                 await post("/collective_rpc", {"method": "refresh_head"})
             cleared = await post("/reset_prefix_cache")
@@ -160,6 +160,15 @@ class VllmServer:
             await asyncio.shield(asyncio.ensure_future(self._resume()))
             raise
         await post("/resume")
+
+    async def _reload(self, directory: Path) -> None:
+        asked = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        try:
+            await self.client.post("/collective_rpc", asked)
+        except ServerError as error:
+            # An exception of its worker, which may be left with half of the weights: another try can hang.
+            status = 400 if error.status == 500 else error.status
+            raise ServerError(str(error), status=status, wait_s=error.wait_s) from error
 
     async def _resume(self) -> None:
         with suppress(ServerError):

@@ -19,7 +19,7 @@ from dataflow.planning.costs import fit_latency, makespan
 from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.sources.guesses import examples, known_settings
 from dataflow.planning.sources.scalars import Scalars, read_scalars
-from dataflow.planning.workload import CRITIC, Measured, Workload, grpo
+from dataflow.planning.workload import CRITIC, Measured, Workload, after_rewards, grpo
 from dataflow.policy import check_batch
 
 # After a shorter wait the latency cannot be fitted: the rewards arrived during the log-probs.
@@ -45,7 +45,10 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     validation = config.validation.model_copy(update={"every": None, "overlap": False, "pool": "own"})
     reward = config.reward.model_copy(update={"agent": "continuous"})
     update = {"validation": validation, "reward": reward, "steps": planned.logged[2], "checkpoint": CheckpointPlan()}
-    return replace(planned, loop=_workload(found, path, config.model_copy(update=update)))
+    loop = _workload(found, path, config.model_copy(update=update))
+    if _blocks(found):
+        loop = replace(loop, pipeline=after_rewards(loop.pipeline))
+    return replace(planned, loop=loop)
 
 
 def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
@@ -198,6 +201,14 @@ def _mean(series: Mapping[int, float]) -> float:
     return math.fsum(series.values()) / len(series) if series else 0.0
 
 
+def _blocks(log: Scalars) -> bool:
+    """Returns whether the loop waits for its rewards before the log-probs.
+
+    A reward function that is not launched asynchronously is timed in `reward` itself.
+    """
+    return _mean(log.series("timing_s/reward")) > _mean(log.series("timing_s/adv"))
+
+
 def _rewards(
     log: Scalars, config: PlanConfig, concurrency: int, groups: int, responses: int, assumed: list[str], fit: bool
 ) -> tuple[Rewards, Measured | None]:
@@ -208,8 +219,7 @@ def _rewards(
     spec = config.reward
     sent, rest = _mean(log.series("timing_s/reward")), _mean(log.series("timing_s/adv"))
     apart = math.fsum(_mean(log.series(f"timing_s/{name}")) for name in ("old_log_prob", "ref", "values"))
-    # A reward function that is not launched asynchronously is timed in `reward` itself.
-    blocking = sent > rest
+    blocking = _blocks(log)
     wait, visible = (sent, sent > HIDDEN_S) if blocking else (apart + rest, rest > HIDDEN_S)
     request = None if blocking else _measured(log, "reward")
     if blocking and visible:

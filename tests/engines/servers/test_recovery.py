@@ -112,13 +112,14 @@ def test_weights_that_all_servers_refuse(tmp_path: Path, kind: type[FakeServer])
     on(tmp_path, [server], test)
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503])
-def test_a_passing_failure_of_a_load_is_waited_for(tmp_path: Path, status: int) -> None:
+# An exception of vLLM's worker (500 of /collective_rpc) is no passing failure: it may have half of the weights.
+@pytest.mark.parametrize(("status", "what"), [(429, "reload"), (502, "reload"), (503, "reload"), (500, "/pause")])
+def test_a_passing_failure_of_a_load_is_waited_for(tmp_path: Path, status: int, what: str) -> None:
     server: FakeVllm = FakeVllm()
     answer, failed = server.answer, list[str]()
 
     def failing(method: str, path: str, body: dict[str, Any]) -> Any:
-        if body.get("method") == "reload_weights" and not failed:
+        if what in f"{path} {body.get('method')}" and not failed:
             failed.append(path)
             return status, {"error": "passing"}
         return answer(method, path, body)
