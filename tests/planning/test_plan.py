@@ -111,6 +111,20 @@ def test_a_log_is_replayed_before_it_is_planned(log: str, capsys: pytest.Capture
     assert found["logged"]["predicted_step_s"] == pytest.approx(61, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("reward.concurrency=1e9", "reward.concurrency=1e9: give a number of at most 100000."),
+        ("reward.latency=0", "a latency of 0 cannot be scaled to the"),
+        ("reward.latency=uniform:0:0", "give reward.fit=false to take it as given"),
+    ],
+)
+def test_values_that_no_plan_can_have(log: str, key: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["prompts=8", "responses=2", "mini_batches=2", "reward.concurrency=4", key]
+    assert main(["plan", log, *[k for k in keys if k == key or not key.startswith(k.split("=")[0])]]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_loop_that_waits_for_its_rewards_first_is_replayed_like_that(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
