@@ -59,7 +59,7 @@ def look(path: str) -> View:
 def difference(mine: View, theirs: View) -> str:
     """Returns how the view of another node differs, as a clause after the node's name; "" if it does not."""
     if mine.kind == "":
-        return ""  # whoever reads it says what is wrong
+        return ""  # the service that reads the file reports the error
     if theirs.kind == "":
         return f"does not have this {mine.kind}"
     if theirs.kind != mine.kind:

@@ -137,7 +137,7 @@ def main() -> None:
     os.set_inheritable(options["report"], False)
     # A program may send any to the process around it.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    # The end of whoever started this ends the program, too.
+    # The program ends with the process that started this one.
     LIBC.prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
     outside = os.open(os.path.dirname(os.path.dirname(options["work"])), os.O_RDONLY | os.O_DIRECTORY)
     alone, stopped = False, True
@@ -150,7 +150,7 @@ def main() -> None:
                 file.write(code)
             stopped = start(options, alone, outside)
     finally:
-        if stopped:  # perhaps by the end of whoever would remove the folder
+        if stopped:  # the process that would remove the folder may have ended
             clear(options, outside, alone)
 
 
