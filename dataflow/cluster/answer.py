@@ -19,6 +19,7 @@ from dataflow.usercode.failures import (
     shortened,
     trace_of,
 )
+from dataflow.usercode.pickling import dumps
 
 DIED = "the process that ran it died (killed, or out of memory)"
 GONE = "a value that it needs is gone with the node that held it"
@@ -55,10 +56,8 @@ def answer_to(error: BaseException) -> BaseException:
     arrive as an error of Ray's; each becomes a RunError that names it. Ray also formats the traceback; if a chained
     exception prevents that, the result is a copy without the chain.
     """
-    import cloudpickle  # type: ignore[import-untyped]
-
     error = readable(error)
-    sent = None if is_cancelled(error) else pickled_error(error, cloudpickle.dumps)
+    sent = None if is_cancelled(error) else pickled_error(error, dumps)
     if is_cancelled(error) or (sent is not None and can_be_traced(error)):
         return error
     what = f"{type(error).__name__}: {message_of(error)}".rstrip(": ")

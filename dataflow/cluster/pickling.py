@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from dataflow.graph import Hosted, Stage
+from dataflow.usercode.pickling import dumps
 
 
 def pickled(spec: Hosted, stages: Mapping[str, Stage]) -> bytes:
@@ -24,11 +25,10 @@ def pickled(spec: Hosted, stages: Mapping[str, Stage]) -> bytes:
     for module in loose:
         cloudpickle.register_pickle_by_value(module)
     try:
-        blob: bytes = cloudpickle.dumps((spec, stages))
+        return dumps((spec, stages))
     finally:
         for module in loose:
             cloudpickle.unregister_pickle_by_value(module)
-    return blob
 
 
 def _importable(module: ModuleType) -> bool:

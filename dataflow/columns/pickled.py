@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from dataflow.columns.packed import joined_index
 from dataflow.usercode.copies import own_copy
+from dataflow.usercode.pickling import dumps
 
 
 class Pickled:
@@ -77,7 +77,7 @@ class _Pickle:
     @staticmethod
     def of(array: np.ndarray) -> _Pickle:
         buffers: list[pickle.PickleBuffer] = []
-        data = pickler().dumps(array, protocol=5, buffer_callback=buffers.append)
+        data = dumps(array, buffers.append)
         return _Pickle(len(array), data, buffers)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -98,16 +98,6 @@ class _Pickle:
         """Returns the array as it was pickled, whatever the readers of :meth:`load` changed since."""
         array: np.ndarray = pickle.loads(self.data, buffers=self.buffers)
         return array
-
-
-def pickler() -> ModuleType:
-    """Returns cloudpickle, since classes of a pipeline's file are in no module; pickle where it is not installed."""
-    try:
-        import cloudpickle  # type: ignore[import-untyped]
-    except ModuleNotFoundError:
-        return pickle
-    found: ModuleType = cloudpickle
-    return found
 
 
 def objects(column: np.ndarray) -> Pickled | np.ndarray:

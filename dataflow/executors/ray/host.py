@@ -80,11 +80,9 @@ class Host:
         with contextlib.suppress(OSError):  # Ray starts the workers of a cluster elsewhere; a node may lack it
             os.chdir(environment[WORKING_DIRECTORY])
         see(gpus)
-        import cloudpickle  # type: ignore[import-untyped]
-
         for module in imports:
             importlib.import_module(module)
-        spec, self.stages = cloudpickle.loads(blob)
+        spec, self.stages = pickle.loads(blob)
         for s in self.stages.values():
             s.load()
         self.name, self.service = spec.name, spec.build()
@@ -93,9 +91,7 @@ class Host:
 
     def add(self, blob: bytes) -> None:
         """Adds stages."""
-        import cloudpickle
-
-        _spec, stages = cloudpickle.loads(blob)
+        _spec, stages = pickle.loads(blob)
         self.stages |= stages
 
     @answering

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -127,11 +128,9 @@ class RewardHost:
         """
         if anchor is not None:
             clock.adopt(anchor)
-        import cloudpickle  # type: ignore[import-untyped]
-
         for module in imports:
             importlib.import_module(module)
-        spec, _stages = cloudpickle.loads(blob)
+        spec, _stages = pickle.loads(blob)
         self._agent = agent = spec.build()
         facts = Facts(agent.limits, agent.steps.rule, agent.steps.failures.most, agent.ledger is not None)
         agent.steps.failures = FailedShare(1.0)  # the share is of all actors' requests, which the other side counts

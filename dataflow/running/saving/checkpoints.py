@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from dataflow.columns.pickled import pickler
 from dataflow.errors import ConfigError, DataError
 from dataflow.files import replaced
 from dataflow.running.reporting.tracking import METRICS, read_metrics
 from dataflow.running.saving.manifest import Manifest, Torn, read_manifest, sync, write_manifest
+from dataflow.usercode.pickling import dump
 
 if TYPE_CHECKING:
     from dataflow.config.base import BaseConfig
@@ -378,7 +378,7 @@ def _remove(path: Path) -> None:
 
 def _dump(path: Path, value: Any) -> None:
     with path.open("wb") as file:
-        pickler().dump(value, file)
+        dump(value, file)
 
 
 def _load(path: Path) -> Any:

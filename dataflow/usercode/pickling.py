@@ -1,0 +1,53 @@
+"""Pickles user code and its objects: the functions and classes of a pipeline's file are in no importable module."""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections import ChainMap
+from collections.abc import Callable
+from types import CodeType
+from typing import IO, Any, ClassVar
+
+
+def dumps(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
+    """Returns the pickle of a value; ``pickle.loads`` reads it.
+
+    Args:
+        value: of any type that cloudpickle pickles; that pickle does, where cloudpickle is not installed.
+        buffer_callback: is called with each buffer that stays out of the pickle, as ``pickle.dumps`` does.
+    """
+    file = io.BytesIO()
+    dump(value, file, buffer_callback)
+    return file.getvalue()
+
+
+def dump(value: Any, file: IO[bytes], buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
+    """Writes the pickle of a value to a file; as :func:`dumps`."""
+    _pickler()(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback).dump(value)
+
+
+@functools.cache
+def _pickler() -> type[pickle.Pickler]:
+    try:
+        import cloudpickle  # type: ignore[import-untyped]
+    except ModuleNotFoundError:
+        return pickle.Pickler
+
+    reduce: Callable[[CodeType], tuple[Any, ...]] = cloudpickle.Pickler.dispatch_table[CodeType]
+
+    def with_its_file(code: CodeType) -> tuple[Any, ...]:
+        make, parts, *_ = reduce(code)
+        return _in_file, (make, parts, code.co_filename)
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        """cloudpickle 3.1.3 leaves out the names of files, without which a traceback shows no line of the code."""
+
+        dispatch_table: ClassVar = ChainMap({CodeType: with_its_file}, cloudpickle.Pickler.dispatch_table)
+
+    return Pickler
+
+
+def _in_file(make: Callable[..., CodeType], parts: tuple[Any, ...], file: str) -> CodeType:
+    return make(*parts).replace(co_filename=file)
