@@ -36,6 +36,10 @@ _RESUME_S = 10.0
 _MODES: dict[str, LogProbs] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 
 
+class _HalfLoaded(ServerError):
+    """The worker has failed while it read weights, and may have half of them."""
+
+
 class VllmServer:
     """A :class:`~dataflow.engines.servers.protocol.ServerProtocol` for vLLM."""
 
@@ -156,6 +160,8 @@ class VllmServer:
             if not (isinstance(cleared, dict) and cleared.get("success")):
                 raise ServerError("the prefix cache could not be reset: requests of another client are running")
             await post("/update_weight_version", {"new_version": version})
+        except _HalfLoaded:
+            raise  # still paused: a sample from half of the weights can end the server
         except BaseException:  # others may use it, also when the load is cancelled
             await asyncio.shield(asyncio.ensure_future(self._resume()))
             raise
@@ -166,9 +172,10 @@ class VllmServer:
         try:
             await self.client.post("/collective_rpc", asked)
         except ServerError as error:
-            # An exception of its worker, which may be left with half of the weights: another try can hang.
-            status = 400 if error.status == 500 else error.status
-            raise ServerError(str(error), status=status, wait_s=error.wait_s) from error
+            if error.status != 500:
+                raise
+            # An exception of its worker; another try would have the same end.
+            raise _HalfLoaded(f"{error}; it stays paused until it takes weights", status=400) from error
 
     async def _resume(self) -> None:
         with suppress(ServerError):
