@@ -279,7 +279,7 @@ def packed(column: Tensor) -> Packed | Tensor:
 
 
 def _ragged(array: np.ndarray) -> Ragged | None:
-    """Returns a matrix without the equal values at the beginning and at the end of its rows, if these are many."""
+    """Returns a matrix without the padding at both ends of its rows, if that saves enough."""
     if array.ndim != 2 or array.nbytes < _LEAST_BYTES or array.dtype.kind not in "iufb":
         return None
     rows, width = array.shape
@@ -320,7 +320,7 @@ def narrowed(values: np.ndarray) -> np.ndarray:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """Returns floats as integers, so that 0.0 differs from -0.0, and a NaN from none of its kind."""
+    """Returns the bits of floats as integers: 0.0 then differs from -0.0, and equal NaNs are equal."""
     if array.dtype.kind != "f" or array.dtype.itemsize not in (2, 4, 8):
         return array
     return array.view(f"i{array.dtype.itemsize}")

@@ -38,7 +38,7 @@ class Pickled:
         used, places = np.unique(self.index, return_inverse=True)
         if 2 * len(used) > sum(map(len, self.sources)):
             return Pickled, (self.sources, self.index, self.own)
-        # Of an object that several rows have, one travels.
+        # An object that several rows share travels once.
         return Pickled, ((_Pickle.of(Pickled(self.sources, used).array()),), places.reshape(-1), self.own)
 
     def rows(self, at: np.ndarray, own: bool = False) -> Pickled:
@@ -55,7 +55,7 @@ class Pickled:
     def array(self) -> np.ndarray:
         """Returns the column as an array of its own.
 
-        Unless ``own``, its objects are those of every column of the same pickles; otherwise nobody else has them.
+        With ``own`` its objects are copies; otherwise all columns of the same pickles share them.
         """
         array: np.ndarray = np.concatenate([source.fresh() if self.own else source.load() for source in self.sources])
         array = array if self.index is None else array[self.index]

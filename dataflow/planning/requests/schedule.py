@@ -1,4 +1,4 @@
-"""When the requests of one batch begin and end, if nothing overtakes it; and when its groups arrive. Pure."""
+"""When the requests of one batch begin and end, if no other batch overtakes it, and when its groups arrive. Pure."""
 
 from __future__ import annotations
 

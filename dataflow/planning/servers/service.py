@@ -154,7 +154,7 @@ class _Server(ABC):
 
     @abstractmethod
     def add(self, item: Item, now: float) -> None:
-        """Begins a request."""
+        """Starts a request."""
 
     @abstractmethod
     def advance(self) -> list[Item]:

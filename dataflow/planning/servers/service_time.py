@@ -12,7 +12,7 @@ class ServiceTime:
     Attributes:
         base, each: in seconds.
         batches: n is the size of a batch: a server computes all requests that wait as one batch, and those that come
-            meanwhile as the next one. Otherwise n requests in flight share the server, and each takes so long.
+            meanwhile as the next one. Otherwise n requests in flight share the server, and each takes that long.
         first: for one begin of an idle server after the other, again and again: requests that its batch begins with,
             although more come at the same time. It is a race: those that lose it wait for the next batch.
         known: whether a run showed the times of several n; if not, ``base`` is 0, as of a server that is never idle.
@@ -32,7 +32,7 @@ class ServiceTime:
         """Returns the service time of one of several servers.
 
         Args:
-            pace: its times are so many times as long.
+            pace: factor by which its times are longer.
             number: its place among the servers, from 0 to below 1; each goes through ``first`` from a place of its own.
         """
         at = int(number * len(self.first))

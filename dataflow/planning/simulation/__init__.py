@@ -1,1 +1,1 @@
-"""Runs a workload under a policy on the virtual clock; those of a plan each once, and beside each other."""
+"""Runs workloads under policies on the virtual clock: each simulation of a plan once, several in parallel."""

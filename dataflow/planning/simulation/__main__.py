@@ -1,4 +1,4 @@
-"""Simulates beside the process of a plan, which starts it: `python -m dataflow.planning.simulation`.
+"""A child process of a plan, which simulates: `python -m dataflow.planning.simulation`.
 
 Standard input has pickled jobs, one after the other; standard output gets the outcome of each.
 """

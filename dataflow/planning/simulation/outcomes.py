@@ -1,4 +1,4 @@
-"""The simulations of a plan: each is made once, and several beside each other where that pays."""
+"""The simulations of a plan: each is run once, several in parallel where that is faster."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Job:
 
     @classmethod
     def of(cls, workload: Workload, policy: SchedulingPolicy, unlimited: bool = False) -> Job:
-        """Returns the simulation of a workload; those of equal results are equal."""
+        """Returns the job of a workload; jobs with the same result compare equal."""
         load = replace(workload, source="", assumptions=(), logged=None, loop=None, caution="")
         if unlimited:
             beside = {name: _without_limits(rewards) for name, rewards in load.beside.items()}
@@ -65,7 +65,7 @@ class Job:
 
     @property
     def size(self) -> int:
-        """How long it takes, as a number of requests."""
+        """Its estimated cost, in requests."""
         load = self.workload
         return load.steps * (load.prompts * load.responses * len(load.agents) + PER_STEP)
 
@@ -89,7 +89,7 @@ def processes() -> int:
 
 
 class Outcomes:
-    """The outcomes of simulations, each of which is made once.
+    """The outcomes of simulations, each of which is run once.
 
     Use it as a context manager: on leaving it ends the processes that it started.
 
@@ -120,7 +120,7 @@ class Outcomes:
             worker.end()
 
     def begin(self, jobs: Iterable[Job]) -> None:
-        """Begins simulations whose outcomes are wanted later, if there are processes for them and that pays."""
+        """Starts simulations in other processes, if there are any and that is faster."""
         with self._changed:
             known = [*(job for job, _outcome in self._known), *self._pending, *self._running]
             for job in jobs:
@@ -133,7 +133,7 @@ class Outcomes:
             self._workers.append(Worker(self._next, self._done))
 
     def of(self, workload: Workload, policy: SchedulingPolicy, unlimited: bool = False) -> Outcome:
-        """Returns the outcome of a simulation; while another process makes it, others are made in this one.
+        """Returns the outcome of a simulation; runs others here while another process runs this one.
 
         Raises:
             PolicyError, PipelineError: the policy does not fit the workload.
@@ -157,7 +157,7 @@ class Outcomes:
                 self._known.append((job, outcome))
 
     def _next(self) -> Job | None:
-        """Returns a simulation for another process, once there is one; None at the end."""
+        """Waits for a simulation that another process can run; returns None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or not self._open)
             if not self._open:
@@ -166,7 +166,7 @@ class Outcomes:
             return self._running[-1]
 
     def _done(self, job: Job, outcome: Outcome | None) -> None:
-        """Takes an outcome from another process; None if it could not make it, so that this process will."""
+        """Takes an outcome from another process; None if that failed, so that this process runs the job."""
         with self._changed:
             self._running.remove(job)
             if outcome is not None:

@@ -1,4 +1,4 @@
-"""Processes that run jobs beside this one: children that share nothing with it, so that any program may start them.
+"""Child processes that run jobs. They share nothing with this one, so that any program may start them.
 
 They import only this package: neither the program that runs nor what it has loaded (a notebook, Ray, torch).
 """
@@ -23,7 +23,7 @@ class Worker(Generic[Job, Result]):
     """A process that runs one job after the other.
 
     Args:
-        take: returns the next job, waits until there is one, and returns None if there is none any more.
+        take: waits for the next job and returns it; None if there are no more.
         done: called with a job and its result; None if the process could not run it.
     """
 
@@ -37,7 +37,7 @@ class Worker(Generic[Job, Result]):
         self._thread.start()
 
     def end(self) -> None:
-        """Ends the process, whatever it does."""
+        """Ends the process at once."""
         self._process.kill()
         self._thread.join()
         self._process.communicate()
@@ -62,7 +62,7 @@ class Worker(Generic[Job, Result]):
 
 
 def serve(jobs: BinaryIO, results: BinaryIO) -> None:
-    """Runs the jobs that another process writes, until it writes no more."""
+    """Runs the jobs that another process writes, until that ends."""
     while True:
         try:
             job = pickle.load(jobs)
