@@ -15,7 +15,8 @@ DOCS_WANTED = $(shell cat setup.cfg pyproject.toml | cksum) $(CURDIR)
 CHROMIUM = $(or $(DATAFLOW_CHROMIUM),$(shell command -v chromium || command -v chromium-browser \
 	|| command -v google-chrome))
 
-# A third of the time tests wait for processes to start and for timers: three files at once keep two cores busy.
+# A third of the time tests wait for processes to start and for timers: three files at once keep two cores busy. Those of
+# `make test-fast` only compute.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
 # The tests start hundreds of processes that import the package: it is compiled once, not in each of them, even where
@@ -89,7 +90,7 @@ gpu-check: setup  ## the tests that need a GPU (EXTRA=gpu), with what they measu
 	$(BIN)/python -m pytest -q -rs tests/project/test_cuda.py tests/engines/test_gpu.py $(ARGS)
 
 test-fast: setup  ## the tests that need no engine, in under a minute
-	$(BIN)/python -m pytest -q $(PARALLEL) -m 'not heavy and not slow' --hypothesis-profile=fast $(ARGS)
+	$(BIN)/python -m pytest -q $(PARALLEL) -n 2 -m 'not heavy and not slow' --hypothesis-profile=fast $(ARGS)
 
 check: setup  ## lint, format, types, the direction of imports
 	$(BIN)/ruff check .

@@ -198,6 +198,7 @@ def test_changes_of_split_and_streaming_alone_leave_the_optimizer_steps_as_they_
         assert seen[TaskId(step, "rollout")].fields["weights_version"] == (TaskId(step - 1, "sync_weights"),)
 
 
+@pytest.mark.slow
 @QUICK
 @given(DICE, st.integers(0, 999), st.integers(0, 999))
 def test_the_same_schedule_gives_the_same_optimizer_steps_whenever_rewards_arrive(dice, seed, again):
@@ -223,6 +224,7 @@ def cut(graph: TaskGraph, step: int) -> Restored:
     return Restored(states, {("responses", at): batch for at, batch in samples.items()})
 
 
+@pytest.mark.slow
 @QUICK
 @given(DICE, st.integers(0, 999))
 def test_a_checkpoint_holds_all_that_was_sampled_before_its_weights_were_synced(dice, seed):
@@ -239,6 +241,7 @@ def test_a_checkpoint_holds_all_that_was_sampled_before_its_weights_were_synced(
                 assert spans["keep_samples", at].end <= written.begin
 
 
+@pytest.mark.slow
 @QUICK
 @given(DICE, st.integers(0, 999), st.sampled_from([3, 6, 9]))
 def test_a_run_that_resumes_ends_as_it_would_have(dice, seed, step):

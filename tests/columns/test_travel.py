@@ -104,6 +104,7 @@ def test_sizes_of_every_kind_of_tensor_are_known() -> None:
     assert batch.nbytes == 16
 
 
+@pytest.mark.slow
 def test_objects_travel_where_cloudpickle_is_not_installed() -> None:
     code = """
 import sys, pickle

@@ -190,6 +190,7 @@ def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'tcsh' (choose from" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bash_gets_the_words_and_no_engine_is_imported(tmp_path: Path) -> None:
     line = f"dataflow run {GRPO} policy=mini"
     call = (

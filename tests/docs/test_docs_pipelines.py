@@ -47,6 +47,7 @@ def test_a_command_works(command: str, capsys: pytest.CaptureFixture[str]) -> No
         assert all(name in shown for name in (["actor_update"] if words[1] == "grpo.py" else ["draw", "train"]))
 
 
+@pytest.mark.slow
 def test_the_script_prints_what_the_page_says() -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

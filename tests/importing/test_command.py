@@ -26,6 +26,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+@pytest.mark.slow
 @needs_verl
 def test_the_script_is_printed_or_written(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import-verl", "launch.sh"]) == 0

@@ -26,6 +26,7 @@ def test_a_run_that_the_model_explains_has_no_error() -> None:
     assert by_name["advantage"].error is None
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_draws_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     perfetto.write(run(job()), tmp_path / "trace.json")
     picture = tmp_path / "beside.png"

@@ -27,6 +27,7 @@ def load(spec: Emulated, wake: float = 0.1) -> Workload:
     return of_trace(emulate(spec, 1, 0, 12), "a run", config)
 
 
+@pytest.mark.slow
 def test_a_quick_model_that_wakes_slowly_stays_on_its_own_gpus() -> None:
     found = placings(load(QUICK, wake=5.0), 8)
     assert not found[0].shared
@@ -57,6 +58,7 @@ def test_a_model_that_shared_gpus_is_planned_apart_and_back() -> None:
     assert took[1] - took[0] == pytest.approx(own.steps * (2 * 1.0 + SECONDS["old_log_prob"]), rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_command_says_which_is_faster(tmp_path: Path) -> None:
     perfetto.write(emulate(JUDGE, 1, 0, 12), tmp_path / "trace.json")
     assert any("with 4 GPUs placement=" in said for said in make_plan(str(tmp_path), ["gpus=4"]).advice)

@@ -46,6 +46,7 @@ def test_a_reward_agent_that_falls_short_of_a_bound_ends_its_benchmark_with_1(
     assert capsys.readouterr().err.count("falls short") == (not held)
 
 
+@pytest.mark.slow
 def test_reward_models_are_measured_and_a_bound_that_is_exceeded_ends_the_benchmark_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def test_every_finite_score_is_taken(score: float) -> None:
     assert parse_rule(f"score:{score}").score == score
 
 
+@pytest.mark.slow
 @given(st.text(max_size=20))
 def test_any_text_is_a_rule_or_an_error(text: str) -> None:
     with suppress(ConfigError):

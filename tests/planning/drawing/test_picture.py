@@ -137,6 +137,7 @@ def test_a_png_is_1400_pixels_wide_and_grows_with_the_sweeps(tmp_path: Path) -> 
     assert [p.name for p in tmp_path.iterdir()] == ["plan.png"]
 
 
+@pytest.mark.slow
 def test_an_svg_names_what_it_shows(tmp_path: Path) -> None:
     path = tmp_path / "plan.svg"
     draw_plan(PLAN, SWEEPS, path, "predicted: $a_run$ <1>")
@@ -175,6 +176,7 @@ def test_the_same_plan_gives_the_same_file(drawn: Page, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["plan.html"]
 
 
+@pytest.mark.slow
 def test_the_page_shows_every_policy_once_in_its_legend_and_every_second_of_a_step(drawn: Page) -> None:
     [switches] = drawn.models("CheckboxButtonGroup", "policies")
     assert switches["labels"] == [*ROWS, "lower bound"]

@@ -34,7 +34,7 @@ def plan(spec: Emulated, before: int, seed: int, **keys: object) -> float:
     return (account.end - account.begin) / STEPS
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1)])
 @pytest.mark.parametrize(
     "spec",
@@ -68,6 +68,7 @@ def test_fewer_requests_at_a_server_are_planned() -> None:
     assert plan(CLASSIFIER, 2, 0, max_num_seqs=8) == pytest.approx(real, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_command_plans_servers_and_advises_a_number(tmp_path: Path) -> None:
     perfetto.write(emulate(JUDGE, 1, 0, STEPS), tmp_path / "trace.json")
     found = make_plan(str(tmp_path), ["reward.models.rm.replicas=2", "sweep=reward.models.rm.replicas:1:4"])

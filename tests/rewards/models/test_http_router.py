@@ -281,6 +281,7 @@ def test_bad_models_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_router_that_hangs_is_restarted() -> None:
     losses: queue.Queue[RunError] = queue.Queue()
 
@@ -297,6 +298,7 @@ def test_a_router_that_hangs_is_restarted() -> None:
     assert losses.empty()
 
 
+@pytest.mark.slow
 def test_a_router_that_is_killed_is_restarted_at_its_address() -> None:
     losses: queue.Queue[RunError] = queue.Queue()
 

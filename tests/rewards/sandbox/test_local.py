@@ -24,7 +24,7 @@ from dataflow.rewards.sandbox.outcome import Outcome, SandboxError
 from tests.rigs.logs import logged
 from tests.rigs.processes import below, command, left
 
-pytestmark = [pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 LONG = 60.0
 """Seconds that no test waits for: a limit other than time ends the program."""

@@ -51,11 +51,12 @@ def score(response: str, truth: Any, **options: Any) -> dict[str, Any]:
         (fenced(WRONG_AT_3), DOUBLE, {"max_cases": 2}, (1.0, 2, 2, "passed")),
         (fenced("1 / 0"), DOUBLE, {}, (0.0, 0, 4, "runtime_error")),
         ("no program", DOUBLE, {}, (0.0, 0, 4, "no_code")),
-        (
+        pytest.param(
             fenced("n = int(input())\nwhile n == 2: pass\nprint(2 * n)"),
             DOUBLE,
             {"timeout": 5, "max_concurrent": 4},
             (0.75, 3, 4, "timeout"),
+            marks=pytest.mark.slow,
         ),
         (
             fenced("def f(a, b):\n    return [a, str(b)]"),

@@ -191,5 +191,5 @@ class Retention(RuleBasedStateMachine):
             assert names(self.run / "checkpoints") == [f"step_{step:06}" for step in sorted(self.there)]
 
 
-TestRetention = pytest.mark.usefixtures("quick_disk")(Retention.TestCase)
+TestRetention = pytest.mark.slow(pytest.mark.usefixtures("quick_disk")(Retention.TestCase))
 TestRetention.settings = settings(deadline=None, max_examples=12, stateful_step_count=15)

@@ -119,6 +119,7 @@ def test_ten_thousand_tasks_stay_under_six_megabytes(tmp_path: Path) -> None:
     assert (tmp_path / "long.html").stat().st_size < 6_000_000
 
 
+@pytest.mark.slow
 def test_names_from_a_trace_are_shown_and_never_run(tmp_path: Path) -> None:
     trace = two_parts()
     trace.add(Span(EVIL, 1, 0, 1, EVIL, 0, 3, {EVIL: EVIL, "samples": 8}, EVIL))
