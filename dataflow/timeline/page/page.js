@@ -133,7 +133,7 @@ const timeline = (() => {
       ink.push(onPath && !onPath.has(d.run[i] + task(d, i)) ? "#888888" : facts.ink[d.stage[i]])
     }
     model("labels").data = { x, y, text, ink }
-    number(scale)
+    number(range, scale)
     gaps(range, scale)
     cuts(scale)
     thin(range, wide)
@@ -169,11 +169,12 @@ const timeline = (() => {
     }
   }
 
-  function number(scale) {
+  function number(range, scale) {
     const d = columns("steps"), x = [], y = [], text = []
-    const last = {} // run -> pixels of the number before
+    const last = {} // run -> pixels of the number before, or of the chart's left end
     for (const i of passed.steps ?? d.at.keys()) {
-      const at = d.at[i] * scale, before = last[d.run[i]] ?? 0
+      if (d.at[i] > range.end) continue
+      const at = d.at[i] * scale, before = last[d.run[i]] ?? range.start * scale
       const long = "step " + d.step[i], short = "" + d.step[i]
       const word = at - before > 6.6 * long.length + SMALLEST ? long : short
       if (at - before < 6.6 * word.length + SMALLEST / 2) continue
@@ -393,6 +394,7 @@ const timeline = (() => {
     aloud()
     addEventListener("keydown", press)
     const place = document.getElementById("timeline")
+    quietFocus(place)
     place.addEventListener("pointermove", (event) => { pointer = event.clientX })
     place.addEventListener("pointerleave", () => { pointer = null })
     document.getElementById("help").addEventListener("click", help)
