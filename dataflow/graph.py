@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import networkx as nx
 
 __all__ = [
-    "Carried", "Grain", "Hosted", "Input", "Lag", "Latest", "Pipeline", "Read", "Role", "Stage", "Task", "TaskGraph",
-    "TaskId", "TaskInfo", "WHEN", "stage",
+    "WHEN", "Carried", "Grain", "Hosted", "Input", "Lag", "Latest", "Pipeline", "Read", "Role", "Stage", "Task",
+    "TaskGraph", "TaskId", "TaskInfo", "stage",
 ]  # fmt: skip
 
 WHEN: Mapping[Lag, str] = {

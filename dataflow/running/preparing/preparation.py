@@ -14,7 +14,7 @@ from dataflow.config.base import BaseConfig
 from dataflow.config.loading.pipeline_file import inputs_of, pipeline_of
 from dataflow.config.reward import JudgeConfig, rule_of, source_of
 from dataflow.config.run import RunConfig
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 from dataflow.graph import Hosted, TaskGraph
 from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
 from dataflow.rewards.naming import JUDGE
@@ -146,10 +146,10 @@ class Preparation:
     def _build(self) -> str:
         pipeline, policy = self.expand().pipeline, self.policy
         check_nodes(self.config, pipeline.hosts())
-        stages = f"{len(pipeline.stages)} stages, {self.config.steps} steps under {self.config.policy.preset}"
+        stages = f"{counted(len(pipeline.stages), 'stage')}, {counted(self.config.steps, 'step')} under {self.config.policy.preset}"
         if self.config.policy.auto:
             return stages
-        parts = "1 part" if policy.split == 1 else f"{policy.split} parts"
+        parts = counted(policy.split, "part")
         return f"{stages} ({parts}, max_staleness {policy.max_staleness})"
 
     def _check_models(self) -> str | None:
@@ -186,7 +186,7 @@ class Preparation:
         custom, options = source_of(self.config, name).custom, host.options["options"]
         judge = "a stand-in for the judge" if name in self.stand_ins else "the judge"
         scorer = custom.name if custom.path else judge if name in self.judges else host.options["default"]["target"]
-        return f"{scorer}, {options.concurrency} requests in flight"
+        return f"{scorer}, {counted(options.concurrency, 'request')} in flight"
 
     def _take(self, found: Mapping[str, Callable[[int], Any]]) -> None:
         """Keeps the pipeline's input fields: those of ``inputs(config)``, and the prompts of a run with a model.
