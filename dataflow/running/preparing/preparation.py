@@ -146,7 +146,8 @@ class Preparation:
     def _build(self) -> str:
         pipeline, policy = self.expand().pipeline, self.policy
         check_nodes(self.config, pipeline.hosts())
-        stages = f"{counted(len(pipeline.stages), 'stage')}, {counted(self.config.steps, 'step')} under {self.config.policy.preset}"
+        stages = f"{counted(len(pipeline.stages), 'stage')}, {counted(self.config.steps, 'step')}"
+        stages += f" under {self.config.policy.preset}"
         if self.config.policy.auto:
             return stages
         parts = counted(policy.split, "part")
