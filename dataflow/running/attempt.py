@@ -324,8 +324,8 @@ class Attempt:
         most = self._config.checkpoint.max_failed
         if self._failed >= most:
             raise RunError(
-                f"the last {counted(self._failed, 'checkpoint')} could not be written (checkpoint.max_failed={most}); make "
-                f"room in {self._record.directory}, then 'dataflow resume {self._record.directory}' continues it."
+                f"the last {counted(self._failed, 'checkpoint')} could not be written (checkpoint.max_failed={most}); "
+                f"make room in {self._record.directory}, then 'dataflow resume {self._record.directory}' continues it."
             )
 
     async def _show(self, runner: Runner) -> None:

@@ -124,7 +124,8 @@ def card(run: Path, values: Mapping[str, Any], step: int, *, adapter: bool = Fal
         + (f", as a LoRA adapter of rank {lora}{'' if adapter else ', which is merged here'}." if lora else "."),
         "",
         f"- Training data: {data.get('train') or 'generated word problems'}; "
-        f"{counted(data.get('prompts') or 0, 'prompt')} a step, {counted((values.get('engine') or {}).get('n') or 0, 'response')} each.",
+        f"{counted(data.get('prompts') or 0, 'prompt')} a step, "
+        f"{counted((values.get('engine') or {}).get('n') or 0, 'response')} each.",
         f"- Seed {values.get('seed')}; pipeline file SHA-256 `{origin.get('sha256')}`"
         + (f", git revision `{origin['revision']}`." if "revision" in origin else "."),
         f"- Versions: {', '.join(f'{name} {of}' for name, of in (origin.get('versions') or {}).items())}.",
