@@ -23,6 +23,7 @@ from dataflow.running.auto import load_schedule
 from dataflow.running.directory import check_directory
 from dataflow.running.preparing.check import Check, Checks
 from dataflow.running.preparing.prompts import Prompts
+from dataflow.running.preparing.toy import toy_settings
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.tracking import check_backends
 from dataflow.running.services.hosting import REWARD, check_engine
@@ -146,6 +147,8 @@ class Preparation:
     def _build(self) -> str:
         pipeline, policy = self.expand().pipeline, self.policy
         check_nodes(self.config, pipeline.hosts())
+        for sentence in toy_settings(self.config) if isinstance(self.config, RunConfig) else ():
+            logger.warning(sentence)
         stages = f"{counted(len(pipeline.stages), 'stage')}, {counted(self.config.steps, 'step')}"
         stages += f" under {self.config.policy.preset}"
         if self.config.policy.auto:

@@ -380,6 +380,12 @@ def test_arrows_are_those_of_what_is_pointed_at_and_stay_inside_the_plot(opened:
 def test_gaps_name_their_cause_and_a_narrow_screen_needs_no_scrolling(opened: Open) -> None:
     tab = opened({"a": run(), "b": run()}, wide=480)
     assert tab.evaluate("document.documentElement.scrollWidth") <= 480
+    wide, box, shades = tab.locator(".compared .scroll").evaluate(
+        "(box) => [box.scrollWidth, box.clientWidth,"
+        " getComputedStyle(box).backgroundImage.split('linear-gradient').length]"
+    )
+    assert wide > box, "the table scrolls in its box, whose sides are shaded"
+    assert shades == 5
     longest = max(zip(data(tab, "waits", "begin"), data(tab, "waits", "end"), strict=True), key=lambda w: w[1] - w[0])
     tab.evaluate("([start, end]) => timeline.model('seconds-range').setv({start, end})", list(longest))
     until(tab, "timeline.model('gaps').data.text.length > 0")
