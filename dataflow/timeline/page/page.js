@@ -97,6 +97,7 @@ const timeline = (() => {
 
   let chosen = null // per span, 1 if it passes the filters; null for all
   let passed = {} // source -> rows that pass the filters
+  let drawn = [0, Infinity] // seconds in which bars are drawn
   const dense = { spans: false, steps: false } // too many to distinguish at this zoom
   let waiting = false
   let shownRequests = [] // rows of the requests that are drawn
@@ -116,6 +117,7 @@ const timeline = (() => {
     const range = model("seconds-range"), wide = model("chart").inner_width
     if (!(wide > 0)) return
     const scale = wide / (range.end - range.start), d = columns("spans")
+    cull(range, d)
     const x = [], y = [], text = [], ink = []
     let seen = 0
     for (let i = 0; i < d.begin.length; i++) {
@@ -143,6 +145,17 @@ const timeline = (() => {
       dense.spans = crowded
       theme()
     }
+  }
+
+  // Leaves out bars far from the visible range, as bokeh would draw them, too. Nearby ones are kept, so that not each
+  // move changes what is drawn.
+  function cull(range, d) {
+    const wide = range.end - range.start, [from, to] = drawn
+    if (range.start >= from && range.end <= to && to - from <= 8 * wide) return
+    drawn = [range.start - 1.5 * wide, range.end + 1.5 * wide]
+    const all = drawn[0] <= 0 && drawn[1] >= facts.longest, shown = passed.spans
+    const near = (i) => d.end[i] >= drawn[0] && d.begin[i] <= drawn[1]
+    model("spans-shown").indices = all ? shown ?? null : (shown ?? [...d.begin.keys()]).filter(near)
   }
 
   function thin(range, wide) {
@@ -236,10 +249,11 @@ const timeline = (() => {
     for (const i of model("stages").active) stages[i] = true
     for (const name of ["spans", "path", "waits", "requests", "steps"]) {
       const found = passed[name] = passing(name, steps, stages)
-      model(name + "-shown").indices = found
-      if (name === "spans") {
+      if (name !== "spans") model(name + "-shown").indices = found
+      else {
         chosen = new Uint8Array(columns("spans").step.length)
         for (const i of found) chosen[i] = 1
+        drawn = [0, -1] // so that cull chooses again
       }
     }
     relabel()
