@@ -139,6 +139,13 @@ class Preparation:
             if directory := config.engine.weights_dir:
                 yield Check("weights directory", partial(check_weights_directory, directory))
             yield Check("servers", lambda: check_rollout_servers(config, self._patience_s))
+        if isinstance(config, RunConfig):
+            yield Check("defaults", self._warn)  # the last, so that wrong input gives one sentence
+
+    def _warn(self) -> None:
+        assert isinstance(self.config, RunConfig)
+        for sentence in toy_settings(self.config):
+            logger.warning(sentence)
 
     def _check_directory(self) -> str:
         check_directory(self.config)
@@ -147,8 +154,6 @@ class Preparation:
     def _build(self) -> str:
         pipeline, policy = self.expand().pipeline, self.policy
         check_nodes(self.config, pipeline.hosts())
-        for sentence in toy_settings(self.config) if isinstance(self.config, RunConfig) else ():
-            logger.warning(sentence)
         stages = f"{counted(len(pipeline.stages), 'stage')}, {counted(self.config.steps, 'step')}"
         stages += f" under {self.config.policy.preset}"
         if self.config.policy.auto:
