@@ -18,9 +18,16 @@ if TYPE_CHECKING:
     import networkx as nx
 
 __all__ = [
-    "Carried", "Grain", "Hosted", "Input", "Lag", "Latest", "Pipeline", "Read", "Role", "Stage", "Task", "TaskGraph",
-    "TaskId", "TaskInfo", "stage",
+    "WHEN", "Carried", "Grain", "Hosted", "Input", "Lag", "Latest", "Pipeline", "Read", "Role", "Stage", "Task",
+    "TaskGraph", "TaskId", "TaskInfo", "stage",
 ]  # fmt: skip
+
+WHEN: Mapping[Lag, str] = {
+    "none": "",
+    "latest": "of the step before",
+    "carried": "of 1 + max_staleness steps before",
+}
+"""Which step's value a stage reads, in words; "" for its own step's."""
 
 
 def _uncallable() -> None:
@@ -258,13 +265,12 @@ class Pipeline:
             if s.collects and (first := self.collector) is not None and len(self.collectors) > 1:
                 facts.append("forms the parts" if s is first else f"the same groups as {first.name}")
             lines.append(f"{s.name:<{wide}}  {', '.join(facts)}")
-            words = {"none": "", "latest": " (of the step before)"}
-            words["carried"] = " (of 1 + max_staleness steps before)"
             for read in dict.fromkeys(s.reads):  # one field may take the place of two
                 source = "input" if read.field in self.inputs else "absent, optional"
                 if read.field in self.writer:
                     source = f"from {self.writer[read.field].name}"
-                lines.append(f"{'':<{wide}}    reads  {read.field} {source}{words[read.lag]}")
+                when = f" ({WHEN[read.lag]})" if WHEN[read.lag] else ""
+                lines.append(f"{'':<{wide}}    reads  {read.field} {source}{when}")
             if s.writes:
                 lines.append(f"{'':<{wide}}    writes {', '.join(s.writes)}")
         return "\n".join([*lines, *self.unread()])

@@ -18,7 +18,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 from dataflow.rewards.decode import Decode
 from dataflow.rewards.failure import parse_rule
 from dataflow.rewards.filter import GroupFilter
@@ -397,4 +397,8 @@ class RewardAgent:
         if (since_s := self._calls.since_s(all_of_them=in_ray_worker())) is not None and (
             killed := end_children(since_s, but=[process.pid or 0 for process in multiprocessing.active_children()])
         ):
-            logger.warning("reward agent: '{}' left {} processes behind; ended.", name_of(self._function), len(killed))
+            logger.warning(
+                "reward agent: '{}' left {} behind; ended.",
+                name_of(self._function),
+                counted(len(killed), "process", "processes"),
+            )

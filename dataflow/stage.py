@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
-from dataflow.errors import PipelineError, nearest
+from dataflow.errors import PipelineError, counted, nearest
 from dataflow.signature.fields import Carried, Lag, Latest, Read, read_of
 from dataflow.signature.hosted import Hosted
 from dataflow.signature.task_info import TaskInfo
@@ -210,13 +210,13 @@ class Stage:
         elif self.grain != "step":
             found.append(f"once a {self.grain}")
         if self.mini_batches is not None:
-            found.append(f"{self.mini_batches} mini-batches")
+            found.append(counted(self.mini_batches, "mini-batch", "mini-batches"))
         if self.epochs > 1:
             found.append(f"{self.epochs} epochs over each {self.epochs_over}")
         if self.streams:
             found.append("can stream")
         if self.every is not None:
-            found.append(f"every {self.every} steps")
+            found.append("every step" if self.every == 1 else f"every {self.every} steps")
         if self.until is not None:
             found.append(f"holds {self.on} until {self.until} has ended")
         if self.host is not None:

@@ -150,7 +150,7 @@ def test_stages_chart_gives_mermaid():
     assert lines[0] == "flowchart LR"
     assert "    prompts --> rollout" in lines
     assert "    rollout -->|responses| old_log_prob" in lines
-    assert "    sync_weights -.->|weights_version| rollout" in lines
+    assert "    sync_weights -.->|weights_version of 1 + max_staleness steps before| rollout" in lines
 
 
 def plain(name: str, **options):

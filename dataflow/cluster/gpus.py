@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 
 ANYWHERE: Mapping[str, Any] = MappingProxyType({})
 """Options of an actor that leave its node to Ray."""
@@ -85,8 +85,9 @@ def check_count(wanted: float, there: float) -> str:
         return f"{math.ceil(wanted)} of {there:g}"
     found = f"only {there:g}" if there else "none"
     raise ConfigError(
-        f"ray.gpus_per_worker: the run needs {math.ceil(wanted)} GPUs, and finds {found} on this machine; leave "
-        "it out to run on the CPU, give fewer ranks (trainer.world_size), or check nvidia-smi and CUDA_VISIBLE_DEVICES."
+        f"ray.gpus_per_worker: the run needs {counted(math.ceil(wanted), 'GPU')}, and finds {found} on this machine; "
+        "leave it out to run on the CPU, give fewer ranks (trainer.world_size), or check nvidia-smi and "
+        "CUDA_VISIBLE_DEVICES."
     )
 
 

@@ -57,6 +57,11 @@ def nodes_of(rows: Sequence[Mapping[str, Any]]) -> list[Node]:
     ]
 
 
+def bundle_of(share: float, devices: int = 1) -> dict[str, float]:
+    """Returns the resources of a process with a share of a number of GPUs."""
+    return {"GPU": share * devices} if share else {"CPU": _CPU}
+
+
 def lacking(rule: NodeRule, number: int, bundle: Mapping[str, float], nodes: Sequence[Node]) -> str:
     """Returns what the nodes of a cluster lack for the processes of a service, as a clause; "" if nothing is known.
 
@@ -137,7 +142,7 @@ class Places:
     """
 
     def __init__(self, number: int, share: float, devices: int = 1, rule: NodeRule | None = None) -> None:
-        self.bundle = {"GPU": share * devices} if share else {"CPU": _CPU}
+        self.bundle = bundle_of(share, devices)
         self._group: Any = None
         labels = dict(rule.labels) if rule else {}
         bundles: list[dict[str, Any]] = [{"label_selector": labels} if labels else {}] * number

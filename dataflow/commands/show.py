@@ -10,6 +10,7 @@ from typing import Any
 from dataflow.commands.trace import read_trace
 from dataflow.config.loading.pipeline_file import pipeline_of
 from dataflow.config.loading.saved import load
+from dataflow.errors import counted
 from dataflow.policy import expand
 
 
@@ -38,7 +39,7 @@ def show(options: argparse.Namespace) -> int:
     else:
         print(pipeline.explain())
         if unroll:
-            facts = f"{policy.split} parts, max_staleness {policy.max_staleness}, {steps} steps"
+            facts = f"{counted(policy.split, 'part')}, max_staleness {policy.max_staleness}, {counted(steps, 'step')}"
             print(f"\n{config.policy.preset}, {facts}:\n")
             print(graph.explain(1, steps))
         print(f"\n{_critical(pipeline, graph if unroll else None, seconds)}")

@@ -42,7 +42,7 @@ from dataflow.config.reward import (
 from dataflow.config.section import LARGEST_STEP, Section, Text
 from dataflow.config.tools import ToolsConfig
 from dataflow.config.training.trained import TrainedConfig
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 from dataflow.rewards.naming import keyed
 
 if TYPE_CHECKING:
@@ -286,14 +286,16 @@ class RunConfig(BaseConfig):
         rows = self.data.prompts // batches * self.engine.n
         if rows % world:
             sizes = "data.prompts / trainer.mini_batches x engine.n"
-            raise ConfigError(f"trainer.world_size={world} does not divide a mini-batch's {rows} rows ({sizes}).")
+            raise ConfigError(
+                f"trainer.world_size={world} does not divide a mini-batch's {counted(rows, 'row')} ({sizes})."
+            )
         for name, section in self.trained.items():
             own = type(self).model_fields[name].get_default(call_default_factory=True)
             section.check_run(self.steps, world, own)
         if late := [step for step in self.profile.steps if step > self.steps]:
             raise ConfigError(
-                f"profile.steps={self.profile.steps}: the run has only {self.steps} steps (steps); give others than "
-                f"{late[0]}."
+                f"profile.steps={self.profile.steps}: the run has only {counted(self.steps, 'step')} (steps); give "
+                f"others than {late[0]}."
             )
         self._check_unread()
         self._check_estimator()

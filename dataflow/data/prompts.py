@@ -20,7 +20,7 @@ from dataflow.data.pictures import opened, with_pictures
 from dataflow.data.rows import IMAGES, first_line, load_rows, verl_rows
 from dataflow.data.shown import Shown
 from dataflow.data.tokenize import DESCRIBED, truncate
-from dataflow.errors import ConfigError, DataError, ModelError
+from dataflow.errors import ConfigError, DataError, ModelError, counted
 from dataflow.models.directory import Room, room_of
 from dataflow.models.processor import VISION, Processor, takes_images
 from dataflow.usercode.copies import own_copy
@@ -260,7 +260,7 @@ class PromptSource:
         if data.filter_overlong_prompts:
             if len(long) == len(ids):
                 raise DataError(f"{self.name}: every prompt is longer than data.max_prompt_length={limit} tokens.")
-            logger.info(f"{self.name}: left out {len(long)} of {len(ids)} prompts over {limit} tokens")
+            logger.info(f"{self.name}: left out {len(long)} of {counted(len(ids), 'prompt')} over {limit} tokens")
             gone = set(long)
             return [i for i in range(len(ids)) if i not in gone]
         shows = next((i for i in long if self._shows[i]), None)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dataflow.drawing.layout import Point, layered
 from dataflow.drawing.mermaid import CRITICAL, stages_chart, tasks_chart
 from dataflow.drawing.style import INK, colours, contrast, save
 from dataflow.errors import ConfigError
 from dataflow.files import replaced, unwritable
+from dataflow.graph import WHEN
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -23,10 +24,26 @@ if TYPE_CHECKING:
     from dataflow.graph import Pipeline, TaskGraph
 
 # In points.
-_FONT, _SMALL, _PAD, _MARGIN, _FOOT, _LEAST = 9.0, 7.5, 7.0, 12.0, 22.0, 200.0
+_FONT, _SMALL, _PAD, _MARGIN, _FOOT = 9.0, 7.5, 7.0, 12.0, 16.0
 _GAPS, _GAPS_DOWN = (17.0, 14.0), (24.0, 12.0)
+# Looks of edges, as keyword arguments of matplotlib's patches and lines.
+_PLAIN: dict[str, Any] = {"color": "#8A8A8A", "linewidth": 1.1}
+_OTHER: dict[str, Any] = {**_PLAIN, "linestyle": (0, (4, 2.5))}
+_CRITICAL: dict[str, Any] = {"color": CRITICAL, "linewidth": 2.2}
 _WIDEST = 820.0
 """A graph that would be wider, and so too wide to read on a screen, runs from top to bottom."""
+
+
+class Earlier(NamedTuple):
+    """A value of an earlier step.
+
+    Attributes:
+        stage: that wrote it.
+        what: the field, and of which step.
+    """
+
+    stage: str
+    what: str
 
 
 def draw_graph(
@@ -52,7 +69,8 @@ def draw_graph(
             temporary.write_text(text + "\n", encoding="utf-8")
     else:
         roles = {s.name: s.role for s in pipeline.stages if s.role}
-        _draw(shown, path, critical, colours([s.name for s in pipeline.stages], roles))
+        earlier = earlier_values(pipeline) if graph is None else {}
+        _draw(shown, earlier, path, critical, colours([s.name for s in pipeline.stages], roles), _basis(seconds))
 
 
 def check_out(path: Path) -> None:
@@ -74,9 +92,22 @@ def stages(pipeline: Pipeline) -> nx.DiGraph:
     graph: nx.DiGraph = nx.DiGraph()
     for s in pipeline.order:
         graph.add_node(s.name, stage=s.name, resource=s.on)
-    # Edges from an earlier step would close a cycle in the picture of one step; the unrolled graph shows them.
+    # Edges from an earlier step would close a cycle; see earlier_values.
     graph.add_edges_from((a.name, b.name) for a, b, _field, lag in pipeline.edges if lag == "none")
     return graph
+
+
+def earlier_values(pipeline: Pipeline) -> dict[Earlier, list[str]]:
+    """Returns the values of earlier steps that the stages of one step read, with the stages that read each."""
+    found: dict[Earlier, list[str]] = {}
+    for a, b, field, lag in pipeline.edges:
+        if lag != "none":
+            found.setdefault(Earlier(a.name, f"{field} {WHEN[lag]}"), []).append(b.name)
+    return found
+
+
+def _basis(seconds: Mapping[str, float] | None) -> str:
+    return "all stages count as equally long" if seconds is None else "by the times of the run"
 
 
 def critical_path(pipeline: Pipeline, graph: nx.DiGraph, seconds: Mapping[str, float] | None = None) -> list[Any]:
@@ -104,27 +135,35 @@ def _trains(pipeline: Pipeline, stage: str) -> bool:
     return pipeline.by_name[stage].every is None
 
 
-def _draw(graph: nx.DiGraph, path: Path, critical: list[Any], colour: Mapping[str, str]) -> None:
+def _draw(
+    graph: nx.DiGraph,
+    earlier: Mapping[Earlier, Sequence[str]],
+    path: Path,
+    critical: list[Any],
+    colour: Mapping[str, str],
+    basis: str,
+) -> None:
     import networkx as nx
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
-    from matplotlib.textpath import TextPath
 
     # Leave out edges implied by other paths.
     slim = nx.transitive_reduction(graph)
     slim.add_nodes_from(graph.nodes(data=True))
     texts = {node: (str(node), "" if str(node) != f["stage"] else f["resource"]) for node, f in slim.nodes(data=True)}
-    boxes: dict[Any, tuple[float, float]] = {}  # width and height, in points like all lengths here
-    for node, (name, small) in texts.items():
-        lines = [(text, size) for text, size in ((name, _FONT), (small, _SMALL)) if text]
-        wide = max(TextPath((0, 0), text, size=size).get_extents().width for text, size in lines)
-        boxes[node] = wide + 2 * _PAD, 30.0 if small else 21.0
+    texts |= {value: (value.stage, value.what) for value in earlier}
+    slim.add_edges_from((value, reader) for value, readers in earlier.items() for reader in readers)
+    boxes = {node: _box(*words) for node, words in texts.items()}
     placed = layered(slim, boxes, _GAPS)
     across = placed.size[0] <= _WIDEST
     if not across:
         placed = layered(slim, {node: box[::-1] for node, box in boxes.items()}, _GAPS_DOWN)
+    between = {(a, b) for a, b in slim.edges if a in earlier or slim.nodes[a].get("step") != slim.nodes[b].get("step")}
+    legend = [(f"critical path ({basis})", _CRITICAL)] if critical else []
+    legend += [("from another step", _OTHER)] if between else []
     wide, high = placed.size if across else placed.size[::-1]
-    wide, high = max(wide, _LEAST) + 2 * _MARGIN, high + 2 * _MARGIN + _FOOT
+    wide = max(wide, *(_text(text, _SMALL) + 28 for text, _look in legend), 0.0) + 2 * _MARGIN
+    high += 2 * _MARGIN + _FOOT * len(legend)
     figure = Figure(figsize=(wide / 72, high / 72), facecolor="white")
     axis = figure.add_axes((0, 0, 1, 1))
     axis.set_axis_off()
@@ -133,28 +172,47 @@ def _draw(graph: nx.DiGraph, path: Path, critical: list[Any], colour: Mapping[st
     place = {node: at if across else at[::-1] for node, at in placed.places.items()}
     on = set(itertools.pairwise(critical))
     for edge in sorted(slim.edges, key=lambda edge: edge in on):
-        look: dict[str, Any] = (
-            {"color": CRITICAL, "linewidth": 2.2} if edge in on else {"color": "#8A8A8A", "linewidth": 1.1}
-        )
+        look = (_OTHER if edge in between else _PLAIN) | (_CRITICAL if edge in on else {})
         way = [at if across else at[::-1] for at in placed.ways[edge]]
         line = _line(place[edge[0]], boxes[edge[0]], way, place[edge[1]], boxes[edge[1]], across)
         head = FancyArrowPatch(path=line, arrowstyle="-|>", mutation_scale=9, **look)
         axis.add_patch(head)
     marked = set(critical)
     for node, (x, y) in place.items():
-        fill, (w, h) = colour[slim.nodes[node]["stage"]], boxes[node]
-        edge_colour, thick = (CRITICAL, 2.4) if node in marked else ("#5A5A5A", 0.8)
+        w, h = boxes[node]
+        if node in earlier:
+            fill, look = "#FFFFFF", {"edgecolor": "#5A5A5A", "linewidth": 1.0, "linestyle": "--"}
+        else:
+            fill = colour[slim.nodes[node]["stage"]]
+            look = (
+                {"edgecolor": CRITICAL, "linewidth": 2.4}
+                if node in marked
+                else {"edgecolor": "#5A5A5A", "linewidth": 0.8}
+            )
         shape = FancyBboxPatch((x - w / 2, y - h / 2), w, h, boxstyle="round,pad=0,rounding_size=4",
-                               facecolor=fill, edgecolor=edge_colour, linewidth=thick)  # fmt: skip
+                               facecolor=fill, **look)  # fmt: skip
         axis.add_patch(shape)
         name, small = texts[node]
         words: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": contrast(fill), "parse_math": False}
         axis.text(x, y - (5 if small else 0), name, fontsize=_FONT, **words)
         axis.text(x, y + 8, small, fontsize=_SMALL, **words)
-    foot = high - _MARGIN - 8
-    axis.plot([0, 22], [foot, foot], color=CRITICAL, linewidth=2.2)
-    axis.text(28, foot, "critical path", fontsize=_SMALL, va="center_baseline", color=INK)
+    for i, (text, look) in enumerate(reversed(legend)):
+        foot = high - _MARGIN - 8 - i * _FOOT
+        axis.plot([0, 22], [foot, foot], **look)
+        axis.text(28, foot, text, fontsize=_SMALL, va="center_baseline", color=INK)
     save(figure, path, path.suffix.lstrip("."))
+
+
+def _box(name: str, small: str) -> tuple[float, float]:
+    """Returns width and height of a node's box, in points like all lengths here."""
+    return max(_text(name, _FONT), _text(small, _SMALL)) + 2 * _PAD, 30.0 if small else 21.0
+
+
+def _text(text: str, size: float) -> float:
+    """Returns the width of a text."""
+    from matplotlib.textpath import TextPath
+
+    return float(TextPath((0, 0), text, size=size).get_extents().width) if text else 0.0
 
 
 def _line(

@@ -73,8 +73,12 @@ def _layers(graph: nx.DiGraph) -> tuple[list[list[Hashable]], dict[tuple[Any, An
     """Returns the layers, with points of the edges that pass them, and edge -> its nodes and points."""
     import networkx as nx
 
-    layers: list[list[Hashable]] = [list(generation) for generation in nx.topological_generations(graph)]
-    rank = {node: i for i, layer in enumerate(layers) for node in layer}
+    rank = {node: i for i, generation in enumerate(nx.topological_generations(graph)) for node in generation}
+    # A node that nothing leads to stands just before the first one that it leads to.
+    rank |= {n: min(rank[m] for m in graph[n]) - 1 for n in graph if not graph.in_degree(n) and graph.out_degree(n)}
+    layers: list[list[Hashable]] = [[] for _ in range(max(rank.values(), default=-1) + 1)]
+    for node, at in rank.items():
+        layers[at].append(node)
     chains: dict[tuple[Any, Any], list[Hashable]] = {}
     for a, b in graph.edges:
         points: list[Hashable] = [(a, b, i) for i in range(rank[a] + 1, rank[b])]

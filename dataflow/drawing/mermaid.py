@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
+from dataflow.graph import WHEN
+
 if TYPE_CHECKING:
     import networkx as nx
 
@@ -25,7 +27,7 @@ def stages_chart(pipeline: Pipeline, critical: Sequence[str] = ()) -> str:
     nodes += [f"{name}([{name}])" for name in pipeline.inputs]
     links = [(r.field, s.name, "-->") for s in pipeline.stages for r in s.reads if r.field in pipeline.inputs]
     links += [
-        (a.name, b.name, ("-->" if lag == "none" else "-.->") + (f"|{name}|" if name else ""))
+        (a.name, b.name, ("-->" if lag == "none" else "-.->") + (f"|{f'{name} {WHEN[lag]}'.strip()}|" if name else ""))
         for a, b, name, lag in pipeline.edges
     ]
     return _flowchart(nodes, links, critical)

@@ -31,6 +31,26 @@ BUTTONS = """
 """
 """Style sheet of a group of switches, each with a coloured mark."""
 
+TOOLS = """
+.bk-OnOffButton { border-color: transparent; border-radius: 4px; }
+.bk-OnOffButton.bk-active { border-color: transparent; background-color: rgb(0 114 178 / .18); }
+"""
+"""Style sheet of a chart's tools: bokeh marks those in use by a line, which looks as if it belonged to the chart."""
+
+QUIET_FOCUS = """
+// Bokeh frames a chart or a tool that is clicked; the frame is kept for those who come by keyboard.
+function quietFocus(place) {
+  const sheet = new CSSStyleSheet()
+  sheet.replaceSync(".bk-events:focus:not(:focus-visible), :host(:focus:not(:focus-visible)) { outline: none }")
+  const walk = (element) => {
+    if (element.shadowRoot) element.shadowRoot.adoptedStyleSheets.push(sheet)
+    for (const below of [...(element.shadowRoot?.children ?? []), ...element.children]) walk(below)
+  }
+  walk(place)
+}
+"""
+"""Script with the function ``quietFocus(element)``, for an element that holds charts."""
+
 
 def shell(title: str, body: str, scripts: str = "", attributes: str = "") -> str:
     """Returns a whole page.
@@ -71,7 +91,7 @@ def card(title: str, body: str, kind: str = "") -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], looks: Sequence[str] = ()) -> str:
-    """Returns a table.
+    """Returns a table, in a box in which it scrolls where the page is too narrow for it.
 
     Args:
         head: HTML of the cells above the columns; none if empty.
@@ -83,7 +103,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], looks: Sequence[st
         f"<tr{f' class={look}' if look else ''}>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>"
         for row, look in zip(rows, looks or [""] * len(rows), strict=True)
     )
-    return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
+    whole = f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
+    return f'<div class="scroll">{whole}</div>'
 
 
 def bokeh_scripts() -> str:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from dataflow.config.base import Backend
 from dataflow.config.keys import verl_keys
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 from dataflow.importing.facts import Conversion, NoCounterpart, Ours, gpus, whole_number
 from dataflow.importing.rewards import REWARDS
 from dataflow.importing.settings import Settings
@@ -71,7 +71,7 @@ def training_steps(settings: Settings) -> int:
         )
     batch = whole_number("data.train_batch_size", settings)
     if not rows // batch:
-        raise ConfigError(f"data.train_batch_size={batch}: data.train_files has only {rows} rows; lower it.")
+        raise ConfigError(f"data.train_batch_size={batch}: data.train_files has only {counted(rows, 'row')}; lower it.")
     return rows // batch * epochs
 
 

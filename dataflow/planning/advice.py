@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from dataflow.errors import counted
 from dataflow.planning.planner import BOUNDS, Prediction, bound_of
 from dataflow.planning.simulation.outcomes import Job, Outcomes
 from dataflow.planning.workload import Workload
@@ -13,6 +14,8 @@ from dataflow.policy import MAX_STALENESS, STREAM, SchedulingPolicy, preset
 
 LEAST = 0.002
 """Gains below this share are left out."""
+_HARDLY = 0.1
+"""Idle share of the GPUs below which no policy can gain much."""
 ON_POLICY = f"mini-batch{STREAM}"
 """The policy that overlaps most without stale samples."""
 
@@ -45,8 +48,13 @@ def advise(
         advice = [
             f"{first.policy} is the fastest: {first.step_s:.4g} s a step, {first.change:+.0%} against baseline{rest}."
         ]
+    elif workload.steps == 1:
+        advice = [
+            "no policy is faster than baseline over one step; give steps=100 to see what overlapping steps gains."
+        ]
     else:
-        advice = ["no policy is faster than baseline: the GPUs hardly wait for rewards."]
+        why = ": the GPUs hardly wait for rewards" if best.gpu_idle < _HARDLY else ""
+        advice = [f"no policy is faster than baseline{why}."]
     changes = list(_changes(workload, best.policy, policy))
     wanted = [Job.of(other, under) for _what, other, under in changes]
     if policy.max_staleness and workload.pipeline.streaming:
@@ -110,18 +118,18 @@ def _about_the_bound(
         if rewards.rpm and calls * 60 / rewards.rpm >= calls * each / rewards.concurrency:
             wanted = math.ceil(calls * 60 / gpu)
             changed = replace(rewards, rpm=float(wanted))
-            why = f"{calls:,} calls at {rewards.rpm:,.0f} a minute"
+            why = f"{counted(calls, 'call')} at {rewards.rpm:,.0f} a minute"
             turn = f"{wanted:,} a minute"
         elif rewards.servers is not None:
             servers = rewards.servers
             wanted = math.ceil(servers.replicas * load / gpu)
             changed = rewards.with_replicas(wanted)
-            why = f"{calls:,} calls on {servers.replicas} server{'s' * (servers.replicas > 1)} of '{servers.model}'"
-            turn = f"{wanted:,} servers (reward.models.{servers.model}.replicas)"
+            why = f"{counted(calls, 'call')} on {counted(servers.replicas, 'server')} of '{servers.model}'"
+            turn = f"{counted(wanted, 'server')} (reward.models.{servers.model}.replicas)"
         else:
             wanted = math.ceil(calls * each / gpu)
             changed = replace(rewards, concurrency=wanted)
-            why = f"{calls:,} calls x {each:.1f} s / {rewards.concurrency:,} in flight"
+            why = f"{counted(calls, 'call')} x {each:.1f} s / {rewards.concurrency:,} in flight"
             turn = f"{wanted:,} in flight"
         change = outcomes.of(workload.with_service(agent, changed), policy).total_s / base - 1
         return (

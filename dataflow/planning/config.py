@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from dataflow.config.base import PolicyConfig
+from dataflow.config.keys import verl_keys
 from dataflow.config.placement import Placement
 from dataflow.config.section import LARGEST_STEP, Section
 from dataflow.errors import ConfigError
@@ -17,6 +18,42 @@ DurationText = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 WAKE_S = 2.0
 MOST_IN_FLIGHT = 100_000
 """A plan keeps the time of each slot; more slots than a few steps have requests change nothing."""
+
+
+_OF_A_RUN = {
+    "data.prompts": "prompts",
+    "engine.n": "responses",
+    "trainer.mini_batches": "mini_batches",
+    "trainer.balance_batch": "balance_batch",
+    "val.every": "validation.every",
+    "checkpoint.every": "checkpoint.every",
+    "steps": "steps",
+    "seed": "seed",
+}
+"""A run's key -> the plan's."""
+_MORE = {"mini_batches": ": data.train_batch_size / ppo_mini_batch_size"}
+
+
+def _elsewhere(key: str, exactly: bool = False) -> str | None:
+    """Returns the name here of a key of verl or of a run, as part of a message; None for any other key.
+
+    >>> _elsewhere("rollout.n")
+    "verl's 'actor_rollout_ref.rollout.n' is 'responses' in a plan."
+    >>> _elsewhere("engine.n")
+    "'engine.n' of a run is 'responses' in a plan."
+    >>> _elsewhere("reward.latency") is None
+    True
+    """
+    key = key.lstrip("+~")  # Hydra's marks of keys to add or remove
+    if key in _OF_A_RUN:
+        return f"'{key}' of a run is '{_OF_A_RUN[key]}' in a plan."
+    if key in verl_keys.COMMON and (ours := _OF_A_RUN.get(verl_keys.COMMON[key][0])) is not None:
+        return f"'{key}' is '{ours}' in a plan."
+    for section in ("", "actor_rollout_ref.", "actor_rollout_ref.actor.", "data.", "trainer."):
+        found = verl_keys.find(name := section + key)
+        if found is not None and found[0] == name and (ours := _OF_A_RUN.get(found[1].ours or "")) is not None:
+            return f"verl's '{name}' is '{ours}' in a plan{_MORE.get(ours, '')}."
+    return None
 
 
 class ModelPlan(Section):
@@ -74,6 +111,9 @@ class CheckpointPlan(Section):
 
 class PlanConfig(Section):
     """All keys of a plan, for the command line or a costs.yaml."""
+
+    elsewhere: ClassVar[Callable[..., str | None]] = staticmethod(_elsewhere)
+    """Returns a message with the equivalent of a key of verl or of a run."""
 
     steps: Annotated[int, Field(gt=0, le=100_000)] | None = None
     """Training steps; null takes the source's."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dataflow.distribution import Distribution
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 from dataflow.graph import Pipeline
 from dataflow.planning.planner import FEW
 from dataflow.planning.simulation.outcomes import Outcomes
@@ -41,7 +41,7 @@ class Placing:
     @property
     def words(self) -> str:
         """What it is, in a few words."""
-        servers = f"{self.servers} server{'s' * (self.servers > 1)}"
+        servers = counted(self.servers, "server")
         where = "the same GPUs as" if self.shared else "other GPUs than"
         return f"{servers} on {where} the {self.training} of training"
 
@@ -57,7 +57,7 @@ def placings(workload: Workload, gpus: int, outcomes: Outcomes | None = None) ->
     served = {agent: of for agent in workload.agents if (of := workload.service_of(agent).servers) is not None}
     if len(served) != 1 or POOL not in workload.pipeline.resources:
         raise ConfigError(
-            f"gpus={gpus}: the run has {len(served)} served reward models"
+            f"gpus={gpus}: the run has {counted(len(served), 'served reward model')}"
             + ("" if POOL in workload.pipeline.resources else " and a pool of GPUs each for trainer and engine")
             + "; a plan divides the GPUs between one model and one pool; leave gpus out."
         )
@@ -78,8 +78,8 @@ def sentences(workload: Workload, gpus: int, outcomes: Outcomes | None = None) -
     best, other = (shared, own) if shared.step_s <= own.step_s else (own, shared)
     name = "placement=colocated" if best.shared else "placement=own"
     return [
-        f"with {gpus} GPUs {name} is faster: {best.step_s:.4g} s a step ({best.policy}; {best.words}) against "
-        f"{other.step_s:.4g} s ({other.policy}; {other.words}), if stages speed up as their GPUs get more."
+        f"with {counted(gpus, 'GPU')} {name} is faster: {best.step_s:.4g} s a step ({best.policy}; {best.words}) "
+        f"against {other.step_s:.4g} s ({other.policy}; {other.words}), if stages speed up as their GPUs get more."
     ]
 
 

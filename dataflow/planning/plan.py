@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dataflow.drawing.duration import seconds as duration
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 from dataflow.planning.advice import LEAST, advise
 from dataflow.planning.config import WAKE_S, PlanConfig
 from dataflow.planning.drawing.chart import AS_LOGGED
@@ -25,6 +25,10 @@ FAR_OFF = 0.2
 _FAR_OFF = (
     "; this plan lacks something that the run waits for (compute_group and a user's own stages are not planned), or "
     "the run is so short that its start counts."
+)
+_ONE_STEP = (
+    "this source has one step, with the warm-up in it: it shows neither how much steps differ nor how far a prediction "
+    "may be off."
 )
 
 
@@ -93,7 +97,8 @@ class Plan:
         """Returns how large the planned job is, in words."""
         load = self.workload
         return (
-            f"{load.steps} steps of {load.prompts} x {load.responses} samples, {load.mini_batches} mini-batches, "
+            f"{counted(load.steps, 'step')} of {load.prompts} x {load.responses} samples, "
+            f"{counted(load.mini_batches, 'mini-batch', 'mini-batches')}, "
             f"{load.mean_s():.4g} s of GPU work a step"
         )
 
@@ -104,11 +109,12 @@ class Plan:
             return []
         policy, _seconds, steps = load.logged
         if self.replay is None:
-            return [f"{AS_LOGGED}: {logged:.4g} s a step over {steps} steps, not replayed: its policy is unknown."]
+            over = f"{logged:.4g} s a step over {counted(steps, 'step')}"
+            return [f"{AS_LOGGED}: {over}, not replayed: its policy is unknown."]
         off = self.replay.step_s / logged - 1
         lines = [
             f"{AS_LOGGED}: predicted {self.replay.step_s:.4g} s a step, logged {logged:.4g} s, {off:+.1%} "
-            f"({policy}, {steps} steps)" + (_FAR_OFF if abs(off) > FAR_OFF else "")
+            f"({policy}, {counted(steps, 'step')})" + (_FAR_OFF if abs(off) > FAR_OFF else "")
         ]
         same = next((row for row in self.rows if row.policy == policy), None)
         if same is not None and load.loop is not None:
@@ -179,6 +185,8 @@ def make_plan(source: str, arguments: Sequence[str], on_work: Callable[[str], No
     rest = [a for a in arguments if not a.startswith(("policy=", "sweep="))]
     on_work(f"reading {source}")
     workload, config = read_workload(source, rest)
+    if workload.measured_steps == 1:
+        workload = replace(workload, caution=f"{workload.caution} {_ONE_STEP}".lstrip())
     if config.gpus is None and (name := next((n for n, m in config.reward.models.items() if m.wake != WAKE_S), None)):
         raise ConfigError(f"reward.models.{name}.wake has no effect without gpus=N; give the number of GPUs in all.")
     for text in sweeps:
@@ -220,7 +228,7 @@ def _difference(load: Workload) -> str:
     if load.rewards != own.rewards:
         ways.append("with the reward service of this plan")
     if load.steps != own.steps and not ways:
-        ways.append(f"over {load.steps} steps")
+        ways.append(f"over {counted(load.steps, 'step')}")
     return " and ".join(ways) or "with the settings of this plan"
 
 

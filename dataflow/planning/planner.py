@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dataflow.errors import ConfigError, nearest
+from dataflow.errors import ConfigError, counted, nearest
 from dataflow.planning.simulation.outcomes import Job, Outcome, Outcomes
 from dataflow.planning.workload import Workload
 from dataflow.policy import PRESETS, SchedulingPolicy, divisors, preset
@@ -193,7 +193,9 @@ def parse_sweep(text: str, workload: Workload) -> tuple[str, tuple[float, ...]]:
     if knob == "mini_batches":
         values = [float(d) for d in divisors(workload.prompts) if low <= d <= high]
         if not values:
-            raise ConfigError(f"sweep={text}: no number from {low:g} to {high:g} divides {workload.prompts} prompts.")
+            raise ConfigError(
+                f"sweep={text}: no number from {low:g} to {high:g} divides {counted(workload.prompts, 'prompt')}."
+            )
         return knob, tuple(values)
     values = [low]
     while values[-1] * 2 < high:

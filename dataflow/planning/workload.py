@@ -127,6 +127,11 @@ class Workload:
         """The stages that use the reward service."""
         return Roles.of(self.pipeline)
 
+    @property
+    def measured_steps(self) -> int:
+        """Number of steps whose times were measured; 0 if they are drawn from distributions."""
+        return max((len(time.steps) for time in self.times.values() if isinstance(time, Measured)), default=0)
+
     @functools.cached_property
     def agents(self) -> dict[str, str]:
         """The reward agents: the stage that collects, by name of the agent; the first forms the parts.

@@ -14,7 +14,7 @@ from typing import Any
 from loguru import logger
 
 from dataflow.batch import Batch
-from dataflow.errors import DataflowError, RewardFailed
+from dataflow.errors import DataflowError, RewardFailed, counted
 from dataflow.rewards.failure import FailedShare, FailureRule
 from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.naming import MAIN, prefixed
@@ -349,7 +349,7 @@ class Steps:
 
 
 def _short_of_groups(state: StepRequests) -> str:
-    lost, can = f"{state.lost} groups failed", "reward.extra_groups can replace; raise it"
+    lost, can = f"{counted(state.lost, 'group')} failed", "reward.extra_groups can replace; raise it"
     if state.left_out:
         lost += f" and {state.left_out} were left out"
         can = "data.gen_batch_size and reward.extra_groups can replace; raise one"

@@ -14,7 +14,7 @@ from loguru import logger
 from dataflow.cluster.fork_server import ForkServer
 from dataflow.config.base import BaseConfig
 from dataflow.config.loading.saved import CONFIG, read_values
-from dataflow.errors import DataflowError, NotOffered, RunError
+from dataflow.errors import DataflowError, NotOffered, RunError, counted
 from dataflow.executors.base import Executor
 from dataflow.graph import TaskGraph
 from dataflow.policy import SchedulingPolicy, expand
@@ -324,8 +324,8 @@ class Attempt:
         most = self._config.checkpoint.max_failed
         if self._failed >= most:
             raise RunError(
-                f"the last {self._failed} checkpoints could not be written (checkpoint.max_failed={most}); make room "
-                f"in {self._record.directory}, then 'dataflow resume {self._record.directory}' continues it."
+                f"the last {counted(self._failed, 'checkpoint')} could not be written (checkpoint.max_failed={most}); "
+                f"make room in {self._record.directory}, then 'dataflow resume {self._record.directory}' continues it."
             )
 
     async def _show(self, runner: Runner) -> None:

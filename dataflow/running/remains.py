@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dataflow.errors import DataflowError
+from dataflow.errors import DataflowError, counted
 from dataflow.running.saving.checkpoints import CheckpointStore
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ def finish_killed(directory: Path, status: str, steps: int | None) -> str:
 
 def stopped(directory: Path, done: int, steps: int | None) -> str:
     """Returns the number of steps made, and how to draw the timeline, in words."""
-    of = "" if steps is None else f" of {steps}"
+    after = counted(done, "step") if steps is None else f"{done} of {counted(steps, 'step')}"
     draw = f"'dataflow timeline {directory} -o {directory}.html' draws what it did"
     saved = _saved(directory)
     resume = f"'dataflow resume {directory}' resumes from step {saved[-1]}, " if saved else ""
-    return f"stopped after {done}{of} steps; {resume}{draw if done else f'its files are in {directory}'}"
+    return f"stopped after {after}; {resume}{draw if done else f'its files are in {directory}'}"
 
 
 def _saved(directory: Path) -> list[int]:

@@ -12,7 +12,7 @@ from dataflow.config.base import BaseConfig, values_of
 from dataflow.config.loading.saved import CONFIG, Saved
 from dataflow.config.reward import sources_of
 from dataflow.config.run import RunConfig
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 from dataflow.files import nearest_path
 from dataflow.rewards.ledger.file import check_file
 from dataflow.rewards.naming import MAIN, file_of
@@ -58,7 +58,7 @@ class Complete:
     @property
     def words(self) -> str:
         """A sentence about it."""
-        return f"run '{self.directory}' is complete: {self.summary['steps']} steps"
+        return f"run '{self.directory}' is complete: {counted(self.summary['steps'], 'step')}"
 
 
 def began(

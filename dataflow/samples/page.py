@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.drawing.page import shell
+from dataflow.errors import counted
 from dataflow.files import replaced
 from dataflow.samples.files import Kind, Row, file_of, number, read, steps_in
 
@@ -115,7 +116,7 @@ def _count(keys: Sequence[tuple[int, int]], kind: Kind) -> str:
     steps = {step for step, _ in keys}
     what = "evaluation of step" if kind == "val" else "step"
     of = f"{what} {min(steps)}" if len(steps) == 1 else f"{len(steps)} steps"
-    return f"{len(keys)} group{'s' * (len(keys) != 1)} of {of}."
+    return f"{counted(len(keys), 'group')} of {of}."
 
 
 def _group(step: int, group: int, rows: Sequence[Row], kind: Kind) -> str:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from dataflow.errors import counted
 from dataflow.samples.files import Kind, Row, number
 
 WIDE = 100
@@ -33,7 +34,7 @@ def listing(
     what = "step" if kind == "step" else "evaluation after step"
     of = f"{what} {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps"
     groups = len({(row["step"], row["group"]) for row in rows})
-    words = [f"{of}: {len(rows)} sample{'s' * (len(rows) != 1)} in {groups} group{'s' * (groups != 1)}"]
+    words = [f"{of}: {counted(len(rows), 'sample')} in {counted(groups, 'group')}"]
     scores = [value for row in rows if (value := number(row.get("score"))) is not None]
     if scores:
         words.append(f"mean score {sum(scores) / len(scores):.3f}")

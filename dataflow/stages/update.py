@@ -10,7 +10,7 @@ from typing import Any
 
 from dataflow.batch import Batch
 from dataflow.engines.base import Critic, Trainer
-from dataflow.errors import RunError
+from dataflow.errors import RunError, counted
 from dataflow.graph import Latest, Stage, TaskInfo, stage
 from dataflow.stages.log_prob import bypassing
 
@@ -63,7 +63,7 @@ def staleness(task: TaskInfo, batch: Batch) -> int:
     lag = task.step - 1 - int(version)
     if not 0 <= lag <= task.max_staleness:
         raise RunError(
-            f"{task.stage}[{task.step}]: samples of weights version {version} are {lag} steps old, "
+            f"{task.stage}[{task.step}]: samples of weights version {version} are {counted(lag, 'step')} old, "
             f"the policy allows 0 to {task.max_staleness}."
         )
     return lag

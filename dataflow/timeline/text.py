@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dataflow.drawing.duration import seconds as duration
-from dataflow.errors import DataError
+from dataflow.errors import DataError, counted
 from dataflow.timeline.causes.attribution import Wait, exposed_waits, summary, waits_after
 from dataflow.timeline.causes.culprits import Culprit, culprits
 from dataflow.timeline.downtime import Axis
@@ -192,7 +192,7 @@ def title(trace: Trace) -> str:
     facts = summary(trace)
     status = trace.meta.get("status", "finished")
     count = trace.steps
-    text = f"{trace.meta.get('policy', 'run')}: {count} step{'s' * (count != 1)} in {_s(facts['wall_s'])} s"
+    text = f"{trace.meta.get('policy', 'run')}: {counted(count, 'step')} in {_s(facts['wall_s'])} s"
     if status != "finished":
         text += f" ({status})"
     if facts["not_running_s"]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.drawing.graph_picture import critical_path, draw_graph, stages
+from dataflow.drawing.graph_picture import Earlier, critical_path, draw_graph, earlier_values, stages
 from dataflow.errors import ConfigError
 from dataflow.graph import Carried, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand
@@ -79,9 +79,19 @@ def test_every_kind_of_picture_marks_it(tmp_path: Path, unrolled: bool) -> None:
     nodes = found.split(",")
     assert ends == list(itertools.pairwise(nodes)), "the links are those between the marked nodes"
     svg = (tmp_path / "g.svg").read_text()
-    assert "critical path" in svg
+    assert "critical path (all stages count as equally long)" in svg
+    assert "from another step" in svg
+    if not unrolled:
+        assert "actor of 1 + max_staleness steps before" in svg
+        assert "-.->|actor of 1 + max_staleness steps before|" in text
+    draw_graph(p, graph, tmp_path / "timed.svg", {"rollout": 1.0})
+    assert "critical path (by the times of the run)" in (tmp_path / "timed.svg").read_text()
     assert "#c00000" in svg
     assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_values_of_earlier_steps_are_shown_before_the_stages_that_read_them() -> None:
+    assert earlier_values(pipeline()) == {Earlier("update", "actor of 1 + max_staleness steps before"): ["rollout"]}
 
 
 def test_another_kind_is_refused_and_nothing_written(tmp_path: Path) -> None:

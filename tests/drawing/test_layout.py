@@ -64,3 +64,9 @@ def test_a_chain_is_straight_and_crossings_are_taken_out() -> None:
 
 def test_nothing_has_no_size() -> None:
     assert layered(nx.DiGraph(), {}, GAP).size == (0.0, 0.0)
+
+
+def test_a_node_that_nothing_leads_to_stands_just_before_its_reader() -> None:
+    graph = nx.DiGraph([(0, 1), (1, 2), ("late", 2)])
+    found = layered(graph, dict.fromkeys(graph, (20.0, 10.0)), GAP)
+    assert found.places["late"][0] == found.places[1][0]

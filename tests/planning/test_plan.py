@@ -111,6 +111,19 @@ def test_a_log_is_replayed_before_it_is_planned(log: str, capsys: pytest.Capture
     assert found["logged"]["predicted_step_s"] == pytest.approx(61, rel=0.05)
 
 
+@pytest.mark.slow
+def test_a_log_of_one_step_is_said_to_show_no_accuracy(log: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(log)
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    keys = ["prompts=8", "responses=2", "mini_batches=1", "reward.concurrency=4"]
+    assert main(["plan", log, *keys]) == 0
+    out = capsys.readouterr().out
+    assert "no policy is faster than baseline over one step; give steps=100" in out
+    assert out.startswith("caution: this source has one step, with the warm-up in it: it shows neither how much")
+    assert "1 step of 8 x 2 samples, 1 mini-batch, " in out
+    assert "(baseline, 1 step)" in out
+
+
 @pytest.mark.parametrize(
     ("key", "message"),
     [

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from dataflow.config.section import Beta, Section, Text
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 
 TORCH = "torch.optim"
 OPTIMIZERS = (
@@ -150,8 +150,8 @@ class TrainedConfig(Section):
         name, warmup = self.section, self.warmup_steps
         if warmup is not None and warmup > steps and warmup != default.warmup_steps:
             raise ConfigError(
-                f"{name}.warmup_steps={warmup}: the run has only {steps} steps (steps), so that {name}.lr is never "
-                "reached; give fewer."
+                f"{name}.warmup_steps={warmup}: the run has only {counted(steps, 'step')} (steps), so that "
+                f"{name}.lr is never reached; give fewer."
             )
         if self.fsdp_size is not None and world % self.fsdp_size:
             raise ConfigError(

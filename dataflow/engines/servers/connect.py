@@ -122,24 +122,43 @@ async def check(server: ServerProtocol, wanted: Wanted) -> About:
         ServerError: it does not answer.
         ConfigError: it has another model, tokenizer or vocabulary, or is not started as it must be.
     """
+    about = await check_settings(server, wanted.longest, wanted.sampling)
+    where = f"engine.urls: {server.client.url}"
     try:
-        about = await server.about()
-        where = f"engine.urls: {server.client.url}"
-        if about.longest is not None and about.longest < wanted.longest:
-            raise ConfigError(
-                f"{where} reads {about.longest} tokens, and a prompt with its response may have {wanted.longest}; "
-                "start it with a longer context, or lower data.max_prompt_length or engine.max_tokens."
-            )
-        _check_log_probs(about, wanted.sampling, where)
-        if about.cpu and not about.extended:
-            raise ConfigError(
-                f"{where} computes on a CPU, where vLLM's own reload keeps a part of the old weights; start it with "
-                f"--worker-extension-cls {EXTENSION} --logprobs-mode processed_logits."
-            )
         _check_shape(about, wanted.model, where)
         await _check_tokenizer(server, wanted, where)
     except ServerError as error:
         raise explained(server.client.url, error) from error
+    return about
+
+
+async def check_settings(server: ServerProtocol, longest: int, sampling: Sampling) -> About:
+    """Checks that a server is started as the run needs it, whatever its model is, and reports what it is.
+
+    Args:
+        server: the server.
+        longest, sampling: see :class:`Wanted`.
+
+    Raises:
+        ServerError: it does not answer.
+        ConfigError: it is not started as it must be.
+    """
+    try:
+        about = await server.about()
+    except ServerError as error:
+        raise explained(server.client.url, error) from error
+    where = f"engine.urls: {server.client.url}"
+    if about.longest is not None and about.longest < longest:
+        raise ConfigError(
+            f"{where} reads {about.longest} tokens, and a prompt with its response may have {longest}; "
+            "start it with a longer context, or lower data.max_prompt_length or engine.max_tokens."
+        )
+    _check_log_probs(about, sampling, where)
+    if about.cpu and not about.extended:
+        raise ConfigError(
+            f"{where} computes on a CPU, where vLLM's own reload keeps a part of the old weights; start it with "
+            f"--worker-extension-cls {EXTENSION} --logprobs-mode processed_logits."
+        )
     return about
 
 

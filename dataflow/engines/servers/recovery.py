@@ -12,7 +12,7 @@ from loguru import logger
 from dataflow.engines.servers.client import ServerError
 from dataflow.engines.servers.connect import Wanted, check, connect
 from dataflow.engines.servers.server import FREE_FAILURES, Server
-from dataflow.errors import ConfigError, RunError
+from dataflow.errors import ConfigError, RunError, counted
 
 QUIET_S = 30.0
 """Seconds without an answer of a server with requests in flight after which it is probed."""
@@ -120,8 +120,8 @@ class Recovery:
         """Sends a server's samples in flight to the others; returns True."""
         number = self._pool.on_given_up(server, error if isinstance(error, ServerError) else ServerError(str(error)))
         logger.warning(
-            f"rollout: server {server.url} gets no samples until it answers with the current weights: {error}; its "
-            f"{number} samples in flight are drawn elsewhere."
+            f"rollout: server {server.url} gets no samples until it answers with the current weights: {error}; "
+            f"{counted(number, 'sample')} in flight moved to other servers."
         )
         return True
 

@@ -6,7 +6,19 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dataflow.drawing.page import BUTTONS, FAINT, INK, LINE, bokeh_scripts, embedded, read_embedded, renumbered, shell
+from dataflow.drawing.page import (
+    BUTTONS,
+    FAINT,
+    INK,
+    LINE,
+    QUIET_FOCUS,
+    TOOLS,
+    bokeh_scripts,
+    embedded,
+    read_embedded,
+    renumbered,
+    shell,
+)
 from dataflow.drawing.style import HATCHED, WIDTH, cause_colours, columns_that_fit
 from dataflow.planning.drawing.chart import (
     BESIDE,
@@ -29,9 +41,29 @@ if TYPE_CHECKING:
 
 _HINT = "Point at a bar for its numbers. The tools at the right of a chart zoom and move it."
 _HINT_OF_SWEEPS = "Point at a marker for its numbers, too. A button switches a policy off in all panels."
+_LEAST = 360  # pixels: a sweep's chart is not squeezed below this width
 _TIP = '<div style="max-width: 34em; font: 12px/1.45 system-ui, sans-serif">@hover{safe}</div>'
 _SWITCH = "groups.forEach((group, i) => group.forEach((model) => { model.visible = cb_obj.active.includes(i) }))"
 _START = """
+// Labels of bars have a fixed width in pixels: the axis ends where the longest bar leaves room for its label.
+function fitted(doc) {
+  const bars = doc.get_model_by_name("bars"), ends = doc.get_model_by_name("bar-ends").data
+  const legend = doc.get_model_by_name("legend"), columns = legend.ncols
+  const pen = document.createElement("canvas").getContext("2d")
+  const widest = (texts, font) => { pen.font = font; return texts.map((text) => pen.measureText(text).width) }
+  const labels = widest(ends.text, "13px Helvetica, Arial, sans-serif")
+  const longest = Math.max(...widest(legend.items.map((item) => item.label.value), "12px Helvetica, Arial, sans-serif"))
+  const fit = () => {
+    const wide = bars.inner_width
+    if (!(wide > 0)) return
+    const needed = ends.x.map((x, i) => x * wide / Math.max(wide / 3, wide - labels[i] - 14))
+    bars.x_range.end = Math.max(...needed, 1.02 * Math.max(...ends.x)) || 1
+    legend.ncols = Math.max(1, Math.min(columns, Math.floor(wide / (longest + 50))))
+  }
+  fit()
+  bars.properties.inner_width.change.connect(fit)
+}
+
 async function start(item, themed) {
   await Bokeh.embed.embed_item(item, "plan")
   const doc = Bokeh.documents[Bokeh.documents.length - 1]
@@ -43,6 +75,8 @@ async function start(item, themed) {
   }
   theme()
   dark.addEventListener("change", theme)
+  fitted(doc)
+  quietFocus(document.getElementById("plan"))
   document.documentElement.dataset.ready = "yes"
 }
 """
@@ -59,6 +93,7 @@ def page(bars: Bars, panels: Sequence[Panel], title: str, words: Words | None = 
     """
     from bokeh.embed import json_item
     from bokeh.layouts import column, row
+    from bokeh.models import InlineStyleSheet
 
     across = (len(panels) if len(panels) <= 3 else 2) or 1
     styles = styles_of(panels)
@@ -67,7 +102,10 @@ def page(bars: Bars, panels: Sequence[Panel], title: str, words: Words | None = 
     figures = [charts.sweep(panel, styles, WIDTH / across) for panel in panels]
     if figures:
         rows.append(charts.switches(styles))
-    rows += [row(*figures[at : at + across], sizing_mode="stretch_width") for at in range(0, len(figures), across)]
+    for at in range(0, len(figures), across):
+        # On a narrow screen they stand below each other.
+        wrapped = InlineStyleSheet(css=":host { flex-wrap: wrap; }")
+        rows.append(row(*figures[at : at + across], sizing_mode="stretch_width", stylesheets=[wrapped]))
     item: Any = renumbered(json_item(column(*rows, sizing_mode="stretch_width")))
     body = (f"<h1>{html.escape(title)}</h1>\n" if title else "") + (words.above() if words else "")
     hint = f"{_HINT} {_HINT_OF_SWEEPS}" if panels else _HINT
@@ -77,7 +115,7 @@ def page(bars: Bars, panels: Sequence[Panel], title: str, words: Words | None = 
     body += words.below() if words else ""
     data = f"\n{embedded('item', item)}\n{embedded('themed', charts.themed)}\n"
     start = f"start({read_embedded('item')}, {read_embedded('themed')})"
-    return shell(title or "plan", body, f"{data}{bokeh_scripts()}\n<script>{_START}{start}\n</script>")
+    return shell(title or "plan", body, f"{data}{bokeh_scripts()}\n<script>{QUIET_FOCUS}{_START}{start}\n</script>")
 
 
 class _Charts:
@@ -136,7 +174,8 @@ class _Charts:
                              line_color="#6F6F6F")  # fmt: skip
         items.append(LegendItem(label={"value": "lower bound"}, renderers=[marks]))
         ends = [max(row.step_s, bound) for row, bound in zip(bars.rows, bars.bounds, strict=True)]
-        texts = made.text(x=ends, y=list(range(count)), text=bars.labels, x_offset=8, text_baseline="middle",
+        source = ColumnDataSource({"x": ends, "y": list(range(count)), "text": bars.labels}, name="bar-ends")
+        texts = made.text("x", "y", "text", source=source, x_offset=8, text_baseline="middle",
                           text_font_size="13px")  # fmt: skip
         self._theme(texts.glyph, "labels", text_color=INK)
         # Plain text: bokeh would set a name between dollar signs as TeX.
@@ -158,6 +197,7 @@ class _Charts:
         from bokeh.models import ColumnDataSource, FixedTicker, PlainText, Range1d
 
         made = self._figure(f"sweep-{panel.knob}-{len(self.themed)}", panel.knob, 400)
+        made.min_width = _LEAST
         made.x_range, made.y_range = Range1d(*panel.range), Range1d(0, panel.highest * 1.06)
         for line in panel.lines:
             style = styles[line.policy]
@@ -201,7 +241,7 @@ class _Charts:
         return buttons
 
     def _figure(self, name: str, title: str, height: int) -> figure:
-        from bokeh.models import BasicTickFormatter, PlainText, Title
+        from bokeh.models import BasicTickFormatter, InlineStyleSheet, PlainText, Title
         from bokeh.plotting import figure
 
         made = figure(
@@ -216,7 +256,7 @@ class _Charts:
             border_fill_color=None,
             outline_line_color=None,
         )
-        made.toolbar.logo = None
+        made.toolbar.update(logo=None, stylesheets=[InlineStyleSheet(css=TOOLS)])
         self._theme(made.title, f"{name}-title", text_color=INK)
         for axis, side in ((made.xaxis[0], "x"), (made.yaxis[0], "y")):
             axis.formatter = BasicTickFormatter(use_scientific=False)

@@ -50,7 +50,7 @@ class Words:
             if sentences
         ]
         cards += [card(title, _table(cells, {})) for title, cells in self.sweeps.items()]
-        return f'<section class="panel">{"".join(cards)}</section>'
+        return f'<section class="panel halves">{"".join(cards)}</section>'
 
 
 def _sentence(text: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.errors import ConfigError, DataError, nearest
+from dataflow.errors import ConfigError, DataError, counted, nearest
 from dataflow.graph import Pipeline
 from dataflow.planning.config import AgentPlan, ModelPlan, PlanConfig
 from dataflow.planning.rewards import Rewards, Validation
@@ -197,14 +197,14 @@ def _served(
         rewards = replace(rewards, concurrency=servers.replicas * servers.slots)
     way = "a batch of n" if time.batches else "a request beside n - 1 others"
     assumed.append(
-        f"model '{name}': {servers.replicas} server{'s' * (servers.replicas > 1)} of {servers.slots} requests, "
+        f"model '{name}': {counted(servers.replicas, 'server')} of {counted(servers.slots, 'request')}, "
         f"{rewards.concurrency} in flight in all; {way} takes {time.base:.3g} + {time.each:.3g} n seconds, as in the "
         "run."
     )
     before_n, n = Servers(name, before, slots, time).busiest(known), servers.busiest(rewards.concurrency)
     if time.known and n > 1.5 * before_n:
         assumed.append(
-            f"model '{name}': {n} requests in flight at a server are more than the {before_n} of the run; their "
+            f"model '{name}': {n:,} requests in flight at a server are more than the {before_n:,} of the run; their "
             "time is extrapolated."
         )
     if not time.known:

@@ -7,27 +7,28 @@ and at some steps validate (`testing`: generation and scoring) and save. The wor
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from dataflow.distribution import Distribution, parse_distribution
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 from dataflow.planning.config import CheckpointPlan, PlanConfig
 from dataflow.planning.costs import fit_latency, makespan
 from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.sources.guesses import examples, known_settings
+from dataflow.planning.sources.overlaps import HIDDEN_S, overlaps, shows_baseline
 from dataflow.planning.sources.scalars import Scalars, read_scalars
 from dataflow.planning.workload import CRITIC, Measured, Workload, after_rewards, grpo
 from dataflow.policy import check_batch
 
-# After a shorter wait the latency cannot be fitted: the rewards arrived during the log-probs.
-HIDDEN_S = 1.0
-# Warm-up lengthens a first step by less; in the published runs the ratio is 1.3 and 1.7 with overlap, 1.0 without.
-_OVERLAPPED = 1.15
 # The waits of a published baseline give its known latency within 2%; those of its mini-batch run, 78% of it.
 _QUICK = 0.9
+_BASELINE = "the log is of a baseline: its loop waits for all rewards of a step before the update"
+_UNSHOWN = (
+    "; its waits do not show whether that is so, and a run that updates on mini-batches as they arrive looks like one "
+    "with quicker rewards."
+)
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
@@ -54,10 +55,8 @@ def workload(path: Path, config: PlanConfig) -> Workload:
 def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     testing, saving = _every(found, "testing"), _every(found, "save_checkpoint")
     log = _from_one(found)
-    caution = _already_overlaps(log)
-    assumed = (
-        [] if caution else ["the log is of the baseline: its loop waits for all rewards of a step before the update."]
-    )
+    caution = overlaps(log)
+    assumed = [] if caution else [_BASELINE + ("." if shows_baseline(log) else _UNSHOWN)]
     config = known_settings(path, config, assumed)
     needed, counted = examples(log, config)
     if caution:
@@ -137,30 +136,6 @@ def _from_one(log: Scalars) -> Scalars:
     return Scalars(log.path, columns)
 
 
-def _already_overlaps(log: Scalars) -> str:
-    """Returns the sign that a log's run trained on samples of an earlier step; "" if there is none.
-
-    In such a run, rewards come in part beside the work of the step before: the first step, which has none before it,
-    waits longer than the others, and one that follows a validation hardly waits.
-    """
-    waits = log.series("timing_s/adv")
-    later = [seconds for step, seconds in waits.items() if step > 1]
-    if len(later) < 3 or (usual := statistics.median(later)) < HIDDEN_S:
-        return ""
-    after = [waits[step + 1] for step in log.series("timing_s/testing") if step and step + 1 in waits]
-    signs = []
-    if waits.get(1, 0.0) > _OVERLAPPED * usual:
-        signs.append(f"its first step {waits[1]:.0f} s")
-    if after and statistics.median(after) < usual / 2:
-        signs.append(f"those after a validation {statistics.median(after):.0f} s")
-    if not signs:
-        return ""
-    return (
-        f"this log is of a run that overlaps steps already, not of a baseline: steps usually wait {usual:.0f} s for "
-        f"rewards (timing_s/adv), {' and '.join(signs)}. Its waits do not show how long rewards take."
-    )
-
-
 def _too_quick(config: PlanConfig, rewards: Rewards) -> str:
     """Returns the sign that a log waits too short for the latency that the user gave; "" if it does not."""
     if config.reward.latency is None:
@@ -237,11 +212,16 @@ def _rewards(
         shape = distribution or parse_distribution("uniform:0:2")
         rewards = Rewards(shape, concurrency, spec.rpm)
         distribution = fit_latency(rewards, groups, responses, wait, config.seed)
-        what = f"reward.latency={spec.latency} (mean {shape.mean:.2f} s)" if spec.latency else "reward.latency"
+        seen = (
+            f"the log's rewards take {wait:.1f} s a step; with {counted(concurrency, 'request')} in flight, that is "
+            f"{distribution.mean:.2f} s a request on average"
+        )
         assumed.append(
-            f"{what} is fitted to the log: a step's rewards took {wait:.1f} s, which {concurrency} in flight make "
-            f"of a mean of {distribution.mean:.2f} s ({distribution})"
-            + ("; reward.fit=false takes reward.latency as given." if spec.latency else ".")
+            f"{seen}, so reward.latency={spec.latency} (average {shape.mean:.2f} s) is scaled to it: {distribution} "
+            "(reward.fit=false leaves it as it is)."
+            if spec.latency
+            else f"{seen}; they are taken to spread evenly between 0 and {2 * distribution.mean:.1f} s "
+            "(reward.latency=... says how they do)."
         )
     scattered = config.balance_batch is not False
     return Rewards(distribution, concurrency, spec.rpm, spec.agent, scattered), request
@@ -269,7 +249,7 @@ def _validation(
     if samples:
         assumed.append(
             f"of a validation's {logged:.1f} s (timing_s/testing) {min(scoring, logged):.1f} s are scoring "
-            f"{samples} samples, the rest generation."
+            f"{counted(samples, 'sample')}, the rest generation."
         )
     else:
         assumed.append("a validation's time is all generation (validation.samples=... tells its scoring apart).")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 from dataflow.rewards.judge.errors import JudgeError
 
 CHARACTERS = 4
@@ -86,7 +86,7 @@ class Budget:
 
     def _spent(self, what: str, key: str) -> BudgetSpent:
         guess = f" ({self.tokens_estimated:,} tokens estimated)" if self.tokens_estimated else ""
-        message = f"the judge's budget is spent: {what}{guess} after {self._calls_before + self.calls:,} calls"
+        message = f"the judge's budget is spent: {what}{guess} after {counted(self._calls_before + self.calls, 'call')}"
         return BudgetSpent(
             message,
             retry=False,

@@ -32,6 +32,7 @@ from zlib import crc32
 
 from loguru import logger
 
+from dataflow.errors import counted
 from dataflow.rewards.limits.endpoint_queue import EndpointQueue
 from dataflow.rewards.limits.health_check import HealthCheck, brief, health_of
 from dataflow.rewards.limits.limits import Limits
@@ -277,9 +278,9 @@ class Router:
         """Ejects a server that does not answer its health check, or whose calls all fail."""
         why = await self._health.failure(server.health)
         if why or server.failures >= FAILURES:
-            why = why or f"{server.failures} calls in a row failed, the last with {brief(error)}"
+            why = why or f"{counted(server.failures, 'call')} in a row failed, the last with {brief(error)}"
             calls = tuple(server.calls)
-            then = f"its {len(calls)} calls in flight go to other servers"
+            then = f"{counted(len(calls), 'call')} in flight moved to other servers"
             self._eject(server, f"until it answers GET /health: {why}; {then}")
             now = asyncio.get_running_loop().time()
             for call in calls:
@@ -288,7 +289,7 @@ class Router:
 
     def _leave_out(self, server: _Server) -> None:
         """Ejects a server that answers badly while another one answers well."""
-        why = f"{server.bad} calls in a row failed here and not elsewhere, the last with {server.last_error}"
+        why = f"{counted(server.bad, 'call')} in a row failed here and not elsewhere, the last with {server.last_error}"
         self._eject(server, f"for some seconds: {why}")
         self._watch(server, partial(self._probe_until_answered, server))
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEVICES = Path("/dev")
@@ -64,8 +64,9 @@ def plan_gpus(wanted: Mapping[str, Wanted], needed: int, gpus: Sequence[str]) ->
     taken = sum(each.servers * each.gpus for each in wanted.values() if each.own)
     if needed + taken > len(gpus):
         raise ConfigError(
-            f"reward.models: the servers need {taken} GPUs and trainer and engine {needed}, and this machine has "
-            f"{len(gpus)}; lower replicas or tensor_parallel, or give placement=colocated or the url of other servers."
+            f"reward.models: the servers need {counted(taken, 'GPU')} and trainer and engine {needed}, and this "
+            f"machine has {len(gpus)}; lower replicas or tensor_parallel, or give placement=colocated or the url of "
+            "other servers."
         )
     # Of more GPUs than it needs Ray would choose some, maybe others than those of the colocated servers.
     left = len(gpus) - taken if all(each.own for each in wanted.values()) else needed
@@ -73,8 +74,8 @@ def plan_gpus(wanted: Mapping[str, Wanted], needed: int, gpus: Sequence[str]) ->
     for name, each in wanted.items():
         if not each.own and each.servers * each.gpus > needed:
             raise ConfigError(
-                f"reward.models.{name}.placement=colocated: its servers need {each.servers * each.gpus} GPUs, and "
-                f"trainer and engine have {needed}; lower replicas or tensor_parallel."
+                f"reward.models.{name}.placement=colocated: its servers need {counted(each.servers * each.gpus, 'GPU')}"
+                f", and trainer and engine have {needed}; lower replicas or tensor_parallel."
             )
         place = own if each.own else run
         begins = range(0, each.servers * each.gpus, each.gpus)

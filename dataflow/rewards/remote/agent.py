@@ -26,7 +26,7 @@ from dataflow.batch import Batch
 from dataflow.cluster.answer import cause, died, fetch, last_words
 from dataflow.cluster.log import Lines, log_lines
 from dataflow.cluster.pickling import pickled
-from dataflow.errors import ConfigError, RewardFailed
+from dataflow.errors import ConfigError, RewardFailed, counted
 from dataflow.rewards.filter import GroupFilter
 from dataflow.rewards.limits.server import Address
 from dataflow.rewards.limits.shared import start_limits
@@ -303,7 +303,9 @@ class RemoteAgent:
 
         self._deaths += 1
         owed, halt = shard.owed, self.steps.halt
-        words = f"the actor of reward agent '{shard.name}' died with {owed} groups to come ({last_words(error)})"
+        words = (
+            f"the actor of reward agent '{shard.name}' died with {counted(owed, 'group')} to come ({last_words(error)})"
+        )
         if self.steps.halted is not None:
             return False
         if owed and not self._facts.ledger:

@@ -19,6 +19,7 @@ from dataflow.rewards.judge.probe import check_judge
 from dataflow.rewards.models.gpus import visible_gpus
 from dataflow.rewards.naming import keyed
 from dataflow.running.preparing.check import Check, Checks
+from dataflow.running.preparing.cluster import check_cluster
 from dataflow.running.preparing.machine import GIB, GpuMemory, cpu_memory, free_disk, gpu_memory
 from dataflow.running.preparing.memory import Need, Part, gib, need_of, peak, shown
 from dataflow.running.preparing.preparation import Preparation
@@ -72,6 +73,8 @@ class Needs:
             if judge.url is not None and name in prepared.right:
                 yield Check("judge" if len(prepared.judges) == 1 else f"judge of {name}", partial(self._judge, name))
         gpus = gpus_of(prepared.hosts.values())
+        if config.executor == "ray" and config.ray.address is not None:
+            yield Check("cluster", lambda: check_cluster(config, prepared.hosts))
         if gpus and config.ray.address is None:
             yield Check("GPUs", lambda: check_count(gpus, len(visible_gpus())))
         if not isinstance(config, RunConfig) or not prepared.hosts:

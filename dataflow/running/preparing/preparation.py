@@ -14,7 +14,7 @@ from dataflow.config.base import BaseConfig
 from dataflow.config.loading.pipeline_file import inputs_of, pipeline_of
 from dataflow.config.reward import JudgeConfig, rule_of, source_of
 from dataflow.config.run import RunConfig
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, counted
 from dataflow.graph import Hosted, TaskGraph
 from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
 from dataflow.rewards.naming import JUDGE
@@ -23,6 +23,7 @@ from dataflow.running.auto import load_schedule
 from dataflow.running.directory import check_directory
 from dataflow.running.preparing.check import Check, Checks
 from dataflow.running.preparing.prompts import Prompts
+from dataflow.running.preparing.toy import toy_settings
 from dataflow.running.reporting.progress import Progress
 from dataflow.running.reporting.tracking import check_backends
 from dataflow.running.services.hosting import REWARD, check_engine
@@ -138,6 +139,13 @@ class Preparation:
             if directory := config.engine.weights_dir:
                 yield Check("weights directory", partial(check_weights_directory, directory))
             yield Check("servers", lambda: check_rollout_servers(config, self._patience_s))
+        if isinstance(config, RunConfig):
+            yield Check("defaults", self._warn)  # the last, so that wrong input gives one sentence
+
+    def _warn(self) -> None:
+        assert isinstance(self.config, RunConfig)
+        for sentence in toy_settings(self.config):
+            logger.warning(sentence)
 
     def _check_directory(self) -> str:
         check_directory(self.config)
@@ -146,10 +154,11 @@ class Preparation:
     def _build(self) -> str:
         pipeline, policy = self.expand().pipeline, self.policy
         check_nodes(self.config, pipeline.hosts())
-        stages = f"{len(pipeline.stages)} stages, {self.config.steps} steps under {self.config.policy.preset}"
+        stages = f"{counted(len(pipeline.stages), 'stage')}, {counted(self.config.steps, 'step')}"
+        stages += f" under {self.config.policy.preset}"
         if self.config.policy.auto:
             return stages
-        parts = "1 part" if policy.split == 1 else f"{policy.split} parts"
+        parts = counted(policy.split, "part")
         return f"{stages} ({parts}, max_staleness {policy.max_staleness})"
 
     def _check_models(self) -> str | None:
@@ -186,7 +195,7 @@ class Preparation:
         custom, options = source_of(self.config, name).custom, host.options["options"]
         judge = "a stand-in for the judge" if name in self.stand_ins else "the judge"
         scorer = custom.name if custom.path else judge if name in self.judges else host.options["default"]["target"]
-        return f"{scorer}, {options.concurrency} requests in flight"
+        return f"{scorer}, {counted(options.concurrency, 'request')} in flight"
 
     def _take(self, found: Mapping[str, Callable[[int], Any]]) -> None:
         """Keeps the pipeline's input fields: those of ``inputs(config)``, and the prompts of a run with a model.

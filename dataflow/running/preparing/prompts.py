@@ -11,7 +11,7 @@ from loguru import logger
 
 from dataflow.config.base import BaseConfig
 from dataflow.config.run import ModelConfig, RunConfig
-from dataflow.errors import ConfigError, DataError, NotChecked
+from dataflow.errors import ConfigError, DataError, NotChecked, counted
 from dataflow.models.processor import takes_images
 from dataflow.rewards.naming import MAIN
 from dataflow.rewards.user.build import build_manager, scores_alone
@@ -77,7 +77,7 @@ class Prompts:
 
         self._problems = read_problems(self._config.data)
         train, val = self._problems
-        return f"{train.name}: {len(train.rows):,} rows; {val.name}: {len(val.rows):,}"
+        return f"{train.name}: {counted(len(train.rows), 'row')}; {val.name}: {len(val.rows):,}"
 
     def _settle(self) -> str:
         settle(self._config, self._progress)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.config.loading.saved import CONFIG, read_values
-from dataflow.errors import ConfigError, nearest
+from dataflow.errors import ConfigError, counted, nearest
 from dataflow.running.reporting.tracking import METRICS, read_metrics
 from dataflow.running.saving.checkpoints import Checkpoint, CheckpointStore
 
@@ -123,8 +123,9 @@ def card(run: Path, values: Mapping[str, Any], step: int, *, adapter: bool = Fal
         f"policy {policy.get('preset')} (staleness at most {policy.get('max_staleness')})"
         + (f", as a LoRA adapter of rank {lora}{'' if adapter else ', which is merged here'}." if lora else "."),
         "",
-        f"- Training data: {data.get('train') or 'generated word problems'}; {data.get('prompts')} prompts a step, "
-        f"{(values.get('engine') or {}).get('n')} responses each.",
+        f"- Training data: {data.get('train') or 'generated word problems'}; "
+        f"{counted(data.get('prompts') or 0, 'prompt')} a step, "
+        f"{counted((values.get('engine') or {}).get('n') or 0, 'response')} each.",
         f"- Seed {values.get('seed')}; pipeline file SHA-256 `{origin.get('sha256')}`"
         + (f", git revision `{origin['revision']}`." if "revision" in origin else "."),
         f"- Versions: {', '.join(f'{name} {of}' for name, of in (origin.get('versions') or {}).items())}.",

@@ -82,7 +82,7 @@ def check_rollout_servers(config: Any, patience_s: float | None) -> str:
 
     Raises:
         ConfigError: one does not answer, or cannot serve the run, or other files are where the weights shall be.
-        NotChecked: the model of the run is still to be made.
+        NotChecked: they answer, but the model of the run, which theirs is compared with, is still to be made.
     """
     from dataflow.engines.servers.probe import check_servers
     from dataflow.engines.servers.weights_files import check_directory
@@ -90,10 +90,16 @@ def check_rollout_servers(config: Any, patience_s: float | None) -> str:
     if own := _weights_directory(config):
         check_directory(Path(own))
     draw, model = config.engine, config.model.path
-    if model is None or not Path(model, "config.json").is_file():
-        raise NotChecked("what the servers serve is compared with the model of model.path, which is not there yet")
+    here = model is not None and Path(model, "config.json").is_file()
     wait_s = draw.server_wait if patience_s is None else patience_s
-    return check_servers(draw.urls, draw.api_key_env, model, _longest(config), _sampling(config), wait_s)
+    found = check_servers(
+        draw.urls, draw.api_key_env, model if here else None, _longest(config), _sampling(config), wait_s
+    )
+    if not here:
+        raise NotChecked(
+            f"they answer ({found}); what they serve is compared with the model of model.path, which is not there yet"
+        )
+    return found
 
 
 def _sampling(config: Any) -> Sampling:

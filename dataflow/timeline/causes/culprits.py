@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dataflow.errors import counted
 from dataflow.timeline.agents import causes_of
 from dataflow.timeline.causes.attribution import Wait, exposed_waits, waits_after
 from dataflow.timeline.spans import POOLS, Mark, Trace
@@ -51,9 +52,9 @@ class Culprit:
         if facts.get("tries", 1) > 1:
             words.append(f"{facts['tries']} tries")
         if throttled := facts.get("throttled"):
-            words.append(f"throttled {throttled} time{'s' * (throttled != 1)}")
+            words.append(f"throttled {counted(throttled, 'time')}")
         if resent := facts.get("resent"):
-            words.append(f"sent to another server {resent} time{'s' * (resent != 1)}")
+            words.append(f"sent to another server {counted(resent, 'time')}")
         if "queued_s" in facts:
             words.append(f"queued {facts['queued_s']:.1f} s")
             if (last := _QUEUED_FOR.get(facts.get("held_by", ""))) is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dataflow.drawing.page import BUTTONS
+from dataflow.drawing.page import BUTTONS, TOOLS
 from dataflow.drawing.style import contrast
 from dataflow.timeline.downtime import CUT
 from dataflow.timeline.page.looks import MARKS, PATH, SLIDER, causes, palettes, themed
@@ -128,6 +128,7 @@ def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], pa
         CustomJSHover,
         FixedTicker,
         HoverTool,
+        InlineStyleSheet,
         Label,
         PanTool,
         PlainText,
@@ -158,7 +159,7 @@ def _main(sheet: Sheet, sources: Mapping[str, Any], views: Mapping[str, Any], pa
         min_border_left=76,
         x_axis_label="seconds from the first task" + (f"; {CUT}" if sheet.downtimes["at"] else ""),
     )
-    made.toolbar.logo = None
+    made.toolbar.update(logo=None, stylesheets=[InlineStyleSheet(css=TOOLS)])
     middles = [(row.top + row.bottom) / 2 for row in sheet.rows]
     made.yaxis.update(
         name="resources",

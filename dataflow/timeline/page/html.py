@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from dataflow.drawing.page import bokeh_scripts, embedded, read_embedded, renumbered, shell
+from dataflow.drawing.page import QUIET_FOCUS, bokeh_scripts, embedded, read_embedded, renumbered, shell
 from dataflow.drawing.style import colours
 from dataflow.errors import DataError
 from dataflow.files import replaced
@@ -95,7 +95,7 @@ def text(
     samples = {name: str(of["samples"]) for name, of in facts.items() if "samples" in of}
     data = f"{embedded('item', item)}\n{embedded('facts', script_facts(drawn, colour, samples))}"
     start = f"timeline.start({read_embedded('item')}, {read_embedded('facts')}, {'true' if live else 'false'})"
-    scripts = f"{bokeh_scripts()}\n<script>\n{_asset('page.js')}{start}\n</script>"
+    scripts = f"{bokeh_scripts()}\n<script>{QUIET_FOCUS}</script>\n<script>\n{_asset('page.js')}{start}\n</script>"
     return _shell(title, "\n".join(parts) + f"\n{data}\n{scripts}", version)
 
 

@@ -97,6 +97,7 @@ const timeline = (() => {
 
   let chosen = null // per span, 1 if it passes the filters; null for all
   let passed = {} // source -> rows that pass the filters
+  let drawn = [0, Infinity] // seconds in which bars are drawn
   const dense = { spans: false, steps: false } // too many to distinguish at this zoom
   let waiting = false
   let shownRequests = [] // rows of the requests that are drawn
@@ -116,6 +117,7 @@ const timeline = (() => {
     const range = model("seconds-range"), wide = model("chart").inner_width
     if (!(wide > 0)) return
     const scale = wide / (range.end - range.start), d = columns("spans")
+    cull(range, d)
     const x = [], y = [], text = [], ink = []
     let seen = 0
     for (let i = 0; i < d.begin.length; i++) {
@@ -133,7 +135,7 @@ const timeline = (() => {
       ink.push(onPath && !onPath.has(d.run[i] + task(d, i)) ? "#888888" : facts.ink[d.stage[i]])
     }
     model("labels").data = { x, y, text, ink }
-    number(scale)
+    number(range, scale)
     gaps(range, scale)
     cuts(scale)
     thin(range, wide)
@@ -143,6 +145,17 @@ const timeline = (() => {
       dense.spans = crowded
       theme()
     }
+  }
+
+  // Leaves out bars far from the visible range, as bokeh would draw them, too. Nearby ones are kept, so that not each
+  // move changes what is drawn.
+  function cull(range, d) {
+    const wide = range.end - range.start, [from, to] = drawn
+    if (range.start >= from && range.end <= to && to - from <= 8 * wide) return
+    drawn = [range.start - 1.5 * wide, range.end + 1.5 * wide]
+    const all = drawn[0] <= 0 && drawn[1] >= facts.longest, shown = passed.spans
+    const near = (i) => d.end[i] >= drawn[0] && d.begin[i] <= drawn[1]
+    model("spans-shown").indices = all ? shown ?? null : (shown ?? [...d.begin.keys()]).filter(near)
   }
 
   function thin(range, wide) {
@@ -169,11 +182,12 @@ const timeline = (() => {
     }
   }
 
-  function number(scale) {
+  function number(range, scale) {
     const d = columns("steps"), x = [], y = [], text = []
-    const last = {} // run -> pixels of the number before
+    const last = {} // run -> pixels of the number before, or of the chart's left end
     for (const i of passed.steps ?? d.at.keys()) {
-      const at = d.at[i] * scale, before = last[d.run[i]] ?? 0
+      if (d.at[i] > range.end) continue
+      const at = d.at[i] * scale, before = last[d.run[i]] ?? range.start * scale
       const long = "step " + d.step[i], short = "" + d.step[i]
       const word = at - before > 6.6 * long.length + SMALLEST ? long : short
       if (at - before < 6.6 * word.length + SMALLEST / 2) continue
@@ -235,10 +249,11 @@ const timeline = (() => {
     for (const i of model("stages").active) stages[i] = true
     for (const name of ["spans", "path", "waits", "requests", "steps"]) {
       const found = passed[name] = passing(name, steps, stages)
-      model(name + "-shown").indices = found
-      if (name === "spans") {
+      if (name !== "spans") model(name + "-shown").indices = found
+      else {
         chosen = new Uint8Array(columns("spans").step.length)
         for (const i of found) chosen[i] = 1
+        drawn = [0, -1] // so that cull chooses again
       }
     }
     relabel()
@@ -393,6 +408,7 @@ const timeline = (() => {
     aloud()
     addEventListener("keydown", press)
     const place = document.getElementById("timeline")
+    quietFocus(place)
     place.addEventListener("pointermove", (event) => { pointer = event.clientX })
     place.addEventListener("pointerleave", () => { pointer = null })
     document.getElementById("help").addEventListener("click", help)

@@ -12,6 +12,7 @@ from typing import Any
 from dataflow.drawing.duration import seconds
 from dataflow.drawing.page import card, table
 from dataflow.drawing.style import cause_colours
+from dataflow.errors import counted
 from dataflow.timeline.agents import agents_of, causes_of
 from dataflow.timeline.causes.culprits import Culprit, culprits, place_of
 from dataflow.timeline.downtime import Axis
@@ -135,7 +136,7 @@ def notes(trace: Trace, live: bool = False) -> str:
 def headline(trace: Trace, numbers: Numbers) -> str:
     """Returns a summary of a run in a few sentences: its time, busy share and waits."""
     wall, steps = numbers["wall_s"], trace.steps
-    words = [f"<b>{steps} step{'s' * (steps != 1)}</b> in <b>{seconds(wall)}</b>, {seconds(numbers['step_s'])} a step."]
+    words = [f"<b>{counted(steps, 'step')}</b> in <b>{seconds(wall)}</b>, {seconds(numbers['step_s'])} a step."]
     pools = trace.pools
     if pools and wall > 0:
         busy = " and ".join(f"<b>{escape(p)}</b> busy <b>{numbers['busy'][p]:.0%}</b>" for p in pools)
@@ -280,7 +281,7 @@ def _staleness(trace: Trace) -> str:
     if not counts:
         return ""
     total = sum(counts.values())
-    rows = [[f"{n} step{'s' * (n != 1)} old", str(counts[n]), _meter(counts[n] / total)] for n in sorted(counts)]
+    rows = [[f"{counted(n, 'step')} old", str(counts[n]), _meter(counts[n] / total)] for n in sorted(counts)]
     return card("staleness", table(["samples were", "updates", "share"], rows))
 
 

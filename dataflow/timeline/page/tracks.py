@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from dataflow.errors import counted
 from dataflow.timeline.causes.attribution import Wait
 from dataflow.timeline.causes.culprits import Culprit, culprits, last_requests, place_of
 from dataflow.timeline.downtime import Axis
@@ -192,7 +193,7 @@ class _Run:
         samples, optional = rest.pop("samples", None), rest.pop("optional", False)
         rest.pop("staleness", None)
         if times := rest.pop("emitted_s", ()):
-            rest["emitted"] = f"in {len(times)} chunks, from {self.at(times[0]):.2f} s on"
+            rest["emitted"] = f"in {counted(len(times), 'chunk')}, from {self.at(times[0]):.2f} s on"
         if span.resource in self.asked and not optional:
             rest["requests"] = tries.get((span.step, span.part if span.parts > 1 else -1), "none of its own")
         if optional:

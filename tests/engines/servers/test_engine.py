@@ -228,6 +228,7 @@ def test_servers_are_checked_before_a_start(paths: list[str]) -> None:
         urls = [server.url for server in servers]
         said = check_servers(urls, None, paths[0], P + R, SAMPLING, 5.0)
         assert said == "2 x vLLM 0.31.0; 1 x SGLang 0.5.6"
+        assert check_servers(urls, None, None, P + R, SAMPLING, 5.0) == said
         servers[2].stop()
         with pytest.raises(ConfigError, match=rf"engine\.urls: {urls[2]} does not answer within 0\.2 s \(.*refused"):
             check_servers(urls, None, paths[0], P + R, SAMPLING, 0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 from dataflow.errors import ConfigError, DataError, PolicyError
 from dataflow.planning.planner import predict
 from dataflow.planning.simulation.simulate import simulate
+from dataflow.planning.sources.overlaps import overlaps, shows_baseline
 from dataflow.planning.sources.read import read_workload
+from dataflow.planning.sources.scalars import read_scalars
 from dataflow.planning.workload import Measured, Workload
 from dataflow.policy import preset
 
@@ -68,12 +71,12 @@ def test_a_baseline_is_predicted_as_it_was_logged(log: str) -> None:
 def test_the_latency_is_fitted_to_the_waits_and_said(log: str) -> None:
     given, _ = read_workload(log, [*NEEDED, "reward.latency=9"])
     assert given.rewards.latency.mean == pytest.approx(10.0)
-    assert any("reward.latency=9 (mean 9.00 s) is fitted" in sentence for sentence in given.assumptions)
+    assert any("so reward.latency=9 (average 9.00 s) is scaled to it" in sentence for sentence in given.assumptions)
     taken, _ = read_workload(log, [*NEEDED, "reward.latency=9", "reward.fit=false"])
     assert taken.rewards.latency.mean == 9.0
-    assert not any("fitted" in sentence for sentence in taken.assumptions)
+    assert not any("scaled" in sentence for sentence in taken.assumptions)
     unknown, _ = read_workload(log, NEEDED)
-    assert any("reward.latency is fitted to the log" in sentence for sentence in unknown.assumptions)
+    assert any("a request on average; they are taken to spread evenly" in sentence for sentence in unknown.assumptions)
     assert total(unknown, "baseline") == pytest.approx(total(given, "baseline"), rel=0.15)
 
 
@@ -114,6 +117,14 @@ def test_a_validation_is_generation_and_scoring(log: str) -> None:
         ((*NEEDED[:3], "reward.concurrency=0"), "reward.concurrency=0: give a number greater than 0"),
         ((*NEEDED, "reward.latency=unifrom:1:40"), "no distribution is named 'unifrom'; did you mean 'uniform'?"),
         ((*NEEDED, "reward.latncy=3"), "unknown key 'reward.latncy'; did you mean 'reward.latency'?"),
+        (("rollout.n=5",), "unknown key 'rollout.n'; verl's 'actor_rollout_ref.rollout.n' is 'responses' in a plan."),
+        (("data.train_batch_size=8",), "verl's 'data.train_batch_size' is 'prompts' in a plan."),
+        (("engine.n=8",), "'engine.n' of a run is 'responses' in a plan."),
+        (("train_batch_size=8",), "'train_batch_size' is 'prompts' in a plan."),
+        (
+            ("actor_rollout_ref.actor.ppo_mini_batch_size=8",),
+            "is 'mini_batches' in a plan: data.train_batch_size / ppo_mini_batch_size.",
+        ),
         ((*NEEDED, "reward.agent=per_step"), "did you mean 'per-step'?"),
         ((*NEEDED, "reward.rpm=1"), "requests a step cannot be answered in the 40 s"),
         ((*NEEDED, "stages.rollout=3"), "a verl log holds the times of its stages"),
@@ -267,6 +278,45 @@ def test_a_log_that_has_overlapped_is_said_to_be_no_baseline(name: str, tmp_path
     assert workload.rewards.latency.mean == 7
     assert workload.logged == ("", 60.0 * steps, steps)
     assert workload.loop is None
+
+
+def of_updates(path: Path, mini_batches: int, steps: int) -> str:
+    """Writes a log whose rewards take 100 s, give or take 1, in a run that updates on mini-batches as they arrive."""
+    draw = random.Random(3)
+    updates = [40 + draw.uniform(-4, 4) for _ in range(steps)]
+    hidden = [update * (mini_batches - 1) / mini_batches for update in updates]
+    waits = [100 - 5 - each + draw.gauss(0, 1) for each in hidden]
+    columns: dict[str, list[object]] = {"gen": [10] * steps, "old_log_prob": [5] * steps, "adv": [*waits]}
+    return write(path, {**columns, "update_actor": [*updates], "step": [155] * steps})
+
+
+@pytest.mark.parametrize(("mini_batches", "steps"), [(1, 40), (1, 9), (2, 40), (4, 40), (4, 9)])
+def test_a_log_of_mini_batches_is_recognised_where_its_steps_show_it(
+    mini_batches: int, steps: int, tmp_path: Path
+) -> None:
+    path = of_updates(tmp_path / "a.csv", mini_batches, steps)
+    keys = ["prompts=8", "responses=2", f"mini_batches={mini_batches}", "reward.concurrency=4"]
+    if mini_batches > 1 and steps > 9:
+        with pytest.raises(ConfigError, match="this log is of a run that updates on mini-batches") as error:
+            read_workload(path, keys)
+        assert "give reward.latency=uniform:1:40" in str(error.value)
+        workload, _config = read_workload(path, [*keys, "reward.latency=25"])
+        assert workload.rewards.latency.mean == 25
+        assert workload.logged is not None
+        assert workload.logged[0] == ""
+        return
+    workload, _config = read_workload(path, keys)
+    assert not workload.caution
+    unknown = "a run that updates on mini-batches as they arrive looks like one with quicker rewards"
+    assert any(unknown in sentence for sentence in workload.assumptions) == (steps == 9)
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the published logs are not beside this checkout")
+@pytest.mark.parametrize("policy", ["baseline", "mini-batch", "off-policy", "both"])
+def test_the_published_logs_are_told_apart(policy: str) -> None:
+    log = read_scalars(PUBLISHED / f"qwen2-7b_megatron_{policy}.csv")
+    assert ("not of a baseline" in overlaps(log)) == (policy != "baseline")
+    assert shows_baseline(log) == (policy == "baseline")
 
 
 def test_waits_too_short_for_the_latency_are_said(log: str) -> None:

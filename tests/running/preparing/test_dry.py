@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dataflow.cli import main
+from dataflow.running import dry as dry_run
 from dataflow.running.preparing import needs
 from tests.rigs.stand_ins import QWEN_05B, found_right, show_gpus, write_model
 
@@ -30,6 +31,7 @@ def dry(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     """Makes a dry run; returns the exit code, what was found by what was checked, and the problems."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(dry_run._PATIENT, "patience_s", 0.1)  # no test's servers start later
     found_right(model, tmp_path / "cache")
 
     def run(*keys: str, pipeline: str = PIPELINE) -> tuple[int, dict[str, str], list[str]]:
@@ -181,6 +183,13 @@ def test_no_password_is_shown(dry: Dry) -> None:
         _code, found, _problems = dry(*keys, *more)
         assert "127.0.0.1:9" in found["configuration"]
         assert "hunter2secretZ" not in str(found)
+
+
+def test_servers_are_asked_before_the_model_is_there(dry: Dry) -> None:
+    code, found, problems = dry("engine.rollout=server", "engine.urls=[http://127.0.0.1:9]")
+    assert code == 2
+    assert found["servers"].startswith("problem: engine.urls: http://127.0.0.1:9 does not answer within 0.1 s")
+    assert len(problems) == 1
 
 
 def test_the_directory_of_weights_can_be_written_to(dry: Dry, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ if importlib.util.find_spec("playwright") is None:
 
 EVIL = "<img src=x onerror=alert(1)>"
 WAIT_MS = 20_000
+SHOWN_SPANS = "timeline.model('spans-shown').indices"
 
 Open = Callable[..., Any]
 
@@ -253,6 +254,14 @@ def test_a_long_run_opens_and_answers(opened: Open) -> None:
     assert len(data(tab, "labels", "text")) < 2000
     tab.evaluate("timeline.model('steps-range').value = [100, 102]")
     until(tab, "timeline.model('labels').data.text.includes('101.1')")
+    tab.evaluate("timeline.model('steps-range').value = [1, 589]")
+    until(tab, f"timeline.model('spans-shown').indices.length === {len(trace.spans)}")
+    tab.evaluate("timeline.model('seconds-range').setv({start: 300, end: 310})")
+    until(tab, "timeline.model('spans-shown').indices.length < 300")  # no more bars than near those that one sees
+    begin, end, kept = data(tab, "spans", "begin"), data(tab, "spans", "end"), set(tab.evaluate(SHOWN_SPANS))
+    assert kept >= {i for i in range(len(begin)) if begin[i] < 310 and end[i] > 300}
+    tab.keyboard.press("0")
+    until(tab, f"timeline.model('spans-shown').indices.length === {len(trace.spans)}")
 
 
 def test_several_runs_stand_below_each_other(opened: Open) -> None:
@@ -380,6 +389,12 @@ def test_arrows_are_those_of_what_is_pointed_at_and_stay_inside_the_plot(opened:
 def test_gaps_name_their_cause_and_a_narrow_screen_needs_no_scrolling(opened: Open) -> None:
     tab = opened({"a": run(), "b": run()}, wide=480)
     assert tab.evaluate("document.documentElement.scrollWidth") <= 480
+    wide, box, shades = tab.locator(".compared .scroll").evaluate(
+        "(box) => [box.scrollWidth, box.clientWidth,"
+        " getComputedStyle(box).backgroundImage.split('linear-gradient').length]"
+    )
+    assert wide > box, "the table scrolls in its box, whose sides are shaded"
+    assert shades == 5
     longest = max(zip(data(tab, "waits", "begin"), data(tab, "waits", "end"), strict=True), key=lambda w: w[1] - w[0])
     tab.evaluate("([start, end]) => timeline.model('seconds-range').setv({start, end})", list(longest))
     until(tab, "timeline.model('gaps').data.text.length > 0")

@@ -9,6 +9,9 @@ from dataflow.errors import DataError, nearest
 SECONDS = "timing_s/"
 GIVE = "give verl's console log, its jsonl file or tensorboard directory, or a CSV of its scalars"
 
+_LISTED = 12
+"""Timings that a message lists."""
+
 Columns = dict[str, dict[int, float]]
 """Name of a scalar -> {step: value}."""
 
@@ -30,7 +33,10 @@ def require(timings: Sequence[str], names: Sequence[str], trouble: str) -> None:
         word = missing[0].rpartition("/")[2]
         alike = [name for name in names if nearest(word, [name.rpartition("/")[2]])]
         hint = nearest(missing[0], alike) or nearest(word, alike) or f"; {GIVE}."
-        raise DataError(f"{trouble} {', '.join(missing)}{hint}")
+        timed = [name for name in names if name.startswith(SECONDS)]
+        listed = ", ".join(timed[:_LISTED]) + ", ..." * (len(timed) > _LISTED)
+        there = f" (it has {listed})" if timed else ""
+        raise DataError(f"{trouble} {', '.join(missing)}{there}{hint}")
 
 
 def number(cell: str, where: str, give: str) -> float:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataflow.errors import DataError, nearest
+from dataflow.errors import DataError, counted, nearest
 from dataflow.files import decoded
 from dataflow.planning.sources.logs.needed import GIVE, SECONDS, Columns, number, require
 
@@ -51,7 +51,9 @@ def read_table(place: Path, timings: Sequence[str]) -> Columns:
     for line, row in rows:
         if len(row) != len(header):
             where = f"log {place}, line {line}"
-            raise DataError(f"{where}: {len(row)} cells under {len(header)} columns; give a cell a column.")
+            raise DataError(
+                f"{where}: {counted(len(row), 'cell')} under {counted(len(header), 'column')}; give a cell a column."
+            )
     if "value" in header and (name := next((name for name in _NAME if name in header), None)):
         return _long(place, header, rows, name, key)
     return _wide(place, header, rows, key, timings)
