@@ -26,11 +26,10 @@ from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.runner import Runner
 from dataflow.timeline.spans import Trace
+from tests.rigs.cluster import Nodes
 from tests.rigs.logs import logged
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(180)]
-
-FAST = {"health_check_period_ms": 300, "health_check_timeout_ms": 1000, "health_check_failure_threshold": 3}
 
 
 class Service:
@@ -87,36 +86,6 @@ def pipeline(gate: Path, maker: Mapping[str, Any] = {}, taker: Mapping[str, Any]
     second = Hosted("taker", Service, {"log": str(gate / "taker")}, concurrent=True, **taker)
     stages = [make.bind(maker=first), wait.bind(taker=second, gate=str(gate)), take.bind(taker=second)]
     return Pipeline(stages, inputs=["prompts"])
-
-
-class Nodes:
-    """The cluster: a head, where the tests run, and two nodes with the labels role=a and role=b."""
-
-    def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        self.cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": FAST},
-        )
-        self.nodes: dict[str, Any] = {}
-        self.restore()
-
-    @property
-    def address(self) -> str:
-        return str(self.cluster.address)
-
-    def restore(self) -> None:
-        """Starts the nodes that were lost."""
-        for role in [each for each in "ab" if each not in self.nodes]:
-            self.nodes[role] = self.cluster.add_node(num_cpus=1, labels={"role": role})
-
-    def lose(self, role: str) -> None:
-        self.cluster.remove_node(self.nodes.pop(role), allow_graceful=False)
-
-    def named(self, node: str) -> str:
-        """The role of a node; "head" for the other one."""
-        return next((role for role, each in self.nodes.items() if each.node_id == node), "head")
 
 
 @pytest.fixture(scope="module")
