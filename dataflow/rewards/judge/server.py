@@ -175,8 +175,8 @@ class JudgeProcess:
     def wait(self) -> None:
         """Waits until the server has ended; ends it if it answers no more."""
         if self._hang_s is not None:
-            parts = urlsplit(self.url)
-            asked = partial(answers, parts.port, self._hang_s, well=False, address=parts.hostname)
+            address, _, port = urlsplit(self.url).netloc.rpartition(":")
+            asked = partial(answers, int(port), self._hang_s, well=False, address=address)
             self.hung = hangs(self.pid, asked, self._hang_s)
             if self.hung:
                 self._process.kill()

@@ -15,8 +15,9 @@ from dataflow.cluster.nodes import NodeRule, Places, lacking, nodes_of
 from dataflow.config.base import BaseConfig
 from dataflow.config.served import ServedModelConfig
 from dataflow.executors.ray.shared_paths import SharedPaths
-from dataflow.rewards.models.placed.site import PlacedSite, ServerPlan, Where
+from dataflow.rewards.models.placed.site import PlacedSite, Where
 from dataflow.rewards.models.server import server_command
+from dataflow.rewards.models.site import ServerPlan
 from dataflow.running.services.nodes import model_files, node_rules
 from dataflow.stage import Hosted
 from dataflow.system.loopback import ADDRESS
