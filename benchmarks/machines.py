@@ -61,8 +61,15 @@ ANYWHERE = (
 """Rules for runs that lose a machine, so that another may take over."""
 VICTIM = {"engine": "rollout", "cut": "rollout", "trainer": "trainer", "model": "model"}
 """The service that loses its machine."""
-MODEL = ("reward.models.rm.engine=hf", "reward.models.rm.replicas=2")
-SERVED = ("ray.nodes.rm.labels.role=in(train,sample)", "ray.nodes.rm.strategy=spread")
+MODEL = ("reward.models.rm.engine=hf", "reward.models.rm.replicas=2", "reward.models.rm.max_num_seqs=1")
+"""Servers that score one row at a time, since what a batch holds decides the last bits of its scores."""
+SERVED = (
+    "ray.nodes.trainer={labels: {role: '!sample'}, strategy: spread}",
+    "ray.nodes.rollout.labels.role=in(train,sample)",
+    "ray.nodes.reward.labels.role=train",
+    "ray.nodes.rm={labels: {role: 'in(train,sample)'}, strategy: spread}",
+)
+"""Rules for the run that loses a server of its reward model."""
 DEADLINE_S = 240.0
 REFUSED = {
     "directory": (2, r"runs: node 10\.231\.7\.\d, where '\w+' runs, does not see the run's directory \S+, which"),
@@ -104,7 +111,7 @@ def reached(directory: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 def run(machines: Machines, runs: Path, case: str, *further: str) -> dict[str, Any]:
     """Runs one case, with further overrides; returns what came of it."""
-    nodes = (*(ANYWHERE if case in VICTIM else NODES), *further)
+    nodes = (*(SERVED if case == "model" else ANYWHERE if case in VICTIM else NODES), *further)
     begin = time.monotonic()
     process = machines.machines[0].start(
         command(runs, case, f"ray.address={machines.address}", *nodes),
@@ -203,7 +210,7 @@ def main(arguments: list[str]) -> int:
                 if case == "refused":
                     results |= {f"refused: {what}": refused(machines, runs, what) for what in REFUSED}
                 elif case != "delay":
-                    add(machines, case, *((*served, *SERVED) if case == "model" else ()))
+                    add(machines, case, *(served if case == "model" else ()))
         if "delay" in cases:
             with Machines(LABELS, hidden=[cache], delay_s=delay_s) as machines:
                 add(machines, "delay")

@@ -39,6 +39,8 @@ class WeightsRemover:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ray kills the process group of a worker that has ended
         )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # until it has another parent
 
     def close(self) -> None:
         """Removes the files and ends the process; may be called twice."""
@@ -51,6 +53,7 @@ def main() -> None:
     directory, owner = sys.argv[1:]
     if os.fork():  # Ray kills the children of a worker that it ends; those of another parent stay
         os._exit(0)
+    print(flush=True)
     for number in SIGNALS:  # they end the engine, too, which is waited for
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 4096):
