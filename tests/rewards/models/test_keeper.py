@@ -266,6 +266,16 @@ def test_a_port_is_kept_between_two_servers() -> None:
     port.close()
 
 
+def test_a_server_listens_for_other_machines_where_it_is_told(tmp_path: Path) -> None:
+    address, environment = "127.0.0.2", {**os.environ, "PYTHONPATH": str(ROOT)}
+    site = LocalSite(lambda port: fake_command(port, "--host", address), environment, address)
+    with ModelServers("rm", [site], logs=tmp_path, start_s=READY_S, restarts=0, on_lost=print) as running:
+        running.ready.result(READY_S)
+        assert running.urls == [f"http://127.0.0.2:{site.port}"]
+        assert healthy(running.urls[0])
+        assert not healthy(f"http://127.0.0.1:{site.port}")
+
+
 def test_the_command_line_of_vllm_has_the_keys_of_the_model() -> None:
     words = server_command(
         "rm",
