@@ -101,4 +101,6 @@ def agent_place(model: str | None, source: Source) -> dict[str, Any]:
         "reward.model_tokenizer": options.model_tokenizer,
     }
     files = model_files(model, others={keyed(key, source.name): path for key, path in paths.items()})
-    return {"here": True, "run_directory": options.ledger and options.cache is None, **files}
+    # The record of calls that froze the agent is there, too, whatever the ledger is.
+    own = options.frozen_after != 0 or (options.ledger and options.cache is None)
+    return {"here": True, "run_directory": own, **files}

@@ -137,3 +137,21 @@ def test_each_service_of_a_run_names_its_files(tmp_path: Path) -> None:
     assert hosts["trainer"].run_directory  # the exported model
     assert not hosts["rollout"].here
     assert not hosts["rollout"].run_directory
+
+
+@pytest.mark.parametrize(
+    ("overrides", "there"),
+    [
+        (["reward.cache=c.sqlite"], True),  # frozen.jsonl
+        (["reward.cache=c.sqlite", "reward.frozen_after=0"], False),
+        (["reward.ledger=false", "reward.frozen_after=0"], False),
+        (["reward.frozen_after=0"], True),  # the ledger
+    ],
+)
+def test_an_agent_has_files_in_the_run_directory(overrides: list[str], there: bool) -> None:
+    assert gsm8k_grpo.pipeline(config("name=a", *overrides)).hosts()["reward"].run_directory is there
+
+
+def test_a_profile_is_a_file_in_the_run_directory() -> None:
+    hosts = gsm8k_grpo.pipeline(config("name=a", "profile.steps=[2]", "engine.rollout=hf")).hosts()
+    assert all(hosts[name].run_directory for name in ("trainer", "rollout"))
