@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dataflow.cluster.answer import answering, cause, died, last_words
 from dataflow.cluster.nodes import nodes_of
-from dataflow.cluster.paths import View, look, unpack
+from dataflow.cluster.paths import SeesPaths
 from dataflow.cluster.process import version
 from dataflow.errors import ConfigError, DataflowError, RunError
 from dataflow.rewards.models.placed.relay import Relay
@@ -40,7 +40,7 @@ class End(NamedTuple):
     reason: str
 
 
-class ServerHost:
+class ServerHost(SeesPaths):
     """The actor beside a server, whose process ends with it."""
 
     _server: ModelServer | None = None
@@ -55,15 +55,6 @@ class ServerHost:
         import ray
 
         return Where(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), version())
-
-    def look(self, paths: Sequence[str]) -> list[View]:
-        """Returns what this process sees at these paths."""
-        return [look(path) for path in paths]
-
-    @answering
-    def unpack(self, archive: bytes, directory: str) -> None:
-        """Makes a directory of an archive on this node."""
-        unpack(archive, directory)
 
     @answering
     def start(self, plan: ServerPlan, log: str, start_s: float, hang_s: float) -> tuple[int, int]:
