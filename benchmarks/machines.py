@@ -13,7 +13,7 @@ agents; one with the engine. The disk of ``keep`` is shared. Without root it say
 - ``model``: a reward model that the run serves on the engine's machine, which is killed: its server moves, too;
 - ``refused``: a run's directory that is not shared, a missing token, a label that no node has;
 - ``delay``: as ``spread``, but each packet between two machines takes ``delay_ms``, which a process adds
-  (:mod:`_delay`); the table has its time as a multiple of that of ``spread``, too.
+  (:mod:`_delay`); the table has the time of its steps as a multiple of that of ``spread``, too.
 
 Prints a table, then JSON; exits with 1 unless each run ends with the weights of the same run on one machine, each
 service was on the machines that its labels name, and each refusal has exit code 2 or 1 and one sentence.
@@ -138,6 +138,7 @@ def run(machines: Machines, runs: Path, case: str, *further: str) -> dict[str, A
     return {
         "code": process.returncode,
         "s": time.monotonic() - begin,
+        "steps_s": summary.get("wall_s", 0.0),
         "after_s": after_s,
         "placed": placed,
         "weights": summary.get("weights_sha256"),
@@ -171,12 +172,12 @@ def refused(machines: Machines, runs: Path, what: str) -> dict[str, Any]:
 
 
 def weights_alone(runs: Path, name: str, *overrides: str) -> tuple[str, float]:
-    """Runs on one machine; returns the digest of the weights, and the seconds that it took."""
-    begin = time.monotonic()
+    """Runs on one machine; returns the digest of the weights, and the seconds that its steps took."""
     alone = subprocess.run(command(runs, name, *overrides), capture_output=True, text=True, cwd=ROOT)
     if alone.returncode:
         sys.exit(f"the run on one machine failed:\n{alone.stderr}")
-    return str(json.loads(alone.stdout)["weights_sha256"]), time.monotonic() - begin
+    summary = json.loads(alone.stdout)
+    return str(summary["weights_sha256"]), float(summary["wall_s"])
 
 
 def main(arguments: list[str]) -> int:
@@ -215,15 +216,15 @@ def main(arguments: list[str]) -> int:
             with Machines(LABELS, hidden=[cache], delay_s=delay_s) as machines:
                 add(machines, "delay")
                 results["delay"]["delay_ms"] = 1000 * delay_s
-                results["delay"]["alone"] = results["delay"]["s"] / alone_s
+                results["delay"]["alone"] = results["delay"]["steps_s"] / alone_s
                 if "spread" in results:
-                    results["delay"]["spread"] = results["delay"]["s"] / results["spread"]["s"]
-    rows: list[tuple[str, ...]] = [("case", "exit code", "s", "after the loss, s", "x spread", "held")]
+                    results["delay"]["spread"] = results["delay"]["steps_s"] / results["spread"]["steps_s"]
+    rows: list[tuple[str, ...]] = [("case", "exit code", "s", "steps, s", "after the loss, s", "x spread", "held")]
     for name, found in results.items():
-        seconds = [f"{found[key]:.1f}" if key in found else "" for key in ("s", "after_s", "spread")]
+        seconds = [f"{found[key]:.1f}" if key in found else "" for key in ("s", "steps_s", "after_s", "spread")]
         rows.append((name, str(found["code"]), *seconds, "yes" if found["held"] else "NO"))
     print(table(rows))
-    print(json.dumps({"weights": weights, "alone_s": alone_s, "cases": results}, indent=1))
+    print(json.dumps({"weights": weights, "alone_steps_s": alone_s, "cases": results}, indent=1))
     return 0 if all(found["held"] for found in results.values()) else 1
 
 
