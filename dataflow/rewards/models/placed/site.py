@@ -133,12 +133,17 @@ class PlacedSite:
 
         Raises:
             ConfigError: it does not see a path, or has another version of this package.
-            RunError: there is none in time.
+            RunError: there is none in time, or no process begins there.
         """
-        self.settled(self._first)
+        import ray
+
+        try:
+            self.settled(self._first)
+        except ray.exceptions.RayError as error:
+            raise RunError(f"{self.what} could not be placed: {cause(error)}") from error
 
     def settled(self, actor: Any) -> Where:
-        """Waits for the node of an actor, checks it, and returns it; raises as :meth:`settle` does."""
+        """Waits for the node of an actor, checks it, and returns it; raises as :meth:`settle` does, or Ray's errors."""
         import ray
 
         try:
