@@ -1,7 +1,8 @@
 """Several machines on this one: network namespaces with an address, shared memory and files of their own.
 
-A machine is a network namespace behind a bridge, and a mount namespace with its own ``/dev/shm``, ``/tmp/ray`` and
-directories that its processes are to see empty. What is not hidden is a disk that all machines share. It takes root.
+A machine is a network namespace behind a bridge, or on a network with a delay (:mod:`_delay`), and a mount namespace
+with its own ``/dev/shm``, ``/tmp/ray`` and directories that its processes are to see empty. What is not hidden is a
+disk that all machines share. It takes root.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from _delay import DelayedNetwork
 
 PORT = 6379
 _NETWORK = "10.231.7"
@@ -40,31 +43,31 @@ class Machine:
 
     Args:
         number: from 0.
-        bridge: that it is connected to.
+        bridge: that it is connected to, with which its names begin.
+        wired: whether it is connected; else :class:`~_delay.DelayedNetwork` does that.
         hidden: directories that are empty on it.
 
     Attributes:
         address: of it.
+        space: name of its namespace.
     """
 
-    def __init__(self, number: int, bridge: str, hidden: Sequence[Path] = ()) -> None:
+    def __init__(self, number: int, bridge: str, wired: bool, hidden: Sequence[Path] = ()) -> None:
         self.address = f"{_NETWORK}.{number + 1}"
-        self._space, self._wire = f"{bridge}m{number}", f"{bridge}w{number}"
-        _ip("netns", "add", self._space)
-        _ip("link", "add", self._wire, "type", "veth", "peer", "name", "eth0", "netns", self._space)
-        _ip("link", "set", self._wire, "master", bridge, "up")
-        for words in (
-            ("addr", "add", f"{self.address}/24", "dev", "eth0"),
-            ("link", "set", "eth0", "up"),
-            ("link", "set", "lo", "up"),
-        ):
-            _ip("-n", self._space, *words)
+        self.space, self._wire = f"{bridge}m{number}", f"{bridge}w{number}"
+        _ip("netns", "add", self.space)
+        _ip("-n", self.space, "link", "set", "lo", "up")
+        if wired:
+            _ip("link", "add", self._wire, "type", "veth", "peer", "name", "eth0", "netns", self.space)
+            _ip("link", "set", self._wire, "master", bridge, "up")
+            _ip("-n", self.space, "addr", "add", f"{self.address}/24", "dev", "eth0")
+            _ip("-n", self.space, "link", "set", "eth0", "up")
         Path("/tmp/ray").mkdir(exist_ok=True)
         places = ["/dev/shm", "/tmp/ray", *map(str, hidden)]
         mounts = "".join(f"mount -t tmpfs none '{place}' && " for place in places)
         script = f"{mounts} echo up && exec sleep infinity"
         self._holder = subprocess.Popen(
-            ["ip", "netns", "exec", self._space, "unshare", "--mount", "sh", "-c", script], stdout=subprocess.PIPE
+            ["ip", "netns", "exec", self.space, "unshare", "--mount", "sh", "-c", script], stdout=subprocess.PIPE
         )
         assert self._holder.stdout is not None
         if self._holder.stdout.readline() != b"up\n":
@@ -77,7 +80,7 @@ class Machine:
 
     def pids(self) -> list[int]:
         """Ids of its processes."""
-        said = subprocess.run(["ip", "netns", "pids", self._space], capture_output=True, text=True).stdout
+        said = subprocess.run(["ip", "netns", "pids", self.space], capture_output=True, text=True).stdout
         return [int(word) for word in said.split()]
 
     def unplug(self) -> None:
@@ -105,7 +108,7 @@ class Machine:
         """Ends it."""
         self._kill(keep=-1)
         self._holder.wait()
-        subprocess.run(["ip", "netns", "del", self._space], capture_output=True)
+        subprocess.run(["ip", "netns", "del", self.space], capture_output=True)
         subprocess.run(["ip", "link", "del", self._wire], capture_output=True)
 
 
@@ -116,10 +119,13 @@ class Machines:
         labels: of each machine.
         cpus: of each, for Ray.
         hidden: directories that are empty on all but the first machine.
+        delay_s: of each packet between two of them, one way; such machines cannot be unplugged.
     """
 
-    def __init__(self, labels: Sequence[Mapping[str, str]], cpus: int = 1, hidden: Sequence[Path] = ()) -> None:
-        self._labels, self._cpus, self._hidden = labels, cpus, hidden
+    def __init__(
+        self, labels: Sequence[Mapping[str, str]], cpus: int = 1, hidden: Sequence[Path] = (), delay_s: float = 0.0
+    ) -> None:
+        self._labels, self._cpus, self._hidden, self._delay_s = labels, cpus, hidden, delay_s
         self._bridge = f"df{os.getpid() % 100000}"
         self._stack = contextlib.ExitStack()
         self.machines: list[Machine] = []
@@ -142,9 +148,13 @@ class Machines:
             self._stack.callback(_ip, "link", "del", self._bridge)
             _ip("link", "set", self._bridge, "up")
             for number in range(len(self._labels)):
-                machine = Machine(number, self._bridge, self._hidden if number else ())
+                machine = Machine(number, self._bridge, not self._delay_s, self._hidden if number else ())
                 self._stack.callback(machine.close)
                 self.machines.append(machine)
+            if self._delay_s:
+                addresses = {machine.space: machine.address for machine in self.machines}
+                self._stack.enter_context(DelayedNetwork(self._delay_s, addresses))
+            for number in range(len(self._labels)):
                 self.join(number)
             self._stack = self._stack.pop_all()
         return self

@@ -1,6 +1,6 @@
 """Runs the GSM8K recipe on several machines, loses some of them, and compares the weights with those of one machine.
 
-    python benchmarks/machines.py [cases=spread,engine,cut,trainer,refused] [keep=DIR]
+    python benchmarks/machines.py [cases=spread,engine,cut,trainer,model,refused,delay] [delay_ms=20] [keep=DIR]
 
 The machines are network namespaces of this one (root, Linux), with shared memory and a cache of models of their own
 (:mod:`_machines`): a head with the command, the judge and a rank of the trainer; one with the other rank and the reward
@@ -10,7 +10,10 @@ agents; one with the engine. The disk of ``keep`` is shared. Without root it say
 - ``engine``: the machine of the engine is killed, and with it what else is there; others take over;
 - ``cut``: the network of that machine is cut, its processes live on;
 - ``trainer``: the machine of a rank is killed: the run resumes from a checkpoint on the others;
-- ``refused``: a run's directory that is not shared, a missing token, a label that no node has.
+- ``model``: a reward model that the run serves on the engine's machine, which is killed: its server moves, too;
+- ``refused``: a run's directory that is not shared, a missing token, a label that no node has;
+- ``delay``: as ``spread``, but each packet between two machines takes ``delay_ms``, which a process adds
+  (:mod:`_delay`); the table has the time of its steps as a multiple of that of ``spread``, too.
 
 Prints a table, then JSON; exits with 1 unless each run ends with the weights of the same run on one machine, each
 service was on the machines that its labels name, and each refusal has exit code 2 or 1 and one sentence.
@@ -30,10 +33,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import _delay as delay
 from _machines import Machines, why_not
-from _run import PIPELINE, ROOT, table
+from _run import PIPELINE, ROOT, classifier, table
 
-CASES = ("spread", "engine", "cut", "trainer", "refused")
+CASES = ("spread", "engine", "cut", "trainer", "model", "refused", "delay")
 SMALL = (
     "steps=8", "policy=both", "policy.order=index", "checkpoint.every=2", "data.prompts=8", "engine.n=2",
     "engine.max_tokens=8", "data.max_prompt_length=200", "data.val_size=8", "judge.latency=uniform:0.3:0.6",
@@ -55,8 +59,17 @@ ANYWHERE = (
     "reward.actors=2",
 )
 """Rules for runs that lose a machine, so that another may take over."""
-VICTIM = {"engine": "rollout", "cut": "rollout", "trainer": "trainer"}
+VICTIM = {"engine": "rollout", "cut": "rollout", "trainer": "trainer", "model": "model"}
 """The service that loses its machine."""
+MODEL = ("reward.models.rm.engine=hf", "reward.models.rm.replicas=2", "reward.models.rm.max_num_seqs=1")
+"""Servers that score one row at a time, since what a batch holds decides the last bits of its scores."""
+SERVED = (
+    "ray.nodes.trainer={labels: {role: '!sample'}, strategy: spread}",
+    "ray.nodes.rollout.labels.role=in(train,sample)",
+    "ray.nodes.reward.labels.role=train",
+    "ray.nodes.rm={labels: {role: 'in(train,sample)'}, strategy: spread}",
+)
+"""Rules for the run that loses a server of its reward model."""
 DEADLINE_S = 240.0
 REFUSED = {
     "directory": (2, r"runs: node 10\.231\.7\.\d, where '\w+' runs, does not see the run's directory \S+, which"),
@@ -79,8 +92,10 @@ def processes(machines: Machines) -> dict[str, list[int]]:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
             except OSError:
                 continue
-            match = re.match(r"ray::(\w+)", words) or re.search(r"rewards\.(judge)\.server", words)
-            if match and match[1] in PLACED:
+            if "dataflow.system.guard" in words:
+                continue
+            match = re.match(r"ray::(\w+)", words) or re.search(r"rewards\.(judge|model)(?:s\.hf)?\.server", words)
+            if match and match[1] in {*PLACED, "model"}:
                 found.setdefault(match[1], []).append(number)
     return found
 
@@ -94,9 +109,9 @@ def reached(directory: Path, step: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def run(machines: Machines, runs: Path, case: str) -> dict[str, Any]:
-    """Runs one case; returns what came of it."""
-    nodes = ANYWHERE if case in VICTIM else NODES
+def run(machines: Machines, runs: Path, case: str, *further: str) -> dict[str, Any]:
+    """Runs one case, with further overrides; returns what came of it."""
+    nodes = (*(SERVED if case == "model" else ANYWHERE if case in VICTIM else NODES), *further)
     begin = time.monotonic()
     process = machines.machines[0].start(
         command(runs, case, f"ray.address={machines.address}", *nodes),
@@ -123,6 +138,7 @@ def run(machines: Machines, runs: Path, case: str) -> dict[str, Any]:
     return {
         "code": process.returncode,
         "s": time.monotonic() - begin,
+        "steps_s": summary.get("wall_s", 0.0),
         "after_s": after_s,
         "placed": placed,
         "weights": summary.get("weights_sha256"),
@@ -155,10 +171,19 @@ def refused(machines: Machines, runs: Path, what: str) -> dict[str, Any]:
     return {"code": process.returncode, "messages": errors.splitlines()[-3:], "held": held}
 
 
+def weights_alone(runs: Path, name: str, *overrides: str) -> tuple[str, float]:
+    """Runs on one machine; returns the digest of the weights, and the seconds that its steps took."""
+    alone = subprocess.run(command(runs, name, *overrides), capture_output=True, text=True, cwd=ROOT)
+    if alone.returncode:
+        sys.exit(f"the run on one machine failed:\n{alone.stderr}")
+    summary = json.loads(alone.stdout)
+    return str(summary["weights_sha256"]), float(summary["wall_s"])
+
+
 def main(arguments: list[str]) -> int:
     given = dict(argument.split("=", 1) for argument in arguments)
-    cases = given.get("cases", ",".join(CASES)).split(",")
-    if why := why_not():
+    cases, delay_s = given.get("cases", ",".join(CASES)).split(","), float(given.get("delay_ms", 20)) / 1000
+    if why := why_not() or (delay.why_not() if "delay" in cases else ""):
         print(f"not run: {why}")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the machines are removed
@@ -169,24 +194,37 @@ def main(arguments: list[str]) -> int:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="dataflow-machines-") as made:
         runs = Path(given.get("keep", made))
-        alone = subprocess.run(command(runs, "alone"), capture_output=True, text=True, cwd=ROOT)
-        if alone.returncode:
-            sys.exit(f"the run on one machine failed:\n{alone.stderr}")
-        weights = json.loads(alone.stdout)["weights_sha256"]
+        served: tuple[str, ...] = ()
+        weights, alone_s = weights_alone(runs, "alone")
+        wanted = dict.fromkeys(cases, weights)
+        if "model" in cases:
+            served = (f"reward.models.rm.path={classifier(runs / 'rm')}", *MODEL)
+            wanted["model"], _ = weights_alone(runs, "alone-model", *served)
+
+        def add(machines: Machines, case: str, *further: str) -> None:
+            found = results[case] = run(machines, runs, case, *further)
+            found["placed"] = {name: sorted(at) for name, at in found["placed"].items()}
+            found["held"] = found["weights"] == wanted[case] and (case in VICTIM or found["placed"] == PLACED)
+
         with Machines(LABELS, hidden=[cache]) as machines:
             for case in cases:
                 if case == "refused":
                     results |= {f"refused: {what}": refused(machines, runs, what) for what in REFUSED}
-                    continue
-                found = results[case] = run(machines, runs, case)
-                found["placed"] = {name: sorted(at) for name, at in found["placed"].items()}
-                found["held"] = found["weights"] == weights and (case in VICTIM or found["placed"] == PLACED)
-    rows: list[tuple[str, ...]] = [("case", "exit code", "s", "after the loss, s", "held")]
+                elif case != "delay":
+                    add(machines, case, *(served if case == "model" else ()))
+        if "delay" in cases:
+            with Machines(LABELS, hidden=[cache], delay_s=delay_s) as machines:
+                add(machines, "delay")
+                results["delay"]["delay_ms"] = 1000 * delay_s
+                results["delay"]["alone"] = results["delay"]["steps_s"] / alone_s
+                if "spread" in results:
+                    results["delay"]["spread"] = results["delay"]["steps_s"] / results["spread"]["steps_s"]
+    rows: list[tuple[str, ...]] = [("case", "exit code", "s", "steps, s", "after the loss, s", "x spread", "held")]
     for name, found in results.items():
-        seconds = [f"{found[key]:.1f}" if key in found else "" for key in ("s", "after_s")]
+        seconds = [f"{found[key]:.1f}" if key in found else "" for key in ("s", "steps_s", "after_s", "spread")]
         rows.append((name, str(found["code"]), *seconds, "yes" if found["held"] else "NO"))
     print(table(rows))
-    print(json.dumps({"weights": weights, "cases": results}, indent=1))
+    print(json.dumps({"weights": weights, "alone_steps_s": alone_s, "cases": results}, indent=1))
     return 0 if all(found["held"] for found in results.values()) else 1
 
 

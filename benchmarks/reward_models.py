@@ -33,7 +33,7 @@ from typing import Any
 from zlib import crc32
 
 import uvloop
-from _run import finish, start, table
+from _run import classifier, finish, start, table
 
 from dataflow.batch import Batch
 from dataflow.planning.config import PlanConfig
@@ -309,25 +309,6 @@ def plan(rounds: int) -> dict[str, Any]:
         found[f"{count}_error"] = statistics.median(errors[count])
     held = all(abs(found[f"{count}_error"]) <= 0.05 for count in REPLICAS)
     return {**found, "errors": errors, "bounds": {"error": 0.05}, "held": held}
-
-
-def classifier(directory: Path) -> str:
-    """Saves a small model with a classification head; returns its path."""
-    import shutil
-
-    import torch
-    from transformers import AutoConfig, Qwen2ForSequenceClassification
-
-    from dataflow.models.tiny import tiny_model
-
-    source = Path(tiny_model())
-    config = AutoConfig.from_pretrained(source, num_labels=1)
-    torch.manual_seed(0)
-    Qwen2ForSequenceClassification(config).save_pretrained(directory)
-    for file in source.iterdir():
-        if "token" in file.name or file.suffix == ".jinja":
-            shutil.copy(file, directory)
-    return str(directory)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from loguru import logger
 
 from dataflow.system.stopping import stopping
 
-_REPORTED = ("Raylet is terminated", "A worker died or was killed")
+_REPORTED = ("Raylet is terminated", "A worker died or was killed", "Task ServerHost.")
 """Prefixes of messages about deaths that dataflow reports itself, with their consequences."""
 
 

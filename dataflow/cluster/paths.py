@@ -13,11 +13,13 @@ import os
 import secrets
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from dataflow.cluster.answer import answering
 
 _HASHED_BYTES = 1 << 24
 """Files up to this size are compared by their content, larger ones by their size."""
@@ -116,3 +118,16 @@ def unpack(archive: bytes, directory: str) -> None:
         with suppress(FileExistsError):
             if not place.is_dir():
                 os.rename(made, place)
+
+
+class SeesPaths:
+    """An actor whose node a run compares with its own."""
+
+    def look(self, paths: Sequence[str]) -> list[View]:
+        """Returns what this process sees at these paths."""
+        return [look(path) for path in paths]
+
+    @answering
+    def unpack(self, archive: bytes, directory: str) -> None:
+        """Makes a directory of an archive on this node."""
+        unpack(archive, directory)

@@ -8,7 +8,9 @@ key or value is a ConfigError: one sentence that names both.
 from __future__ import annotations
 
 import dataclasses
+import re
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -35,6 +37,10 @@ Backend = Literal["clearml", "console", "file", "mlflow", "swanlab", "tensorboar
 Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 POLICIES = ("baseline", "mini-batch", "off-policy", "both", "mini-batch+stream", "both+stream", "auto")
 """Policies to offer; dataflow.policy has them all, and is imported when one is resolved."""
+_WORD = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+_LABEL_NAME = re.compile(rf"(?:{_WORD}(?:\.{_WORD})*/)?{_WORD}")
+_SELECTOR = re.compile(rf"!?(?:in\({_WORD}(?:, ?{_WORD})*\)|{_WORD})")
+"""Of a label's values, as Ray takes it."""
 LONGEST_NAME = 200
 """Maximum bytes of a run's name: file systems allow 255, and files in the directory are named after it."""
 
@@ -115,6 +121,38 @@ class NodesConfig(Section):
     strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
     """Its processes on few nodes (pack) or on many (spread); strict_pack on one, strict_spread on one each."""
 
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _names_with_dots_and_numbers(cls, value: Any) -> Any:
+        if isinstance(value, str) and "=" in value:
+            raise ValueError(f"give each label as a key of its own, labels.{value}")
+        return dict(_flat(value)) if isinstance(value, Mapping) else value
+
+    @field_validator("labels", mode="after")
+    @classmethod
+    def _selectors(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, selector in value.items():
+            if _LABEL_NAME.fullmatch(name) is None:
+                raise ValueError(
+                    f"'{name}' is no name of a label; give one as ray start --labels takes it, such as role or "
+                    "topology.kubernetes.io/zone"
+                )
+            if _SELECTOR.fullmatch(selector) is None:
+                raise ValueError(
+                    f"{name}={selector} selects nothing; give a label's value, or in quotes one of Ray's selectors, "
+                    "'in(a,b)', '!a' or '!in(a,b)'"
+                )
+        return value
+
+
+def _flat(labels: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields labels with the names and values that were meant: an override has split names at their dots."""
+    for name, value in labels.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{rest}", inner) for rest, inner in _flat(value))
+        else:
+            yield str(name), str(value) if type(value) is int else value
+
 
 class RayConfig(Section):
     """The Ray cluster."""
@@ -128,7 +166,7 @@ class RayConfig(Section):
     fork: bool = True
     """Begin the workers of a local Ray as copies of a process that has imported their libraries; not with GPUs."""
     nodes: dict[str, NodesConfig] = Field(default_factory=dict)
-    """Nodes of the cluster that a service runs on, by its name (trainer, rollout, reward, critic, controller)."""
+    """Nodes that a service (trainer, rollout, reward, critic, controller) or a served reward model has, by its name."""
     start_timeout: PositiveFloat = 600.0
     """Seconds that a service may wait for nodes and GPUs of the cluster, and take to be built."""
 

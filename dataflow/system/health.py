@@ -17,15 +17,16 @@ _CHECK_S = 5.0
 """Seconds between two checks of a server that runs."""
 
 
-def answers(port: int, timeout_s: float = 5.0, well: bool = True) -> bool:
-    """Whether a server on loopback answers GET /health.
+def answers(port: int, timeout_s: float = 5.0, well: bool = True, address: str = ADDRESS) -> bool:
+    """Whether a server on this machine answers GET /health.
 
     Args:
         port: of the server.
         timeout_s: seconds that it may take.
         well: whether it must say that it is well; otherwise any answer will do.
+        address: where it listens.
     """
-    connection = http.client.HTTPConnection(ADDRESS, port, timeout=timeout_s)
+    connection = http.client.HTTPConnection(address, port, timeout=timeout_s)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200 or not well

@@ -7,6 +7,7 @@ The nodes are on this machine and share its files, so what a node does not see i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -17,20 +18,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataflow.cluster.joined import JoinedRay
+from dataflow.cluster.joined import JoinedRay, own_address
 from dataflow.cluster.nodes import NodeRule
 from dataflow.cluster.process import DEATH_REASON
-from dataflow.errors import RunError, ServiceLost, StageFailed
-from dataflow.executors.ray import RayExecutor
+from dataflow.errors import ConfigError, RunError, ServiceLost, StageFailed
+from dataflow.executors.ray import RayExecutor, shared_paths
 from dataflow.graph import Hosted, Pipeline, stage
 from dataflow.policy import SchedulingPolicy, expand
 from dataflow.runner import Runner
 from dataflow.timeline.spans import Trace
+from tests.rigs.cluster import Nodes
 from tests.rigs.logs import logged
+from tests.rigs.placed_servers import READY_S, Served
+from tests.rigs.processes import until
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(180)]
-
-FAST = {"health_check_period_ms": 300, "health_check_timeout_ms": 1000, "health_check_failure_threshold": 3}
 
 
 class Service:
@@ -87,36 +89,6 @@ def pipeline(gate: Path, maker: Mapping[str, Any] = {}, taker: Mapping[str, Any]
     second = Hosted("taker", Service, {"log": str(gate / "taker")}, concurrent=True, **taker)
     stages = [make.bind(maker=first), wait.bind(taker=second, gate=str(gate)), take.bind(taker=second)]
     return Pipeline(stages, inputs=["prompts"])
-
-
-class Nodes:
-    """The cluster: a head, where the tests run, and two nodes with the labels role=a and role=b."""
-
-    def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        self.cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": FAST},
-        )
-        self.nodes: dict[str, Any] = {}
-        self.restore()
-
-    @property
-    def address(self) -> str:
-        return str(self.cluster.address)
-
-    def restore(self) -> None:
-        """Starts the nodes that were lost."""
-        for role in [each for each in "ab" if each not in self.nodes]:
-            self.nodes[role] = self.cluster.add_node(num_cpus=1, labels={"role": role})
-
-    def lose(self, role: str) -> None:
-        self.cluster.remove_node(self.nodes.pop(role), allow_graceful=False)
-
-    def named(self, node: str) -> str:
-        """The role of a node; "head" for the other one."""
-        return next((role for role, each in self.nodes.items() if each.node_id == node), "head")
 
 
 @pytest.fixture(scope="module")
@@ -249,3 +221,82 @@ def test_a_service_and_a_value_that_are_gone_with_a_node_end_in_one_sentence_eac
     assert "a value that it needs is gone with the node that held it" in str(found["error"])
     assert isinstance(found["error"].__cause__, ServiceLost)  # the run resumes from its newest checkpoint
     assert re.fullmatch(r"'maker' died: node [\d.]+, where it ran, is gone", str(found["then"]))
+
+
+# --- servers of reward models, which are stand-ins here; benchmarks/machines.py places real ones
+
+
+def test_a_server_of_a_reward_model_moves_when_its_node_is_lost(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.restore()
+    with Served(tmp_path, "ray.nodes.rm.labels.role=in(a,b)", "reward.models.rm.restarts=2") as served:
+        (url,), (before,) = served.servers.urls, served.roles(nodes)
+        assert url.startswith(f"http://{own_address()}:")
+        assert before in ("a", "b")
+        assert served.answers()
+        assert (tmp_path / "servers" / "rm-0.log").read_text()
+        with logged() as warned:
+            os.killpg(served.process().pid, signal.SIGKILL)
+            assert until(lambda: served.servers.restarted == 1 and served.answers(), READY_S)
+            assert served.roles(nodes)[0] in ("a", "b")
+            (now,) = served.roles(nodes)
+            nodes.lose(now)
+            assert until(lambda: served.servers.restarted == 2 and served.answers(), READY_S)
+        assert served.roles(nodes) == [{"a": "b", "b": "a"}[now]]
+        assert served.servers.urls == [url]
+    killed, moved = (message for message in warned if "restart" in message)
+    assert killed.startswith("reward model 'rm': server 0 ended (killed, or out of memory): restart 1 of 2; requests")
+    assert moved.startswith("reward model 'rm': server 0 ended (node ")
+    assert "where it ran, is gone): restart 2 of 2; requests in flight there are sent again." in moved
+    assert served.lost.empty()
+
+
+def test_servers_that_cannot_move_are_done_without_up_to_the_last(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.restore()
+    rules = ["ray.nodes.rm={labels: {role: 'in(a,b)'}, strategy: strict_spread}", "reward.models.rm.replicas=2"]
+    with Served(tmp_path, *rules, place_s=2.0) as served:
+        first, second = served.roles(nodes)
+        assert sorted([first, second]) == ["a", "b"]
+        with logged() as warned:
+            nodes.lose(second)
+            assert until(lambda: any("the run goes on with" in message for message in warned), READY_S)
+            assert served.answers(0)
+            assert not served.answers(1)
+            nodes.lose(first)
+            error = served.lost.get(timeout=READY_S)
+    clause = "strategy=strict_spread needs 2 nodes with the label role=in(a,b), and the cluster has 1 (ray.nodes.rm)"
+    (going_on,) = [message for message in warned if "the run goes on with" in message]
+    words = f"reward model 'rm': server 1 was not placed after 2 s; {clause}; the run goes on with 1 of its servers."
+    assert going_on == words
+    assert str(error).startswith("reward model 'rm': server 0 was not placed after 2 s; no node of the cluster has the")
+    assert str(error).endswith("(ray.nodes.rm).")
+
+
+def test_servers_without_a_node_are_a_sentence_before_anything_is_started(nodes: Nodes, tmp_path: Path) -> None:
+    served = Served(tmp_path, "ray.nodes.rm.labels.role=c", place_s=1.0)
+    with logged() as warned, pytest.raises(RunError) as caught:
+        served.__enter__()
+    words = "no node of the cluster has the label role=c (it has"
+    assert warned[0].startswith(f"reward model 'rm' waits for nodes: {words}")
+    assert str(caught.value).startswith(f"reward model 'rm': server 0 was not placed after 1 s; {words}")
+    assert not (tmp_path / "servers").exists()
+
+
+def test_a_server_on_a_node_without_the_run_directory_is_refused(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.restore()
+    served = Served(tmp_path, "ray.nodes.rm.labels.role=a")
+    monkeypatch.setattr(shared_paths, "marked", _elsewhere(shared_paths.marked))
+    with pytest.raises(ConfigError, match=r"^runs: node .*, where 'rm' runs, does not see the run's directory"):
+        served.__enter__()
+
+
+def _elsewhere(marked: Any) -> Any:
+    """Returns a context manager whose marker no process sees, as in a directory that is not shared."""
+
+    @contextlib.contextmanager
+    def inner(directory: str) -> Iterator[str]:
+        with marked(directory) as marker:
+            yield f"{marker}-elsewhere"
+
+    return inner

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from dataflow.errors import DataflowError
+from dataflow.errors import DataflowError, RunError, ServiceLost
 from dataflow.executors.base import StageCall
 from dataflow.executors.ray.replays import Replays, Submission
+from dataflow.executors.ray.worker_group import WorkerGroup
 from dataflow.graph import Carried, Hosted, Pipeline, Stage, Task, TaskId, TaskInfo, stage
+from dataflow.usercode.failures import causes_of
 
 DESK = Hosted("desk", dict)
 OTHER = Hosted("other", dict)
@@ -183,3 +188,13 @@ def test_of_a_state_the_newest_counts_whatever_its_step() -> None:
 def test_a_stage_that_replays_leaves_groups_or_a_state() -> None:
     with pytest.raises(DataflowError, match="'request' replays, so it must read a Batch"):
         submit(usual(), submitted(1, ()))
+
+
+def test_a_replay_that_lacks_a_lost_value_still_tells_the_run_to_resume() -> None:
+    lost, error = ServiceLost("a value is gone"), RunError("'desk' died, and request[1] could not run again")
+    error.__cause__ = lost
+    group: Any = SimpleNamespace(spec=Hosted("desk", dict))
+    with pytest.raises(RunError) as caught:
+        WorkerGroup._raise_not_built(group, error)
+    assert caught.value is error
+    assert lost in causes_of(caught.value)

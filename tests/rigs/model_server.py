@@ -1,6 +1,6 @@
 """A stand-in for the server of a reward model, in a process of its own: it speaks the protocol and computes no model.
 
-    python -P tests/rigs/model_server.py --port N [--fails TEXT] [--stubborn] [--never]
+    python -P tests/rigs/model_server.py --port N [--host ADDRESS] [--fails TEXT] [--stubborn] [--never]
 
 The score of an input is its length / 100, of a chat that of its last message.
 """
@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 from aiohttp import web
 
 from dataflow.rewards.judge.server import completion, serve
+from dataflow.system.loopback import ADDRESS
 
 
 def fake_command(port: int, *more: str) -> list[str]:
@@ -29,6 +31,7 @@ def fake_command(port: int, *more: str) -> list[str]:
 async def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default=ADDRESS)
     parser.add_argument("--fails", help="the error that ends its start")
     parser.add_argument("--once", help="a file; fails only if it exists")
     parser.add_argument("--stubborn", action="store_true", help="ignores SIGTERM, and has a child that does")
@@ -49,7 +52,10 @@ async def main() -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
-    await serve(app, given.port)
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((given.host, given.port))
+    await serve(app, given.port, listener=bound.detach())
     if given.stubborn:
         await asyncio.Event().wait()
     return 0

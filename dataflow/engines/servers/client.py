@@ -13,6 +13,7 @@ from dataflow.system.address import without_login
 from dataflow.system.http import (
     THROTTLED,
     beginning_of_error,
+    encoding_of,
     may_pass,
     reason,
     short,
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 CONNECT_S = 10.0
 """Seconds for connecting."""
-_MOST = 256 << 20
-"""Bytes of a reply."""
+PAGE_BYTES = 4 << 20
+"""Longest reply with what a server says about itself, or about a request that is not for a sample."""
 
 
 class ServerError(Exception):
@@ -67,20 +68,40 @@ class Client:
     def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
         self.url = base_of(url)
         _url, login = without_login(url)
-        header = f"Bearer {key}" if key else login
-        self._headers = {"Authorization": header} if header else {}
+        # Decompressing a reply would block the event loop, and a few bytes of it may stand for gigabytes.
+        self._headers = {"Accept-Encoding": "identity"}
+        if header := f"Bearer {key}" if key else login:
+            self._headers["Authorization"] = header
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, path: str, limit_s: float | None = None) -> Any:
         """Returns the JSON of a page. Raises :class:`ServerError`."""
-        return await self._send("GET", path, None, limit_s)
+        return await self._send("GET", path, None, limit_s, PAGE_BYTES)
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, limit_s: float | None = None) -> Any:
-        """Sends JSON, and returns that of the reply; None if it is empty. Raises :class:`ServerError`."""
-        return await self._send("POST", path, body, limit_s)
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        limit_s: float | None = None,
+        most_bytes: int = PAGE_BYTES,
+    ) -> Any:
+        """Sends JSON, and returns that of the reply; None if it is empty.
 
-    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float | None) -> Any:
+        Args:
+            path: of the page.
+            body: of the request.
+            limit_s: seconds for the exchange, if it has a limit of its own.
+            most_bytes: of the reply.
+
+        Raises:
+            ServerError: there is no reply in time, or one that is broken, too long, compressed or an error.
+        """
+        return await self._send("POST", path, body, limit_s, most_bytes)
+
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float | None, most_bytes: int
+    ) -> Any:
         import aiohttp
 
         limit = limit_s or self._timeout_s
@@ -96,7 +117,7 @@ class Client:
                     wait_s = wait_asked(reply.headers.get("Retry-After", ""), reply.headers.get("Date", ""))
                     message = short(message_in(text)) or reply.reason or "no message"
                     raise ServerError(f"{what} answered {reply.status}: {message}", status=reply.status, wait_s=wait_s)
-                return _decoded(what, await _whole(what, reply))
+                return _decoded(what, await _whole(what, reply, most_bytes))
         except TimeoutError:
             pass
         except aiohttp.ClientPayloadError:
@@ -117,7 +138,9 @@ class Client:
             # The pool limits the requests. Servers close idle connections after 5 s: close them earlier.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
             jar = aiohttp.DummyCookieJar()
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, cookie_jar=jar)
+            self._session = aiohttp.ClientSession(
+                connector=connector, headers=self._headers, cookie_jar=jar, auto_decompress=False
+            )
         return self._session
 
     async def close(self) -> None:
@@ -149,13 +172,24 @@ def same_server(url: str) -> tuple[str, str, int, str]:
     return parts.scheme, host, parts.port or (443 if parts.scheme == "https" else 80), parts.path
 
 
-async def _whole(what: str, reply: aiohttp.ClientResponse) -> bytes:
+async def _whole(what: str, reply: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    if (encoding := encoding_of(reply.headers)) not in ("", "identity"):
+        raise ServerError(
+            f"{what} sent its reply in the encoding '{encoding}', which was not requested; configure the server, or "
+            "the proxy before it, to send replies without encoding"
+        )
+    if (reply.content_length or 0) > most_bytes:
+        raise _overlong(what, most_bytes)
     got = bytearray()
     async for piece in reply.content.iter_any():
         got += piece
-        if len(got) > _MOST:
-            raise ServerError(f"{what} sent a reply of over {_MOST:,} bytes, which was not read")
+        if len(got) > most_bytes:
+            raise _overlong(what, most_bytes)
     return bytes(got)
+
+
+def _overlong(what: str, most_bytes: int) -> ServerError:
+    return ServerError(f"{what} sent a reply of over {most_bytes:,} bytes, more than the request can need")
 
 
 def _decoded(what: str, raw: bytes) -> Any:

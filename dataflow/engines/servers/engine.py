@@ -17,6 +17,7 @@ from dataflow.engines.samples import check_sampling, check_tokens, check_turn, p
 from dataflow.engines.servers.connect import Wanted, clients
 from dataflow.engines.servers.pool import Pool
 from dataflow.engines.servers.weights_files import VERSION, WeightsFiles, initial_weights
+from dataflow.engines.servers.weights_remover import WeightsRemover
 from dataflow.engines.sync_queue import Job, SampleQueue, SamplingCall, jobs_of
 from dataflow.engines.vocabulary import loading, read_vocabulary
 from dataflow.engines.weights import WeightNames
@@ -80,6 +81,7 @@ class ServerRollout:
         self._run = uuid.uuid4().hex[:12]
         directory = Path(weights_dir or tempfile.mkdtemp(prefix="dataflow-weights-"))
         self._files = WeightsFiles(directory, Path(model), self._run)
+        self._remover = WeightsRemover(directory.resolve(), self._run)
         self._loaded = self._closed = False
         self._writing: asyncio.Future[Path] | None = None
         self._syncing = asyncio.Lock()
@@ -187,7 +189,7 @@ class ServerRollout:
         self._queue.close()
         await self._pool.close()
         await self._write_ended()
-        await asyncio.to_thread(self._files.remove)
+        await asyncio.to_thread(self._remover.close)
 
 
 def _lost(cause: Exception) -> str:

@@ -13,6 +13,12 @@ from dataflow.engines.servers.client import Client, ServerError
 
 SHAPE = ("architectures", "vocab_size", "num_hidden_layers", "hidden_size", "tie_word_embeddings")
 """Entries of config.json in which the models of run and server must agree."""
+_TOKEN_BYTES = 1024
+"""Bytes of a reply for each token of a response: its id and log-prob, and its text, which vLLM repeats three times."""
+_PROMPT_BYTES = 16
+"""Bytes for each token of the prompt: its id."""
+_FRAME_BYTES = 1 << 20
+"""Bytes for all else."""
 LogProbs = Literal["uncut", "raw", "processed", "none"]
 """Which log-probs a server reports: ``uncut`` are those that the trainer computes, at the sampling temperature and
 before the cuts; ``raw`` are at temperature 1 and without penalties; ``processed`` are after the cuts."""
@@ -104,6 +110,16 @@ class ServerProtocol(Protocol):
             version: their label, which the server holds once all are loaded.
         """
         ...
+
+
+def reply_bytes(prompt: Sequence[int], sampling: Sampling) -> int:
+    """Returns the bytes that the reply with a sample can need.
+
+    Args:
+        prompt: token ids.
+        sampling: how it is drawn.
+    """
+    return _FRAME_BYTES + _PROMPT_BYTES * len(prompt) + _TOKEN_BYTES * sampling.max_tokens
 
 
 def checked(tokens: Any, log_probs: Any, sampling: Sampling) -> tuple[list[int], list[float]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dataflow.engines.base import Sampling
 from dataflow.engines.servers.client import Client, ServerError
-from dataflow.engines.servers.protocol import About, DrawnSample, cached_of, checked, finish_of, tokenized
+from dataflow.engines.servers.protocol import About, DrawnSample, cached_of, checked, finish_of, reply_bytes, tokenized
 
 _ABOUT_S = 30.0
 INFO = ("/model_info", "/get_model_info")
@@ -75,6 +75,7 @@ class SglangServer:
                     "sampling_seed": seed % 2**31,
                 },
             },
+            most_bytes=reply_bytes(prompt, sampling),
         )
         try:
             facts = reply["meta_info"]

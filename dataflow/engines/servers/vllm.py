@@ -24,6 +24,7 @@ from dataflow.engines.servers.protocol import (
     cached_of,
     checked,
     finish_of,
+    reply_bytes,
     tokenized,
 )
 from dataflow.errors import ConfigError
@@ -126,6 +127,7 @@ class VllmServer:
                 "logprobs": 0,
                 "return_token_ids": True,
             },
+            most_bytes=reply_bytes(prompt, sampling),
         )
         try:
             (choice,) = reply["choices"]

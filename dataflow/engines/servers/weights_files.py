@@ -24,7 +24,8 @@ class WeightsFiles:
     """Writes weights where the servers can read them.
 
     Args:
-        directory: of this engine alone; weights that an earlier engine left there are removed.
+        directory: of this engine alone; weights that an earlier engine left there are removed. :func:`remove_weights`
+            removes what this one leaves.
         model: directory whose configuration and tokenizer go beside the weights.
         owner: id of this engine, which no other has.
 
@@ -46,15 +47,11 @@ class WeightsFiles:
         return self._directory / MARKER
 
     def _owned(self) -> bool:
-        """Whether no later engine has taken the directory over."""
-        try:
-            return self._marker.read_text() == self._owner
-        except (OSError, ValueError):
-            return False
+        return _owner_of(self._directory) == self._owner
 
     def _remove_versions(self, but: Path | None = None) -> None:
-        for other in self._directory.iterdir() if self._directory.is_dir() else ():
-            if other.name.startswith(VERSION) and other != but:
+        for other in _versions(self._directory):
+            if other != but:
                 shutil.rmtree(other, ignore_errors=True)
 
     def write(self, weights: Mapping[str, torch.Tensor], name: str) -> Path:
@@ -96,15 +93,35 @@ class WeightsFiles:
         if self._owned():
             self._remove_versions(but=directory)
 
-    def remove(self) -> None:
-        """Removes all weights, and the directory unless it holds other files or another engine has taken it over."""
-        if not self._owned():
-            return
-        self._remove_versions()
-        if [file.name for file in self._directory.iterdir()] == [MARKER]:
-            with suppress(OSError):  # another engine has just taken it over
-                self._marker.unlink()
-                self._directory.rmdir()
+
+def remove_weights(directory: Path, owner: str) -> None:
+    """Removes all weights of an engine, and the directory unless it holds other files.
+
+    Args:
+        directory: of the weights.
+        owner: id of the engine; what another one has taken over is not removed.
+    """
+    versions = _versions(directory)  # before the owner is read: those of a later engine are not among them
+    if _owner_of(directory) != owner:
+        return
+    for each in versions:
+        shutil.rmtree(each, ignore_errors=True)
+    with suppress(OSError):  # another engine has just taken it over
+        if [file.name for file in directory.iterdir()] == [MARKER]:
+            (directory / MARKER).unlink()
+            directory.rmdir()
+
+
+def _owner_of(directory: Path) -> str:
+    """Returns the id of the engine that has last taken a directory over; "" for none."""
+    try:
+        return (directory / MARKER).read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+def _versions(directory: Path) -> list[Path]:
+    return [each for each in directory.iterdir() if each.name.startswith(VERSION)] if directory.is_dir() else []
 
 
 def check_directory(directory: Path) -> None:

@@ -15,7 +15,7 @@ from dataflow.batch import Batch
 from dataflow.cluster.answer import answer_to, answering
 from dataflow.cluster.gpus import see
 from dataflow.cluster.log import KEPT, keep_lines
-from dataflow.cluster.paths import View, look, unpack
+from dataflow.cluster.paths import SeesPaths
 from dataflow.cluster.process import WORKING_DIRECTORY, settle_memory, version
 from dataflow.executors.base import Chunk, Report, StageCall
 from dataflow.executors.calling import answer, around, make_chunk, method_of, prepare
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     version: str
 
 
-class Host:
+class Host(SeesPaths):
     """One rank of a service, in its own actor."""
 
     def place(self) -> Place:
@@ -49,15 +49,6 @@ class Host:
             s.bind(("", 0))
             address, port = ray.util.get_node_ip_address(), s.getsockname()[1]
         return Place(ray.get_runtime_context().get_node_id(), address, port, version())
-
-    def look(self, paths: Sequence[str]) -> list[View]:
-        """Returns what this process sees at these paths."""
-        return [look(path) for path in paths]
-
-    @answering
-    def unpack(self, archive: bytes, directory: str) -> None:
-        """Makes a directory of an archive on this node."""
-        unpack(archive, directory)
 
     @answering
     def build(

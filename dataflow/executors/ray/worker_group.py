@@ -396,5 +396,5 @@ class WorkerGroup:
             hint = f"{missing}." if missing else gpus if spec.gpus else busy
             raise RunError(f"'{spec.name}' was not up after {self.deadline_s:.0f} s; {hint}") from error
         if isinstance(why, DataflowError):
-            raise why from error
+            raise why from (error.__cause__ if why is error else error)  # never from itself: a lost value is its cause
         raise RunError(f"'{spec.name}' could not be built: {type(why).__name__}: {why}") from why

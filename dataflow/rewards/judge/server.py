@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from dataflow.distribution import parse_distribution
 from dataflow.errors import ConfigError, DataflowError, RunError
@@ -101,11 +102,11 @@ def completion(body: Mapping[str, Any], content: str, name: str) -> dict[str, An
 
 
 async def serve(app: web.Application, port: int, *, listener: int | None = None, **options: Any) -> None:
-    """Serves on loopback until SIGTERM, SIGINT or the end of standard input; prints its address first.
+    """Serves until SIGTERM, SIGINT or the end of standard input; prints its address first.
 
     Args:
         app: the application.
-        port: 0 takes a free one.
+        port: of the loopback interface; 0 takes a free one.
         listener: descriptor of a listening socket, in place of a port.
         options: of aiohttp's AppRunner.
     """
@@ -131,8 +132,8 @@ async def serve(app: web.Application, port: int, *, listener: int | None = None,
             await web.TCPSite(runner, ADDRESS, port, backlog=BACKLOG).start()
         else:
             await web.SockSite(runner, socket.socket(fileno=listener), backlog=BACKLOG).start()
-        bound = runner.addresses[0][1]
-        print(json.dumps({"port": bound, "url": f"http://{ADDRESS}:{bound}"}), flush=True)
+        address, bound = runner.addresses[0][:2]
+        print(json.dumps({"port": bound, "url": f"http://{address}:{bound}"}), flush=True)
         threading.Thread(target=watch, daemon=True).start()
         await stop.wait()
     finally:
@@ -174,8 +175,9 @@ class JudgeProcess:
     def wait(self) -> None:
         """Waits until the server has ended; ends it if it answers no more."""
         if self._hang_s is not None:
-            port = int(self.url.rpartition(":")[2])
-            self.hung = hangs(self.pid, partial(answers, port, self._hang_s, well=False), self._hang_s)
+            address, _, port = urlsplit(self.url).netloc.rpartition(":")
+            asked = partial(answers, int(port), self._hang_s, well=False, address=address)
+            self.hung = hangs(self.pid, asked, self._hang_s)
             if self.hung:
                 self._process.kill()
         self._process.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,9 @@ from pathlib import Path
 from loguru import logger
 
 from dataflow.errors import RunError
-from dataflow.rewards.models.gpus import VISIBLE
-from dataflow.rewards.models.server import ModelServer, Port
+from dataflow.rewards.models.site import ServerProcess, Site
 from dataflow.system.health import HANG_S
 from dataflow.system.kept import KeptServer
-from dataflow.system.loopback import ADDRESS
 
 _LOOK_S = 5.0
 """Seconds after which a wait for another process to remove a file looks for itself; the file's end wakes it."""
@@ -30,11 +28,8 @@ class ModelServers:
 
     Args:
         name: of the model.
-        command: returns the command line of a server at a port.
-        replicas: number of servers.
+        sites: where the servers run, one each; closed with this object.
         logs: directory of their logs, ``NAME-0.log`` and so on.
-        environment: all variables of a server.
-        gpus: CUDA_VISIBLE_DEVICES of each server; empty on a CPU.
         start_s: seconds that a server may take to answer.
         hang_s: seconds without an answer to a health check after which a server is restarted.
         restarts: of all servers together.
@@ -50,12 +45,9 @@ class ModelServers:
     def __init__(
         self,
         name: str,
-        command: Callable[[int], Sequence[str]],
-        replicas: int,
+        sites: Sequence[Site],
         *,
         logs: Path,
-        environment: Mapping[str, str],
-        gpus: Sequence[str] = (),
         start_s: float,
         hang_s: float = HANG_S,
         restarts: int,
@@ -74,29 +66,18 @@ class ModelServers:
             flag.unlink(missing_ok=True)  # of an earlier process of the run
         self._started: set[int] = set()
         self._lost: set[int] = set()
-        self._logs = [logs / f"{name}-{number}.log" for number in range(replicas)]
-        self._ports: list[Port] = []
-        self._servers: list[KeptServer[ModelServer]] = []
-        with contextlib.ExitStack() as stack:
-            for number, log in enumerate(self._logs):
-                port = Port()
-                stack.callback(port.close)
-                self._ports.append(port)
-                start = partial(
-                    ModelServer,
-                    command(port.number),
-                    port.number,
-                    log,
-                    {**environment, VISIBLE: gpus[number]} if gpus else environment,
-                    start_s,
-                    partial(self._on_ready, number),
-                    hang_s,
-                )
-                on_death = partial(self._on_death, number)
-                lose = partial(self._lose, number)
-                self._servers.append(KeptServer(f"keeper of {log.stem}", start, on_death, lose))
-            stack.pop_all()
-        self.urls = [f"http://{ADDRESS}:{port.number}" for port in self._ports]
+        self._sites = tuple(sites)
+        self._logs = [logs / f"{name}-{number}.log" for number in range(len(sites))]
+        self._servers = [
+            KeptServer(
+                f"keeper of {log.stem}",
+                partial(site.start, log, start_s, partial(self._on_ready, number), hang_s),
+                partial(self._on_death, number),
+                partial(self._lose, number),
+            )
+            for number, (site, log) in enumerate(zip(self._sites, self._logs, strict=True))
+        ]
+        self.urls = [site.url for site in self._sites]
 
     @property
     def pids(self) -> list[int]:
@@ -122,7 +103,7 @@ class ModelServers:
     def __exit__(self, *_: object) -> None:
         self._close(self._servers)
 
-    def _close(self, servers: Sequence[KeptServer[ModelServer]]) -> None:
+    def _close(self, servers: Sequence[KeptServer[ServerProcess]]) -> None:
         self._closing.set()
         # Side by side, as each may take seconds.
         threads = [threading.Thread(target=server.close) for server in servers]
@@ -130,8 +111,8 @@ class ModelServers:
             thread.start()
         for thread in threads:
             thread.join()
-        for port in self._ports:
-            port.close()
+        for site in self._sites:
+            site.close()
 
     def _on_ready(self, number: int) -> None:
         with self._lock:
@@ -141,7 +122,7 @@ class ModelServers:
             with contextlib.suppress(InvalidStateError):  # after a restart it was ready before
                 self.ready.set_result(None)
 
-    def _on_death(self, number: int, server: ModelServer) -> None:
+    def _on_death(self, number: int, server: ServerProcess) -> None:
         what, reason = f"reward model '{self.name}'", server.reason()
         with self._lock:
             if number not in self._started and not server.killed:

@@ -32,6 +32,7 @@ class RouterKeeper:
         models: options of a :class:`~dataflow.rewards.models.http_router.RoutedModel`, by name; others are ignored.
         on_lost: called from another thread when the router cannot be restarted.
         hang_s: seconds without an answer to GET /health after which the router is restarted.
+        address: where it listens.
 
     Attributes:
         address: of the router, ``host:port``, as verl passes it to functions.
@@ -40,11 +41,15 @@ class RouterKeeper:
     """
 
     def __init__(
-        self, models: Mapping[str, Mapping[str, Any]], on_lost: Callable[[RunError], None], hang_s: float = HANG_S
+        self,
+        models: Mapping[str, Mapping[str, Any]],
+        on_lost: Callable[[RunError], None],
+        hang_s: float = HANG_S,
+        address: str = ADDRESS,
     ) -> None:
         self._models, self._hang_s = models, hang_s
-        self._listener = socket.create_server((ADDRESS, 0), backlog=BACKLOG)
-        self.address = f"{ADDRESS}:{self._listener.getsockname()[1]}"
+        self._listener = socket.create_server((address, 0), backlog=BACKLOG)
+        self.address = f"{address}:{self._listener.getsockname()[1]}"
         self.url = f"http://{self.address}"
         self.deaths = 0
         self._server = KeptServer("router keeper", self._start, self._on_death, on_lost)

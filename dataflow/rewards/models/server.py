@@ -46,6 +46,7 @@ def server_command(
     engine: str,
     device: str,
     dtype: str,
+    host: str = ADDRESS,
     tensor_parallel: int = 1,
     gpu_memory: float = 0.9,
     max_num_seqs: int = 64,
@@ -58,8 +59,9 @@ def server_command(
 
     Args:
         name: of the model in requests.
-        port: on which it listens, on loopback.
+        port: on which it listens.
         device: ``cpu`` or ``cuda``.
+        host: address on which it listens.
         sleeps: whether it must be able to free its GPU's memory.
         path, kind, engine, dtype, tensor_parallel, gpu_memory, max_num_seqs, max_model_len, template, engine_kwargs:
             see :class:`~dataflow.config.served.ServedModelConfig`.
@@ -69,7 +71,7 @@ def server_command(
     options: dict[str, Any] = {
         "model": path,
         "served-model-name": name,
-        "host": ADDRESS,
+        "host": host,
         "port": port,
         "dtype": dtype,
         "max-model-len": max_model_len,
@@ -110,12 +112,13 @@ def flags(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def server_environment(device: str, threads: int = 1) -> dict[str, str]:
+def server_environment(device: str, threads: int = 1, sleeps: bool = False) -> dict[str, str]:
     """Returns the environment variables of a server; those that the user has set stay as they are.
 
     Args:
         device: ``cpu`` or ``cuda``.
         threads: CPU threads of a server on a CPU.
+        sleeps: whether it must be able to free its GPU's memory.
     """
     own = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -126,22 +129,25 @@ def server_environment(device: str, threads: int = 1) -> dict[str, str]:
     if device == "cpu":
         own |= {"OMP_NUM_THREADS": str(threads), "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         own |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # no worker beside the engine's process that imports vLLM again
-    else:
-        own |= {"VLLM_SERVER_DEV_MODE": "1"}  # offers /sleep and /wake_up, on loopback
+    elif sleeps:
+        own |= {"VLLM_SERVER_DEV_MODE": "1"}  # offers /sleep and /wake_up, and pages that change the server
     return {**own, **os.environ}
 
 
 class Port:
-    """A free port of the loopback interface that no other process gets while this object is open.
+    """A free port that no other process gets while this object is open.
 
     Its socket is bound and does not listen, so that a server that sets SO_REUSEADDR, as all do, may listen there,
     and another one after it.
+
+    Args:
+        address: of this machine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = ADDRESS) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((ADDRESS, 0))
+        self._socket.bind((address, 0))
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
@@ -160,6 +166,7 @@ class ModelServer:
         start_s: seconds that it may take to answer.
         on_ready: called by :meth:`wait` when it answers.
         hang_s: seconds without an answer after which it is ended.
+        address: on which it will listen.
 
     Attributes:
         ready: whether it has answered.
@@ -175,9 +182,10 @@ class ModelServer:
         start_s: float,
         on_ready: Callable[[], None],
         hang_s: float = HANG_S,
+        address: str = ADDRESS,
     ) -> None:
         self.ready = self.late = False
-        self._hang_s = hang_s
+        self._hang_s, self._address = hang_s, address
         self._port, self._log, self._start_s, self._on_ready = port, log, start_s, on_ready
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -206,7 +214,7 @@ class ModelServer:
                 self._process.wait(pause_s)
                 return
             # There is no event to wait for: vLLM says nowhere else that it is ready.
-            if answers(self._port):
+            if answers(self._port, address=self._address):
                 self.ready = True
                 self._on_ready()
             elif time.monotonic() > end:
@@ -214,7 +222,7 @@ class ModelServer:
                 self.close()
                 return
             pause_s = min(2 * pause_s, most_s)
-        if hangs(self._process.pid, partial(answers, self._port, self._hang_s), self._hang_s):
+        if hangs(self._process.pid, partial(answers, self._port, self._hang_s, address=self._address), self._hang_s):
             self.late = True
             self.close()
         self._process.wait()

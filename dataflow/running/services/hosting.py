@@ -172,6 +172,7 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         ranks=config.trainer.world_size,
         gpus=pools.critic_gpus,
         concurrent=True,  # a checkpoint is written while it trains
+        run_directory=bool(config.profile.steps),
         **model_files(model, "critic.path" if config.critic.path else "model.path"),
         around=profiler_of(config),
     )
@@ -387,6 +388,7 @@ def rollout_host(config: Any, gpus: float) -> Hosted:
         # vLLM measures the free memory of its GPUs; it would count a trainer that loads meanwhile as its own.
         alone=device == "cuda" and config.placement == "colocated",
         close_s=_CLOSE_S if factory == VLLM_ON_GPU else 1.0,
+        run_directory=factory == HF and bool(config.profile.steps),
         **model_files(config.model.path, others={"tools.path": config.tools.path}),
         around=profiler_of(config) if factory == HF else None,
     )

@@ -30,35 +30,40 @@ def node_rules(config: Any) -> dict[str, NodeRule]:
 
 
 def check_nodes(config: Any, hosts: Mapping[str, Hosted]) -> None:
-    """Checks the rules for the nodes of services.
+    """Checks the rules for the nodes of services and of the reward models that the run serves.
 
     Args:
         config: a :class:`~dataflow.config.base.BaseConfig`.
         hosts: of the pipeline's services, by name.
 
     Raises:
-        ConfigError: a rule is for no service, or has no effect.
+        ConfigError: a rule is for no service and no reward model, or has no effect.
     """
+    models = getattr(getattr(config, "reward", None), "models", {})
     services = {CONTROLLER, *hosts}
+    known = services | {name for name, model in models.items() if model.url is None}
     for name in config.ray.nodes:
-        if name not in services:
+        key = f"ray.nodes.{name}"
+        if name in services and name in models:
             raise ConfigError(
-                f"ray.nodes.{name}: the run has no service of that name"
-                f"{nearest(name, services) or '; it has ' + ', '.join(sorted(services)) + '.'}"
+                f"{key}: a service and a reward model have that name; give section reward.models.{name} another one."
+            )
+        if name not in known and name in models:
+            raise ConfigError(f"{key} has no effect: reward.models.{name}.url names servers elsewhere; leave it out.")
+        if name not in known:
+            raise ConfigError(
+                f"{key}: the run has no service of that name"
+                f"{nearest(name, known) or '; it has ' + ', '.join(sorted(known)) + '.'}"
+            )
+        if config.executor != "ray":
+            raise ConfigError(
+                f"{key} has no effect with executor={config.executor}; give executor=ray, or leave it out."
             )
         if config.ray.address is None and not running():
             raise ConfigError(
-                f"ray.nodes.{name} has no effect on a Ray of the run's own, which is on this machine alone; give "
-                "ray.address, or leave it out."
+                f"{key} has no effect on a Ray of the run's own, which is on this machine alone; give ray.address, or "
+                "leave it out."
             )
-    away = [name for name, host in hosts.items() if host.here and name in config.ray.nodes]
-    models = getattr(getattr(config, "reward", None), "models", {})
-    served = [name for name, model in models.items() if model.url is None]
-    if served and away:
-        raise ConfigError(
-            f"reward.models.{served[0]}: its servers listen on this machine alone, and ray.nodes.{away[0]} gives the "
-            "agent that may ask them other nodes; give their url, or leave that out."
-        )
 
 
 def model_files(
@@ -96,4 +101,6 @@ def agent_place(model: str | None, source: Source) -> dict[str, Any]:
         "reward.model_tokenizer": options.model_tokenizer,
     }
     files = model_files(model, others={keyed(key, source.name): path for key, path in paths.items()})
-    return {"here": True, "run_directory": options.ledger and options.cache is None, **files}
+    # The record of calls that froze the agent is there, too, whatever the ledger is.
+    own = options.frozen_after != 0 or (options.ledger and options.cache is None)
+    return {"here": True, "run_directory": own, **files}

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,12 +25,14 @@ from dataflow.rewards.models.conversation import check_template, read_template
 from dataflow.rewards.models.gpus import VISIBLE, GpuPlan, Wanted, plan_gpus, visible_gpus
 from dataflow.rewards.models.keeper import ModelServers
 from dataflow.rewards.models.router_keeper import RouterKeeper
-from dataflow.rewards.models.server import server_command, server_environment
+from dataflow.rewards.models.site import Site
 from dataflow.rewards.naming import keyed
 from dataflow.rewards.user.build import scores_alone
 from dataflow.rewards.user.function import load_reward, takes
 from dataflow.running.services.colocation import flag_of, sleepers_of
-from dataflow.running.services.hosting import gpus_of
+from dataflow.running.services.hosting import REWARD, gpus_of
+from dataflow.running.services.nodes import CONTROLLER
+from dataflow.running.services.placed_models import PlacedModel, is_placed, listening_address, on_cluster, plan_of
 from dataflow.stage import Hosted
 
 LOGS = "servers"
@@ -133,18 +134,20 @@ def _gpus(config: RunConfig, hosts: Iterable[Hosted]) -> GpuPlan:
     """Returns the GPUs of the servers and of the run.
 
     Raises:
-        ConfigError: there are too few, or they may be on other machines.
+        ConfigError: there are too few, or servers of a cluster would share them.
     """
     wanted = {
         name: Wanted(model.replicas, model.tensor_parallel, model.placement == "own")
         for name, model in config.reward.models.items()
         if model.url is None
     }
-    if wanted and config.ray.address is not None:
-        raise ConfigError(
-            f"reward.models.{next(iter(wanted))}: a run on the cluster at ray.address={config.ray.address} starts no "
-            "servers on GPUs; start them with vllm serve, and give their url, or leave ray.address out."
-        )
+    if on_cluster(config):  # Ray gives the servers their GPUs
+        if shared := [name for name, each in wanted.items() if not each.own]:
+            raise ConfigError(
+                f"reward.models.{shared[0]}.placement=colocated: on a cluster (ray.address) servers cannot share the "
+                "GPUs of trainer and engine; give placement=own, or the url of servers that run elsewhere."
+            )
+        return GpuPlan([], {})
     return plan_gpus(wanted, gpus_of(hosts), visible_gpus()) if wanted else GpuPlan([], {})
 
 
@@ -213,18 +216,19 @@ class ServedModels:
         hosts: Iterable[Hosted] = (),
     ) -> None:
         self._gpus = _gpus(config, hosts) if config.ray.gpus_per_worker else GpuPlan([], {})
-        self._models = [
-            (model, _servers(name, model, config, directory / LOGS, on_lost, self._gpus.servers.get(name, ())))
-            for name, model in config.reward.models.items()
-            if model.url is None
-        ]
-        self._config, self._on_lost = config, on_lost
+        self._models: list[ModelServers] = []
+        self._config, self._directory, self._on_lost = config, directory, on_lost
+        self._askers = [CONTROLLER, *(host.name for host in hosts if host.factory == REWARD)]
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> ServedModels:
+        address = listening_address(self._config, self._askers)
         with contextlib.ExitStack() as stack:
-            for model, servers in self._models:
-                stack.enter_context(servers)
+            served = {name: model for name, model in self._config.reward.models.items() if model.url is None}
+            sites = {name: self._sites(name, model, address, stack) for name, model in served.items()}
+            for name, model in served.items():
+                servers = self._servers(name, model, sites[name])
+                self._models.append(stack.enter_context(servers))
                 model.url = list(servers.urls)
             if self._gpus.servers:
                 stack.enter_context(_visible(self._gpus.run))
@@ -234,11 +238,32 @@ class ServedModels:
             functions = [source.options for source in sources_of(self._config) if source.custom.path]
             if asking := [options for options in functions if options.router_address is None]:
                 models = {name: model.client_options(name) for name, model in self._config.reward.models.items()}
-                router = stack.enter_context(RouterKeeper(models, self._on_lost))
+                router = stack.enter_context(RouterKeeper(models, self._on_lost, address=address))
                 for options in asking:
                     options.router_address = router.address
             self._stack = stack.pop_all()
         return self
+
+    def _sites(self, name: str, model: ServedModelConfig, address: str, stack: contextlib.ExitStack) -> Sequence[Site]:
+        """Returns the places of a model's servers: of its own, on nodes of the cluster, or on this machine."""
+        config = self._config
+        plan = plan_of(name, model, "cuda" if config.ray.gpus_per_worker else "cpu", config.trainer.threads)
+        if is_placed(config, name):
+            placed = PlacedModel(name, model, config, plan, self._directory, address)
+            return stack.enter_context(placed).sites
+        gpus = self._gpus.servers.get(name, ())
+        return [plan.site(address, gpus[number] if gpus else None) for number in range(model.replicas)]
+
+    def _servers(self, name: str, model: ServedModelConfig, sites: Sequence[Site]) -> ModelServers:
+        return ModelServers(
+            name,
+            sites,
+            logs=self._directory / LOGS,
+            start_s=model.start_timeout,
+            restarts=model.restarts,
+            on_lost=self._on_lost,
+            flag=self._directory / flag_of(name) if model.placement == "colocated" else None,
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -252,9 +277,7 @@ class ServedModels:
 
     def facts(self) -> dict[str, Any]:
         """Returns what the summary says about the models that the run serves."""
-        found = {
-            servers.name: {"servers": len(servers.urls), "restarts": servers.restarted} for _, servers in self._models
-        }
+        found = {each.name: {"servers": len(each.urls), "restarts": each.restarted} for each in self._models}
         return {"reward_models": found} if found else {}
 
     async def ready(self) -> None:
@@ -263,7 +286,7 @@ class ServedModels:
         Raises:
             RunError: one did not start, or cannot sleep.
         """
-        left: Any = {asyncio.wrap_future(servers.ready) for _model, servers in self._models}
+        left: Any = {asyncio.wrap_future(servers.ready) for servers in self._models}
         for each in left:  # the run may be cancelled with the same error before it is read here
             each.add_done_callback(lambda done: done.cancelled() or done.exception())
         while left:
@@ -271,7 +294,7 @@ class ServedModels:
             for each in done:
                 each.result()
             if left:
-                waited = [servers.words for _model, servers in self._models if not servers.ready.done()]
+                waited = [servers.words for servers in self._models if not servers.ready.done()]
                 logger.info(f"{'; '.join(waited)}: the others are starting")
         for sleeper in sleepers_of(self._config):
             await sleeper.sleep()
@@ -287,26 +310,3 @@ def _visible(gpus: Sequence[str]) -> Iterator[None]:
     finally:
         os.environ.pop(VISIBLE, None)
         os.environ |= before
-
-
-def _servers(
-    name: str,
-    model: ServedModelConfig,
-    config: RunConfig,
-    logs: Path,
-    on_lost: Callable[[RunError], None],
-    gpus: Sequence[str],
-) -> ModelServers:
-    device = "cuda" if config.ray.gpus_per_worker else "cpu"
-    return ModelServers(
-        name,
-        partial(server_command, name, device=device, **model.server_options()),
-        model.replicas,
-        logs=logs,
-        environment=server_environment(device, config.trainer.threads),
-        gpus=gpus,
-        start_s=model.start_timeout,
-        restarts=model.restarts,
-        on_lost=on_lost,
-        flag=logs.parent / flag_of(name) if model.placement == "colocated" else None,
-    )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataflow.engines.servers.weights_files import MARKER, WeightsFiles, check_directory
+from dataflow.engines.servers.weights_files import MARKER, WeightsFiles, check_directory, remove_weights
 from dataflow.errors import ConfigError, RunError
 
 WEIGHTS = {"a": torch.ones(3)}
@@ -37,7 +37,7 @@ def test_a_file_that_comes_later_stays(tmp_path: Path, model: Path) -> None:
     (tmp_path / "w" / "note").write_text("mine")
     files.keep(files.write(WEIGHTS, "version-2"))
     assert not first.exists()
-    files.remove()
+    remove_weights(tmp_path / "w", "one")
     assert {file.name for file in (tmp_path / "w").iterdir()} == {"note", MARKER}
     assert WeightsFiles(tmp_path / "w", model, "two").write(WEIGHTS, "version-3").is_dir()
 
@@ -50,9 +50,9 @@ def test_an_engine_takes_over_what_an_earlier_one_left(tmp_path: Path, model: Pa
     written = second.write(WEIGHTS, "version-1")
     with pytest.raises(RunError, match=r"another run writes its weights to .*; end one of the two"):
         first.write(WEIGHTS, "version-2")
-    first.remove()
+    remove_weights(tmp_path / "w", "one")
     assert written.is_dir()
-    second.remove()
+    remove_weights(tmp_path / "w", "two")
     assert not (tmp_path / "w").exists()
 
 

@@ -66,7 +66,7 @@ def test_a_spent_cost_ends_the_calls() -> None:
     budget = Budget(None, 0.5, [1, 100])
     budget.check()
     budget.count({"prompt_tokens": 400_000, "completion_tokens": 1000}, 0, 0)
-    with pytest.raises(BudgetSpent, match=r"spent: 0\.5 of a cost of 0\.5 after 1 calls") as spent:
+    with pytest.raises(BudgetSpent, match=r"spent: 0\.5 of a cost of 0\.5 after 1 call") as spent:
         budget.check()
     assert "judge.max_cost" in spent.value.fix
 
@@ -107,7 +107,7 @@ def test_what_no_server_counts_is_estimated(usage: Any) -> None:
         "cost": 0,
         "calls": 1,
     }
-    with pytest.raises(BudgetSpent, match=r"102 of 100 tokens \(102 tokens estimated\) after 1 calls"):
+    with pytest.raises(BudgetSpent, match=r"102 of 100 tokens \(102 tokens estimated\) after 1 call"):
         budget.check()
 
 

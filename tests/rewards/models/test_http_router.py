@@ -282,12 +282,13 @@ def test_bad_models_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_a_router_that_hangs_is_restarted() -> None:
+def test_a_router_that_hangs_is_restarted_at_its_address() -> None:
     losses: queue.Queue[RunError] = queue.Queue()
 
     async def body() -> None:
         async with servers(1) as (one,):
-            with RouterKeeper({"rm": {"url": [one.url]}}, losses.put, hang_s=1.0) as keeper:
+            with RouterKeeper({"rm": {"url": [one.url]}}, losses.put, hang_s=1.0, address="127.0.0.2") as keeper:
+                assert keeper.address.startswith("127.0.0.2:")
                 async with aiohttp.ClientSession(keeper.url) as client:
                     assert (await ask(client))[0] == 200
                     os.kill(keeper.pid, signal.SIGSTOP)

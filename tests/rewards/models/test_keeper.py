@@ -21,6 +21,7 @@ from dataflow.errors import RunError
 from dataflow.rewards.models.hf import server as hf_server
 from dataflow.rewards.models.keeper import ModelServers
 from dataflow.rewards.models.server import Port, reason_in, server_command, server_environment
+from dataflow.rewards.models.site import LocalSite
 from tests.rigs.model_server import fake_command
 from tests.rigs.processes import below, left, until
 
@@ -34,8 +35,9 @@ import os, sys, threading
 from pathlib import Path
 import psutil
 from dataflow.rewards.models.keeper import ModelServers
+from dataflow.rewards.models.site import LocalSite
 command = lambda port: [*sys.argv[2:], "--port", str(port), "--stubborn"]
-with ModelServers("rm", command, 1, logs=Path(sys.argv[1]), environment=os.environ, start_s=60.0, restarts=3,
+with ModelServers("rm", [LocalSite(command, os.environ)], logs=Path(sys.argv[1]), start_s=60.0, restarts=3,
                   on_lost=print) as running:
     running.ready.result(60)
     print(*[process.pid for process in psutil.Process().children(recursive=True)], flush=True)
@@ -49,10 +51,8 @@ def servers(
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return ModelServers(
         "rm",
-        lambda port: fake_command(port, *more),
-        replicas,
+        [LocalSite(lambda port: fake_command(port, *more), environment) for _ in range(replicas)],
         logs=logs,
-        environment=environment,
         restarts=restarts,
         on_lost=on_lost,
         **{"start_s": READY_S, **options},
@@ -264,6 +264,16 @@ def test_a_port_is_kept_between_two_servers() -> None:
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", port.number))
     port.close()
+
+
+def test_a_server_listens_for_other_machines_where_it_is_told(tmp_path: Path) -> None:
+    address, environment = "127.0.0.2", {**os.environ, "PYTHONPATH": str(ROOT)}
+    site = LocalSite(lambda port: fake_command(port, "--host", address), environment, address)
+    with ModelServers("rm", [site], logs=tmp_path, start_s=READY_S, restarts=0, on_lost=print) as running:
+        running.ready.result(READY_S)
+        assert running.urls == [f"http://127.0.0.2:{site.port}"]
+        assert healthy(running.urls[0])
+        assert not healthy(f"http://127.0.0.1:{site.port}")
 
 
 def test_the_command_line_of_vllm_has_the_keys_of_the_model() -> None:

@@ -28,6 +28,7 @@ def test_rules_are_given_by_service() -> None:
         "rollout": NodeRule({"role": "in(a,b)"}, "pack"),
     }
     check_nodes(given, SERVICES)
+    check_nodes(config("ray.address=auto", "reward.models.rm.path=m", "ray.nodes.rm.labels.role=a"), SERVICES)
 
 
 @pytest.mark.parametrize(
@@ -43,9 +44,21 @@ def test_rules_are_given_by_service() -> None:
             "ray.address, or leave it out.",
         ),
         (
-            ["ray.address=auto", "ray.nodes.reward.labels.role=a", "reward.models.m.path=m"],
-            "reward.models.m: its servers listen on this machine alone, and ray.nodes.reward gives the agent that may "
-            "ask them other nodes; give their url, or leave that out.",
+            ["ray.nodes.trainer=spread", "executor=inline"],
+            "ray.nodes.trainer has no effect with executor=inline; give executor=ray, or leave it out.",
+        ),
+        (
+            ["ray.address=auto", "ray.nodes.m.labels.role=a", "reward.models.m.url=http://h:1"],
+            "ray.nodes.m has no effect: reward.models.m.url names servers elsewhere; leave it out.",
+        ),
+        (
+            ["ray.address=auto", "ray.nodes.rollout.labels.role=a", "reward.models.rollout.path=m"],
+            "ray.nodes.rollout: a service and a reward model have that name; give section reward.models.rollout "
+            "another one.",
+        ),
+        (
+            ["ray.address=auto", "ray.nodes.grader.labels.role=a", "reward.models.graders.path=m"],
+            "ray.nodes.grader: the run has no service of that name; did you mean 'graders'?",
         ),
     ],
 )
@@ -59,6 +72,40 @@ def test_a_rule_without_effect_is_refused(overrides: list[str], words: str, monk
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ray\.nodes\.trainer\.strategy"):
         config("ray.nodes.trainer=wide")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("labels.role=in(a", "role=in(a selects nothing; give a label's value, or in quotes one of Ray's selectors"),
+        ("labels.role=in()", "role=in() selects nothing"),
+        ("labels.role='a b'", "role=a b selects nothing"),
+        ("labels.ro le=a", "'ro le' is no name of a label; give one as ray start --labels takes it"),
+        ("labels=role=a", "give each label as a key of its own, labels.role=a"),
+    ],
+)
+def test_labels_that_no_node_can_have_are_refused(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(f"ray.nodes.trainer.{override}")
+    assert str(caught.value).startswith("ray.nodes.trainer.labels")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "label"),
+    [
+        ("labels.rack=7", ("rack", "7")),
+        ("labels.ray.io/accelerator-type=H100", ("ray.io/accelerator-type", "H100")),
+        ("labels.topology.kubernetes.io/zone=in(a, b)", ("topology.kubernetes.io/zone", "in(a, b)")),
+        ("labels={role: '!in(a,b)'}", ("role", "!in(a,b)")),
+    ],
+)
+def test_labels_may_have_numbers_and_names_with_dots(override: str, label: tuple[str, str]) -> None:
+    from ray._private.label_utils import validate_label_selector
+
+    labels = config(f"ray.nodes.trainer.{override}").ray.nodes["trainer"].labels
+    assert labels == dict([label])
+    assert not validate_label_selector(labels)  # Ray's own check
 
 
 def test_a_model_of_the_cache_is_copied_and_others_are_compared(
@@ -90,3 +137,21 @@ def test_each_service_of_a_run_names_its_files(tmp_path: Path) -> None:
     assert hosts["trainer"].run_directory  # the exported model
     assert not hosts["rollout"].here
     assert not hosts["rollout"].run_directory
+
+
+@pytest.mark.parametrize(
+    ("overrides", "there"),
+    [
+        (["reward.cache=c.sqlite"], True),  # frozen.jsonl
+        (["reward.cache=c.sqlite", "reward.frozen_after=0"], False),
+        (["reward.ledger=false", "reward.frozen_after=0"], False),
+        (["reward.frozen_after=0"], True),  # the ledger
+    ],
+)
+def test_an_agent_has_files_in_the_run_directory(overrides: list[str], there: bool) -> None:
+    assert gsm8k_grpo.pipeline(config("name=a", *overrides)).hosts()["reward"].run_directory is there
+
+
+def test_a_profile_is_a_file_in_the_run_directory() -> None:
+    hosts = gsm8k_grpo.pipeline(config("name=a", "profile.steps=[2]", "engine.rollout=hf")).hosts()
+    assert all(hosts[name].run_directory for name in ("trainer", "rollout"))

@@ -129,9 +129,9 @@ def test_models_that_can_be_served_pass(rm: Path, chat: Path, tmp_path: Path) ->
         ({"path": "RM", "tensor_parallel": 2}, (), "tensor_parallel=2: this run has no GPUs"),
         ({"path": "RM"}, ("ray.gpus_per_worker=1",), "serves its models on GPUs"),
         (
-            {"path": "RM", "engine": "hf"},
+            {"path": "RM", "engine": "hf", "placement": "colocated"},
             ("ray.gpus_per_worker=1", "ray.address=ray:1"),
-            "the cluster at ray.address=ray:1 starts no servers on GPUs",
+            "m.placement=colocated: on a cluster (ray.address) servers cannot share the GPUs of trainer and engine",
         ),
         (
             {"path": "RM", "engine": "hf", "replicas": 2},

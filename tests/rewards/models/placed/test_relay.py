@@ -1,0 +1,123 @@
+"""A relay: one address for a server that moves."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from dataflow.rewards.models.placed.relay import Relay
+from dataflow.system.loopback import ADDRESS
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Server:
+    """Repeats each line that it gets, behind its name; a thread, with a listening socket that closes with it."""
+
+    def __init__(self, name: bytes) -> None:
+        self.name, self.loop, up = name, asyncio.new_event_loop(), threading.Event()
+        self.port = 0
+        self.thread = threading.Thread(target=self._run, args=(up,), daemon=True)
+        self.thread.start()
+        assert up.wait(10)
+
+    def _run(self, up: threading.Event) -> None:
+        async def body() -> None:
+            self.ended = asyncio.Event()
+            server = await asyncio.start_server(self._repeat, ADDRESS, 0)
+            self.port = server.sockets[0].getsockname()[1]
+            up.set()
+            await self.ended.wait()
+            server.close()
+
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(body())
+
+    async def _repeat(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            writer.write(self.name + line)
+            if line == b"bye\n":
+                break
+        writer.close()
+
+    def close(self) -> None:
+        with suppress(RuntimeError):  # it is closed
+            self.loop.call_soon_threadsafe(self.ended.set)
+        self.thread.join(10)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    made = [Server(b"a:"), Server(b"b:")]
+    yield made
+    for server in made:
+        server.close()
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    made = Relay(ADDRESS)
+    yield made
+    made.close()
+
+
+def connected(relay: Relay) -> socket.socket:
+    found = socket.create_connection((ADDRESS, int(relay.url.rpartition(":")[2])), timeout=10)
+    found.settimeout(10)
+    return found
+
+
+def said(connection: socket.socket, line: bytes) -> bytes:
+    """Sends a line; returns the answer, b"" if the connection is closed."""
+    try:
+        connection.sendall(line + b"\n")
+        return connection.makefile("rb").readline().rstrip()
+    except ConnectionError:
+        return b""
+
+
+def test_a_connection_is_passed_on_both_ways(relay: Relay, servers: list[Server]) -> None:
+    relay.lead_to((ADDRESS, servers[0].port))
+    with connected(relay) as one, connected(relay) as two:
+        long = b"x" * 60_000
+        assert said(one, b"1") == b"a:1"
+        assert said(two, b"2") == b"a:2"
+        assert said(one, long) == b"a:" + long
+        assert said(two, b"bye") == b"a:bye"
+        assert two.recv(10) == b""  # the server has ended it
+
+
+def test_connections_end_when_the_server_moves(relay: Relay, servers: list[Server]) -> None:
+    relay.lead_to((ADDRESS, servers[0].port))
+    with connected(relay) as old:
+        assert said(old, b"1") == b"a:1"
+        relay.lead_to((ADDRESS, servers[1].port))
+        assert said(old, b"2") == b""
+    with connected(relay) as new:
+        assert said(new, b"3") == b"b:3"
+
+
+def test_without_a_server_a_connection_is_closed_at_once(relay: Relay, servers: list[Server]) -> None:
+    with connected(relay) as early:
+        assert said(early, b"1") == b""
+    servers[0].close()
+    relay.lead_to((ADDRESS, servers[0].port))  # nothing listens there any more
+    with connected(relay) as late:
+        assert said(late, b"1") == b""
+
+
+def test_a_relay_that_is_closed_refuses_and_ends_what_is_open(relay: Relay, servers: list[Server]) -> None:
+    relay.lead_to((ADDRESS, servers[0].port))
+    with connected(relay) as one:
+        assert said(one, b"1") == b"a:1"
+        relay.close()
+        assert said(one, b"2") == b""
+    with pytest.raises(ConnectionRefusedError):
+        connected(relay)
+    relay.lead_to(None)
+    relay.close()
