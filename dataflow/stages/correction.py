@@ -7,6 +7,7 @@ loss then corrects each micro-batch.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,12 @@ from dataflow.graph import Stage, TaskInfo, stage
 
 
 @stage(writes="correction", on="controller", imports=("verl.trainer.ppo.rollout_corr_helper",))
-def rollout_correction(responses: Batch, old_log_probs: Batch, *, algorithm: Any, task: TaskInfo) -> Batch:
+async def rollout_correction(responses: Batch, old_log_probs: Batch, *, algorithm: Any, task: TaskInfo) -> Batch:
+    """Corrects the samples of a step in a thread, as other stages share the event loop; see :func:`correct`."""
+    return await asyncio.to_thread(correct, responses, old_log_probs, algorithm, task)
+
+
+def correct(responses: Batch, old_log_probs: Batch, algorithm: Any, task: TaskInfo) -> Batch:
     """Returns what the correction adds to the old log-probs, and logs verl's ``rollout_corr/*``, corrected or not.
 
     Args:
@@ -53,10 +59,12 @@ def rollout_correction(responses: Batch, old_log_probs: Batch, *, algorithm: Any
 
 
 def correction_stage(algorithm: Any) -> Stage:
-    """Returns the stage ``rollout_correction``; if nothing is corrected, no stage waits for it.
+    """Returns the stage ``rollout_correction``.
+
+    If nothing is corrected, it only logs: no stage waits for it, and it keeps none from the controller.
 
     Args:
         algorithm: the options of section ``algorithm``, without ``bypass_mode``.
     """
     bound = rollout_correction.bind(algorithm=algorithm)
-    return bound if algorithm.corrects else replace(bound, writes=())
+    return bound if algorithm.corrects else replace(bound, writes=(), on="io")

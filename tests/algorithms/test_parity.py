@@ -17,7 +17,7 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig, Kl, KlLoss
 from dataflow.graph import TaskInfo
 from dataflow.stages.advantage import advantage_stage
-from dataflow.stages.correction import rollout_correction
+from dataflow.stages.correction import correct
 from dataflow.stages.scoring.kl_penalty import kl_penalty
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
@@ -152,7 +152,7 @@ def correction_case(**keys: Any) -> Case:
     def ours() -> Found:
         task = TaskInfo(step=1)
         data = batch()
-        found = rollout_correction(data, data, algorithm=AlgorithmConfig(**keys), task=task)
+        found = correct(data, data, AlgorithmConfig(**keys), task)
         mask = found["response_mask"] if "response_mask" in found else data["response_mask"]
         weights = {"weights": found["rollout_is_weights"]} if "rollout_is_weights" in found else {}
         return {"mask": mask, **weights, **task.metrics}

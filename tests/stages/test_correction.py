@@ -9,7 +9,7 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import ConfigError
 from dataflow.graph import TaskInfo
-from dataflow.stages.correction import correction_stage, rollout_correction
+from dataflow.stages.correction import correct, correction_stage
 
 
 @pytest.mark.heavy
@@ -22,20 +22,25 @@ def test_stale_samples_alone_are_weighed_if_so_asked() -> None:
         algorithm = AlgorithmConfig(rollout_is="token", rollout_is_stale_only=alone)
         for version in (4, 3):
             responses.meta["weights_version"] = version
-            found = rollout_correction(responses, old, algorithm=algorithm, task=TaskInfo(step=5))
+            found = correct(responses, old, algorithm, TaskInfo(step=5))
             weighed.append("rollout_is_weights" in found)
     assert weighed == [True, True, False, True]
 
 
 @pytest.mark.parametrize(
-    ("keys", "writes"),
-    [({}, ()), ({"rollout_is": "token"}, ("correction",)), ({"rollout_rs": "token_k2"}, ("correction",))],
+    ("keys", "writes", "on"),
+    [
+        ({}, (), "io"),
+        ({"rollout_is": "token"}, ("correction",), "controller"),
+        ({"rollout_rs": "token_k2"}, ("correction",), "controller"),
+    ],
 )
-def test_stages_wait_for_a_correction_alone_not_for_its_metrics(keys: dict[str, str], writes: tuple[str, ...]) -> None:
+def test_stages_wait_for_a_correction_but_not_for_metrics_alone(
+    keys: dict[str, str], writes: tuple[str, ...], on: str
+) -> None:
     limits = {"rollout_rs_threshold": "0.1"} if "rollout_rs" in keys else {}
     stage = correction_stage(AlgorithmConfig(**keys, **limits))  # type: ignore[arg-type]
-    assert stage.writes == writes
-    assert stage.on == "controller"
+    assert (stage.writes, stage.on) == (writes, on)
 
 
 @pytest.mark.parametrize("keys", [{}, {"rollout_is": "sequence", "bypass_mode": True}])

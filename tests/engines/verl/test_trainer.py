@@ -26,7 +26,7 @@ from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.errors import ConfigError, DataflowError
 from dataflow.graph import TaskInfo
 from dataflow.stages.advantage import advantage
-from dataflow.stages.correction import rollout_correction
+from dataflow.stages.correction import correct
 
 if TYPE_CHECKING or "." in __name__:  # in a rank, ``tests`` may be another package
     from tests.rigs.ranks import RankHost, alone
@@ -284,7 +284,7 @@ def test_rollout_correction_weighs_tokens_by_how_stale_they_are(make: Make, tiny
     task = TaskInfo(step=1)
 
     def corrected(samples: Batch) -> Batch:
-        return samples.merge(rollout_correction(samples, samples, algorithm=algorithm, task=task))
+        return samples.merge(correct(samples, samples, algorithm, task))
 
     found = make(tiny_qwen, rollout_is="token").update(corrected(same), last=True)
     assert found["actor/pg_loss"] == pytest.approx(plain["actor/pg_loss"], abs=1e-7)
@@ -502,7 +502,7 @@ def test_dropped_rows_leave_no_trace_in_loss_kl_and_entropy(make: Make, tiny_qwe
         batch = batch.merge(scored, trainer.ref_log_probs(batch))
         off = 0.3 * torch.randn((16, R), generator=torch.Generator().manual_seed(3)) * batch["response_mask"]
         batch = batch.merge(batch.like(rollout_log_probs=batch["old_log_probs"] + off))
-        batch = batch.merge(rollout_correction(batch, batch, algorithm=correction, task=task))
+        batch = batch.merge(correct(batch, batch, correction, task))
         dropped, removed = kept_and_dropped(batch, KEPT)
         assert (len(dropped), len(removed)) == (16, 6)
         batch = spoilt(dropped) if which == "dropped" else removed
