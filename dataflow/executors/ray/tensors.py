@@ -39,6 +39,6 @@ def received(form: Any) -> Tensor:
     import torch
 
     if isinstance(form, bytes):
-        return pickle.loads(form)  # type: ignore[no-any-return]
+        return pickle.loads(form)
     data, dtype, shape = form
     return torch.from_numpy(data.copy()).view(dtype).reshape(shape)
