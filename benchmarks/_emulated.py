@@ -52,7 +52,6 @@ class Slept:
 
 VERL = {
     "verl.trainer.ppo.metric_utils": ("compute_data_metrics",),
-    "verl.trainer.ppo.rollout_corr_helper": ("compute_rollout_correction_and_rejection_mask",),
     "verl.trainer.ppo.core_algos": ("agg_loss",),
 }
 """Functions of verl that stages call with whole matrices."""

@@ -55,6 +55,8 @@ BOUND_S, LOAD_S, GROWTH_MB = 0.5, 10.0, 8.0
 SEEN = 1024
 """Rows that the bound holds for, in thousands of prompts: a step of more rows may take longer in proportion."""
 PROMPT, LONGEST, N = 200, 1024, 5
+BESIDE = ("rollout_correction", "write_samples")
+"""Stages that no other one waits for: beside the path of training."""
 
 
 class Counting(RayExecutor):
@@ -105,7 +107,7 @@ def pipeline_of(options: argparse.Namespace, samples: str) -> Pipeline:
         rollout.bind(engine=engine, sampling=sampling, seed=0),
         # One after another, so that nothing hides what a task costs, and processes do not compete for few cores.
         replace(reward_request.bind(agent=agent), after=("old_log_prob", "ref_log_prob")),
-        *(noting(s) if s.name == "old_log_prob" else s for s in log_prob_stages(config.algorithm, trainer=trainer)),
+        *log_prob_stages(config.algorithm, trainer=trainer),
         reward_collect.bind(agent=agent),
         noting(advantage_stage(config.algorithm)),
         noting(update_stage(config.algorithm).bind(trainer=trainer, groups=options.prompts)),
@@ -173,7 +175,7 @@ def by_cause(spans: Sequence[Span], worked: Sequence[tuple[float, float]], step:
     A step lasts from the end of the sync before it to the end of its own.
     """
     begin, end = (max(s.end for s in spans if s.stage == "sync_weights" and s.step == at) for at in (step - 1, step))
-    mine = [s for s in spans if s.stage != "write_samples"]  # which is beside the path of training
+    mine = [s for s in spans if s.stage not in BESIDE]
     verl = [piece for s in mine for piece in s.args.get("verl", ())]
     pieces = [(s.begin, s.end) for s in mine] + [*worked, *verl]
     edges = sorted({begin, end, *(t for piece in pieces for t in piece)})

@@ -70,9 +70,11 @@ class Batch:
         self.meta = dict(meta or {})
 
     def __getstate__(self) -> tuple[Any, ...]:
-        tensors = {
-            name: column if isinstance(column, Packed) else packed(column) for name, column in self.tensors.raw()
-        }
+        raw = dict(self.tensors.raw())
+        # By its id, as two names may have one tensor, which is packed and sent once.
+        each = {id(column): column for column in raw.values()}
+        sent = {at: column if isinstance(column, Packed) else packed(column) for at, column in each.items()}
+        tensors = {name: sent[id(column)] for name, column in raw.items()}
         arrays = {
             name: column if isinstance(column, Pickled) else objects(column) for name, column in self.arrays.raw()
         }

@@ -107,11 +107,12 @@ class Ragged:
 
     def take(self, rows: np.ndarray) -> Ragged:
         lengths, ends = self.lengths[rows], self.ends[rows]
-        if len(rows) and (np.diff(rows) == 1).all():
-            values = self.values[ends[0] - lengths[0] : ends[-1]]
-        else:  # the place of each value: those of a row follow one another
-            shift = np.cumsum(lengths) - ends
-            values = self.values[np.arange(int(lengths.sum())) - np.repeat(shift, lengths)]
+        # Rows that follow one another are one piece. Numpy's index arithmetic for single values takes five times as
+        # long as copies of pieces.
+        cuts = np.flatnonzero(np.diff(rows) != 1)
+        begins, stops = (ends - lengths)[np.append(0, cuts + 1)[: len(rows)]], ends[np.append(cuts, -1)[: len(rows)]]
+        pieces = [self.values[begin:stop] for begin, stop in zip(begins.tolist(), stops.tolist(), strict=True)]
+        values = pieces[0] if len(pieces) == 1 else np.concatenate([self.values[:0], *pieces])
         left, right = (side if side.ndim == 0 else side[rows] for side in (self.left, self.right))
         return Ragged(values, lengths, self.starts[rows], self.width, self.dtype, left, right)
 

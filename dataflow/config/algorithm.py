@@ -291,6 +291,11 @@ class AlgorithmConfig(Section):
         """Whether the log-probs of the initial weights are needed."""
         return self.use_kl_loss or self.use_kl_in_reward
 
+    @property
+    def corrects(self) -> bool:
+        """Whether the rollout is corrected before the update; with bypass_mode the loss does it."""
+        return not self.bypass_mode and (self.rollout_is is not None or self.rollout_rs is not None)
+
     def preset_keys(self) -> dict[str, list[str]]:
         """Returns, for each preset in use, the keys that have its values, as ``key=value``."""
         found = {}

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from dataflow.system.children import command
 
 Chat = list[dict[str, Any]]
 _TOGETHER = 1024  # chats that are tokenized in one call, which uses all cores
+_SENT = 4096  # chats of one message to the process
 
 
 class Refused(Exception):
@@ -52,20 +54,21 @@ class Chats:
         """Returns the characters of the longest token."""
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
-    def ids(self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None = None) -> list[list[int]]:
-        """Returns the token ids of each chat; see :func:`~dataflow.data.tokenize.prompt_ids`.
+    def ids(self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None = None) -> list[np.ndarray]:
+        """Returns the token ids of each chat, int32; see :func:`~dataflow.data.tokenize.prompt_ids`.
 
         Raises:
             Refused: the chat template refuses a chat.
         """
-        found: list[list[int]] = []
+        found: list[np.ndarray] = []
         for at in range(0, len(chats), _TOGETHER):
             piece = list(chats[at : at + _TOGETHER])
             try:
-                found += all_prompt_ids(self._tokenizer, piece, schemas)
+                ids = all_prompt_ids(self._tokenizer, piece, schemas)
             # A chat template is a program that comes with the model; it may refuse roles and raise any exception.
             except Exception:
-                found += self._one_by_one(piece, schemas, at)
+                ids = self._one_by_one(piece, schemas, at)
+            found += [np.array(each, dtype=np.int32) for each in ids]
         return found
 
     def _one_by_one(
@@ -115,28 +118,47 @@ class ChatProcess:
         """
         if self._here is None:
             with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-                return int(self._asked("longest_token"))
+                self._ask("longest_token")
+                return int(self._answer())
             # One that needs torch, or none that can be loaded: this process finds out which.
             self._here = Chats(load_chat_tokenizer(self._path))
         return self._here.longest_token()
 
-    def ids(self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None = None) -> list[list[int]]:
+    def ids(self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None = None) -> list[np.ndarray]:
         """Returns the token ids of each chat; see :meth:`Chats.ids`."""
         if self._here is None:
             with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-                flat, lengths = self._asked("ids", list(chats), schemas)
-                return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])] if len(lengths) else []
+                return self._from_process(chats, schemas)
             self._here = Chats(load_chat_tokenizer(self._path))
         return self._here.ids(chats, schemas)
 
-    def _asked(self, method: str, *arguments: Any) -> Any:
+    def _from_process(self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None) -> list[np.ndarray]:
+        """Returns the token ids of each chat from the process, which works while more is sent and read."""
+        found: list[np.ndarray] = []
+        refused: Refused | None = None
+        starts = range(0, len(chats), _SENT)
+        with ThreadPoolExecutor(1) as sending:
+            sent = sending.submit(lambda: [self._ask("ids", list(chats[at : at + _SENT]), schemas) for at in starts])
+            for at in starts:
+                answer = self._answer()
+                if isinstance(answer, Refused):
+                    refused = refused or Refused(at + answer.at, answer.reason)
+                else:
+                    flat, lengths = answer
+                    ends = np.cumsum(lengths)
+                    found += [flat[end - n : end] for n, end in zip(lengths.tolist(), ends.tolist(), strict=True)]
+            sent.result()
+        if refused is not None:
+            raise refused
+        return found
+
+    def _ask(self, method: str, *arguments: Any) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         _send(self._process.stdin, (method, arguments))
-        answer = pickle.load(self._process.stdout)
-        if isinstance(answer, Refused):
-            raise answer
-        return answer
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        return pickle.load(self._process.stdout)
 
 
 def chats_of(path: str) -> Chats | ChatProcess:
@@ -173,7 +195,8 @@ def main(path: str) -> None:
         except Refused as error:
             found = error
         if method == "ids" and not isinstance(found, Refused):
-            found = np.fromiter((i for ids in found for i in ids), dtype=np.int64), [len(ids) for ids in found]
+            lengths = np.array(list(map(len, found)), dtype=np.int64)
+            found = np.concatenate([np.zeros(0, dtype=np.int32), *found]), lengths
         _send(answers, found)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from loguru import logger
 
 from dataflow.batch import Batch
@@ -179,6 +180,8 @@ class PromptSource:
         return self._labels[row] if self._labels else f"{self.name}, row {row + 1}"
 
     def _check_room(self, kept: Sequence[int], room: Room, response: int) -> None:
+        highest = np.concatenate([np.zeros(1, dtype=np.int32), *self._ids]).max()
+        most = highest if room.vocabulary is None else room.vocabulary - 1
         for row, ids in zip(kept, self._ids, strict=True):
             if room.positions is not None and len(ids) + response > room.positions:
                 raise DataError(
@@ -186,9 +189,9 @@ class PromptSource:
                     f"than the {room.positions} tokens that the model can read; lower engine.max_tokens (or "
                     "tools.max_response_tokens), or cut prompts with data.max_prompt_length and data.truncation."
                 )
-            if room.vocabulary is not None and max(ids, default=0) >= room.vocabulary:
+            if most < highest and ids.max(initial=0) > most:
                 raise ModelError(
-                    f"{self._label(row)}: the tokenizer gives token {max(ids)}, but the model has only "
+                    f"{self._label(row)}: the tokenizer gives token {ids.max()}, but the model has only "
                     f"{room.vocabulary} (vocab_size in its config.json); take both from one model."
                 )
 
@@ -198,8 +201,8 @@ class PromptSource:
         chats: Chats | ChatProcess,
         data: Any,
         schemas: Sequence[Mapping[str, Any]] | None,
-    ) -> list[list[int]]:
-        """Returns each row's token ids; a row with too many characters gets limit + 1 zeros.
+    ) -> list[np.ndarray]:
+        """Returns each row's token ids, int32; a row with too many characters gets limit + 1 zeros.
 
         Raises:
             DataError: the chat template refuses a row.
@@ -208,7 +211,7 @@ class PromptSource:
         # Tokenizing a million characters takes 6 seconds; the number of characters shows that they are too many.
         most = max(_LEAST_CHARACTERS, limit * chats.longest_token())
         cut = data.truncation != "error" and not data.filter_overlong_prompts
-        found = [[0] * (limit + 1)] * len(rows)
+        found = [np.zeros(limit + 1, dtype=np.int32)] * len(rows)
         seen: dict[int, list[dict[str, Any]]] = {}
         for at, row in enumerate(rows):
             if not cut and sum(len(str(message["content"])) for message in row["prompt"]) > most:
@@ -217,7 +220,7 @@ class PromptSource:
             seen[at], pictures = self._seen(row, self._label(at))
             if self._processor is not None:
                 try:
-                    found[at] = self._processor.inputs(seen[at], pictures)[0]
+                    found[at] = np.array(self._processor.inputs(seen[at], pictures)[0], dtype=np.int32)
                 except Exception as error:  # of the chat template, as of a text's
                     raise self._refused(at, f"{type(error).__name__}: {first_line(error).rstrip('.')}") from error
         if self._processor is None:
@@ -251,7 +254,7 @@ class PromptSource:
         pictures = opened(images, label)
         return with_pictures(row["prompt"], pictures), pictures
 
-    def _fit(self, ids: list[list[int]], data: Any) -> list[int]:
+    def _fit(self, ids: list[np.ndarray], data: Any) -> list[int]:
         """Truncates overlong prompts in place or drops them; returns the indices of the remaining rows."""
         limit = data.max_prompt_length
         long = [i for i, tokens in enumerate(ids) if len(tokens) > limit]
@@ -282,7 +285,7 @@ class PromptSource:
                 f"{cut}data.filter_overlong_prompts=true."
             )
         for i in long:
-            ids[i] = truncate(ids[i], limit, data.truncation)
+            ids[i] = np.array(truncate(ids[i].tolist(), limit, data.truncation), dtype=np.int32)
         return list(range(len(ids)))
 
     def batch(self, step: int) -> Batch:
@@ -332,7 +335,7 @@ class PromptSource:
             range(len(extras)),
             {
                 "raw_prompt": [chat for chat, _pictures in seen],
-                "prompt_ids": [self._ids[row] for row in at],
+                "prompt_ids": [self._ids[row].tolist() for row in at],
                 "data_source": [row["data_source"] for row in rows],
                 "ground_truth": [truth_of(row) for row in rows],
                 "extra_info": extras,

@@ -63,16 +63,19 @@ def all_prompt_ids(
 ) -> list[list[int]]:
     """Returns what :func:`prompt_ids` does for each chat, with one call of the tokenizer for all.
 
+    The call is that of transformers' tokenizer in Rust, which uses all cores; transformers' own makes much of each text
+    that nothing reads, which takes twice the time.
+
     Raises:
         ValueError: the tokenizer takes one chat at a time.
     """
     tools = {"tools": list(schemas)} if schemas else {}
-    found = tokenizer.apply_chat_template(
-        list(chats), add_generation_prompt=True, tokenize=True, return_dict=False, **tools
-    )
-    if len(found) != len(chats) or not all(isinstance(ids, list) for ids in found):
+    first = prompt_ids(tokenizer, chats[0], schemas)  # which also sets that nothing is cut or padded
+    texts = tokenizer.apply_chat_template(list(chats), add_generation_prompt=True, tokenize=False, **tools)
+    encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    if len(encoded) != len(chats) or encoded[0].ids != first:
         raise ValueError("the tokenizer takes one chat at a time")
-    return list(found)
+    return [each.ids for each in encoded]
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:

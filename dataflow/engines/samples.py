@@ -207,8 +207,8 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
     before, after = (np.array(list(map(len, each)), dtype=np.int64) for each in (asked, drawn))
     both, first = before + after, wide - before
     total = np.concatenate([piece for pair in zip(asked, drawn, strict=True) for piece in pair])
-    ends = np.cumsum(both)
-    places = np.arange(len(total)) - np.repeat(ends - both, both)
+    counted = narrowed(np.arange(int(both.max())))
+    places = np.concatenate([counted[:tokens] for tokens in both.tolist()])
     masks = np.ones(int(after.sum()), np.int8)
     for sample, end in zip(rows, np.cumsum(after).tolist(), strict=True):
         if sample.mask is not None:

@@ -84,8 +84,8 @@ def advantage_stage(algorithm: Any) -> Stage:
     """Returns the stage ``advantage``, which reads the fields that the algorithm needs besides responses and rewards.
 
     ``values`` are a critic's, float32 ``[rows, R]`` (gae). ``reward_baselines`` are the scores of greedy responses, one
-    a group (remax). ``old_log_probs`` hold ``sum_pi_squared`` (the optimal token baselines), or the ``response_mask``
-    of a rollout correction that rejects. ``kl_penalty`` is subtracted from the reward of each token.
+    a group (remax). ``old_log_probs`` hold ``sum_pi_squared`` (the optimal token baselines). A ``correction`` has their
+    weights, and the ``response_mask`` if it rejects tokens. ``kl_penalty`` is subtracted from the reward of each token.
 
     Args:
         algorithm: the options of section ``algorithm``.
@@ -94,8 +94,8 @@ def advantage_stage(algorithm: Any) -> Stage:
         ConfigError: the estimator is unknown.
     """
     fields = list(estimator_of(algorithm.adv_estimator).needs)
-    if algorithm.rollout_rs is not None and not algorithm.bypass_mode and "old_log_probs" not in fields:
-        fields.append("old_log_probs")
+    if algorithm.corrects and (algorithm.rollout_rs is not None or "old_log_probs" in fields):
+        fields.append("correction")
     if algorithm.use_kl_in_reward:
         fields.append("kl_penalty")
     reads = (*advantage.reads, *(Read(field) for field in fields))
@@ -210,6 +210,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     scores[torch.arange(len(mask)), last] = data.batch["score"].float()
     rewards = scores - data.batch["kl_penalty"] if "kl_penalty" in data.batch else scores
     equal = _of_equal_scores(samples, estimator)
+    zeroed = bool(equal.any())
     config = AlgoConfig(
         adv_estimator=name,
         gamma=algorithm.gamma,
@@ -220,7 +221,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     )
     given = {
         # Zeros minus their mean are exactly 0; other equal numbers minus their mean may differ in the last digit.
-        "token_level_rewards": rewards.masked_fill(equal[:, None], 0.0) if estimator.relative else rewards,
+        "token_level_rewards": rewards.masked_fill(equal[:, None], 0.0) if zeroed and estimator.relative else rewards,
         "response_mask": mask,
         "index": data.non_tensor_batch["uid"],
         "config": config,
@@ -245,14 +246,13 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     if _whitens_later(algorithm):
         advantages = returns - data.batch["values"]  # verl's GAE returns them whitened
     if not estimator.relative:
-        advantages = advantages.masked_fill(equal[:, None], 0.0)
+        advantages = advantages.masked_fill(equal[:, None], 0.0) if zeroed else advantages
         returns = advantages if name == "gpg" else returns
     # GAE leaves numbers behind the end of a response, OPO NaN in a group that a correction rejects as a whole.
     unused = mask == 0
-    found = {
-        "advantages": advantages.masked_fill(unused, 0.0).float(),
-        "returns": returns.masked_fill(unused, 0.0).float(),
-    }
+    found = {"advantages": advantages.masked_fill(unused, 0.0).float()}
+    one = returns is advantages  # as most estimators have it
+    found["returns"] = found["advantages"] if one else returns.masked_fill(unused, 0.0).float()
     for column, values in {"token_level_scores": scores, "token_level_rewards": rewards, **found}.items():
         data.batch[column] = values
     metrics = compute_data_metrics(data, use_critic="values" in estimator.needs)

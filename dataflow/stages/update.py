@@ -98,6 +98,7 @@ def actor_update(
     advantages: Batch,
     actor: Latest,
     ref_log_probs: Batch | None = None,
+    correction: Batch | None = None,
     *,
     trainer: Trainer,
     groups: int,
@@ -113,6 +114,7 @@ def actor_update(
         advantages: their advantages; a ``response_mask`` in them replaces that of the responses.
         actor: the record so far; None for the initial weights.
         ref_log_probs: log-probs under the initial weights, for the KL term; None without one.
+        correction: of the rollout, whose weights and ``response_mask`` the loss takes; None without one.
         trainer: holds the weights.
         groups: prompt groups in a step.
         warmup: steps at the beginning in which the weights stay, so that a critic learns first.
@@ -123,8 +125,8 @@ def actor_update(
     Raises:
         RunError: a group is trained twice in a step or not at all, or its samples are too stale.
     """
-    reference = [] if ref_log_probs is None else [ref_log_probs]
-    columns = (old_log_probs, *reference, advantages)
+    more = [field for field in (ref_log_probs, correction) if field is not None]
+    columns = (old_log_probs, *more, advantages)
     batch = responses.merge(*columns)
     if whiten:
         batch = batch.merge(whitened(batch))

@@ -152,7 +152,7 @@ def correction_case(**keys: Any) -> Case:
     def ours() -> Found:
         task = TaskInfo(step=1)
         data = batch()
-        found = correct(data, data.like(old_log_probs=data["old_log_probs"]), AlgorithmConfig(**keys), task)
+        found = correct(data, data, AlgorithmConfig(**keys), task)
         mask = found["response_mask"] if "response_mask" in found else data["response_mask"]
         weights = {"weights": found["rollout_is_weights"]} if "rollout_is_weights" in found else {}
         return {"mask": mask, **weights, **task.metrics}

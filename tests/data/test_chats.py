@@ -6,6 +6,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dataflow.data.chats import ChatProcess, Chats, Refused
@@ -18,16 +19,20 @@ CHATS = [[{"role": "user", "content": text}] for text in ("What is 3 + 4?", "é 
 TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
 
 
+def lists(ids: list[np.ndarray]) -> list[list[int]]:
+    return [each.tolist() for each in ids]
+
+
 def test_ids_are_the_same_as_in_this_process(tiny_qwen: Path) -> None:
     here = Chats(load_chat_tokenizer(str(tiny_qwen)))
     with ChatProcess(str(tiny_qwen)) as apart:
         assert apart.longest_token() == here.longest_token()
-        assert apart.ids(CHATS) == here.ids(CHATS)
-        assert apart.ids(CHATS, [TOOL]) == here.ids(CHATS, [TOOL])
+        assert lists(apart.ids(CHATS)) == lists(here.ids(CHATS))
+        assert lists(apart.ids(CHATS, [TOOL])) == lists(here.ids(CHATS, [TOOL]))
         assert apart.ids([]) == []
         (process,) = [each for each in below() if "dataflow.data.chats" in command(each)]
         os.kill(process.pid, signal.SIGKILL)
-        assert apart.ids(CHATS) == here.ids(CHATS)  # in this process then
+        assert lists(apart.ids(CHATS)) == lists(here.ids(CHATS))  # in this process then
 
 
 def test_a_refused_chat_is_named(tiny_qwen: Path, tmp_path: Path) -> None:

@@ -155,10 +155,12 @@ def test_the_stage_reads_what_its_algorithm_needs() -> None:
     for name in ESTIMATORS:
         assert fields(adv_estimator=name) == ((FED[name],) if name in FED else ())
     rejects = {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1"}
-    assert fields(**rejects) == ("old_log_probs",)
+    assert fields(**rejects) == ("correction",)
     assert fields(**rejects, bypass_mode=True) == ()
     assert fields(adv_estimator="gae", use_kl_in_reward=True) == ("values", "kl_penalty")
-    assert fields(adv_estimator="optimal_token_baseline", **rejects) == ("old_log_probs",)
+    assert fields(rollout_is="token") == ()
+    weighs = {"adv_estimator": "optimal_token_baseline", "rollout_is": "token"}
+    assert fields(**weighs) == ("old_log_probs", "correction")
 
 
 def feed(name: str, responses: Batch) -> Batch:

@@ -1,4 +1,4 @@
-"""Rollout correction that is on for stale samples alone, as `policy=auto` draws them in some steps."""
+"""Rollout correction: on for stale samples alone, as `policy=auto` draws them in some steps; and who waits for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataflow.batch import Batch
 from dataflow.config.algorithm import AlgorithmConfig
 from dataflow.errors import ConfigError
 from dataflow.graph import TaskInfo
-from dataflow.stages.correction import correct
+from dataflow.stages.correction import correct, correction_stage
 
 
 @pytest.mark.heavy
@@ -25,6 +25,22 @@ def test_stale_samples_alone_are_weighed_if_so_asked() -> None:
             found = correct(responses, old, algorithm, TaskInfo(step=5))
             weighed.append("rollout_is_weights" in found)
     assert weighed == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("keys", "writes", "on"),
+    [
+        ({}, (), "io"),
+        ({"rollout_is": "token"}, ("correction",), "controller"),
+        ({"rollout_rs": "token_k2"}, ("correction",), "controller"),
+    ],
+)
+def test_stages_wait_for_a_correction_but_not_for_metrics_alone(
+    keys: dict[str, str], writes: tuple[str, ...], on: str
+) -> None:
+    limits = {"rollout_rs_threshold": "0.1"} if "rollout_rs" in keys else {}
+    stage = correction_stage(AlgorithmConfig(**keys, **limits))  # type: ignore[arg-type]
+    assert (stage.writes, stage.on) == (writes, on)
 
 
 @pytest.mark.parametrize("keys", [{}, {"rollout_is": "sequence", "bypass_mode": True}])

@@ -28,7 +28,7 @@ from dataflow.batch import Batch
 from dataflow.columns.packed import Packed, Ragged
 from dataflow.engines.verl.lora import has_adapter, merged
 from dataflow.engines.verl.measures import count_flops, reduced
-from dataflow.engines.verl.rows import SHOWN, Spans, inputs_of, jagged, with_images
+from dataflow.engines.verl.rows import INPUTS, Spans, halves, inputs_of, jagged
 from dataflow.engines.verl.setup import value_engine, vision
 from dataflow.engines.verl.setup.options import Kind, skipped, worker_config
 from dataflow.engines.verl.setup.process import import_worker, join, quiet
@@ -180,7 +180,7 @@ class TrainedModel:
         """Takes an optimizer step.
 
         Args:
-            batch: with the columns of :func:`inputs_of`, and those that the loss reads.
+            batch: with the columns of :func:`inputs_of`; the others are for the loss.
             last: whether it is the last one of the training step, after which the LR scheduler steps.
             **options: of verl's engine.
 
@@ -193,7 +193,15 @@ class TrainedModel:
         lengths = batch.nonzero("attention_mask")
         slots = self._slots(lengths)
         metrics |= self._imbalance(lengths, slots)
-        rows = self._rank_rows(batch, slots)
+        mine, spans = self._mine(batch, slots)
+        rows = self._rank_rows(mine, spans, slots)
+        ids, mask = rows["input_ids"].values(), mine["response_mask"]
+        mask[torch.from_numpy(self._places(slots) < 0)] = 0
+        for name, column in {**halves(ids, spans), "response_mask": mask, "loss_mask": mask}.items():
+            rows[name] = column
+        for name in mine.tensors:
+            if name not in INPUTS:
+                rows[name] = mine[name]
         tu.assign_non_tensor(rows, update_lr_scheduler=last, **options)
         if self.counts_flops:
             count_flops(rows, lengths)
@@ -211,15 +219,16 @@ class TrainedModel:
         """
         from verl.utils import tensordict_utils as tu
 
-        whole, room = batch.nonzero("attention_mask"), batch.shape("response_mask")[1]
-        spans = Spans(whole, batch.nonzero("attention_mask", room), room)
-        slots = self._slots(whole)
-        rows = self._rank_rows(inputs_of(batch), slots)
-        mine = spans.of(slots.reshape(self.world, -1)[self.rank])
-        at = mine.places()
+        spans = Spans.in_batch(batch)
+        slots = self._slots(spans.tokens)
+        mine, of_mine = self._mine(inputs_of(batch), slots)
+        rows = self._rank_rows(mine, of_mine, slots)
+        rows["loss_mask"] = rows["response_tokens"]  # verl takes its sum, which no loss divides by here
+        at = of_mine.places()
         unused = None
         if (batch.nonzero("response_mask") != spans.responses).any():  # tokens of tools' answers, or rejected ones
-            unused = rows["response_mask"][torch.arange(room) < torch.from_numpy(mine.responses)[:, None]] == 0
+            within = torch.arange(spans.room) < torch.from_numpy(of_mine.responses)[:, None]
+            unused = mine["response_mask"][within] == 0
         tu.assign_non_tensor(rows, compute_loss=False, **options)
         with self._left_free():
             output = worker.infer_batch(rows)
@@ -243,8 +252,6 @@ class TrainedModel:
             ConfigError: a row is longer than ``max_tokens``.
             DataflowError: there are no rows.
         """
-        from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
-
         rows = len(lengths)
         if rows < 1:
             raise DataflowError("trainer: a batch without rows can be neither scored nor trained on.")
@@ -257,8 +264,8 @@ class TrainedModel:
         pieces = self.world * micro_batches
         split = np.array_split(np.arange(rows), pieces)
         if self.balance and self.world > 1 and rows % self.world == 0:
-            ranks = get_seqlen_balanced_partitions(lengths.tolist(), k_partitions=self.world, equal_size=True)
-            split = [piece for mine in ranks for piece in np.array_split(np.array(sorted(mine)), micro_batches)]
+            ranks = _balanced(tuple(lengths.tolist()), self.world)
+            split = [piece for mine in ranks for piece in np.array_split(np.array(mine), micro_batches)]
         slots = np.full((pieces, math.ceil(rows / pieces)), -1)
         for slot, piece in zip(slots, split, strict=True):
             slot[: len(piece)] = piece
@@ -274,31 +281,33 @@ class TrainedModel:
         found = log_seqlen_unbalance(lengths.tolist(), ranks, "global_seqlen")
         return {name: float(value) for name, value in found.items()}
 
-    def _rank_rows(self, batch: Batch, slots: np.ndarray) -> TensorDict:
-        """Returns this rank's rows in the form of verl's engine: jagged, without padding. Reads no other rows."""
+    def _places(self, slots: np.ndarray) -> np.ndarray:
+        """Returns this rank's rows, -1 for padding."""
+        return slots.reshape(self.world, -1)[self.rank]  # type: ignore[no-any-return]
+
+    def _mine(self, batch: Batch, slots: np.ndarray) -> tuple[Batch, Spans]:
+        """Returns this rank's rows, unread, with the first row in place of padding, and their lengths."""
+        mine = batch.singles(np.maximum(self._places(slots), 0))
+        return mine, Spans.in_batch(mine)
+
+    def _rank_rows(self, mine: Batch, spans: Spans, slots: np.ndarray) -> TensorDict:
+        """Returns this rank's rows in the form of verl's engine: jagged, without padding."""
         from tensordict import TensorDict
         from verl.utils import tensordict_utils as tu
 
-        places = slots.reshape(self.world, -1)[self.rank]
-        mine = batch.singles(np.maximum(places, 0))
-        flat = {} if SHOWN in batch else jagged(mine)
-        columns = {name: mine[name] for name in mine.tensors if name not in flat}
-        share = TensorDict({**columns, **flat}, batch_size=[len(places)])
-        share["response_mask"][torch.from_numpy(places < 0)] = 0
-        share = with_images(share, mine[SHOWN]) if SHOWN in batch else share
-        share["loss_mask"] = share["response_mask"]
+        lengths = {"response_tokens": torch.from_numpy(spans.responses)}
+        rows = TensorDict({**jagged(mine, spans), **lengths}, batch_size=[len(mine)])
         tu.assign_non_tensor(
-            share, max_seq_len=batch.shape("input_ids")[1], max_response_len=batch.shape("response_mask")[1]
-        )
-        tu.assign_non_tensor(
-            share,
+            rows,
+            max_seq_len=mine.shape("input_ids")[1],
+            max_response_len=spans.room,
             temperature=self.temperature,
             micro_batch_size_per_gpu=slots.shape[1],
             global_batch_size=int((slots >= 0).sum()),
         )
         if self.max_tokens is not None:
-            tu.assign_non_tensor(share, use_dynamic_bsz=True, max_token_len_per_gpu=self.max_tokens)
-        return share
+            tu.assign_non_tensor(rows, use_dynamic_bsz=True, max_token_len_per_gpu=self.max_tokens)
+        return rows
 
     def _gather(self, mine: torch.Tensor, spans: Spans, slots: np.ndarray) -> Packed:
         """Returns the rows of all ranks in the batch's order, without the rows that pad pieces.
@@ -322,6 +331,19 @@ class TrainedModel:
         order = np.empty(int((flat >= 0).sum()), dtype=np.int64)
         order[flat[flat >= 0]] = np.flatnonzero(flat >= 0)
         return Packed([Ragged(values, lengths, np.zeros_like(lengths), spans.room, np.dtype(np.float32))], order)
+
+
+@functools.lru_cache(maxsize=4)
+def _balanced(lengths: tuple[int, ...], ranks: int) -> list[list[int]]:
+    """Returns the rows of each rank by verl's partitions, in ascending order; the same rows are often asked for again.
+
+    Args:
+        lengths: tokens of each row.
+        ranks: that divide their number.
+    """
+    from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+    return [sorted(mine) for mine in get_seqlen_balanced_partitions(list(lengths), k_partitions=ranks, equal_size=True)]
 
 
 def digest(weights: Mapping[str, torch.Tensor]) -> str:

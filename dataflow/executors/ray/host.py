@@ -19,6 +19,7 @@ from dataflow.cluster.paths import SeesPaths
 from dataflow.cluster.process import WORKING_DIRECTORY, settle_memory, version
 from dataflow.executors.base import Chunk, Report, StageCall
 from dataflow.executors.calling import answer, around, make_chunk, method_of, prepare
+from dataflow.executors.ray import tensors
 from dataflow.graph import Hosted, Stage, TaskInfo
 from dataflow.system import clock
 from dataflow.system.children import restore_path
@@ -77,6 +78,7 @@ class Host(SeesPaths):
         for s in self.stages.values():
             s.load()
         self.name, self.service = spec.name, spec.build()
+        tensors.register()
         settle_memory()
         return os.getpid()
 

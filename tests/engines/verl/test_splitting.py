@@ -18,6 +18,7 @@ from dataflow.config.run import TrainerConfig
 from dataflow.engines.verl.trainer import VerlTrainer
 from dataflow.graph import TaskInfo
 from dataflow.stages.advantage import advantage_stage
+from dataflow.stages.correction import correct
 from dataflow.stages.log_prob import old_log_prob
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(240)]
@@ -79,8 +80,9 @@ def weights(model: Path, algorithm: AlgorithmConfig, parts: int) -> str:
             known = trainer.old_log_probs(data)["old_log_probs"]
             data = data.merge(data.like(rollout_log_probs=known + data["noise"]))
             if not algorithm.bypass_mode:
-                scored = old_log_prob(data, None, trainer=trainer, algorithm=algorithm, task=TaskInfo(step=step))
-                data = data.merge(scored)
+                scored = old_log_prob(data, None, trainer=trainer)
+                corrected = correct(data, scored, algorithm, TaskInfo(step=step))
+                data = data.merge(scored, corrected)
             for part in data.split(parts):
                 more = [part] * (len(stage.reads) - 2)
                 found = stage(part, part.like(score=part["score"]), *more, algorithm=algorithm, task=TaskInfo(step))

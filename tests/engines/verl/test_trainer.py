@@ -282,10 +282,14 @@ def test_rollout_correction_weighs_tokens_by_how_stale_they_are(make: Make, tiny
     older = data.merge(data.like(rollout_log_probs=data["old_log_probs"] - 0.5 * data["response_mask"]))
     plain = make(tiny_qwen).update(data, last=True)
     task = TaskInfo(step=1)
-    found = make(tiny_qwen, rollout_is="token").update(correct(same, same, algorithm, task), last=True)
+
+    def corrected(samples: Batch) -> Batch:
+        return samples.merge(correct(samples, samples, algorithm, task))
+
+    found = make(tiny_qwen, rollout_is="token").update(corrected(same), last=True)
     assert found["actor/pg_loss"] == pytest.approx(plain["actor/pg_loss"], abs=1e-7)
     assert task.metrics["rollout_corr/kl"] == 0
-    metrics = make(tiny_qwen, rollout_is="token").update(correct(older, older, algorithm, task), last=True)
+    metrics = make(tiny_qwen, rollout_is="token").update(corrected(older), last=True)
     assert task.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.6487, abs=1e-3)
     assert metrics["actor/pg_loss"] == pytest.approx(1.6487 * plain["actor/pg_loss"], abs=1e-4)
     assert all(type(value) is float for value in metrics.values())

@@ -19,10 +19,11 @@ def names(**keys: Any) -> list[str]:
 
 
 def test_the_stages_that_an_algorithm_needs() -> None:
-    assert names() == ["old_log_prob"]
+    own = ["old_log_prob", "rollout_correction"]
+    assert names() == own
     assert names(bypass_mode=True) == []
-    assert names(use_kl_loss=True) == ["old_log_prob", "ref_log_prob"]
-    assert names(use_kl_in_reward=True) == ["old_log_prob", "ref_log_prob", "kl_penalty"]
+    assert names(use_kl_loss=True) == [*own, "ref_log_prob"]
+    assert names(use_kl_in_reward=True) == [*own, "ref_log_prob", "kl_penalty"]
     assert names(use_kl_in_reward=True, bypass_mode=True) == ["ref_log_prob", "kl_penalty"]
     penalty = log_prob_stages(AlgorithmConfig(use_kl_in_reward=True, bypass_mode=True), trainer=None)[-1]
     assert [read.field for read in penalty.reads] == ["responses", "responses", "ref_log_probs", "kl_coef"]

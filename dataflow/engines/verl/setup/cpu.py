@@ -179,7 +179,7 @@ def _engine() -> type:
             ids, logits = micro_batch["input_ids"], output.logits
             offsets = ids.offsets()
             rows, length, vocabulary = logits.shape
-            prompt = micro_batch["attention_mask"][:, : micro_batch["prompts"].shape[1]].sum(dim=1)
+            prompt = offsets.diff() - micro_batch["response_tokens"]
             at = torch.arange(length)
             inside = at < offsets.diff()[:, None]
             # The token at t + 1 is drawn from the logits at t.
