@@ -78,7 +78,7 @@ class RewardConfig(Section):
     extra_groups: NonNegativeInt = 0
     """Prompt groups that a step samples beyond data.prompts, to replace failed ones (replace_group)."""
     max_abandoned: NonNegativeInt | None = None
-    """Calls that may keep running after their time-out; null for as many as may be in flight."""
+    """Calls that may keep running after their time-out, before the run ends; null for as many as may be in flight."""
     ledger: bool = True
     """Journal requests and answers in the run's directory, so that nothing is paid for twice."""
     share_equal: bool = True

@@ -77,7 +77,7 @@ def test_staleness_is_counted_from_the_weights_that_the_update_starts_from(step,
 
 @pytest.mark.parametrize(("step", "version", "allowed"), [(5, 3, 0), (5, 2, 1), (9, 3, 4)])
 def test_samples_that_are_too_stale_are_refused(step, version, allowed):
-    with pytest.raises(RunError, match=f"{step - 1 - version} steps old, the policy allows 0 to {allowed}"):
+    with pytest.raises(RunError, match=f"{step - 1 - version} steps? old, the policy allows 0 to {allowed}"):
         staleness(info(step, max_staleness=allowed), samples(0, version=version))
 
 
