@@ -250,5 +250,5 @@ def test_a_machine_without_gpus_is_an_error_at_once(tmp_path: Path, monkeypatch:
         finally:
             await executor.close()
 
-    with pytest.raises(ConfigError, match=r"ray\.gpus_per_worker: the run needs 1 GPUs, and finds none"):
+    with pytest.raises(ConfigError, match=r"ray\.gpus_per_worker: the run needs 1 GPU, and finds none"):
         asyncio.run(body())

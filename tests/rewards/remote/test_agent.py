@@ -480,10 +480,11 @@ def test_all_actors_have_one_rate_and_the_death_of_the_limits_is_told(handles: H
 
         limits = Limits(64, rpm=1200)
         async with judging() as (judge, port), remote(partial(asking, port, limits=limits), actors=2) as agent:
+            submitted = time.time()
             agent.submit(1, samples(20))
             await agent.collect(1)
-            # 20 a second, as many at once.
-            assert max(judge.begun) - min(judge.begun) >= 0.9
+            # 20 a second, as many at once. The first may begin late, but none before it is submitted.
+            assert max(judge.begun) - submitted >= 0.9
             assert (await agent.refresh())["rate_limit_wait_s"] > 0.5
             judge.held = {"2/"}
             agent.submit(2, samples(2, step=2))

@@ -246,7 +246,7 @@ def test_without_a_ledger_a_death_in_mid_set_ends_the_step(remote_of: RemoteAgen
         agent.submit(1, samples(2), more=True)
         await asyncio.sleep(1)
         remote_of.kill(0)
-        with pytest.raises(RewardFailed, match=r"'reward 0' died with 1 groups to come .*; with a ledger"):
+        with pytest.raises(RewardFailed, match=r"'reward 0' died with 1 group to come .*; with a ledger"):
             await agent.collect(1, 3)
         with pytest.raises(RewardFailed, match="with a ledger"):
             agent.submit(1, samples(1, first=2), more=True)
