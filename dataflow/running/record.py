@@ -102,9 +102,12 @@ class Record:
         )
         old, self.trace = self.trace, Trace(meta=dict(self.trace.meta))
         last = max((s.end for s in old.spans), default=0.0)
+        dropped = 0.0  # end of the work that is lost
         for span in old.spans:
             if span.step <= step or (span.stage in early and span.step <= step + ahead):
                 self.trace.add(span)
+            else:
+                dropped = max(dropped, span.end)
         end = max((s.end for s in self.trace.spans if not s.optional), default=0.0)
         self.trace.add(*(m for m in old.marks if m.args.get("step", 0) <= step))
         self.trace.add(*(level for level in old.levels if level.at <= end))
@@ -125,7 +128,7 @@ class Record:
                 f"no evaluation of step {', '.join(map(str, unscored))}: not all of its responses were scored when the "
                 f"run ended, and the weights are those of step {step} now."
             )
-        lost = f", and {last - end:.1f} s of work after it were lost" if last > end else ""
+        lost = f", and {dropped - end:.1f} s of work after it were lost" if dropped > end else ""
         meta["gaps"] = [*meta.get("gaps", ()), [end, last, f"resumed from step {step}{lost}"]]
         meta["resumed"] = [*meta.get("resumed", ()), step]
         if self._tracker is not None:

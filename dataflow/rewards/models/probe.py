@@ -71,12 +71,12 @@ async def _answered(session: aiohttp.ClientSession, name: str, url: str, limit_s
             why = reason(error)
         if time.monotonic() + _AGAIN_S > end:
             raise ConfigError(
-                f"{what}: the server does not answer GET /v1/models ({why}) within reward.models.{name}.start_timeout="
-                f"{limit_s:g} s; start it, or correct the url."
+                f"{what}: the server does not answer GET /v1/models ({why}) within {limit_s:g} s; start it, correct the url, or "
+                f"give a start more time (reward.models.{name}.start_timeout)."
             )
         if not reported:
             reported = True
-            logger.warning(f"{what}: {why}; the run waits for it, at most {limit_s:g} s (start_timeout)")
+            logger.warning(f"{what}: {why}; waiting for it, at most {limit_s:g} s")
         await asyncio.sleep(_AGAIN_S)
 
 

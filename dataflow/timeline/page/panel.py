@@ -191,9 +191,8 @@ def _about(trace: Trace, numbers: Numbers, facts: Mapping[str, Any]) -> str:
     if (total := facts.get("total_s")) is not None:
         rows.append(["", f"<small>{seconds(total)} in all, with start, evaluations and end</small>"])
     for down in trace.downtimes:
-        resumed = "" if down.step is None else f", resumed from step {down.step}"
-        why = f" <small>{escape(down.why)}</small>" if down.why else ""
-        rows.append(["not running", f"{seconds(down.seconds)}{resumed}{why}"])
+        words = down.why or ("" if down.step is None else f"resumed from step {down.step}")
+        rows.append(["not running", f"{seconds(down.seconds)} <small>{escape(words)}</small>"])  # which wraps
     if (after := numbers.get("after_training_s", 0.0)) >= 0.05:
         idle = seconds(numbers["after_training_idle_s"])
         rows.append(["after training", f"{seconds(after)} <small>GPUs idle for {idle} of it</small>"])

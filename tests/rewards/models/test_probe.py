@@ -64,7 +64,7 @@ def test_a_server_without_the_model_is_one_sentence(url: str, reply: tuple[int, 
 
 
 def test_a_server_that_does_not_answer_is_one_sentence_without_its_password() -> None:
-    port, words = Port(), r"GET /v1/models \(.*\) within reward.models.rm.start_timeout=0.1"
+    port, words = Port(), r"GET /v1/models \(.*\) within 0.1 s; start it"
     try:
         with pytest.raises(ConfigError, match=words) as error:
             check(f"http://me:hush@{ADDRESS}:{port.number}", limit_s=0.1)

@@ -56,7 +56,7 @@ def test_of_a_run_that_can_start_every_line_is_ok(
         "configuration", "packages", "directory", "pipeline", "engine", "reward", "data", "model", "prompts",
         "weights", "CPU memory", "disk",
     }  # fmt: skip
-    assert found["pipeline"].startswith("ok: 15 stages, 30 steps under both (4 parts, max_staleness 1)")
+    assert found["pipeline"].startswith("ok: 16 stages, 30 steps under both (4 parts, max_staleness 1)")
     assert found["disk"].startswith("ok: 3 checkpoints of 5.5 GiB and a model of at most 1.8 GiB")
     assert main(["run", PIPELINE, *keys, "dry=true"]) == 0
     lines = capsys.readouterr().out.splitlines()
