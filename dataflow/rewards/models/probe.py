@@ -71,8 +71,8 @@ async def _answered(session: aiohttp.ClientSession, name: str, url: str, limit_s
             why = reason(error)
         if time.monotonic() + _AGAIN_S > end:
             raise ConfigError(
-                f"{what}: the server does not answer GET /v1/models ({why}) within {limit_s:g} s; start it, correct the url, or "
-                f"give a start more time (reward.models.{name}.start_timeout)."
+                f"{what}: the server does not answer GET /v1/models ({why}) within {limit_s:g} s; start it, correct "
+                f"the url, or give a start more time (reward.models.{name}.start_timeout)."
             )
         if not reported:
             reported = True
