@@ -140,10 +140,13 @@ def _about_the_bound(
         shares = workload.work_s()
         largest = max(shares, key=lambda name: shares[name])
         return (
-            f"the GPU pool bounds {best.policy}: {gpu:.4g} s of work a step, {best.gpu_idle:.1%} idle; more rewards in "
-            f"flight cannot help; its largest stage is {largest} ({shares[largest] / gpu:.0%})."
+            f"the GPU pool bounds {best.policy}: {best.lower_bound_step_s:.4g} s of work a step, {best.gpu_idle:.1%} "
+            f"idle; more rewards in flight cannot help; its largest stage is {largest} ({shares[largest] / gpu:.0%})."
         )
-    advice = f"the critical path bounds {best.policy}: a step waits for its slowest rewards, or for its validation"
+    waits = best.exposed_wait_by_cause
+    cause = max(waits, key=lambda name: waits[name], default="rewards")
+    why = "its slowest rewards, or for its validation" if cause == "rewards" else cause
+    advice = f"the critical path bounds {best.policy}: a step waits for {why}"
     if policy.max_staleness < MAX_STALENESS:
         more = replace(policy, max_staleness=policy.max_staleness + 1)
         change = outcomes.of(workload, more).total_s / best.total_s - 1

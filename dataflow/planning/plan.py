@@ -99,7 +99,7 @@ class Plan:
         return (
             f"{counted(load.steps, 'step')} of {load.prompts} x {load.responses} samples, "
             f"{counted(load.mini_batches, 'mini-batch', 'mini-batches')}, "
-            f"{load.mean_s():.4g} s of GPU work a step"
+            f"{load.mean_s():.4g} s of GPU work a step" + (", validation included" if load.validation else "")
         )
 
     def trust(self) -> list[str]:
