@@ -344,3 +344,19 @@ def test_two_runs_below_one_directory_are_not_mixed(tmp_path: Path) -> None:
     said = trouble(tmp_path)
     assert said == f": {GEN} of step 1 is in {first} as well as in {second}; give the directory of one run."
     assert read_scalars(tmp_path / "b").columns == TIMED
+
+
+@pytest.mark.parametrize(
+    ("step", "value", "message"),
+    [
+        ("1", "9" * 400, "line 1: timing_s/gen is over 2e+308; leave it out"),
+        ("1", "1e200", "timing_s/gen at step 1 is 1e+200; give seconds, 0 to 1e+09."),
+        ("1e300", "1", "is over 1e+12; give steps as verl does."),
+    ],
+)
+def test_what_is_too_large_to_be_measured_is_said(tmp_path: Path, step: str, value: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"step": {step}, "timing_s/gen": {value}, "timing_s/update_actor": 1}}\n')
+    with pytest.raises(DataError) as error:
+        read_scalars(path)
+    assert message in str(error.value)
