@@ -65,13 +65,14 @@ class Interrupted(DataflowError):
     """The user stopped the run (Ctrl-C or SIGTERM)."""
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
+def counted(number: float, noun: str, plural: str = "") -> str:
     """Returns a number with its noun, in the plural unless it is 1.
 
-    >>> counted(1, "step"), counted(5120, "sample"), counted(2, "mini-batch", "mini-batches")
-    ('1 step', '5,120 samples', '2 mini-batches')
+    >>> counted(1, "step"), counted(5120, "sample"), counted(2, "mini-batch", "mini-batches"), counted(1.0, "GPU")
+    ('1 step', '5,120 samples', '2 mini-batches', '1 GPU')
     """
-    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+    written = f"{number:g}" if isinstance(number, float) else f"{number:,}"
+    return f"{written} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def nearest(word: str, words: object) -> str:

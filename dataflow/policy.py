@@ -6,6 +6,7 @@ Two integers make all of them: `split`, the number of parts in which a step's re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -148,7 +149,8 @@ def check_whole(name: str, value: int, least: int = 1) -> None:
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def _or(numbers: Sequence[int]) -> str:

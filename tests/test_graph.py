@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -148,9 +149,13 @@ def test_explain_says_what_feeds_what():
 def test_stages_chart_gives_mermaid():
     lines = stages_chart(grpo_pipeline()).splitlines()
     assert lines[0] == "flowchart LR"
-    assert "    prompts --> rollout" in lines
-    assert "    rollout -->|responses| old_log_prob" in lines
-    assert "    sync_weights -.->|weights_version of 1 + max_staleness steps before| rollout" in lines
+    ids = {name: id for id, name in re.findall(r'^    (\w+)\(?\["(\w+)', "\n".join(lines), re.MULTILINE)}
+    assert f"    {ids['prompts']} --> {ids['rollout']}" in lines
+    assert f'    {ids["rollout"]} -->|"responses"| {ids["old_log_prob"]}' in lines
+    late = '-.->|"weights_version of 1 + max_staleness steps before"|'
+    assert f"    {ids['sync_weights']} {late} {ids['rollout']}" in lines
+    # Words of mermaid's own may be names of stages, not of nodes.
+    assert all(re.fullmatch(r"[si]\d+", id) for id in ids.values())
 
 
 def plain(name: str, **options):

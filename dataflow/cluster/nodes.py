@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from dataflow.cluster.gpus import Gpus
+from dataflow.errors import counted
 
 Strategy: TypeAlias = Literal["pack", "spread", "strict_pack", "strict_spread"]
 NODE_ID = "ray.io/node-id"
@@ -73,6 +74,8 @@ def lacking(rule: NodeRule, number: int, bundle: Mapping[str, float], nodes: Seq
         bundle: resources of each.
         nodes: that are alive.
     """
+    if not nodes:
+        return "the cluster has no node that is alive"
     wanted = ", ".join(f"{name}={value}" for name, value in rule.labels.items())
     labelled = [node for node in nodes if _matches(rule.labels, node.labels)]
     if not labelled:
@@ -81,14 +84,14 @@ def lacking(rule: NodeRule, number: int, bundle: Mapping[str, float], nodes: Seq
     of = f" with the label {wanted}" if wanted else ""
     kind, each = next(((name, value) for name, value in bundle.items() if value > _CPU), ("", 0.0))
     if not roomy:
-        return f"no node{of} has {each:g} {kind}s" if kind else f"no node{of} has a CPU for Ray's actors"
+        return f"no node{of} has {counted(each, kind)}" if kind else f"no node{of} has a CPU for Ray's actors"
     if rule.strategy == "strict_spread" and len(roomy) < number:
         return f"strategy=strict_spread needs {number} nodes{of}, and the cluster has {len(roomy)}"
     if rule.strategy == "strict_pack" and max(_times(bundle, node) for node in roomy) < number:
-        return f"strategy=strict_pack needs {number * each:g} {kind}s on one node{of}, and no node has them"
+        return f"strategy=strict_pack needs {counted(number * each, kind)} on one node{of}, and no node has them"
     if (room := sum(_times(bundle, node) for node in roomy)) < number:
         where = f"the nodes{of}" if of else "the cluster"
-        return f"it needs {number * each:g} {kind}s, and {where} can give it {room * each:g}"
+        return f"it needs {counted(number * each, kind)}, and {where} can give it {room * each:g}"
     return ""
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -188,6 +189,11 @@ class BaseConfig(Section):
 
     copied: ClassVar[tuple[str, ...]] = ("cloudpickle", "dataflow.executors.ray.host")
     """Modules that most workers use, without Ray; see :class:`~dataflow.cluster.fork_server.ForkServer`."""
+
+    @cached_property
+    def given_keys(self) -> frozenset[str]:
+        """The keys that the user gave, dotted; none of a configuration that is made in Python."""
+        return frozenset()  # where arguments or a file are read, they put theirs in place of it
 
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     steps: PositiveInt = 30

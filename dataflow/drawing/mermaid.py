@@ -23,14 +23,17 @@ def stages_chart(pipeline: Pipeline, critical: Sequence[str] = ()) -> str:
         pipeline: whose.
         critical: stages to mark, with the edges from each to the next.
     """
-    nodes = [f'{s.name}["{s.name}<br/><small>{s.on}</small>"]' for s in pipeline.stages]
-    nodes += [f"{name}([{name}])" for name in pipeline.inputs]
-    links = [(r.field, s.name, "-->") for s in pipeline.stages for r in s.reads if r.field in pipeline.inputs]
-    links += [
-        (a.name, b.name, ("-->" if lag == "none" else "-.->") + (f"|{f'{name} {WHEN[lag]}'.strip()}|" if name else ""))
-        for a, b, name, lag in pipeline.edges
-    ]
-    return _flowchart(nodes, links, critical)
+    # Names are labels only: mermaid has words of its own, such as "end", that no node can be called.
+    ids = {s.name: f"s{at}" for at, s in enumerate(pipeline.stages)}
+    inputs = {name: f"i{at}" for at, name in enumerate(pipeline.inputs)}
+    nodes = [f'{ids[s.name]}["{s.name}<br/><small>{s.on}</small>"]' for s in pipeline.stages]
+    nodes += [f'{at}(["{name}"])' for name, at in inputs.items()]
+    links = [(inputs[r.field], ids[s.name], "-->") for s in pipeline.stages for r in s.reads if r.field in inputs]
+    for a, b, name, lag in pipeline.edges:
+        arrow = "-->" if lag == "none" else "-.->"
+        label = f'|"{f"{name} {WHEN[lag]}".strip()}"|' if name else ""
+        links.append((ids[a.name], ids[b.name], arrow + label))
+    return _flowchart(nodes, links, [ids[name] for name in critical])
 
 
 def tasks_chart(graph: nx.DiGraph, critical: Sequence[Hashable] = ()) -> str:

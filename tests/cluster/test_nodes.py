@@ -72,10 +72,15 @@ def test_a_rule_that_the_cluster_can_keep_lacks_nothing(rule: NodeRule, number: 
             "it needs 16.2 GPUs, and the nodes with the label role=train can give it 15.6",
         ),
         (NodeRule(), 17, {"GPU": 1}, "it needs 17 GPUs, and the cluster can give it 16"),
+        (NodeRule({"role": "agents"}), 1, {"GPU": 1.0}, "no node with the label role=agents has 1 GPU"),
     ],
 )
 def test_what_a_cluster_lacks_is_said(rule: NodeRule, number: int, bundle: dict[str, float], words: str) -> None:
     assert lacking(rule, number, bundle, CLUSTER) == words
+
+
+def test_a_cluster_without_a_node_is_said() -> None:
+    assert lacking(NodeRule(), 1, CPU, []) == "the cluster has no node that is alive"
 
 
 def test_nodes_that_are_gone_are_left_out() -> None:

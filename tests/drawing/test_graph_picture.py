@@ -83,7 +83,7 @@ def test_every_kind_of_picture_marks_it(tmp_path: Path, unrolled: bool) -> None:
     assert "from another step" in svg
     if not unrolled:
         assert "actor of 1 + max_staleness steps before" in svg
-        assert "-.->|actor of 1 + max_staleness steps before|" in text
+        assert '-.->|"actor of 1 + max_staleness steps before"|' in text
     draw_graph(p, graph, tmp_path / "timed.svg", {"rollout": 1.0})
     assert "critical path (by the times of the run)" in (tmp_path / "timed.svg").read_text()
     assert "#c00000" in svg

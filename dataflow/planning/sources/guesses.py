@@ -15,6 +15,8 @@ _RESPONSES = (8, 5, 4, 16, 6, 10, 12, 7, 3, 2, 9, 15, 14, 32, 1)
 """Responses to a prompt, in the order in which they are tried: what runs of GRPO often have."""
 _NEAR = 0.03
 """Share by which a product may be off a number of samples that is estimated."""
+_MOST = 1e15
+"""Tokens of a step; a larger count is none."""
 _STEPS, _CORRELATED = 10, 0.98
 """Steps, and correlation of tokens with the length of responses, from which the number of samples is estimated."""
 
@@ -65,7 +67,7 @@ def _samples(log: Scalars) -> tuple[float, str]:
     """Returns the samples of a step by the log's counts of tokens, and "about " if estimated; 0 if it has none."""
     tokens, length = log.series("perf/total_num_tokens"), log.series("response_length/mean")
     prompt = log.series("prompt_length/mean")
-    steps = sorted(set(tokens).intersection(length))
+    steps = sorted(step for step in set(tokens).intersection(length) if max(tokens[step], length[step]) < _MOST)
     if each := [tokens[step] / max(1.0, prompt[step] + length[step]) for step in steps if step in prompt]:
         return round(statistics.median(each)), ""
     # The tokens of a step are samples x (prompt + response), and prompts are equally long on average.

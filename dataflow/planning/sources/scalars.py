@@ -15,6 +15,9 @@ from dataflow.planning.sources.logs.mlflow import metric_folders, read_mlflow
 from dataflow.planning.sources.logs.needed import GIVE, SECONDS, Columns, require
 from dataflow.planning.sources.logs.table import read_table
 
+_LAST_STEP = 10**12
+_LONGEST_S = 1e9
+"""Some 30 years. What is larger is no measurement, and its squares and sums would overflow."""
 REQUIRED = ("timing_s/gen", "timing_s/update_actor")
 
 
@@ -59,8 +62,12 @@ def read_scalars(path: str | os.PathLike[str], timings: Sequence[str] = REQUIRED
     kept: dict[str, dict[int, float]] = {}
     for name, series in _read(place, timings).items():
         for step, value in sorted(series.items()):
-            if name.startswith(SECONDS) and not 0 <= value < math.inf:
-                raise DataError(f"log {path}: {name} at step {step} is {value:g}; give finite seconds of 0 or more.")
+            if step > _LAST_STEP:
+                raise DataError(
+                    f"log {path}: step {step:.3g} of {name} is over {_LAST_STEP:g}; give steps as verl does."
+                )
+            if name.startswith(SECONDS) and not 0 <= value <= _LONGEST_S:
+                raise DataError(f"log {path}: {name} at step {step} is {value:g}; give seconds, 0 to {_LONGEST_S:g}.")
             if not math.isnan(value):
                 kept.setdefault(name, {})[step] = value
     require(timings, list(kept), f"log {path}: no step has a value of")

@@ -7,7 +7,6 @@ and at some steps validate (`testing`: generation and scoring) and save. The wor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,18 +16,14 @@ from dataflow.planning.config import CheckpointPlan, PlanConfig
 from dataflow.planning.costs import fit_latency, makespan
 from dataflow.planning.rewards import Rewards, Validation
 from dataflow.planning.sources.guesses import examples, known_settings
-from dataflow.planning.sources.overlaps import HIDDEN_S, overlaps, shows_baseline
+from dataflow.planning.sources.overlaps import HIDDEN_S, TAKEN, Signs, blocks, mean, signs
 from dataflow.planning.sources.scalars import Scalars, read_scalars
 from dataflow.planning.workload import CRITIC, Measured, Workload, after_rewards, grpo
-from dataflow.policy import check_batch
+from dataflow.policy import check_batch, divisors
 
 # The waits of a published baseline give its known latency within 2%; those of its mini-batch run, 78% of it.
 _QUICK = 0.9
-_BASELINE = "the log is of a baseline: its loop waits for all rewards of a step before the update"
-_UNSHOWN = (
-    "; its waits do not show whether that is so, and a run that updates on mini-batches as they arrive looks like one "
-    "with quicker rewards."
-)
+_SETTLE = "Give reward.latency=... to settle that: the waits agree with it or not."
 
 
 def workload(path: Path, config: PlanConfig) -> Workload:
@@ -47,7 +42,7 @@ def workload(path: Path, config: PlanConfig) -> Workload:
     reward = config.reward.model_copy(update={"agent": "continuous"})
     update = {"validation": validation, "reward": reward, "steps": planned.logged[2], "checkpoint": CheckpointPlan()}
     loop = _workload(found, path, config.model_copy(update=update))
-    if _blocks(found):
+    if blocks(found):
         loop = replace(loop, pipeline=after_rewards(loop.pipeline))
     return replace(planned, loop=loop)
 
@@ -55,15 +50,17 @@ def workload(path: Path, config: PlanConfig) -> Workload:
 def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
     testing, saving = _every(found, "testing"), _every(found, "save_checkpoint")
     log = _from_one(found)
-    caution = overlaps(log)
-    assumed = [] if caution else [_BASELINE + ("." if shows_baseline(log) else _UNSHOWN)]
+    shown = signs(log)
+    assumed: list[str] = []
     config = known_settings(path, config, assumed)
     needed, counted = examples(log, config)
-    if caution:
+    timed = bool(log.series("timing_s/adv")) or mean(log, "timing_s/reward") > HIDDEN_S
+    if shown.overlap or not timed:
         needed["reward.latency"] = "uniform:1:40"
-        counted += ", or plan from a log of verl's own loop"
+        better = "of verl's own loop" if timed else "with timing_s/adv and timing_s/reward"
+        counted += f", or plan from a log {better}"
     prompts, responses, mini_batches, concurrency, *_ = config.need(
-        path, needed, counted, f"{caution} " if caution else ""
+        path, needed, counted, f"{shown.overlap} " if shown.overlap else ""
     )
     check_batch(prompts, mini_batches)
     if config.stages:
@@ -72,9 +69,12 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
         )
     if config.agents:
         raise ConfigError(f"agents.{next(iter(config.agents))}: a verl log is of one reward agent; leave it out.")
+    shown = _settled(shown, log, config, concurrency, prompts, responses)
+    if shown.baseline:
+        assumed.insert(0, shown.baseline)
     scattered = config.balance_batch is not False
-    rewards, request = _rewards(log, config, concurrency, prompts, responses, assumed, fit=not caution)
-    doubt = caution or _too_quick(config, rewards)
+    rewards, request = _rewards(log, config, concurrency, prompts, responses, assumed, fit=not shown.overlap)
+    caution = shown.overlap or (f"{shown.doubt} {_SETTLE}" if shown.doubt else _too_quick(config, rewards))
     if scattered:
         assumed.append("verl deals the batch over its ranks by length before scoring (balance_batch=false if not).")
     times = {
@@ -121,8 +121,8 @@ def _workload(found: Scalars, path: Path, config: PlanConfig) -> Workload:
         dispatch_s=dict.fromkeys(pipeline.by_name, config.dispatch or 0.0),
         uncounted=config.reward.agent == "per-step",
         assumptions=tuple(assumed),
-        logged=("" if caution else "baseline", math.fsum(logged.values()), len(logged)) if logged else None,
-        caution=doubt,
+        logged=("" if shown.overlap else "baseline", math.fsum(logged.values()), len(logged)) if logged else None,
+        caution=caution,
         seed=config.seed,
     )
 
@@ -134,6 +134,24 @@ def _from_one(log: Scalars) -> Scalars:
         return log
     columns = {name: {step - first + 1: s for step, s in of.items()} for name, of in log.columns.items()}
     return Scalars(log.path, columns)
+
+
+def _settled(shown: Signs, log: Scalars, config: PlanConfig, concurrency: int, groups: int, responses: int) -> Signs:
+    """Returns the signs with a doubt settled by the latency that the user gave: the waits agree with it or not."""
+    spec = config.reward
+    if not shown.doubt or spec.latency is None:
+        return shown
+    latency = parse_distribution(spec.latency, "reward.latency")
+    waits = mean(log, "timing_s/adv") + _beside(log)
+    fitted = fit_latency(Rewards(latency, concurrency, spec.rpm), groups, responses, waits, config.seed)
+    if quick := _too_quick(config, Rewards(fitted, concurrency, spec.rpm)):
+        return Signs(overlap=f"{shown.doubt} Its latency settles that: {quick}")
+    return Signs(baseline=f"{TAKEN}: its waits are as long as reward.latency={spec.latency} makes them.")
+
+
+def _beside(log: Scalars) -> float:
+    """Returns the seconds of a step in which rewards arrive unseen."""
+    return math.fsum(mean(log, f"timing_s/{name}") for name in ("old_log_prob", "ref", "values"))
 
 
 def _too_quick(config: PlanConfig, rewards: Rewards) -> str:
@@ -163,25 +181,16 @@ def _every(log: Scalars, name: str) -> int:
         name: of the stage's timing.
     """
     ran = {step for step in log.series(f"timing_s/{name}") if step > 0}
-    steps = range(min(log.series("timing_s/gen"), default=1), max(log.series("timing_s/gen"), default=0) + 1)
+    first, last = min(log.series("timing_s/gen"), default=1), max(log.series("timing_s/gen"), default=0)
     if len(ran) > 1:
-        ran.discard(steps[-1])
-    most = math.gcd(*ran)
+        ran.discard(last)
+    most, within = math.gcd(*ran), sum(first <= step <= last for step in ran)
     # A log of few steps allows several intervals; the shortest makes a plan run the stage as often as the log did.
-    intervals = (n for n in range(1, most + 1) if most % n == 0)
-    return next((n for n in intervals if {step for step in steps if step % n == 0} <= ran | {steps[-1]}), most)
-
-
-def _mean(series: Mapping[int, float]) -> float:
-    return math.fsum(series.values()) / len(series) if series else 0.0
-
-
-def _blocks(log: Scalars) -> bool:
-    """Returns whether the loop waits for its rewards before the log-probs.
-
-    A reward function that is not launched asynchronously is timed in `reward` itself.
-    """
-    return _mean(log.series("timing_s/reward")) > _mean(log.series("timing_s/adv"))
+    for every in divisors(most):
+        due = last // every - (first - 1) // every
+        if due <= within + (last % every == 0 and last not in ran):  # all that ran was due
+            return every
+    return most
 
 
 def _rewards(
@@ -192,9 +201,9 @@ def _rewards(
     The latency is fitted to the log's waits; with ``fit`` off it is the one that the user gave.
     """
     spec = config.reward
-    sent, rest = _mean(log.series("timing_s/reward")), _mean(log.series("timing_s/adv"))
-    apart = math.fsum(_mean(log.series(f"timing_s/{name}")) for name in ("old_log_prob", "ref", "values"))
-    blocking = _blocks(log)
+    sent, rest = mean(log, "timing_s/reward"), mean(log, "timing_s/adv")
+    apart = _beside(log)
+    blocking = blocks(log)
     wait, visible = (sent, sent > HIDDEN_S) if blocking else (apart + rest, rest > HIDDEN_S)
     request = None if blocking else _measured(log, "reward")
     if blocking and visible:
@@ -245,7 +254,7 @@ def _validation(
         raise ConfigError("validation.every: the log holds no timing_s/testing; leave it out.")
     scoring = makespan(rewards, samples, 1, config.seed) if samples else 0.0
     times["val_rollout"] = _measured(log, "testing", scoring)
-    logged = _mean(log.series("timing_s/testing"))
+    logged = mean(log, "timing_s/testing")
     if samples:
         assumed.append(
             f"of a validation's {logged:.1f} s (timing_s/testing) {min(scoring, logged):.1f} s are scoring "

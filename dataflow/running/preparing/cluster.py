@@ -44,8 +44,8 @@ def check_cluster(config: Any, hosts: Mapping[str, Hosted], patience_s: float = 
             "give fewer ranks (trainer.world_size), or add nodes."
         )
     cpus = sum(node.resources.get("CPU", 0.0) for node in nodes)
-    words = f"{counted(len(nodes), 'node')} with {cpus:g} CPUs ({free.get('CPU', 0.0):g} free)"
-    return f"{words} and {has:g} GPUs ({free.get('GPU', 0.0):g} free)" if has else f"{words} and no GPU"
+    words = f"{counted(len(nodes), 'node')} with {counted(cpus, 'CPU')} ({free.get('CPU', 0.0):g} free)"
+    return f"{words} and {counted(has, 'GPU')} ({free.get('GPU', 0.0):g} free)" if has else f"{words} and no GPU"
 
 
 def _processes(host: Hosted) -> tuple[int, float, int]:

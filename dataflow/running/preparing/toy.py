@@ -19,21 +19,23 @@ _MAX_TOKENS = 1024
 
 
 def toy_settings(config: RunConfig) -> list[str]:
-    """Returns a sentence for each setting that has the tiny models' default, with the value that is usual."""
+    """Returns a sentence for each setting left at the tiny models' default, with the value that is usual."""
     path = config.model.path
     if path is None or _tiny(path):
         return []
     found = []
     for name, section in config.trained.items():
-        critic = isinstance(section, CriticConfig)
-        if section.lr != (toy_critic() if critic else toy_trainer()).lr:
+        critic, lora = isinstance(section, CriticConfig), section.lora.rank is not None
+        if f"{name}.lr" in config.given_keys or section.lr != (toy_critic() if critic else toy_trainer()).lr:
             continue
-        usual = type(section).model_fields["lr"].default if section.lora.rank is None else _LORA_LR
+        usual = _LORA_LR if lora else type(section).model_fields["lr"].default
+        harm = "is high for adapters of a real one" if lora else "would ruin a real one"
         found.append(
-            f"{name}.lr={section.lr:g} is the default for the tiny model, and would ruin a real one such as "
-            f"model.path={path}; give {name}.lr={usual:g} or the like."
+            f"{name}.lr={section.lr:g} is the default for the tiny model, and {harm} such as model.path={path}; "
+            f"give {name}.lr={usual:g} or the like."
         )
-    if config.engine.max_tokens == EngineConfig.model_fields["max_tokens"].default:
+    given = "engine.max_tokens" in config.given_keys
+    if not given and config.engine.max_tokens == EngineConfig.model_fields["max_tokens"].default:
         found.append(
             f"engine.max_tokens={config.engine.max_tokens} is the default for the tiny model, and cuts off the "
             f"responses of a real one such as model.path={path}; give engine.max_tokens={_MAX_TOKENS} or the like."

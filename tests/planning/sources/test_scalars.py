@@ -255,13 +255,13 @@ def test_tensorboard_stays_unloaded_and_its_logger_as_it_was(tmp_path: Path) -> 
         (HEAD + "1,2,,,\n2,3,,,\n", f": no step has a value of {UPDATE} (it has timing_s/gen); "),
         (HEAD + "1,2,x,,\n", f", line 2 (step 1), column {UPDATE}: 'x' is not a number; give a number, or nothing."),
         (HEAD + "1,2,3,,good\n", ", line 2 (step 1), column val/acc: 'good' is not a number; "),
-        (HEAD + "1,2,3,,\n2,-0.5,3,,\n", f": {GEN} at step 2 is -0.5; give finite seconds of 0 or more."),
+        (HEAD + "1,2,3,,\n2,-0.5,3,,\n", f": {GEN} at step 2 is -0.5; give seconds, 0 to 1e+09."),
         (HEAD + "1,nan,3,,\n", f": {GEN} at step 1 is nan; "),
         (HEAD + "1,2,inf,,\n", f": {UPDATE} at step 1 is inf; "),
         (HEAD.replace("val/acc", "timing_s/x") + "1,2,3,,-1\n", ": timing_s/x at step 1 is -1; "),
         (HEAD + "1,2,3,,\n2,2,3,,\n1.0,2,3,,\n", ", line 4: step 1 was on line 2 already; leave one, of one run."),
         (HEAD + "1.5,2,3,,\n", ", line 2: step 1.5 is not a whole number; give steps of 0, 1, 2 and so on."),
-        (HEAD + "-1,2,3,,\n", ", line 2: step -1 is not a whole number; "),
+        (HEAD + "-1,2,3,,\n", ", line 2: step -1 is negative; "),
         (HEAD + "nan,2,3,,\n", ", line 2: step nan is not a whole number; "),
         (HEAD + "inf,2,3,,\n", ", line 2: step inf is not a whole number; "),
         (HEAD + "one,2,3,,\n", ", line 2, column global_step: 'one' is not a number; give the step's number."),
@@ -344,3 +344,19 @@ def test_two_runs_below_one_directory_are_not_mixed(tmp_path: Path) -> None:
     said = trouble(tmp_path)
     assert said == f": {GEN} of step 1 is in {first} as well as in {second}; give the directory of one run."
     assert read_scalars(tmp_path / "b").columns == TIMED
+
+
+@pytest.mark.parametrize(
+    ("step", "value", "message"),
+    [
+        ("1", "9" * 400, "line 1: timing_s/gen is over 2e+308; leave it out"),
+        ("1", "1e200", "timing_s/gen at step 1 is 1e+200; give seconds, 0 to 1e+09."),
+        ("1e300", "1", "is over 1e+12; give steps as verl does."),
+    ],
+)
+def test_what_is_too_large_to_be_measured_is_said(tmp_path: Path, step: str, value: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"step": {step}, "timing_s/gen": {value}, "timing_s/update_actor": 1}}\n')
+    with pytest.raises(DataError) as error:
+        read_scalars(path)
+    assert message in str(error.value)

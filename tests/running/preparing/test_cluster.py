@@ -45,6 +45,8 @@ def test_what_a_cluster_has_and_what_is_free(asked: Asked) -> None:
     assert asked(printing(ANSWER), trainer) == "2 nodes with 16 CPUs (15 free) and 4 GPUs (1 free)"
     alone = json.dumps({"nodes": [{**NODES[0], "Resources": {"CPU": 2.0}}], "free": {"CPU": 2.0}})
     assert asked(printing(alone)) == "1 node with 2 CPUs (2 free) and no GPU"
+    one = json.dumps({"nodes": [{**NODES[0], "Resources": {"CPU": 1.0, "GPU": 1.0}}], "free": {}})
+    assert asked(printing(one)) == "1 node with 1 CPU (0 free) and 1 GPU (0 free)"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,10 @@ def test_a_real_model_with_defaults_of_the_tiny_one(tmp_path: Path) -> None:
     assert tokens.endswith("; give engine.max_tokens=1024 or the like.")
     (lora,) = settings(model, "trainer.lora.rank=8", "engine.max_tokens=512")
     assert lora.endswith("; give trainer.lr=3e-05 or the like.")
+    assert "is high for adapters of a real one" in lora
     assert settings(model, "trainer.lr=1e-6", "engine.max_tokens=512") == []
+    # What the user gave is no oversight, be it the tiny models' value.
+    assert settings(model, "trainer.lr=2e-4", "trainer.lora.rank=8", "engine.max_tokens=24") == []
     _actor, critic, _tokens = settings(model, pipeline="ppo_critic")
     assert critic.startswith("critic.lr=0.001 is the default for the tiny model")
     assert critic.endswith("; give critic.lr=1e-05 or the like.")

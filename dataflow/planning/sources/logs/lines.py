@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def read_jsonl(place: Path) -> Columns:
     logged a step twice, the later value counts.
 
     Raises:
-        DataError: the file cannot be read, or a line is no such object.
+        DataError: the file cannot be read, a line is no such object, or a number is too large.
     """
     columns: Columns = {}
     lines = [(number, line) for number, line in _lines(place) if line.strip()]
@@ -76,7 +77,12 @@ def read_jsonl(place: Path) -> Columns:
             )
         for name, value in data.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                columns.setdefault(name, {})[step] = float(value)
+                try:
+                    columns.setdefault(name, {})[step] = float(value)
+                except OverflowError as error:
+                    raise DataError(
+                        f"log {place}, line {number}: {name} is over {sys.float_info.max:.0e}; leave it out, or {GIVE}."
+                    ) from error
     return columns
 
 

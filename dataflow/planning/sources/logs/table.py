@@ -117,7 +117,8 @@ def _of_one_run(place: Path, header: list[str]) -> list[str]:
 def _step(cell: str, where: str, key: str) -> int:
     at = number(cell, f"{where}, column {key}", "the step's number")
     if not (at >= 0 and at.is_integer()):
-        raise DataError(f"{where}: step {cell} is not a whole number; give steps of 0, 1, 2 and so on.")
+        wrong = "negative" if at < 0 else "not a whole number"
+        raise DataError(f"{where}: step {cell} is {wrong}; give steps of 0, 1, 2 and so on.")
     return int(at)
 
 
