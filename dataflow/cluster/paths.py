@@ -7,6 +7,7 @@ directory of the same name on another disk is not the same one.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -14,7 +15,7 @@ import secrets
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -115,9 +116,12 @@ def unpack(archive: bytes, directory: str) -> None:
         made = Path(part) / "made"
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(made, filter="data")
-        with suppress(FileExistsError):
+        try:
             if not place.is_dir():
                 os.rename(made, place)
+        except OSError as error:  # another process has made it meanwhile
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
 
 
 class SeesPaths:

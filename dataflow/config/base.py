@@ -39,7 +39,8 @@ Backends = Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(
 POLICIES = ("baseline", "mini-batch", "off-policy", "both", "mini-batch+stream", "both+stream", "auto")
 """Policies to offer; dataflow.policy has them all, and is imported when one is resolved."""
 _WORD = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
-_LABEL_NAME = re.compile(rf"(?:{_WORD}(?:\.{_WORD})*/)?{_WORD}")
+_LABEL_NAME = re.compile(_WORD)
+_LABEL_PREFIX = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,251}[a-zA-Z0-9])?")
 _SELECTOR = re.compile(rf"!?(?:in\({_WORD}(?:, ?{_WORD})*\)|{_WORD})")
 """Of a label's values, as Ray takes it."""
 LONGEST_NAME = 200
@@ -127,13 +128,21 @@ class NodesConfig(Section):
     def _names_with_dots_and_numbers(cls, value: Any) -> Any:
         if isinstance(value, str) and "=" in value:
             raise ValueError(f"give each label as a key of its own, labels.{value}")
-        return dict(_flat(value)) if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping):
+            return value
+        found: dict[str, Any] = {}
+        for name, selector in _flat(value):
+            if name in found:
+                raise ValueError(f"label '{name}' is given twice; give it once")
+            found[name] = selector
+        return found
 
     @field_validator("labels", mode="after")
     @classmethod
     def _selectors(cls, value: dict[str, str]) -> dict[str, str]:
         for name, selector in value.items():
-            if _LABEL_NAME.fullmatch(name) is None:
+            prefix, slash, word = name.rpartition("/")
+            if _LABEL_NAME.fullmatch(word) is None or (slash and _LABEL_PREFIX.fullmatch(prefix) is None):
                 raise ValueError(
                     f"'{name}' is no name of a label; give one as ray start --labels takes it, such as role or "
                     "topology.kubernetes.io/zone"
@@ -149,10 +158,14 @@ class NodesConfig(Section):
 def _flat(labels: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Yields labels with the names and values that were meant: an override has split names at their dots."""
     for name, value in labels.items():
-        if isinstance(value, Mapping):
+        if type(name) not in (str, int):  # YAML reads on, null and 1.10 as such
+            raise ValueError(f"{name} is no name of a label; put the name in quotes")
+        if not isinstance(value, Mapping):
+            yield str(name), str(value) if type(value) is int else value
+        elif value:
             yield from ((f"{name}.{rest}", inner) for rest, inner in _flat(value))
         else:
-            yield str(name), str(value) if type(value) is int else value
+            raise ValueError(f"label '{name}' has no value; give one, or leave the label out")
 
 
 class RayConfig(Section):

@@ -54,9 +54,13 @@ class KeptServer(Generic[Kept]):
         self._watcher = threading.Thread(target=self._watch, name=name, daemon=True)
 
     def open(self) -> None:
-        """Starts the first process."""
+        """Starts the first process. If that fails, or the thread cannot start, no process is left."""
         self.process = self._start()
-        self._watcher.start()
+        try:
+            self._watcher.start()
+        except BaseException:
+            self.process.close()
+            raise
 
     def close(self) -> None:
         """Ends the process and the thread."""
@@ -66,20 +70,22 @@ class KeptServer(Generic[Kept]):
         self._watcher.join()
 
     def _watch(self) -> None:
-        while True:
-            self.process.wait()
-            # Held during a restart, so that close() ends the new process, not the dead one.
-            with self._lock:
-                if self._closed:
-                    return
-                self.process.close()
-                try:
+        try:
+            while True:
+                self.process.wait()
+                # Held during a restart, so that close() ends the new process, not the dead one.
+                with self._lock:
+                    if self._closed:
+                        return
+                    self.process.close()
                     self._on_death(self.process)
                     self.process = self._start()
-                except RunError as error:
-                    self._on_lost(error)
-                    return
-                except Exception as error:  # a full disk, too many files: the thread ends, so nothing restarts it
-                    why = f"{self._watcher.name}: the server cannot be restarted ({type(error).__name__}: {error})"
-                    self._on_lost(RunError(f"{why}; mend that, and resume the run."))
-                    return
+        except RunError as error:
+            lost = error
+        except Exception as error:  # a full disk, too many files: the thread ends, so nothing restarts it
+            why = f"{self._watcher.name}: the server cannot be restarted ({type(error).__name__}: {error})"
+            lost = RunError(f"{why}; mend that, and resume the run.")
+        with self._lock:
+            if self._closed:
+                return
+        self._on_lost(lost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dataflow.cluster.paths import View, look, unpack
+from dataflow.cluster.paths import View, look, packed, unpack
 from dataflow.errors import ConfigError
 from dataflow.executors.ray.shared_paths import SharedPaths, one_on_each
 from dataflow.graph import Hosted
@@ -113,3 +114,19 @@ def test_one_process_looks_for_each_other_node() -> None:
     nodes = [("a", "10.0.0.1"), ("b", "10.0.0.2"), ("b", "10.0.0.2"), ("c", "10.0.0.2")]
     assert one_on_each([0, 1, 2, 3], nodes, here="a") == {"10.0.0.2 (b)": 1, "10.0.0.2 (c)": 3}
     assert list(one_on_each([0, 1], nodes[:2], here=None)) == ["10.0.0.1", "10.0.0.2"]
+
+
+def test_a_directory_that_two_processes_make_at_once_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text("{}")
+    archive, rename = packed(str(tmp_path / "a")), os.rename
+    assert archive is not None
+
+    def late(made: Path, place: Path) -> None:
+        monkeypatch.undo()
+        unpack(archive, str(place))
+        rename(made, place)
+
+    monkeypatch.setattr(os, "rename", late)
+    unpack(archive, str(tmp_path / "b"))
+    assert (tmp_path / "b" / "config.json").read_text() == "{}"

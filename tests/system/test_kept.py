@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 
 import pytest
 
@@ -56,3 +57,41 @@ def test_any_other_error_is_reported_too(where: str, error: Exception) -> None:
     said = kept([], [None, error if where == "start" else None], error if where == "death" else None)
     assert said.startswith(f"keeper of rm-0: the server cannot be restarted ({type(error).__name__}: ")
     assert said.endswith("resume the run.")
+
+
+@pytest.mark.parametrize("where", ["wait", "close"])
+def test_an_error_of_the_process_itself_is_reported(where: str) -> None:
+    class Odd(Dying):
+        closed = 0
+
+        def wait(self) -> None:
+            if where == "wait":
+                raise OSError("no answer")
+
+        def close(self) -> None:
+            self.closed += 1
+            if where == "close" and self.closed == 1:
+                raise OSError("no answer")
+
+    losses: queue.Queue[RunError] = queue.Queue()
+    server = KeptServer("keeper of rm-0", Odd, lambda _process: None, losses.put)
+    server.open()
+    assert "the server cannot be restarted (OSError: no answer)" in str(losses.get(timeout=20))
+    server.close()
+
+
+def test_a_process_without_a_keeper_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(Dying):
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    def no_thread(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server = KeptServer("keeper of rm-0", Counted, lambda _process: None, print)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(RuntimeError):
+        server.open()
+    assert server.process.closed == 1

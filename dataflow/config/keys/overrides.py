@@ -215,7 +215,7 @@ def _settings(cls: type[BaseModel], key: str, raw: str) -> Iterator[tuple[tuple[
         raise ConfigError(_unknown(cls, key))
     section = section_of(info)
     if section is None:
-        yield path, _value(key, raw, info if not rest else None)
+        yield path, _value(key, raw, info if not rest else None, _is_text_in(info, rest) and not raw.startswith("{"))
         return
     value = _yaml(key, raw) if raw.startswith("{") else raw
     if isinstance(value, dict):
@@ -311,9 +311,18 @@ def _yaml(key: str, raw: str) -> Any:
         raise ConfigError(f"{key}={shortened(raw)}: {why}.") from error
 
 
-def _value(key: str, raw: str, info: FieldInfo | None) -> Any:
-    """Returns the value of an argument: parsed as YAML, except for keys that take text."""
-    text = info is not None and accepts(info.annotation, str) and not accepts(info.annotation, list, dict)
+def _is_text_in(info: FieldInfo | None, rest: tuple[str, ...]) -> bool:
+    """Whether a key inside a field's mapping is an entry of a mapping of texts, such as a label."""
+    if info is None or not rest:
+        return False
+    if (section := named_section_of(info)) is not None:
+        return _is_text_in(section.model_fields.get(rest[1]), rest[2:]) if len(rest) > 1 else False
+    return get_origin(info.annotation) is dict and get_args(get_args(info.annotation)[1])[:1] == (str,)
+
+
+def _value(key: str, raw: str, info: FieldInfo | None, text: bool = False) -> Any:
+    """Returns the value of an argument: parsed as YAML, except for keys that take ``text``."""
+    text = text or (info is not None and accepts(info.annotation, str) and not accepts(info.annotation, list, dict))
     # A key that takes a text or several, as [a,b].
     text = text or (info is not None and _is_text_or_list(info.annotation) and not raw.startswith("["))
     if not text or raw[:1] in ("'", '"'):

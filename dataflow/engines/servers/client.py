@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 CONNECT_S = 10.0
 """Seconds for connecting."""
+_LONG_BYTES = 1 << 20
+"""Length from which a reply is decoded in a thread."""
 PAGE_BYTES = 4 << 20
 """Longest reply with what a server says about itself, or about a request that is not for a sample."""
 
@@ -117,7 +120,11 @@ class Client:
                     wait_s = wait_asked(reply.headers.get("Retry-After", ""), reply.headers.get("Date", ""))
                     message = short(message_in(text)) or reply.reason or "no message"
                     raise ServerError(f"{what} answered {reply.status}: {message}", status=reply.status, wait_s=wait_s)
-                return _decoded(what, await _whole(what, reply, most_bytes))
+                raw = await _whole(what, reply, most_bytes)
+                # Of a long reply the decoding would block the event loop.
+                return _decoded(what, raw) if len(raw) < _LONG_BYTES else await asyncio.to_thread(_decoded, what, raw)
+        except aiohttp.ConnectionTimeoutError:
+            failure = ServerError(f"{what}: no connection within {min(CONNECT_S, limit):g} s")
         except TimeoutError:
             pass
         except aiohttp.ClientPayloadError:

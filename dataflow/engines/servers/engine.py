@@ -16,7 +16,7 @@ from dataflow.engines.choice import refused_temperature
 from dataflow.engines.samples import check_sampling, check_tokens, check_turn, prompt_ids, to_batch
 from dataflow.engines.servers.connect import Wanted, clients
 from dataflow.engines.servers.pool import Pool
-from dataflow.engines.servers.weights_files import VERSION, WeightsFiles, initial_weights
+from dataflow.engines.servers.weights_files import WeightsFiles, initial_weights, name_of
 from dataflow.engines.servers.weights_remover import WeightsRemover
 from dataflow.engines.sync_queue import Job, SampleQueue, SamplingCall, jobs_of
 from dataflow.engines.vocabulary import loading, read_vocabulary
@@ -137,7 +137,7 @@ class ServerRollout:
             await self._push(picked, version)
 
     async def _push(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        directory = await self._written(weights, f"{VERSION}{version}-{uuid.uuid4().hex[:6]}")
+        directory = await self._written(weights, name_of(version))
         failed: list[Exception] = []
 
         async def work() -> None:

@@ -34,11 +34,15 @@ _ABOUT_S = 60.0
 """Seconds for a description: the first one makes vLLM look at its machine."""
 _RESUME_S = 10.0
 """Seconds for the end of a pause whose load has failed."""
+_FAILED = 500
 _MODES: dict[str, LogProbs] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 
 
 class _HalfLoaded(ServerError):
-    """The worker has failed while it read weights, and may have half of them."""
+    """The outcome of a load is not known, or the worker has failed: it may have half of the weights."""
+
+    def __init__(self, message: str, status: int | None, wait_s: float) -> None:
+        super().__init__(message, status=status, wait_s=wait_s)
 
 
 class VllmServer:
@@ -150,9 +154,9 @@ class VllmServer:
         """See :meth:`ServerProtocol.load`."""
         post = self.client.post
         try:
-            await post("/pause?mode=abort")
-            # A server that fails halfway must not pass for one with the old weights.
+            # First, so that a server that fails halfway, or stays paused, does not pass for one with the old weights.
             await post("/update_weight_version", {"new_version": f"{version}, loading"})
+            await post("/pause?mode=abort")
             if self._extended:
                 await post("/collective_rpc", {"method": "prepare_sampler"})
             await self._reload(directory)
@@ -161,23 +165,25 @@ class VllmServer:
             cleared = await post("/reset_prefix_cache")
             if not (isinstance(cleared, dict) and cleared.get("success")):
                 raise ServerError("the prefix cache could not be reset: requests of another client are running")
+            await post("/resume")
+            # Last, so that no paused server passes for one with the new weights.
             await post("/update_weight_version", {"new_version": version})
         except _HalfLoaded:
             raise  # still paused: a sample from half of the weights can end the server
         except BaseException:  # others may use it, also when the load is cancelled
             await asyncio.shield(asyncio.ensure_future(self._resume()))
             raise
-        await post("/resume")
 
     async def _reload(self, directory: Path) -> None:
         asked = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         try:
             await self.client.post("/collective_rpc", asked)
         except ServerError as error:
-            if error.status != 500:
-                raise
-            # An exception of its worker; another try would have the same end.
-            raise _HalfLoaded(f"{error}; it stays paused until it takes weights", status=400) from error
+            if error.status is not None and error.status < _FAILED:
+                raise  # it was refused before the worker began
+            # 500 is an exception of its worker, and another try would have the same end. Others may pass.
+            status = 400 if error.status == _FAILED else error.status
+            raise _HalfLoaded(f"{error}; it stays paused until it takes weights", status, error.wait_s) from error
 
     async def _resume(self) -> None:
         with suppress(ServerError):

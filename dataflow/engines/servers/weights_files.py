@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 MARKER = ".dataflow-weights"
 """File that marks a directory as one of this package; it holds the id of the engine that writes there."""
-VERSION = "version-"
-"""Beginning of the name of each directory with weights."""
+_OURS = re.compile(r"version-\d+-[0-9a-f]{6}(?:\.part)?")
+"""Names of directories that an engine writes; whatever else is there belongs to somebody else."""
 
 
 class WeightsFiles:
@@ -94,6 +96,11 @@ class WeightsFiles:
             self._remove_versions(but=directory)
 
 
+def name_of(version: int) -> str:
+    """Returns the name of a new directory for the weights of a version."""
+    return f"version-{version}-{uuid.uuid4().hex[:6]}"
+
+
 def remove_weights(directory: Path, owner: str) -> None:
     """Removes all weights of an engine, and the directory unless it holds other files.
 
@@ -107,7 +114,8 @@ def remove_weights(directory: Path, owner: str) -> None:
     for each in versions:
         shutil.rmtree(each, ignore_errors=True)
     with suppress(OSError):  # another engine has just taken it over
-        if [file.name for file in directory.iterdir()] == [MARKER]:
+        # The owner is read again: the files of a large model take a while.
+        if [file.name for file in directory.iterdir()] == [MARKER] and _owner_of(directory) == owner:
             (directory / MARKER).unlink()
             directory.rmdir()
 
@@ -121,7 +129,10 @@ def _owner_of(directory: Path) -> str:
 
 
 def _versions(directory: Path) -> list[Path]:
-    return [each for each in directory.iterdir() if each.name.startswith(VERSION)] if directory.is_dir() else []
+    try:
+        return [each for each in directory.iterdir() if _OURS.fullmatch(each.name) and each.is_dir()]
+    except OSError:  # it is gone, or was never made
+        return []
 
 
 def check_directory(directory: Path) -> None:

@@ -106,9 +106,15 @@ class ModelServers:
     def _close(self, servers: Sequence[KeptServer[ServerProcess]]) -> None:
         self._closing.set()
         # Side by side, as each may take seconds.
-        threads = [threading.Thread(target=server.close) for server in servers]
-        for thread in threads:
-            thread.start()
+        threads = []
+        for server in servers:
+            thread = threading.Thread(target=server.close)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no room for another thread
+                server.close()
+            else:
+                threads.append(thread)
         for thread in threads:
             thread.join()
         for site in self._sites:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,24 +56,23 @@ class PlacedModel:
     ) -> None:
         self._name, self._number, self._given = name, model.replicas, name in config.ray.nodes
         self._rule = node_rules(config).get(name, NodeRule())
-        self._places = Places(
-            model.replicas, 1.0 if plan.device == "cuda" else 0.0, model.tensor_parallel, rule=self._rule
-        )
         key = f"reward.models.{name}"
         files = model_files(model.path, f"{key}.path", {f"{key}.template": model.template})
         self._paths = SharedPaths(Hosted(name, dict, **files), str(directory.absolute()))
-        self.sites: Sequence[PlacedSite] = [
-            PlacedSite(
-                f"reward model '{name}': server {number}",
-                plan,
-                gpus.options,
-                address,
-                self._check,
-                self.lacking,
-                config.ray.start_timeout,
-            )
-            for number, gpus in enumerate(self._places.gpus)
-        ]
+        self._places = Places(
+            model.replicas, 1.0 if plan.device == "cuda" else 0.0, model.tensor_parallel, rule=self._rule
+        )
+        self.sites: list[PlacedSite] = []
+        try:
+            for number, gpus in enumerate(self._places.gpus):
+                what = f"reward model '{name}': server {number}"
+                site = PlacedSite(
+                    what, plan, gpus.options, address, self._check, self.lacking, config.ray.start_timeout
+                )
+                self.sites.append(site)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def lacking(self) -> str:
         """Returns what the nodes of the cluster lack for the servers, as a clause; "" if nothing is known."""
@@ -102,9 +102,10 @@ class PlacedModel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for site in self.sites:
-            site.close()
-        self._places.release()
+        with ExitStack() as stack:  # all of them, also if one fails
+            stack.callback(self._places.release)
+            for site in self.sites:
+                stack.callback(site.close)
 
 
 def plan_of(name: str, model: ServedModelConfig, device: str, threads: int) -> ServerPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from dataflow.engines.base import Sampling
+from dataflow.engines.servers import client as client_module
 from dataflow.engines.servers.client import PAGE_BYTES, Client, ServerError
 from dataflow.engines.servers.protocol import ServerProtocol, reply_bytes
 from dataflow.engines.servers.sglang import SglangServer
@@ -103,3 +105,30 @@ def test_a_reply_as_requested_is_json() -> None:
         return web.json_response({"got": await request.json()})
 
     assert outcome(handle, lambda client: client.post("/x", {"a": 1}, most_bytes=100)) == {"got": {"a": 1}}
+
+
+def test_a_long_reply_is_decoded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def handle(_request: web.Request) -> web.StreamResponse:
+        return web.json_response("a" * (1 << 20))
+
+    threads, decoded = [], client_module._decoded
+
+    def decode(what: str, raw: bytes) -> Any:
+        threads.append(threading.current_thread())
+        return decoded(what, raw)
+
+    monkeypatch.setattr(client_module, "_decoded", decode)
+    assert outcome(handle, lambda client: client.get("/page")) == "a" * (1 << 20)
+    assert threads != [threading.main_thread()]
+
+
+def test_a_connection_that_is_not_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def handle(_request: web.Request) -> web.StreamResponse:
+        raise AssertionError
+
+    async def never(*_: Any, **_options: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(client_module, "CONNECT_S", 0.05)
+    monkeypatch.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", never)
+    assert outcome(handle, lambda client: client.get("/page")) == "GET /page: no connection within 0.05 s"

@@ -110,7 +110,7 @@ def test_a_first_sync_spares_the_weights_of_the_start(paths: list[str], tmp_path
     server.label = "another run"
 
     async def test() -> None:
-        left = tmp_path / "weights" / "version-7"
+        left = tmp_path / "weights" / "version-7-abcdef"
         left.mkdir(parents=True)
         (tmp_path / "weights" / MARKER).write_text("the engine before")
         engine = opened([server], paths, tmp_path)

@@ -133,6 +133,36 @@ def test_a_passing_failure_of_a_load_is_waited_for(tmp_path: Path, status: int, 
     on(tmp_path, [server], test)
 
 
+# A server whose reply is lost may have done what it was asked, or not.
+@pytest.mark.parametrize("done", [True, False])
+@pytest.mark.parametrize("number", range(8))
+def test_a_server_with_the_current_label_is_never_paused(tmp_path: Path, number: int, done: bool) -> None:
+    """Whichever request of a load fails; and while it may have half of its weights, it is not resumed."""
+    server: FakeVllm = FakeVllm()
+    answer, asked, half = server.answer, list[str](), list[bool]()
+
+    def failing(method: str, path: str, body: dict[str, Any]) -> Any:
+        if method == "GET" or path in ("/tokenize", "/v1/completions") or body.get("method") == "shape_of_model":
+            return answer(method, path, body)
+        asked.append(path)
+        fails = len(asked) == number + 1
+        reply = answer(method, path, body) if done or not fails else None
+        if body.get("method") == "reload_weights":
+            half[:] = [True] if fails else []
+        assert not (path == "/resume" and half), "resumed with half of the weights"
+        assert not (server.paused and server.label == "run:2"), "it passes for one that draws samples"
+        return (502, {"error": "of a proxy"}) if fails else reply
+
+    async def test(rig: Rig) -> None:
+        server.answer = failing  # type: ignore[method-assign]
+        await rig.sync(2)
+        server.answer = answer  # type: ignore[method-assign]
+        assert (server.paused, server.label, len(asked) > 8) == (False, "run:2", True)
+        rig.check(await rig.draw(), 2)
+
+    on(tmp_path, [server], test)
+
+
 def test_a_server_that_is_replaced_between_two_steps_is_checked(tmp_path: Path) -> None:
     servers: list[FakeVllm] = [FakeVllm(), FakeVllm()]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from dataflow.engines.servers.weights_files import MARKER, WeightsFiles, check_directory, remove_weights
+from dataflow.engines.servers.weights_files import MARKER, WeightsFiles, check_directory, name_of, remove_weights
 from dataflow.errors import ConfigError, RunError
 
 WEIGHTS = {"a": torch.ones(3)}
@@ -33,23 +34,52 @@ def test_files_of_others_are_never_removed(tmp_path: Path, model: Path) -> None:
 
 def test_a_file_that_comes_later_stays(tmp_path: Path, model: Path) -> None:
     files = WeightsFiles(tmp_path / "w", model, "one")
-    first = files.write(WEIGHTS, "version-1")
+    first = files.write(WEIGHTS, "version-1-abcdef")
     (tmp_path / "w" / "note").write_text("mine")
-    files.keep(files.write(WEIGHTS, "version-2"))
+    files.keep(files.write(WEIGHTS, "version-2-abcdef"))
     assert not first.exists()
     remove_weights(tmp_path / "w", "one")
     assert {file.name for file in (tmp_path / "w").iterdir()} == {"note", MARKER}
-    assert WeightsFiles(tmp_path / "w", model, "two").write(WEIGHTS, "version-3").is_dir()
+    assert WeightsFiles(tmp_path / "w", model, "two").write(WEIGHTS, "version-3-abcdef").is_dir()
+
+
+def test_what_a_user_names_like_a_version_stays(tmp_path: Path, model: Path) -> None:
+    place = tmp_path / "w"
+    files = WeightsFiles(place, model, "one")
+    files.keep(files.write(WEIGHTS, name_of(3)))
+    (place / "version-3-my-best").mkdir()
+    (place / "version-3-abcdef.txt").write_text("mine")
+    (place / "version-4-abcdef").write_text("mine")
+    (place / "version-5-abcdef.part").mkdir()
+    remove_weights(place, "one")
+    mine = {"version-3-my-best", "version-3-abcdef.txt", "version-4-abcdef"}
+    assert {file.name for file in place.iterdir()} == {*mine, MARKER}
+
+
+def test_a_directory_that_is_taken_over_during_the_removal_stays(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WeightsFiles(tmp_path / "w", model, "one").write(WEIGHTS, name_of(1))
+    remove = shutil.rmtree
+
+    def slow(path: Path, ignore_errors: bool) -> None:
+        monkeypatch.undo()
+        remove(path, ignore_errors=ignore_errors)
+        WeightsFiles(tmp_path / "w", model, "two")
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    remove_weights(tmp_path / "w", "one")
+    assert (tmp_path / "w" / MARKER).read_text() == "two"
 
 
 def test_an_engine_takes_over_what_an_earlier_one_left(tmp_path: Path, model: Path) -> None:
     first = WeightsFiles(tmp_path / "w", model, "one")
-    left = first.write(WEIGHTS, "version-1")
+    left = first.write(WEIGHTS, "version-1-abcdef")
     second = WeightsFiles(tmp_path / "w", model, "two")
     assert not left.exists()
-    written = second.write(WEIGHTS, "version-1")
+    written = second.write(WEIGHTS, "version-1-abcdef")
     with pytest.raises(RunError, match=r"another run writes its weights to .*; end one of the two"):
-        first.write(WEIGHTS, "version-2")
+        first.write(WEIGHTS, "version-2-abcdef")
     remove_weights(tmp_path / "w", "one")
     assert written.is_dir()
     remove_weights(tmp_path / "w", "two")
@@ -58,7 +88,7 @@ def test_an_engine_takes_over_what_an_earlier_one_left(tmp_path: Path, model: Pa
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path, model: Path) -> None:
     files = WeightsFiles(tmp_path / "w", model, "one")
-    (tmp_path / "w" / "version-1").write_text("in the way")
+    (tmp_path / "w" / "version-1-abcdef").write_text("in the way")
     with pytest.raises(RunError, match="cannot be written to"):
-        files.write(WEIGHTS, "version-1")
+        files.write(WEIGHTS, "version-1-abcdef")
     assert not list((tmp_path / "w").glob("*.part"))

@@ -81,6 +81,11 @@ def test_an_unknown_strategy_is_refused() -> None:
         ("labels.role=in()", "role=in() selects nothing"),
         ("labels.role='a b'", "role=a b selects nothing"),
         ("labels.ro le=a", "'ro le' is no name of a label; give one as ray start --labels takes it"),
+        ("labels.role={}", "label 'role' has no value; give one, or leave the label out"),
+        ("labels={on: a}", "True is no name of a label; put the name in quotes"),
+        ("labels={null: a}", "None is no name of a label"),
+        ("labels={a.b: x, a: {b: y}}", "label 'a.b' is given twice; give it once"),
+        (f"labels.{'.'.join('a' * 200)}=a", "is no name of a label"),
         ("labels=role=a", "give each label as a key of its own, labels.role=a"),
     ],
 )
@@ -95,6 +100,9 @@ def test_labels_that_no_node_can_have_are_refused(override: str, words: str) -> 
     ("override", "label"),
     [
         ("labels.rack=7", ("rack", "7")),
+        ("labels.rack=010", ("rack", "010")),
+        ("labels.spot=true", ("spot", "true")),
+        (f"labels.{'.'.join('a' * 100)}/zone=a", (f"{'.'.join('a' * 100)}/zone", "a")),
         ("labels.ray.io/accelerator-type=H100", ("ray.io/accelerator-type", "H100")),
         ("labels.topology.kubernetes.io/zone=in(a, b)", ("topology.kubernetes.io/zone", "in(a, b)")),
         ("labels={role: '!in(a,b)'}", ("role", "!in(a,b)")),

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
+
+from dataflow.errors import RunError
 
 BACKLOG = 4096
 """Connections that may wait to be accepted."""
@@ -32,15 +36,26 @@ class Relay:
     """
 
     def __init__(self, address: str) -> None:
-        self._listener = socket.create_server((address, 0), backlog=BACKLOG)
-        self.url = f"http://{address}:{self._listener.getsockname()[1]}"
         self._server: tuple[str, int] | None = None
         self._open: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        up = threading.Event()
+        try:
+            self._listener = socket.create_server((address, 0), backlog=BACKLOG)
+        except OSError as error:
+            raise _closed(address, error) from error
+        self.url = f"http://{address}:{self._listener.getsockname()[1]}"
+        up: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(up,), name=f"relay {self.url}", daemon=True)
-        self._thread.start()
-        up.wait(_OPEN_S)
+        try:
+            self._loop = asyncio.new_event_loop()
+            try:
+                self._thread.start()
+            except BaseException:
+                self._loop.close()
+                raise
+            up.result(_OPEN_S)
+        except Exception as error:  # too many files or threads; a time-out
+            self._listener.close()
+            raise _closed(address, error) from error
 
     def lead_to(self, server: tuple[str, int] | None) -> None:
         """Sets the address and the port of the server, and ends the connections to another one; from any thread."""
@@ -59,10 +74,14 @@ class Relay:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_OPEN_S)
 
-    def _run(self, up: threading.Event) -> None:
+    def _run(self, up: Future[None]) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            server = runner.run(asyncio.start_server(self._accept, sock=self._listener, backlog=BACKLOG))
-            self._loop.call_soon(up.set)
+            try:
+                server = runner.run(asyncio.start_server(self._accept, sock=self._listener, backlog=BACKLOG))
+            except BaseException as error:
+                up.set_exception(error)
+                return
+            up.set_result(None)
             self._loop.run_forever()
             server.close()
 
@@ -72,7 +91,7 @@ class Relay:
         self._open.add(connection)
         try:
             await self._pass_on(reader, writer)
-        except asyncio.CancelledError:  # it leads to another server now, or it is closed
+        except* (OSError, asyncio.CancelledError):  # one end has broken; it leads to another server now, or is closed
             pass
         finally:
             self._open.discard(connection)
@@ -90,15 +109,33 @@ class Relay:
             async with asyncio.TaskGroup() as group:
                 group.create_task(_copy(reader, requests))
                 group.create_task(_copy(replies, writer))
+            for end in (writer, requests):
+                end.close()
+                await end.wait_closed()  # it has sent all
+        except BaseException:
+            _reset(writer)
+            raise
         finally:
-            requests.transport.abort()
+            _reset(requests)
 
 
 async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    """Copies until the source ends, and ends the sink then; a connection that breaks is an end."""
+    """Copies until the source ends, and ends this direction of the sink then; raises OSError if one of them breaks."""
+    while piece := await source.read(_PIECE_BYTES):
+        sink.write(piece)
+        await sink.drain()
+    sink.write_eof()
+
+
+def _reset(end: asyncio.StreamWriter) -> None:
+    """Breaks a connection unless it has ended, so that a reply that is not whole does not pass for one that is."""
     with suppress(OSError):
-        while piece := await source.read(_PIECE_BYTES):
-            sink.write(piece)
-            await sink.drain()
-    with suppress(OSError):
-        sink.close()
+        end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    end.transport.abort()
+
+
+def _closed(address: str, error: Exception) -> RunError:
+    why = str(error) or type(error).__name__
+    return RunError(
+        f"reward models: no relay to their servers can listen at {address} ({why}); mend that, and run again."
+    )

@@ -14,7 +14,7 @@ from dataflow.cluster.answer import answering, cause, died, last_words
 from dataflow.cluster.nodes import nodes_of
 from dataflow.cluster.paths import SeesPaths
 from dataflow.cluster.process import version
-from dataflow.errors import ConfigError, DataflowError, RunError
+from dataflow.errors import ConfigError, DataflowError, RunError, UserError
 from dataflow.rewards.models.placed.relay import Relay
 from dataflow.rewards.models.server import CLOSE_S, ModelServer
 from dataflow.rewards.models.site import ServerPlan
@@ -215,7 +215,12 @@ class PlacedServer:
         except RunError as error:
             self._unplaced = error
         except Exception as error:
-            self._end = self._failed(error)
+            reason = cause(error)
+            if isinstance(reason, UserError):  # another start there would have the same end
+                self._unplaced = RunError(f"{self._site.what} could not be placed: {reason}")
+                self._unplaced.__cause__ = reason
+            else:
+                self._end = self._failed(error)
         finally:
             relay.lead_to(None)
 
@@ -227,8 +232,9 @@ class PlacedServer:
             reason = cause(error)
             return End(False, str(reason) if isinstance(reason, DataflowError) else last_words(reason))
         where = self._where
-        if where is not None and ray.is_initialized() and where.node not in {node.id for node in nodes_of(ray.nodes())}:
-            return End(True, f"node {where.address}, where it ran, is gone")
+        with contextlib.suppress(Exception):  # Ray may not know its nodes just now
+            if where is not None and where.node not in {node.id for node in nodes_of(ray.nodes())}:
+                return End(True, f"node {where.address}, where it ran, is gone")
         return End(True, f"the process beside it died: {last_words(error)}")
 
     @property

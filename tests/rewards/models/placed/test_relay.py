@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
 
+from dataflow.errors import RunError
 from dataflow.rewards.models.placed.relay import Relay
 from dataflow.system.loopback import ADDRESS
 
@@ -121,3 +123,80 @@ def test_a_relay_that_is_closed_refuses_and_ends_what_is_open(relay: Relay, serv
         connected(relay)
     relay.lead_to(None)
     relay.close()
+
+
+def answering_once(relay: Relay, answer: Callable[[socket.socket], None]) -> threading.Thread:
+    """Makes a relay lead to a server of one connection; returns its thread."""
+    listener = socket.create_server((ADDRESS, 0))
+
+    def serve() -> None:
+        with listener, listener.accept()[0] as connection:
+            connection.settimeout(10)
+            answer(connection)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    relay.lead_to(listener.getsockname())
+    return thread
+
+
+def test_a_client_that_has_sent_all_gets_its_answer(relay: Relay) -> None:
+    def count(connection: socket.socket) -> None:
+        total = sum(len(piece) for piece in iter(lambda: connection.recv(4096), b""))
+        connection.sendall(b"got %d, " % total + b"y" * 1_000_000)
+
+    serving = answering_once(relay, count)
+    with connected(relay) as one:
+        one.sendall(b"x" * 100)
+        one.shutdown(socket.SHUT_WR)
+        got = b"".join(iter(lambda: one.recv(1 << 16), b""))
+    assert got == b"got 100, " + b"y" * 1_000_000
+    serving.join(10)
+
+
+def test_a_reply_that_breaks_does_not_pass_for_a_whole_one(relay: Relay, servers: list[Server]) -> None:
+    def reset(connection: socket.socket) -> None:
+        connection.sendall(connection.recv(100))
+        connection.recv(100)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    serving = answering_once(relay, reset)
+    with connected(relay) as one:
+        one.sendall(b"half")
+        assert one.recv(100) == b"half"
+        one.sendall(b"now")
+        with pytest.raises(ConnectionResetError):
+            one.recv(100)
+    serving.join(10)
+    relay.lead_to((ADDRESS, servers[0].port))
+    with connected(relay) as moved:
+        assert said(moved, b"1") == b"a:1"
+        relay.lead_to(None)
+        with pytest.raises(ConnectionResetError):
+            moved.recv(100)
+
+
+@pytest.mark.parametrize("what", ["address", "thread", "server"])
+def test_a_relay_that_cannot_start_leaves_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_server(*_: object, **_options: object) -> None:
+        raise OSError("too many files")
+
+    def no_thread(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    made: list[socket.socket] = []
+    create = socket.create_server
+
+    def listen(*arguments: object, **options: object) -> socket.socket:
+        made.append(create(*arguments, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    monkeypatch.setattr(socket, "create_server", listen)
+    if what == "thread":
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+    if what == "server":
+        monkeypatch.setattr(asyncio, "start_server", no_server)
+    with pytest.raises(RunError, match=r"no relay to their servers can listen at \S+ \(.+\); mend that"):
+        Relay("192.0.2.1" if what == "address" else ADDRESS)
+    assert all(listener.fileno() == -1 for listener in made)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("relay ") and what == "thread"]
