@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,6 +44,8 @@ Summarise: TypeAlias = Callable[[Path, str, int | None], str]
 """Given a run's directory, status and steps, writes its summary if there is none; returns how far it came."""
 
 SHOW_CURSOR = "\x1b[?25h"
+_REMOVERS = ("resource_tracker", "dataflow.engines.servers.weights_remover")
+_REMOVAL_S = 20.0  # for the files of a large model
 _PF_EXITING = 4
 """Flag of a process in the kernel (include/linux/sched.h) as /proc/PID/stat shows it."""
 
@@ -309,22 +311,27 @@ class Supervisor:
         self._signal_all(signal.SIGTERM)
         if self._alone_within(1.0):
             return
-        # The resource tracker removes the shared memory of killed processes and then ends.
-        self._signal_all(signal.SIGKILL, but="resource_tracker")
-        if self._alone_within(1.0):
+        # The resource tracker removes the shared memory of killed processes, the remover their weights; then they end.
+        removing = self._signal_all(signal.SIGKILL, but=_REMOVERS)
+        if self._alone_within(_REMOVAL_S if removing else 1.0):
             return
         for _round in range(3):  # a process may have forked meanwhile
             self._signal_all(signal.SIGKILL)
             if self._alone_within(1.0):
                 return
 
-    def _signal_all(self, number: signal.Signals, but: str | None = None) -> None:
+    def _signal_all(self, number: signal.Signals, but: Sequence[str] = ()) -> bool:
+        """Signals all processes but those with a word of ``but`` in their command; returns if one removes weights."""
         import psutil
 
+        spared = ""
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if but is None or not any(but in text for text in process.cmdline()):
+                if any(word in (words := " ".join(process.cmdline())) for word in but):
+                    spared += words
+                else:
                     process.send_signal(number)
+        return _REMOVERS[1] in spared
 
     def _alone_within(self, seconds: float) -> bool:
         """Waits until no process of the run is left; returns False after ``seconds``."""
