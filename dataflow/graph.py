@@ -22,11 +22,7 @@ __all__ = [
     "TaskGraph", "TaskId", "TaskInfo", "stage",
 ]  # fmt: skip
 
-WHEN: Mapping[Lag, str] = {
-    "none": "",
-    "latest": "of the step before",
-    "carried": "of 1 + max_staleness steps before",
-}
+WHEN: Mapping[Lag, str] = {"none": "", "latest": "of the step before", "carried": "of 1 + max_staleness steps before"}
 """Which step's value a stage reads, in words; "" for its own step's."""
 
 

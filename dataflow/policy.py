@@ -149,8 +149,7 @@ def check_whole(name: str, value: int, least: int = 1) -> None:
 
 
 def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]
+    return sorted({each for d in range(1, math.isqrt(n) + 1) if n % d == 0 for each in (d, n // d)})
 
 
 def _or(numbers: Sequence[int]) -> str:

@@ -394,11 +394,8 @@ class RewardAgent:
     def _end_processes(self, sentinel: Sentinel) -> None:
         """Ends the sentinel, and processes that calls have started and that still run."""
         sentinel.close()
-        if (since_s := self._calls.since_s(all_of_them=in_ray_worker())) is not None and (
-            killed := end_children(since_s, but=[process.pid or 0 for process in multiprocessing.active_children()])
-        ):
-            logger.warning(
-                "reward agent: '{}' left {} behind; ended.",
-                name_of(self._function),
-                counted(len(killed), "process", "processes"),
-            )
+        if (since_s := self._calls.since_s(all_of_them=in_ray_worker())) is None:
+            return
+        if killed := end_children(since_s, but=[each.pid or 0 for each in multiprocessing.active_children()]):
+            left = counted(len(killed), "process", "processes")
+            logger.warning("reward agent: '{}' left {} behind; ended.", name_of(self._function), left)
