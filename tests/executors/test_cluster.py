@@ -253,7 +253,9 @@ def test_a_server_of_a_reward_model_moves_when_its_node_is_lost(nodes: Nodes, tm
 def test_servers_that_cannot_move_are_done_without_up_to_the_last(nodes: Nodes, tmp_path: Path) -> None:
     nodes.restore()
     rules = ["ray.nodes.rm={labels: {role: 'in(a,b)'}, strategy: strict_spread}", "reward.models.rm.replicas=2"]
-    with Served(tmp_path, *rules, place_s=2.0) as served:
+    with Served(tmp_path, *rules) as served:
+        for site in served.placed.sites:
+            site.place_s = 2.0  # from now on, as there is no other node
         first, second = served.roles(nodes)
         assert sorted([first, second]) == ["a", "b"]
         with logged() as warned:

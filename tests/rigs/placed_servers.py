@@ -32,7 +32,7 @@ class Served:
         lost: the errors with which the run would end.
     """
 
-    def __init__(self, directory: Path, *overrides: str, place_s: float = 20.0) -> None:
+    def __init__(self, directory: Path, *overrides: str, place_s: float = READY_S) -> None:
         model = directory / "model"
         model.mkdir(exist_ok=True)
         keys = ["ray.address=auto", f"reward.models.rm.path={model}", f"ray.start_timeout={place_s}"]

@@ -106,6 +106,7 @@ class PlacedSite:
 
     Attributes:
         url: of the relay.
+        place_s: as given; counts for the next server.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class PlacedSite:
         place_s: float,
     ) -> None:
         self.what, self.plan = what, plan
-        self._options, self._check, self._lacking, self._place_s = dict(options), check, lacking, place_s
+        self._options, self._check, self._lacking, self.place_s = dict(options), check, lacking, place_s
         self.relay = Relay(address)
         self.url = self.relay.url
         self._first: Any = None
@@ -147,10 +148,10 @@ class PlacedSite:
         import ray
 
         try:
-            where: Where = ray.get(actor.where.remote(), timeout=self._place_s)
+            where: Where = ray.get(actor.where.remote(), timeout=self.place_s)
         except ray.exceptions.GetTimeoutError:
             clause = self._lacking() or "no node had room for it; see 'ray status'"
-            raise RunError(f"{self.what} was not placed after {self._place_s:g} s; {clause}.") from None
+            raise RunError(f"{self.what} was not placed after {self.place_s:g} s; {clause}.") from None
         if where.version != version():
             raise ConfigError(
                 f"node {where.address}, where {self.what} runs, has dataflow {where.version}, and this machine "
