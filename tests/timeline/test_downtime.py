@@ -212,7 +212,7 @@ def test_the_page_cuts_its_axis(tmp_path: Path) -> None:
     page(resumed(), tmp_path / "run.html")
     text = (tmp_path / "run.html").read_text()
     assert "time in which a run was not running is cut out" in text
-    assert f"3 h 12 min, resumed from step 2 <small>{WHY}</small>" in text
+    assert f"3 h 12 min <small>{WHY}</small>" in text
     page(resumed(killed=False), tmp_path / "run.html")
     assert "cut out" not in (tmp_path / "run.html").read_text()
 
