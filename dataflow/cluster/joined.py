@@ -106,7 +106,10 @@ def _why(error: BaseException) -> str:
             "RAY_AUTH_TOKEN_PATH to the file that its nodes use (~/.ray/auth_token)."
         )
     if isinstance(error, OSError | ValueError):
-        return "no Ray cluster answers there; start one with 'ray start --head' or leave ray.address out."
+        return (
+            "no Ray cluster answers there; start one with 'ray start --head', open its ports to this machine "
+            "(docs/cluster.md), or leave ray.address out."
+        )
     message = " ".join(str(error).split()).rstrip(".")[:300]  # other versions of Python or Ray
     return f"this process cannot join the cluster ({message}); give all its nodes the same Python environment."
 
