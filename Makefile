@@ -17,7 +17,8 @@ CHROMIUM = $(or $(DATAFLOW_CHROMIUM),$(shell command -v chromium || command -v c
 
 # A third of the time tests wait for processes to start and for timers: three files at once keep two cores busy. Those of
 # `make test-fast` only compute.
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+PARALLEL := 3
+FILES_APART := --dist loadfile --no-loadscope-reorder
 
 # The tests start hundreds of processes that import the package: it is compiled once, not in each of them, even where
 # the environment forbids to write bytecode.
@@ -84,13 +85,13 @@ browser: setup  ## a Chromium for the tests of the timeline's page, where there 
 	fi
 
 test: setup browser  ## all tests, and which took longest
-	$(BIN)/python -m pytest -q $(PARALLEL) --durations=20 --durations-min=5 $(ARGS)
+	$(BIN)/python -m pytest -q -n $(PARALLEL) $(FILES_APART) --durations=20 --durations-min=5 $(ARGS)
 
 gpu-check: setup  ## the tests that need a GPU (EXTRA=gpu), with what they measure
 	$(BIN)/python -m pytest -q -rs tests/project/test_cuda.py tests/engines/test_gpu.py $(ARGS)
 
 test-fast: setup  ## the tests that need no engine, in under a minute
-	$(BIN)/python -m pytest -q $(PARALLEL) -n 2 -m 'not heavy and not slow' --hypothesis-profile=fast $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 $(FILES_APART) -m 'not heavy and not slow' --hypothesis-profile=fast $(ARGS)
 
 check: setup  ## lint, format, types, the direction of imports
 	$(BIN)/ruff check .

@@ -65,14 +65,15 @@ class Interrupted(DataflowError):
     """The user stopped the run (Ctrl-C or SIGTERM)."""
 
 
-def counted(number: float, noun: str, plural: str = "") -> str:
+def counted(number: float, noun: str) -> str:
     """Returns a number with its noun, in the plural unless it is 1.
 
-    >>> counted(1, "step"), counted(5120, "sample"), counted(2, "mini-batch", "mini-batches"), counted(1.0, "GPU")
+    >>> counted(1, "step"), counted(5120, "sample"), counted(2, "mini-batch"), counted(1.0, "GPU")
     ('1 step', '5,120 samples', '2 mini-batches', '1 GPU')
     """
     written = f"{number:g}" if isinstance(number, float) else f"{number:,}"
-    return f"{written} {noun if number == 1 else plural or f'{noun}s'}"
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{written} {noun}{ending}"
 
 
 def nearest(word: str, words: object) -> str:

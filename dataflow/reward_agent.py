@@ -397,5 +397,5 @@ class RewardAgent:
         if (since_s := self._calls.since_s(all_of_them=in_ray_worker())) is None:
             return
         if killed := end_children(since_s, but=[each.pid or 0 for each in multiprocessing.active_children()]):
-            left = counted(len(killed), "process", "processes")
-            logger.warning("reward agent: '{}' left {} behind; ended.", name_of(self._function), left)
+            name, left = name_of(self._function), counted(len(killed), "process")
+            logger.warning("reward agent: '{}' left {} behind; ended.", name, left)

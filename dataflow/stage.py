@@ -210,7 +210,7 @@ class Stage:
         elif self.grain != "step":
             found.append(f"once a {self.grain}")
         if self.mini_batches is not None:
-            found.append(counted(self.mini_batches, "mini-batch", "mini-batches"))
+            found.append(counted(self.mini_batches, "mini-batch"))
         if self.epochs > 1:
             found.append(f"{self.epochs} epochs over each {self.epochs_over}")
         if self.streams:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from dataflow.config.keys.nested import flat
 
 
 def arguments_of(overrides: tuple[str, ...], keys: Mapping[str, Any]) -> list[str]:
@@ -17,12 +19,8 @@ def arguments_of(overrides: tuple[str, ...], keys: Mapping[str, Any]) -> list[st
     >>> arguments_of(("seed=1",), {"policy": "both", "trainer": {"lr": 1e-4, "betas": (0.9, 0.99)}, "name": None})
     ['seed=1', 'policy=both', 'trainer.lr=0.0001', 'trainer.betas=[0.9, 0.99]', 'name=null']
     """
-    return [*overrides, *_flat(keys, "")]
+    return [*overrides, *(f"{key}={_text(value)}" for key, value in flat(keys))]
 
 
-def _flat(keys: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for name, value in keys.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

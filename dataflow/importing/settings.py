@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from dataflow.config.keys import verl_keys
+from dataflow.config.keys.nested import flat
 from dataflow.errors import ConfigError, alike, nearest
 
 BASES = {
@@ -226,7 +227,8 @@ def _resolved(whole: Any, name: str) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return dict(flat(OmegaConf.to_container(whole, resolve=True, throw_on_missing=False)))
+        plain: Any = OmegaConf.to_container(whole, resolve=True, throw_on_missing=False)
+        return dict(flat(plain))
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{name}: a value refers to another that does not exist ({reason}); correct it.") from error
@@ -244,12 +246,3 @@ def _moved(values: dict[str, Any], given: Sequence[str]) -> tuple[dict[str, Any]
             names.append(target)
         names.remove(key)
     return values, names
-
-
-def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted keys and values; an empty mapping is a value."""
-    if isinstance(values, Mapping) and values:
-        for name, inner in values.items():
-            yield from flat(inner, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, values

@@ -98,7 +98,7 @@ class Plan:
         load = self.workload
         return (
             f"{counted(load.steps, 'step')} of {load.prompts} x {load.responses} samples, "
-            f"{counted(load.mini_batches, 'mini-batch', 'mini-batches')}, "
+            f"{counted(load.mini_batches, 'mini-batch')}, "
             f"{load.mean_s():.4g} s of GPU work a step" + (", validation included" if load.validation else "")
         )
 

@@ -44,7 +44,7 @@ Summarise: TypeAlias = Callable[[Path, str, int | None], str]
 """Given a run's directory, status and steps, writes its summary if there is none; returns how far it came."""
 
 SHOW_CURSOR = "\x1b[?25h"
-_REMOVERS = ("resource_tracker", "dataflow.engines.servers.weights_remover")
+_TRACKER, _REMOVER = "resource_tracker", "dataflow.engines.servers.weights_remover"
 _REMOVAL_S = 20.0  # for the files of a large model
 _PF_EXITING = 4
 """Flag of a process in the kernel (include/linux/sched.h) as /proc/PID/stat shows it."""
@@ -312,26 +312,26 @@ class Supervisor:
         if self._alone_within(1.0):
             return
         # The resource tracker removes the shared memory of killed processes, the remover their weights; then they end.
-        removing = self._signal_all(signal.SIGKILL, but=_REMOVERS)
-        if self._alone_within(_REMOVAL_S if removing else 1.0):
+        spared = self._signal_all(signal.SIGKILL, but=(_TRACKER, _REMOVER))
+        if self._alone_within(_REMOVAL_S if _REMOVER in spared else 1.0):
             return
         for _round in range(3):  # a process may have forked meanwhile
             self._signal_all(signal.SIGKILL)
             if self._alone_within(1.0):
                 return
 
-    def _signal_all(self, number: signal.Signals, but: Sequence[str] = ()) -> bool:
-        """Signals all processes but those with a word of ``but`` in their command; returns if one removes weights."""
+    def _signal_all(self, number: signal.Signals, but: Sequence[str] = ()) -> set[str]:
+        """Signals all processes but those with a word of ``but`` in their command; returns the words found."""
         import psutil
 
-        spared = ""
+        spared: set[str] = set()
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if any(word in (words := " ".join(process.cmdline())) for word in but):
-                    spared += words
+                if found := {word for word in but if word in " ".join(process.cmdline())}:
+                    spared |= found
                 else:
                     process.send_signal(number)
-        return _REMOVERS[1] in spared
+        return spared
 
     def _alone_within(self, seconds: float) -> bool:
         """Waits until no process of the run is left; returns False after ``seconds``."""

@@ -1,4 +1,4 @@
-"""Rollout correction: on for stale samples alone, as `policy=auto` draws them in some steps; and who waits for it."""
+"""Rollout correction: it can be limited to stale samples, and other stages wait for it only if it corrects."""
 
 from __future__ import annotations
 

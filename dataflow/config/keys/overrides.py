@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from dataflow.config.keys import yaml_values
+from dataflow.config.keys.nested import flat
 from dataflow.errors import ConfigError, UserError, alike, nearest
 from dataflow.system.secrets.given import keep_given
 from dataflow.system.secrets.redaction import redact
@@ -127,17 +128,8 @@ def build(cls: type[T], values: Mapping[str, Any], typed: Mapping[str, str] | No
             f"the configuration {cls.__name__} cannot be built: a validator of the whole class returned "
             f"{type(built).__name__} in place of it; return self."
         )
-    vars(built)["given_keys"] = frozenset(_dotted(values))
+    vars(built)["given_keys"] = frozenset(key for key, _value in flat(values))
     return built
-
-
-def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the keys of nested values."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
 
 
 def describe(cls: type[BaseModel]) -> str:

@@ -41,9 +41,6 @@ _MODES: dict[str, LogProbs] = {"raw_logprobs": "raw", "processed_logprobs": "pro
 class _HalfLoaded(ServerError):
     """The outcome of a load is not known, or the worker has failed: it may have half of the weights."""
 
-    def __init__(self, message: str, status: int | None, wait_s: float) -> None:
-        super().__init__(message, status=status, wait_s=wait_s)
-
 
 class VllmServer:
     """A :class:`~dataflow.engines.servers.protocol.ServerProtocol` for vLLM."""
@@ -183,7 +180,8 @@ class VllmServer:
                 raise  # it was refused before the worker began
             # 500 is an exception of its worker, and another try would have the same end. Others may pass.
             status = 400 if error.status == _FAILED else error.status
-            raise _HalfLoaded(f"{error}; it stays paused until it takes weights", status, error.wait_s) from error
+            why = f"{error}; it stays paused until it takes weights"
+            raise _HalfLoaded(why, status=status, wait_s=error.wait_s) from error
 
     async def _resume(self) -> None:
         with suppress(ServerError):

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dataflow.config.keys.nested import flat
 from dataflow.config.keys.overrides import fields
 from dataflow.config.keys.verl_keys import COMMON, find, hint, keys, sections
 from dataflow.config.run import RunConfig, parse_overrides
 from dataflow.errors import ConfigError, alike
 from dataflow.importing.conversions import CONVERSIONS
 from dataflow.importing.imported import WithCritic
-from dataflow.importing.settings import BASES, flat
+from dataflow.importing.settings import BASES
 
 OURS = {".".join(path) for path, _ in fields(RunConfig)} | {".".join(path) for path, _ in fields(WithCritic)}
 OLDER = {"reward_model.launch_reward_fn_async"}

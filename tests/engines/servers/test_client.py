@@ -1,4 +1,4 @@
-"""The client of an inference server reads no more of a reply than the request can need, and decompresses nothing."""
+"""The client of an inference server refuses replies that are longer than their request needs, or compressed."""
 
 from __future__ import annotations
 

@@ -106,12 +106,7 @@ def _optimizer(options: Any, total_steps: int, device: str) -> Any:
         more["fused"] = True
     warmup = options.warmup_in(total_steps)
     return FSDPOptimizerConfig(
-        optimizer=options.optimizer,
-        optimizer_impl=options.optimizer_impl,
-        override_optimizer_config=more or None,
-        lr=options.lr,
-        betas=tuple(options.betas),
-        weight_decay=options.weight_decay,
+        **_of_class(options, more),
         clip_grad=options.grad_clip,
         lr_warmup_steps=warmup,
         lr_scheduler_type=options.lr_scheduler,
@@ -172,6 +167,18 @@ def _optimizer_class(options: Any) -> type:
     return kind
 
 
+def _of_class(options: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings that the class of an optimizer takes, by verl's names."""
+    return {
+        "optimizer": options.optimizer,
+        "optimizer_impl": options.optimizer_impl,
+        "override_optimizer_config": arguments or None,
+        "lr": options.lr,
+        "betas": tuple(options.betas),
+        "weight_decay": options.weight_decay,
+    }
+
+
 def _check_built(options: Any, key: str) -> None:
     """Builds the optimizer of one weight, as verl does: only the class knows which values it takes."""
     import torch
@@ -179,14 +186,7 @@ def _check_built(options: Any, key: str) -> None:
     from verl.workers.config.optimizer import build_optimizer
 
     arguments = dict(options.optimizer_kwargs)
-    settings = FSDPOptimizerConfig(
-        optimizer=options.optimizer,
-        optimizer_impl=options.optimizer_impl,
-        override_optimizer_config=arguments or None,
-        lr=options.lr,
-        betas=tuple(options.betas),
-        weight_decay=options.weight_decay,
-    )
+    settings = FSDPOptimizerConfig(**_of_class(options, arguments))
     try:
         build_optimizer([torch.nn.Parameter(torch.zeros(1))], settings)
     except Exception as error:
