@@ -134,6 +134,10 @@ class Record:
         if self._tracker is not None:
             self._tracker.close()
             self._tracker = None
+        for writer in (self._writer, self._evaluations):
+            if writer is not None:
+                writer.leave()  # open() writes a new file
+        self._writer = self._evaluations = None
 
     def _unscored(self, step: int) -> list[int]:
         """Returns the steps before a checkpoint whose evaluations were due, and have no result."""

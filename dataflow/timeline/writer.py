@@ -148,7 +148,10 @@ class TraceWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Closes the file without its end."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Closes the file without its end, as a kill leaves it. Idempotent."""
         with contextlib.suppress(OSError):
             self._file.close()
 

@@ -222,9 +222,10 @@ class FakeVllm(FakeServer):
             return {"data": [{"id": "served", "root": self.root, "max_model_len": self.longest}]}
         if path == "/tokenize":
             return {"tokens": self.text_tokens(body["prompt"])}
-        return self._dev(path, body) if self.dev else None
+        return self.develop(path, body) if self.dev else None
 
-    def _dev(self, path: str, body: dict[str, Any]) -> Any:
+    def develop(self, path: str, body: dict[str, Any]) -> Any:
+        """Returns the answer to a request that vLLM takes in its dev mode, as :meth:`answer` does."""
         extension = "dataflow.engines.vllm.worker.RolloutWorker" if self.extended else ""
         if path == "/server_info":
             return {

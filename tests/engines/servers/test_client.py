@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import json
 import threading
@@ -26,7 +27,7 @@ PROMPT, SAMPLING = [3, 4, 5], Sampling(max_tokens=16)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def outcome(handler: Handler, send: Callable[[Client], Awaitable[Any]]) -> Any:
+def outcome(handler: Handler, send: Callable[[Client], Awaitable[Any]], login: str = "") -> Any:
     """Returns what a request to a server with this handler gives: its JSON, or the message of its error."""
 
     async def body() -> Any:
@@ -35,7 +36,7 @@ def outcome(handler: Handler, send: Callable[[Client], Awaitable[Any]]) -> Any:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, ADDRESS, 0).start()
-        client = Client(f"http://{ADDRESS}:{runner.addresses[0][1]}", None, 20.0)
+        client = Client(f"http://{login}{ADDRESS}:{runner.addresses[0][1]}", None, 20.0)
         try:
             return await send(client)
         except ServerError as error:
@@ -111,13 +112,13 @@ def test_a_long_reply_is_decoded_beside_the_event_loop(monkeypatch: pytest.Monke
     async def handle(_request: web.Request) -> web.StreamResponse:
         return web.json_response("a" * (1 << 20))
 
-    threads, decoded = [], client_module._decoded
+    threads, loads = [], json.loads
 
-    def decode(what: str, raw: bytes) -> Any:
+    def decode(raw: bytes) -> Any:
         threads.append(threading.current_thread())
-        return decoded(what, raw)
+        return loads(raw)
 
-    monkeypatch.setattr(client_module, "_decoded", decode)
+    monkeypatch.setattr(json, "loads", decode)
     assert outcome(handle, lambda client: client.get("/page")) == "a" * (1 << 20)
     assert threads != [threading.main_thread()]
 
@@ -132,3 +133,11 @@ def test_a_connection_that_is_not_made_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(client_module, "CONNECT_S", 0.05)
     monkeypatch.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", never)
     assert outcome(handle, lambda client: client.get("/page")) == "GET /page: no connection within 0.05 s"
+
+
+def test_a_login_in_the_address_is_sent_as_a_header() -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.json_response([request.headers["Authorization"], str(request.url.user)])
+
+    found = outcome(handle, lambda client: client.get("/page"), login="me:pass%20word@")
+    assert found == ["Basic " + base64.b64encode(b"me:pass word").decode(), "None"]

@@ -155,7 +155,6 @@ def test_keys_and_passwords_are_sent_and_not_shown(monkeypatch: pytest.MonkeyPat
         clients(["http://me:hush-hush-1@h:80"], "SERVERS_KEY", 1.0)
     (client,) = clients(["http://me:hush-hush-1@h:80/v1"], None, 1.0)
     assert client.url == "http://h:80"
-    assert client._headers["Authorization"].startswith("Basic ")
     server = FakeVllm(key="sk-very-secret")
 
     async def version() -> Any:

@@ -13,7 +13,7 @@ import torch
 from dataflow.engines.base import Sampling
 from dataflow.engines.servers.engine import ServerRollout
 from dataflow.engines.servers.probe import check_servers
-from dataflow.engines.servers.weights_files import MARKER
+from dataflow.engines.servers.weights_files import MARKER, WeightsFiles
 from dataflow.errors import Aborted, ConfigError, DataError, DataflowError, RunError
 from tests.engines.drawing import run
 from tests.engines.tiny_models import ENDS, VOCAB, load, prompts, save_model
@@ -164,19 +164,21 @@ def test_weights_that_cannot_be_written(paths: list[str]) -> None:
         run(test())
 
 
-def test_closing_during_a_write_leaves_nothing(paths: list[str], tmp_path: Path) -> None:
+def test_closing_during_a_write_leaves_nothing(
+    paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server, began, go = fake(FakeVllm, paths[0]), threading.Event(), threading.Event()
+    written = WeightsFiles.write
+
+    def write(files: WeightsFiles, weights: Any, name: str) -> Path:
+        began.set()
+        assert go.wait(20)
+        return written(files, weights, name)
+
+    monkeypatch.setattr(WeightsFiles, "write", write)
 
     async def test() -> None:
         engine = opened([server], paths, tmp_path)
-        written = engine._files.write
-
-        def write(weights: Any, name: str) -> Path:
-            began.set()
-            assert go.wait(20)
-            return written(weights, name)
-
-        engine._files.write = write  # type: ignore[method-assign]
         syncing = asyncio.ensure_future(engine.sync(dict(load(paths[1]).state_dict()), 1))
         await asyncio.to_thread(began.wait, 20)
         closing = asyncio.ensure_future(engine.close())

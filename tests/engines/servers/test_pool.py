@@ -262,15 +262,15 @@ def test_a_server_that_hangs_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(recovery, "QUIET_S", 0.2)
     monkeypatch.setattr(recovery, "PROBE_S", 0.3)
     servers: list[FakeVllm] = [FakeVllm(fault=lambda number: "hang"), FakeVllm()]
-    dev = servers[0]._dev
+    develop = servers[0].develop
 
     def hanging(path: str, body: dict[str, Any]) -> Any:
         if path == "/weight_info" and servers[0].asked:
             threading.Event().wait(1.0)
-        return dev(path, body)
+        return develop(path, body)
 
     async def test(rig: Rig) -> None:
-        servers[0]._dev = hanging  # type: ignore[method-assign]
+        servers[0].develop = hanging  # type: ignore[method-assign]
         rig.check(await rig.draw(), 1)
         assert rig.pool.up == 1
 

@@ -15,6 +15,7 @@ from dataflow.engines.base import Sampling
 from dataflow.engines.servers.engine import ServerRollout
 from dataflow.engines.servers.probe import check_servers
 from dataflow.engines.servers.vllm import EXTENSION
+from dataflow.engines.servers.weights_files import WeightsFiles
 from dataflow.errors import ConfigError, DataError, RunError
 from dataflow.rewards.models.server import ModelServer, Port, flags, server_environment
 from dataflow.system.children import command
@@ -156,19 +157,22 @@ def test_another_model_is_found_before_it_gets_weights(url: str, paths: list[str
     run(test())
 
 
-def test_a_directory_that_the_server_cannot_read(url: str, paths: list[str], tmp_path: Path) -> None:
+def test_a_directory_that_the_server_cannot_read(
+    url: str, paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = WeightsFiles.write
+
+    def write(files: WeightsFiles, weights: Any, name: str) -> Path:
+        written(files, weights, name)
+        return tmp_path / "gone"
+
     async def test() -> None:
         engine = opened(url, paths, tmp_path)
-        written = engine._files.write
-
-        def write(weights: Any, name: str) -> Path:
-            written(weights, name)
-            return tmp_path / "gone"
-
-        engine._files.write = write  # type: ignore[method-assign]
+        monkeypatch.setattr(WeightsFiles, "write", write)
         with pytest.raises(RunError, match=r"does not take the weights: .*it must .* read .*engine\.weights_dir"):
             await engine.sample([3, 4], GREEDY, (1, 2, 3))
         await engine.close()
+        monkeypatch.undo()
         engine = opened(url, paths, tmp_path)
         sample = await engine.sample([3, 4], GREEDY, (1, 2, 3))
         assert list(sample.tokens) == greedy(load(paths[0]), [3, 4], R)

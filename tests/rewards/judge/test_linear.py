@@ -26,6 +26,8 @@ ANYWHERE = re.compile(gsm8k._NUMBER)
 FIELDS = re.compile(
     r"<reference>\n(.*?)\n</reference>\n<question>\n(.*?)\n</question>\n<response>\n(.*)\n</response>", re.DOTALL
 )
+PARTS = re.split("[123]", prompt.messages("2", "1", "3")[1]["content"])
+"""What stands around reference, question and response."""
 TOKENS = ("<end>", "<pad>", "[CLS]")
 
 
@@ -66,13 +68,13 @@ PIECES = st.sampled_from(["1", "12", "123", "1234", ",", ",", ",", ".", "$", "-"
 @given(st.lists(PIECES, max_size=24).map("".join))
 def test_the_last_number_is_the_one_it_was(text: str) -> None:
     found = ANYWHERE.findall(text)
-    assert gsm8k.extract(text, "flexible") == (gsm8k._plain(found[-1]) if found else None)
+    assert gsm8k.extract(text, "flexible") == (gsm8k.extract(f"#### {found[-1]}") if found else None)
 
 
-@pytest.mark.parametrize("piece", [*prompt._PARTS, "\n", "<", "score: 1 ", "score:", " "])
+@pytest.mark.parametrize("piece", [*PARTS, "\n", "<", "score: 1 ", "score:", " "])
 def test_replies_and_problems(piece: str) -> None:
     system = prompt.messages("q", "r", "s")[0]
-    for user in (repeated(piece), prompt._PARTS[0] + repeated(piece), "".join(prompt._PARTS[:3]) + repeated(piece)):
+    for user in (repeated(piece), PARTS[0] + repeated(piece), "".join(PARTS[:3]) + repeated(piece)):
         with suppress(ValueError):  # it holds no problem to grade
             prompt.read_messages([system, {"role": "user", "content": user}])
         prompt.Template("{response}" + user.replace("{", ""), "template")
@@ -80,9 +82,9 @@ def test_replies_and_problems(piece: str) -> None:
         judge.parse_score(repeated(piece) + " x")
 
 
-@given(st.lists(st.sampled_from([*prompt._PARTS, "a", "\n", "</response>"]), max_size=9).map("".join), st.booleans())
+@given(st.lists(st.sampled_from([*PARTS, "a", "\n", "</response>"]), max_size=9).map("".join), st.booleans())
 def test_a_problem_is_read_as_it_was(text: str, framed: bool) -> None:
-    head, middle, last, tail = prompt._PARTS
+    head, middle, last, tail = PARTS
     user = f"{head}{text}{middle}q{last}{text}{tail}" if framed else text
     found = FIELDS.fullmatch(user)
     chat = [prompt.messages("q", "r", "s")[0], {"role": "user", "content": user}]

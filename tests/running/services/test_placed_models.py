@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dataflow.config.keys.overrides import parse_overrides
+from dataflow.rewards.models.placed.site import PlacedSite
+from dataflow.rewards.models.site import ServerPlan
 from dataflow.running.services import placed_models
 from dataflow.running.services.placed_models import PlacedModel, is_placed, listening_address, plan_of
 from dataflow.system.loopback import ADDRESS
@@ -57,7 +60,17 @@ def test_servers_listen_for_others_only_where_those_that_ask_are_elsewhere(overr
     assert listening_address(config(*overrides), ASKERS) == address
 
 
-def test_a_server_gets_whole_gpus_of_a_node_that_its_rule_names(tmp_path: Path) -> None:
+def test_a_server_gets_whole_gpus_of_a_node_that_its_rule_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Mapping[str, Any]] = []
+
+    class Noted(PlacedSite):
+        def __init__(self, what: str, plan: ServerPlan, options: Mapping[str, Any], *more: Any) -> None:
+            found.append(options)
+            super().__init__(what, plan, options, *more)
+
+    monkeypatch.setattr(placed_models, "PlacedSite", Noted)
     given = config(
         CLUSTER, "ray.gpus_per_worker=1", "ray.nodes.rm.labels.ray.io/accelerator-type=H100",
         "reward.models.rm.tensor_parallel=2",
@@ -68,7 +81,7 @@ def test_a_server_gets_whole_gpus_of_a_node_that_its_rule_names(tmp_path: Path) 
     (site,) = placed.sites
     try:
         selector = {"ray.io/accelerator-type": "H100"}
-        assert site._options == {"num_cpus": 0, "num_gpus": 2.0, "label_selector": selector}
+        assert found == [{"num_cpus": 0, "num_gpus": 2.0, "label_selector": selector}]
         assert site.url.startswith(f"http://{ADDRESS}:")
         words = plan.command(8001, host="10.0.0.2")
         assert words[words.index("--host") + 1] == "10.0.0.2"
