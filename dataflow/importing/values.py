@@ -69,10 +69,12 @@ class Variables:
         """Sets a variable, or adds to it (``+=``)."""
         before = self._values.get(name, [] if isinstance(value, list) else "")
         if more and not isinstance(before, Unknown) and not isinstance(value, Unknown):
-            if isinstance(before, list):
-                value = [*before, *(value if isinstance(value, list) else [value])]
+            if isinstance(value, list):
+                value = [*(before if isinstance(before, list) else [before]), *value]
+            elif isinstance(before, list):
+                value = [(before[0] if before else "") + value, *before[1:]]
             else:
-                value = before + (value if isinstance(value, str) else "".join(value))
+                value = before + value
         self._values[name] = before if more and isinstance(before, Unknown) else value
 
     def unset(self, name: str) -> None:

@@ -120,3 +120,47 @@ def test_nothing_is_run(tmp_path: Path) -> None:
 def test_broken_scripts_end(text: str) -> None:
     with pytest.raises(ConfigError):
         arguments(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (r'a=5$ "b=$" "c=\"x\" \$y \\"', ["a=5$", "b=$", 'c="x" $y \\']),
+        ('"a=1\\\n2"', ["a=12"]),
+        ("a=$# b=$0", ["a=2", "b=run.sh"]),
+        ("a=$((N > 3)) b=$((N == 3))", ["a=1", "b=0"]),
+        ("a=$M", ["a=12"]),
+        ('"a=$L" b=${L[1]} "${#L[@]}"', ["a=x z", "b=y", "2"]),
+        ('"${O[@]}" "${Q[@]}"', ["xz", "y", "z"]),
+        ("a=$W/data", [f"a={Path.cwd()}/data"]),
+    ],
+)
+def test_what_a_word_holds(words: str, found: list[str]) -> None:
+    """Behind commands whose brackets and quotes hide brackets, and which are not followed."""
+    before = (
+        "diff <(echo ')') <(sort \\) x)\n"
+        'T=$(echo ")" \'(\' "a\\")")\n'
+        "S=$((cat a) | wc)\n"
+        "N=4 M=1 L=x W=$(pwd)\n"
+        "M+=2\nL+=(y)\nL+=' z'\nO=(x y)\nO+=z\nQ=()\nQ+=z\n"  # bash adds a text to the first item
+    )
+    assert arguments(f"{before}{LAUNCH} {words}", "y=1", "z=2") == found
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (f"{LAUNCH} a=${{X:?}}", "X (line 1) is not set; set it: X=..."),
+        (f"A=(x y)\n{LAUNCH} a=${{A[@]%x}}", "uses ${A%...}"),
+        (f"{LAUNCH} a=$((N + 1))", "N (line 1) is not set"),
+        (f"N=four\n{LAUNCH} a=$((N + 1))", "takes the sum $((N + 1))"),
+        (f"N=4\n{LAUNCH} a=$((N ? 1 : 2))", "takes the sum"),
+        (f"N=4\n{LAUNCH} a=$((not N))", "takes the sum"),
+        (f"{LAUNCH} a=${{X@Q}}", "${X@Q} is not read; write its value out"),
+        (f"cat <<END\n{LAUNCH} a=1", "no command that would be reached in it"),
+    ],
+)
+def test_a_word_that_cannot_be_known(script: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        arguments(script)
+    assert message in str(caught.value)

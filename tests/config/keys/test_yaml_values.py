@@ -13,7 +13,8 @@ from dataflow.config.keys.yaml_values import load
     ("text", "value"),
     [
         ("1", 1),
-        ("010", 10),
+        ("0", 0),
+        ("010", "010"),
         ("-3", -3),
         ("1_000", 1000),
         ("0x10", "0x10"),
