@@ -95,3 +95,17 @@ def test_the_table_of_a_run_without_evaluations_has_no_accuracy() -> None:
     figures = dict.fromkeys(("gpu_busy_s", "exposed_wait_s", "after_training_s", "after_training_idle_s"), 0.0)
     shown = end_table({**known, **figures, "exposed_wait_by_cause": {}})
     assert "accuracy" not in shown
+
+
+def test_the_warm_up_is_a_sentence_and_on_a_terminal_a_bar() -> None:
+    progress, file = screen(terminal=False)
+    for done in (1, 5, 10):
+        progress.warm_up(done, 10)
+    assert file.getvalue() == "making the tiny model: a short supervised warm-up, cached for later runs\n"
+    progress, file = screen(terminal=True)
+    for done in (1, 10):
+        progress.warm_up(done, 10)
+    shown = file.getvalue()
+    assert shown.count("making the tiny model") == 1
+    assert "warm-up" in shown
+    assert "10/10" in shown.rpartition("warm-up")[2]
