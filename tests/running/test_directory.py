@@ -8,7 +8,15 @@ import pytest
 
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError
-from dataflow.running.directory import LOCK, check_directory, check_unlocked, locked, make_directory, remove_temporary
+from dataflow.running.directory import (
+    LOCK,
+    check_directory,
+    check_unlocked,
+    locked,
+    make_directory,
+    remove_directory,
+    remove_temporary,
+)
 
 
 def config_of(runs: Path, mode: str) -> RunConfig:
@@ -55,3 +63,30 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         check_unlocked(tmp_path)
     with pytest.raises(ConfigError, match="cannot be written"), locked(tmp_path):
         raise AssertionError
+
+
+def test_a_place_where_nothing_can_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^runs=.*/file/runs: cannot write there: Not a directory\.$"):
+        make_directory(config_of(tmp_path / "file" / "runs", "never"), "x")
+
+
+def test_a_run_that_is_going_on_is_named_with_its_process(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        with pytest.raises(ConfigError, match=r"is still running.*; wait for its end, or stop it\.$"), locked(tmp_path):
+            pass
+        (tmp_path / LOCK).write_text("123\n")
+        with pytest.raises(ConfigError, match=r"is still running \(process 123\)"), locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        assert (tmp_path / LOCK).read_text() != "123\n"
+
+
+def test_with_a_run_go_the_folders_made_for_it_unless_another_has_begun(tmp_path: Path) -> None:
+    runs = tmp_path / "my" / "runs"
+    for name in ("a", "b"):
+        (runs / name).mkdir(parents=True)
+    remove_directory(runs / "a", [runs, runs.parent])
+    assert [each.name for each in runs.iterdir()] == ["b"]
+    remove_directory(runs / "b", [runs, runs.parent])
+    assert list(tmp_path.iterdir()) == []

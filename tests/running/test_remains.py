@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dataflow.running.remains import finish_killed, summarise
+from dataflow.running.remains import finish, finish_killed, summarise
 from dataflow.running.reporting.progress import end_table
 from dataflow.timeline.spans import Span, Trace
 
@@ -78,3 +78,12 @@ def test_what_is_said_of_a_run_whose_process_was_killed(
     assert found.endswith("; run it again") == (written is None or written["status"] != "finished")
     status = json.loads((tmp_path / "summary.json").read_text())["status"]
     assert status == (written["status"] if written else "failed")
+
+
+def test_a_killed_run_whose_summary_cannot_be_written_or_read_is_said_to_have_stopped(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{")
+    assert finish(tmp_path, "failed", 5).startswith("stopped after 0 of 5 steps")
+    (tmp_path / "summary.json").write_text('{"steps": 5, "status": "finished"}')
+    assert finish(tmp_path, "failed", 5) == f"finished before that, and its files in {tmp_path} are complete"
+    said = finish(tmp_path / "gone", "failed", 5)
+    assert said.startswith("stopped, and its summary cannot be written (")

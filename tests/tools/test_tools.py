@@ -11,10 +11,10 @@ import pytest
 from pydantic import Field, ValidationError
 
 from dataflow.config.tools import ToolsConfig
-from dataflow.errors import ConfigError
+from dataflow.errors import ConfigError, DataError
 from dataflow.tools import Tool, Toolbox, ToolCall, load_tools, tool
 from dataflow.tools.calculator import calculator
-from dataflow.tools.calls import ToolState
+from dataflow.tools.calls import ToolState, tools_kwargs
 from dataflow.tools.formats import Hermes, find_format
 from tests.engines.drawing import run
 
@@ -387,3 +387,13 @@ def test_configuration() -> None:
         with pytest.raises(ValidationError):
             ToolsConfig(**wrong)  # type: ignore[arg-type]
     assert all(field.description for field in ToolsConfig.model_fields.values())
+
+
+def test_keywords_of_a_sample_are_mappings_by_tool() -> None:
+    given = {"calc": {"digits": 3, "base": None}, "search": None}  # as parquet gives what other rows have
+    assert tools_kwargs({"tools_kwargs": given}) == {"calc": {"digits": 3}}
+    assert tools_kwargs(None) == tools_kwargs({"tools_kwargs": None}) == {}
+    with pytest.raises(DataError, match=r"^extra_info: tools_kwargs is a list; give \{tool's name: \{\.\.\.\}\}\.$"):
+        tools_kwargs({"tools_kwargs": ["calc"]})
+    with pytest.raises(DataError, match=r"tools_kwargs of 'calc' is a int; give \{keyword: value\}\.$"):
+        tools_kwargs({"tools_kwargs": {"calc": 3}})
