@@ -18,11 +18,12 @@ from dataflow.cluster.console import console_kept
 from dataflow.cluster.fork_server import ForkServer
 from dataflow.cluster.gpus import check_count
 from dataflow.cluster.joined import JoinedRay, connecting
-from dataflow.cluster.local import LocalRay
+from dataflow.cluster.local import INLINE, LocalRay
 from dataflow.cluster.log import log_lines
 from dataflow.cluster.nodes import NodeRule
 from dataflow.executors.base import Chunk, Done, StageCall
 from dataflow.executors.ray.actors import Membership
+from dataflow.executors.ray.sent import Sent
 from dataflow.executors.ray.worker_group import Running, WorkerGroup
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 from dataflow.system import clock
@@ -183,11 +184,10 @@ class RayExecutor:
 
     def put(self, value: Any) -> Any:
         import ray
-        from ray.experimental import get_local_object_locations
 
-        ref = ray.put(value)
-        self.bytes_put += get_local_object_locations([ref])[ref]["object_size"]
-        return ref
+        sent = Sent.of(value)
+        self.bytes_put += sent.size
+        return sent if sent.size <= INLINE else ray.put(sent)
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         workers = self._hosts[(task.stage.host or HELPER).name]
