@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dataflow.cluster import forked_worker, idle_agent
 from dataflow.cluster.fork_server import ForkServer
+from dataflow.cluster.programs import forked_worker, idle_agent
 from dataflow.errors import RunError
 from dataflow.system.children import safe_path
 from dataflow.system.loopback import ADDRESS
@@ -39,8 +39,6 @@ _SYSTEM = {
     "task_events_report_interval_ms": 0,
 }
 """Settings of all of Ray's processes."""
-
-
 _AGENT = "--dashboard_agent_command="
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dataflow.cluster import idle_agent
 from dataflow.cluster import local as ray_local
 from dataflow.cluster.local import LocalRay
+from dataflow.cluster.programs import idle_agent
 from dataflow.errors import RunError
 from dataflow.executors.ray import RayExecutor
 from dataflow.graph import Pipeline

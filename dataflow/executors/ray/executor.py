@@ -1,8 +1,9 @@
 """The Ray executor: each service in an actor per rank, each stage function in the process of its service.
 
-Values between stages are object refs, which the run's process passes on without fetching them. It reads one small
-pickled report per task; ``bytes_read`` and ``bytes_put`` count all bytes that pass through it. The actors of a service
-and their restarts are in ``worker_group``; the code that runs in the actors is in ``host``.
+Values between stages are object refs, which the run's process passes on without fetching them; small ones of its own
+are pickled once and sent with each task. It reads one small pickled report per task; ``bytes_read`` and ``bytes_put``
+count all bytes that pass through it. The actors of a service and their restarts are in ``worker_group``; the code that
+runs in the actors is in ``host``.
 """
 
 from __future__ import annotations
