@@ -35,7 +35,7 @@ copies take longer than that.
 _SYSTEM = {
     "enable_metrics_collection": False,
     "max_direct_call_object_size": INLINE,
-    # The history of tasks is for the dashboard. Recording it delays each task by a tenth of it, 0.3 ms.
+    # The history of tasks is for the dashboard. Recording it delays a task by up to 0.4 ms.
     "task_events_report_interval_ms": 0,
 }
 """Settings of all of Ray's processes."""

@@ -12,8 +12,8 @@ from dataflow.usercode.pickling import dumps
 class Sent:
     """A value that is pickled once; whoever unpickles this object gets the value itself.
 
-    A small one is an argument of each task that reads it, as ``ray.put`` takes 2 to 3 ms of the run's process for any
-    value, while nothing else starts, and a task that reads one from shared memory begins later.
+    A small one is an argument of each task that reads it, as ``ray.put`` writes any value to shared memory: that takes
+    1 ms more of the run's process, while nothing else starts, and a task that reads it from there begins later.
 
     Args:
         data: the pickle.
