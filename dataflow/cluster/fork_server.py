@@ -2,8 +2,8 @@
 
 The workers of a run import the same libraries: torch, transformers and verl take 5 s of CPU and 400 MB in each of four
 processes. Here one process imports them, beside the start of Ray, and each worker begins as a copy of it, in
-milliseconds and with the same memory. Ray starts a worker by :mod:`dataflow.cluster.forked_worker`, which asks for a
-copy, and becomes a worker as usual where there is none.
+milliseconds and with the same memory. Ray starts a worker by :mod:`dataflow.cluster.programs.forked_worker`, which
+asks for a copy, and becomes a worker as usual where there is none.
 
 On the CPU alone: a copy cannot use a GPU that the copied process has looked at. Only a process with one thread is
 copied, as the locks that other threads hold would stay locked; only one that has not imported Ray, whose library draws
@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.cluster.forked_worker import OUT_OF_MEMORY, SERVER
+from dataflow.cluster.programs.forked_worker import OUT_OF_MEMORY, SERVER
 from dataflow.system.children import command
 from dataflow.system.supervisor import report
 

@@ -16,6 +16,7 @@ import pytest
 
 from dataflow.cluster import local as ray_local
 from dataflow.cluster.local import LocalRay
+from dataflow.cluster.programs import idle_agent
 from dataflow.errors import RunError
 from dataflow.executors.ray import RayExecutor
 from dataflow.graph import Pipeline
@@ -89,8 +90,24 @@ def test_it_starts_what_a_run_uses_and_no_more(executor: RayExecutor) -> None:
     commands = [" ".join(command(p)) for p in below()]
     for name in ("gcs_server", "raylet/raylet", "RuntimeEnvAgent"):
         assert any(name in command for command in commands), name
-    for name in ("monitor.py", "log_monitor.py", "dashboard.py"):
-        assert not any(f"/{name}" in command for command in commands), name
+    for name in ("/monitor.py", "/log_monitor.py", "/dashboard.py", "/dashboard/agent.py", "ray::DashboardAgent"):
+        assert not any(name in command for command in commands), name
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Ray's own dashboard agent runs")
+def test_a_small_process_stands_for_the_dashboards_agent_and_ends_with_ray(executor: RayExecutor) -> None:
+    (agent,) = (p for p in below() if any(word.endswith("idle_agent.py") for word in command(p)))
+    assert Path(agent.parent().exe()).name == "raylet"
+    assert agent.memory_info().rss < 30e6
+    assert not agent.net_connections()
+    assert agent.num_threads() == 1
+
+
+def test_the_stand_in_of_an_agent_ends_without_a_raylet(tmp_path: Path) -> None:
+    path = Path(idle_agent.__file__)
+    ended = subprocess.run([sys.executable, "-I", "-S", path, tmp_path], env={"RAY_NODE_ID": "a"}, timeout=30)
+    assert ended.returncode == 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_it_answers_only_who_has_the_token(executor: RayExecutor, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """The Ray executor: each service in an actor per rank, each stage function in the process of its service.
 
-Values between stages are object refs, which the run's process passes on without fetching them. It reads one small
-pickled report per task; ``bytes_read`` and ``bytes_put`` count all bytes that pass through it. The actors of a service
-and their restarts are in ``worker_group``; the code that runs in the actors is in ``host``.
+Values between stages are object refs, which the run's process passes on without fetching them; small ones of its own
+are pickled once and sent with each task. It reads one small pickled report per task; ``bytes_read`` and ``bytes_put``
+count all bytes that pass through it. The actors of a service and their restarts are in ``worker_group``; the code that
+runs in the actors is in ``host``.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from dataflow.cluster.console import console_kept
 from dataflow.cluster.fork_server import ForkServer
 from dataflow.cluster.gpus import check_count
 from dataflow.cluster.joined import JoinedRay, connecting
-from dataflow.cluster.local import LocalRay
+from dataflow.cluster.local import INLINE, LocalRay
 from dataflow.cluster.log import log_lines
 from dataflow.cluster.nodes import NodeRule
 from dataflow.executors.base import Chunk, Done, StageCall
 from dataflow.executors.ray.actors import Membership
+from dataflow.executors.ray.sent import Sent
 from dataflow.executors.ray.worker_group import Running, WorkerGroup
 from dataflow.graph import Hosted, Pipeline, Stage, Task, TaskId
 from dataflow.system import clock
@@ -183,11 +185,10 @@ class RayExecutor:
 
     def put(self, value: Any) -> Any:
         import ray
-        from ray.experimental import get_local_object_locations
 
-        ref = ray.put(value)
-        self.bytes_put += get_local_object_locations([ref])[ref]["object_size"]
-        return ref
+        sent = Sent.of(value)
+        self.bytes_put += sent.size
+        return sent if sent.size <= INLINE else ray.put(sent)
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         workers = self._hosts[(task.stage.host or HELPER).name]

@@ -1,0 +1,62 @@
+"""Values of the run's own process as they travel: pickled once, read as the value itself."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from dataflow.batch import Batch
+from dataflow.cluster.local import INLINE
+from dataflow.executors.ray.executor import RayExecutor
+from dataflow.executors.ray.sent import Sent
+
+
+def read(sent: Sent) -> object:
+    """Returns what a worker reads: Ray pickles with buffers apart, and gives them to the reader without a copy."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(data, buffers=[memoryview(buffer.raw()).toreadonly() for buffer in buffers])
+
+
+@pytest.mark.parametrize("value", [None, {"a": [1, "b"]}, b"", "text"])
+def test_a_reader_gets_the_value_itself(value):
+    assert read(Sent.of(value)) == value
+
+
+def test_a_batch_keeps_its_columns_and_groups():
+    prompts = Batch([3, 4], {"prompt_ids": [[1, 2], [3]]}, {"weights_version": 2})
+    found = read(Sent.of(prompts))
+    assert isinstance(found, Batch)
+    assert found.ids == (3, 4)
+    assert [list(row) for row in found["prompt_ids"]] == [[1, 2], [3]]
+    assert found.meta == prompts.meta
+
+
+def test_large_arrays_stay_out_of_the_pickle_and_count_for_its_size():
+    array = np.arange(100_000)
+    sent = Sent.of({"a": array})
+    assert array.nbytes <= sent.size < array.nbytes + 1000
+    assert np.array_equal(read(sent)["a"], array)
+
+
+def test_a_value_can_be_read_more_than_once_and_its_readers_share_nothing():
+    sent = Sent.of([[1], [2]])
+    first = read(sent)
+    first[0].append(5)
+    assert read(sent) == [[1], [2]]
+
+
+def test_a_small_value_is_no_object_of_rays_and_its_bytes_are_counted(monkeypatch):
+    import ray
+
+    put = []
+    monkeypatch.setattr(ray, "put", lambda value: put.append(value) or "ref")
+    executor = RayExecutor()
+    small = executor.put("x" * 100)
+    assert isinstance(small, Sent)
+    assert not put
+    assert 100 < executor.bytes_put == small.size < 200
+    assert executor.put("x" * INLINE) == "ref"
+    assert [read(sent) for sent in put] == ["x" * INLINE]
