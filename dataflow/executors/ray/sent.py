@@ -10,7 +10,7 @@ from dataflow.usercode.pickling import dumps
 
 
 class Sent:
-    """A value that is pickled once; whoever unpickles this object gets the value itself.
+    """A value that is pickled once; unpickling this object gives the value itself.
 
     A small one is an argument of each task that reads it, as ``ray.put`` writes any value to shared memory: that takes
     1 ms more of the run's process, while nothing else starts, and a task that reads it from there begins later.
