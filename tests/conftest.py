@@ -67,6 +67,7 @@ checkpoint: {every: 3}
 # Files that take a minute or more run first, so that no worker is left alone with one at the end. Those that share a
 # Ray run one after the other, so that each worker starts it once.
 FIRST = (
+    "running/test_reward_model_runs.py",
     "running/test_session.py",
     "executors/test_ray_restart.py",
     "executors/test_executors.py",
