@@ -15,8 +15,7 @@ DOCS_WANTED = $(shell cat setup.cfg pyproject.toml | cksum) $(CURDIR)
 CHROMIUM = $(or $(DATAFLOW_CHROMIUM),$(shell command -v chromium || command -v chromium-browser \
 	|| command -v google-chrome))
 
-# A third of the time tests wait for processes to start and for timers: three files at once keep two cores busy. Those of
-# `make test-fast` only compute.
+# A third of the time tests wait for processes to start and for timers: three files at once keep two cores busy.
 PARALLEL := 3
 FILES_APART := --dist loadfile --no-loadscope-reorder
 
@@ -91,7 +90,7 @@ gpu-check: setup  ## the tests that need a GPU (EXTRA=gpu), with what they measu
 	$(BIN)/python -m pytest -q -rs tests/project/test_cuda.py tests/engines/test_gpu.py $(ARGS)
 
 test-fast: setup  ## the tests that need no engine, in under a minute
-	$(BIN)/python -m pytest -q -n 2 $(FILES_APART) -m 'not heavy and not slow' --hypothesis-profile=fast $(ARGS)
+	$(BIN)/python -m pytest -q -n $(PARALLEL) $(FILES_APART) -m 'not heavy and not slow' --hypothesis-profile=fast $(ARGS)
 
 check: setup  ## lint, format, types, the direction of imports
 	$(BIN)/ruff check .

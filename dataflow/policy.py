@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 from dataflow.errors import PipelineError, PolicyError, nearest
 from dataflow.graph import Grain, Pipeline, Stage, TaskGraph
-from dataflow.tasks.reach import reach
+from dataflow.tasks.reach import reach, reaches_of
 from dataflow.tasks.unroll import Shape, Unroller
 
 MAX_STALENESS = 4
@@ -228,12 +227,7 @@ def expand(
         check_whole("groups", groups)
     schedule = policy if isinstance(policy, PolicySchedule) else PolicySchedule(((first, policy),))
     sizes = _Sizes(mini_batches, groups)
-    reaches = _REACHES.setdefault(pipeline, {}).setdefault(sizes, {})
-    return _expand(pipeline, schedule, range(first, steps + 1), sizes, reaches)
-
-
-_REACHES: WeakKeyDictionary[Pipeline, dict[_Sizes, dict[PolicySchedule, int]]] = WeakKeyDictionary()
-"""What :func:`expand` has checked of each pipeline: a plan simulates the same policies again and again."""
+    return _expand(pipeline, schedule, range(first, steps + 1), sizes, reaches_of(pipeline, sizes))
 
 
 def _expand(

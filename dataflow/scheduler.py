@@ -205,16 +205,21 @@ class Scheduler:
 
     def check(self) -> None:
         """Asserts the invariants; tests call it after every event."""
+        taken = dict.fromkeys(self._running, 0)
+        ready: dict[str, list[TaskId]] = {resource: [] for resource in taken}
+        for s, e in ((e.task.stage, e) for e in self._entries.values()):
+            if e.state == "ready":
+                ready[s.on].append(e.task.id)
+            elif e.state == "running":
+                taken[s.on] += s.name not in self._in_held_slot
+            elif e.state == "done" and s.name in self._until:
+                taken[s.on] += self._holds(e)
         for resource, slots in self.graph.pipeline.resources.items():
-            of = [e for e in self._entries.values() if e.task.stage.on == resource]
-            in_held = self._in_held_slot
-            busy = sum(e.state == "running" and e.task.stage.name not in in_held for e in of)
-            busy += sum(e.state == "done" and self._holds(e) for e in of)
+            busy = taken[resource]
             assert busy == self._running[resource], (resource, busy, self._running[resource])
             assert slots is None or busy <= slots, f"{resource}: {busy} running in {slots} slots"
-            waits = [e.task.id for e in of if e.state == "ready"]
             free = slots is None or busy < slots
-            waits = [i for i in waits if self._wanted is None or i in self._wanted]
+            waits = [i for i in ready[resource] if self._wanted is None or i in self._wanted]
             assert self._finished or not (free and waits), f"{waits[0]} waits beside a free slot of {resource}"
         for step, left in self._open.items():
             assert left, f"step {step} is kept, but nothing of it is left to run"

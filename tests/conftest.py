@@ -41,7 +41,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 # on what else the machine does, so only pytest's time-out bounds it.
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("full", UNHURRIED, max_examples=60, derandomize=True)
-settings.register_profile("fast", UNHURRIED, max_examples=12, stateful_step_count=20)
+settings.register_profile("fast", UNHURRIED, max_examples=8, stateful_step_count=15)
 settings.register_profile("search", UNHURRIED, max_examples=1000)
 settings.load_profile("full")
 
@@ -67,6 +67,7 @@ checkpoint: {every: 3}
 # Files that take a minute or more run first, so that no worker is left alone with one at the end. Those that share a
 # Ray run one after the other, so that each worker starts it once.
 FIRST = (
+    "running/test_reward_model_runs.py",
     "running/test_session.py",
     "executors/test_ray_restart.py",
     "executors/test_executors.py",

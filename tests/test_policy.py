@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from dataflow.errors import PipelineError, PolicyError
 from dataflow.graph import Carried, Latest, Pipeline, TaskId, stage
 from dataflow.policy import PRESETS, SchedulingPolicy, check_batch, check_split, divisors, expand, preset
+from dataflow.tasks.reach import reach
 from dataflow.testing import SteadyCosts, check_trace, grpo_pipeline, simulate
 
 
@@ -279,3 +282,22 @@ def test_a_rollout_is_emitted_in_whole_shares_of_the_mini_batches(groups, mini_b
 def test_a_preset_that_streams_is_guessed_too():
     with pytest.raises(PolicyError, match=r"unknown policy 'baseline\+strem'; did you mean 'baseline\+stream'\?"):
         preset("baseline+strem", 4)
+
+
+def test_pipelines_that_are_wired_alike_are_checked_once(monkeypatch):
+    asked = []
+
+    def counted(pipeline, *rest):
+        asked.append(pipeline)
+        return reach(pipeline, *rest)
+
+    monkeypatch.setattr("dataflow.policy.reach", counted)
+    resources = {"gpu": 1, "reward": None, "controller": 7, "io": 1}
+    stages = grpo_pipeline().stages
+    for others in (stages, tuple(replace(s, fn=lambda **_: None) for s in stages)):
+        pipeline = Pipeline([replace(s, name=f"my_{s.name}") for s in others], ["prompts"], resources)
+        assert expand(pipeline, preset("both", 4), 3, 4, groups=16).ahead == 2
+    assert len(asked) == 1
+    renamed = [replace(s, name=f"my_{s.name}", epochs=1 + (s.role == "trains")) for s in stages]
+    expand(Pipeline(renamed, ["prompts"], resources), preset("both", 4), 3, 4, groups=16)
+    assert len(asked) == 2

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import graphlib
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Hashable
+from dataclasses import fields, replace
+from typing import Any
 
 from dataflow.errors import PipelineError
-from dataflow.graph import Pipeline, TaskId
+from dataflow.graph import Pipeline, Stage, TaskId
 from dataflow.tasks.unroll import Unroller
+
+_WIRED = [f.name for f in fields(Stage) if f.name not in ("fn", "services", "accepts", "whole_batch", "imports")]
+
+
+def reaches_of(pipeline: Pipeline, sizes: Hashable) -> dict[Any, int]:
+    """Returns what :func:`reach` has found so far, by the caller's keys: a plan simulates the same policies again.
+
+    Pipelines share it whose tasks depend on each other alike: those that differ in functions and services alone.
+
+    Args:
+        pipeline: the stages of one step.
+        sizes: what else decides the tasks of all of these keys.
+    """
+    return _reaches(
+        (pipeline.inputs, tuple(tuple(getattr(s, name) for name in _WIRED) for s in pipeline.stages)), sizes
+    )
+
+
+@functools.lru_cache(maxsize=128)
+def _reaches(_wiring: Hashable, _sizes: Hashable) -> dict[Any, int]:
+    return {}
 
 
 def reach(pipeline: Pipeline, unroller: Callable[[Pipeline, range], Unroller], known: int, half: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -142,15 +143,16 @@ def _check_versions(graph: TaskGraph, spans: Mapping[TaskId, Span], tolerance: f
 def _check_makespan(
     graph: TaskGraph, tasks: Mapping[TaskId, Task], spans: Mapping[TaskId, Span], tolerance: float
 ) -> None:
-    import networkx as nx
-
-    dag = graph.window()
+    # The task that each one waits for, and the seconds of it that are left when what is read of it is there: a task
+    # that reads a chunk depends on the time until its emission, not on the whole task.
+    waits: dict[TaskId, list[tuple[TaskId, float]]] = {}
+    for i, task in tasks.items():
+        sources = ((dep, graph.pipeline.task_of(dep)) for dep in task.deps)
+        waits[i] = [(of, spans[of].end - _ready_at(spans, graph, dep)) for dep, of in sources]
     finish: dict[TaskId, float] = {}
-    for i in nx.topological_sort(dag):
+    for i in graphlib.TopologicalSorter({i: [of for of, _left in each] for i, each in waits.items()}).static_order():
         took = spans[i].end - spans[i].begin
-        # A task that reads a chunk depends on the time until its emission, not on the whole task.
-        left = {dep: spans[graph.pipeline.task_of(dep)].end - _ready_at(spans, graph, dep) for dep in tasks[i].deps}
-        finish[i] = max((finish[graph.pipeline.task_of(dep)] - left[dep] for dep in left), default=0.0) + took
+        finish[i] = max((finish[of] - left for of, left in waits[i]), default=0.0) + took
     makespan = max((s.end for s in spans.values()), default=0.0) - min((s.begin for s in spans.values()), default=0.0)
     path = max(finish.values(), default=0.0)
     slack = tolerance * max(1, len(spans))

@@ -133,10 +133,12 @@ def describe(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str:
     """Returns file and line in the user's code that an exception was raised in; "" if unknown."""
-    frames = traceback.extract_tb(error.__traceback__)
-    user = next((frame for frame in frames if not frame.filename.startswith(MACHINERY)), None)
+    # Not extract_tb, which looks up the columns of each frame: many errors have a deep traceback.
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if not (file := frame.f_code.co_filename).startswith(MACHINERY):
+            return f"{Path(file).name}:{line}"
     # An exception from another process has no frames, but the attribute _place.
-    return f"{Path(user.filename).name}:{user.lineno}" if user else str(attribute_of(error, "_place", ""))
+    return str(attribute_of(error, "_place", ""))
 
 
 def user_frame(frames: Iterable[FrameType]) -> FrameType | None:

@@ -76,6 +76,7 @@ def test_dropped_samples_train_no_critic() -> None:
         assert task.metrics["critic/skipped_updates"] == told
 
 
+@pytest.mark.heavy
 def test_advantages_are_whitened_over_the_tokens_of_the_mini_batch() -> None:
     draw = torch.Generator().manual_seed(0)
     advantages = 3 + 2 * torch.randn(6, 5, generator=draw)
@@ -91,6 +92,7 @@ def test_advantages_are_whitened_over_the_tokens_of_the_mini_batch() -> None:
     assert torch.equal(tokens.argsort(), order)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_what_cannot_be_whitened_stays(tokens: int) -> None:
     mask = torch.zeros(2, 3, dtype=torch.long)

@@ -57,8 +57,10 @@ def test_each_conversion_is_used() -> None:
     assert {meaning.how for meaning in keys().values()} - {""} == set(CONVERSIONS)
 
 
+# Each has about a thousand lines: reading them in Python takes a second.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 VERLS = {
-    base: dict(flat(yaml.safe_load((Path(spec.origin).parent / "trainer" / "config" / name).read_text())))
+    base: dict(flat(yaml.load((Path(spec.origin).parent / "trainer" / "config" / name).read_text(), LOADER)))
     for base, name in BASES.items()
     if (spec := importlib.util.find_spec("verl")) is not None and spec.origin is not None
 }

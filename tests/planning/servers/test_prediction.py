@@ -46,7 +46,7 @@ def test_a_plan_foretells_another_number_of_servers(spec: Emulated, before: int,
     assert plan(spec, before, seed, replicas=after) == pytest.approx(real, rel=0.05)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_plan_foretells_servers_that_have_fewer_requests_each(seed: int) -> None:
     real = emulate(WIDE_JUDGE, 2, seed, STEPS).wall / STEPS
     assert plan(WIDE_JUDGE, 1, seed, replicas=2) == pytest.approx(real, rel=0.05)

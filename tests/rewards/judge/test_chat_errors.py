@@ -84,7 +84,7 @@ def head(status: int, *headers: str) -> bytes:
     return "\r\n".join([f"HTTP/1.1 {status} X", "Retry-After: 7", *headers, "", ""]).encode()
 
 
-BOMB = gzip.compress(bytes(64 << 20))
+BOMB = gzip.compress(bytes(64 << 20), 1)
 SAID = b'{"error": {"message": "no such luck"}}'
 LENGTH = f"Content-Length: {len(SAID)}"
 

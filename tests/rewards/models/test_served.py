@@ -80,6 +80,7 @@ def score(number: float) -> dict[str, Any]:
     return {"score": lambda _body: number}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("template", [PLAIN, WITH_BOS])
 def test_the_conversation_is_sent_as_token_ids_with_one_begin(tmp_path: Path, template: str) -> None:
     columns, (path, body) = ask(score(-3.25), path=model(tmp_path, template))
@@ -88,6 +89,7 @@ def test_the_conversation_is_sent_as_token_ids_with_one_begin(tmp_path: Path, te
     assert columns == {"score": -3.25, "tokens": 7, "truncated": 0}
 
 
+@pytest.mark.heavy
 def test_a_tokenizer_that_ends_a_text_ends_it_once(tmp_path: Path) -> None:
     for name, template in (("plain", PLAIN), ("ended", WITH_BOS + "</s>")):
         render = Renderer(model(tmp_path / name, template, ends=True), None, None, "k")
@@ -95,6 +97,7 @@ def test_a_tokenizer_that_ends_a_text_ends_it_once(tmp_path: Path) -> None:
         assert words(ids) == "<s> <u> one two <a> three </s>"
 
 
+@pytest.mark.heavy
 def test_a_long_input_loses_its_begin_and_says_so(tmp_path: Path, logged: list[str]) -> None:
     async def body() -> None:
         async with servers(1) as (one,):
@@ -112,6 +115,7 @@ def test_a_long_input_loses_its_begin_and_says_so(tmp_path: Path, logged: list[s
     assert sum("WARNING" in line for line in logged) == 1
 
 
+@pytest.mark.heavy
 def test_a_template_and_a_limit_replace_those_of_the_model(tmp_path: Path) -> None:
     file = tmp_path / "rm.jinja"
     file.write_text("{% for m in messages %}{{ m.content }} {% endfor %}ten")
@@ -142,6 +146,7 @@ def test_turns_and_images_become_text() -> None:
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
+@pytest.mark.heavy
 def test_tool_calls_are_kept_and_half_a_character_is_replaced(tmp_path: Path) -> None:
     turns = [
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -163,6 +168,7 @@ def test_tool_calls_are_kept_and_half_a_character_is_replaced(tmp_path: Path) ->
     )
 
 
+@pytest.mark.heavy
 def test_a_response_cannot_spell_special_tokens(tmp_path: Path) -> None:
     _columns, (_path, body) = ask(text="three</s> <s> four <<s>s>", path=model(tmp_path))
     assert words(body["input"][0]) == "<s> <u> one two <a> three four"
@@ -229,6 +235,7 @@ def test_errors_name_the_server_and_the_keys_of_the_model(
     assert fields.issuperset(named)
 
 
+@pytest.mark.heavy
 def test_bad_options_are_one_sentence(tmp_path: Path) -> None:
     address = "http://127.0.0.1:1"
     for options, message in (
@@ -254,6 +261,7 @@ def test_an_agent_keeps_the_keys_of_models_in_its_messages() -> None:
     )
 
 
+@pytest.mark.heavy
 def test_no_score_is_lost_when_a_server_dies_in_mid_flight(tmp_path: Path) -> None:
     async def body() -> None:
         async with servers(2) as found:

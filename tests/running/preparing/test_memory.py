@@ -63,6 +63,7 @@ def test_what_is_moved_to_the_cpu_is_on_the_gpus_while_it_computes(needed: Neede
     assert moved.cpu - plain.cpu == pytest.approx(12 * P, rel=1e-3)
 
 
+@pytest.mark.heavy
 def test_types_optimizers_and_copies(needed: Needed) -> None:
     whole = of_actor(needed())[0] - GIB
     assert of_actor(needed("trainer.model_dtype=bfloat16"))[0] - GIB == pytest.approx(whole / 2)

@@ -155,6 +155,7 @@ def test_torchs_cached_memory_is_freed_for_the_critic() -> None:
         pools_of(ppo(placement="disaggregated", ray={"gpus_per_worker": 0.5}), critic=True)
 
 
+@pytest.mark.heavy
 def test_a_critic_that_cannot_read_what_the_actor_may_write_is_refused(tmp_path: Path, tiny_qwen: Path) -> None:
     own = shutil.copytree(tiny_qwen, tmp_path / "own")
     known = json.loads((own / "config.json").read_text())

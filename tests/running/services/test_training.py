@@ -82,6 +82,7 @@ def test_an_adapter_to_begin_with_has_the_rank_that_is_given(tmp_path: Path, mod
         check_training(TrainerConfig(lora=lora.model_copy(update={"rank": 4})), model, "cpu")
 
 
+@pytest.mark.heavy
 def test_an_optimizer_that_is_not_there_or_takes_no_such_argument_is_one_sentence() -> None:
     for keys, message in (
         (
