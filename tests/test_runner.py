@@ -281,6 +281,16 @@ def test_two_runs_are_the_same(staleness):
     assert first[1] == second[1]
 
 
+def test_a_collect_beside_a_rollout_that_streams_has_groups_that_were_emitted():
+    graph = grpo(SchedulingPolicy(4, stream_rollout=True), 3)
+    early = 0
+    for seed in range(60):
+        trace, _seen = simulate(graph, RandomCosts(seed))
+        end = {span.task: span.end for span in trace.spans}
+        early += any(end[str(TaskId(n, "reward_collect", 0, 4))] < end[str(TaskId(n, "rollout"))] for n in (1, 2, 3))
+    assert early
+
+
 # --- the shapes of the presets ---------------------------------------------------------------------------
 
 

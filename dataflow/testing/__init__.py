@@ -298,7 +298,7 @@ class SteadyCosts(Costs):
 
 
 class RandomCosts(Costs):
-    """Random durations and orders of arrival, which depend on the seed and the task alone.
+    """Random durations and orders of arrival by seed and task; of a rollout that streams, of what it emitted so far.
 
     Args:
         seed: of all durations and orders.
@@ -308,10 +308,9 @@ class RandomCosts(Costs):
     """
 
     def __init__(self, seed: int, groups: int = 16, order: str = "arrival", grain: float = 0.5) -> None:
-        self.seed = seed
-        self.groups = groups
-        self.order = order
-        self.grain = grain
+        self.seed, self.groups, self.order, self.grain = seed, groups, order, grain
+        self._emitted: dict[int, dict[int, float]] = {}  # when a rollout that streams emits each group of a step
+        self._parts: dict[int, dict[int, tuple[int, ...]]] = {}  # the groups collected of such a step
 
     def start(self, task: Task, groups: tuple[int, ...] | None, now: float) -> End:
         """Returns the end of the task, with the groups it collected if its stage collects."""
@@ -319,12 +318,25 @@ class RandomCosts(Costs):
         dice = random.Random(f"{self.seed}/{i}")
         seconds = dice.randrange(6) * self.grain if self.grain else dice.expovariate(1.0)
         if not task.stage.collects:
-            return End(now + seconds, chunks=chunks_of(task, self.groups, now, now + seconds))
+            chunks = chunks_of(task, self.groups, now, now + seconds)
+            for time, emitted in chunks:
+                self._emitted.setdefault(i.step, {}).update(dict.fromkeys(emitted or (), time))
+            return End(now + seconds, chunks=chunks)
         ids = list(range(self.groups))
         if self.order == "arrival":
             random.Random(f"{self.seed}/{i.step}").shuffle(ids)
         each = task.take or self.groups
-        return End(now + seconds, groups=groups or tuple(ids[i.part * each : (i.part + 1) * each]))
+        found = tuple(ids[i.part * each : (i.part + 1) * each])
+        if self.order == "arrival" and i.step in self._emitted:
+            found = self._arrived(i, ids, now)[:each]
+            self._parts.setdefault(i.step, {})[i.part] = found
+        return End(now + seconds, groups=groups or found)
+
+    def _arrived(self, i: TaskId, ids: Sequence[int], now: float) -> tuple[int, ...]:
+        """Returns the groups that no other part has: those emitted before now, shuffled, then the others by index."""
+        taken = {g for part, of in self._parts.get(i.step, {}).items() if part != i.part for g in of}
+        there = {g for g, time in self._emitted[i.step].items() if time < now}
+        return tuple(g for g in (*filter(there.__contains__, ids), *sorted({*ids} - there)) if g not in taken)
 
 
 @dataclass
