@@ -138,7 +138,7 @@ async def measure(options: argparse.Namespace, samples: str) -> dict[str, Any]:
     pipeline = pipeline_of(options, samples)
     graph = expand(pipeline, preset(options.policy, 4), options.steps, 4, groups=options.prompts)
     executor = Counting(num_cpus=4, imports=["torch"])
-    trace = Trace()
+    trace = Trace.growing()
     driver: list[float] = []
     given = prompts(options.prompts, PROMPT)
     await executor.open(pipeline)

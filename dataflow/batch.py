@@ -164,6 +164,24 @@ class Batch:
         found: np.ndarray = (column[:, column.shape[1] - last :] != 0).sum(dim=1).numpy()
         return found
 
+    def last(self, name: str) -> np.ndarray:
+        """Returns the column of the last value of each row of a matrix that is not 0, int64 ``[rows]``; 0 if all are.
+
+        Does not read the matrix.
+        """
+        column = self._tensor(name)
+        return (column if isinstance(column, Packed) else Dense(column.numpy())).last()
+
+    def alike(self, name: str, values: Tensor) -> Tensor | Packed:
+        """Returns a matrix packed in the same runs as a mask, outside of which it is 0; as it is where that cannot be.
+
+        Args:
+            name: of the mask, ``[rows, width]``.
+            values: of the same shape.
+        """
+        column = self._tensor(name)
+        return (column.alike(values) if isinstance(column, Packed) else None) or values
+
     def _tensor(self, name: str) -> Any:
         """Returns a tensor column, packed if it was not read yet."""
         if name not in self.tensors:

@@ -64,6 +64,13 @@ class Dense:
         found: np.ndarray = np.count_nonzero(self.array[:, self.array.shape[1] - last :], axis=1)
         return found
 
+    def last(self) -> np.ndarray:
+        """Returns the column of the last value of each row that is not 0; 0 if all are."""
+        there = self.array != 0
+        last = there.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
+        found: np.ndarray = np.where(there[np.arange(len(there)), last], last, 0)
+        return found
+
 
 class Ragged:
     """A matrix of rows that each have one run of values, and the same value everywhere before it and after it.
@@ -157,6 +164,21 @@ class Ragged:
         found += np.where(self.right != 0, self.width - np.clip(stops, first, None), 0)
         return found
 
+    def last(self) -> np.ndarray:
+        if self.left.any() or self.right.any() or not self.values.all():
+            return Dense(Packed([self]).array()).last()
+        found: np.ndarray = np.where(self.lengths > 0, self.starts + self.lengths - 1, 0)
+        return found
+
+    def alike(self, array: np.ndarray) -> Ragged | None:
+        """Returns a matrix that is 0 wherever this one has padding, which is 0; None if the padding is not."""
+        if self.left.any() or self.right.any():
+            return None
+        stops = (self.starts + self.lengths).tolist()
+        pieces = [row[start:stop] for row, start, stop in zip(array, self.starts.tolist(), stops, strict=True)]
+        values = np.concatenate([array.reshape(-1)[:0], *pieces])
+        return Ragged(values, self.lengths, self.starts, self.width, array.dtype)
+
 
 class Packed:
     """A tensor column that has not been read: rows of the arrays that it came in.
@@ -191,7 +213,7 @@ class Packed:
         if len(self.index) and len(cuts) < max(2 * len(self.sources), len(self.index) // 8):
             runs = np.split(np.arange(len(self.index)), cuts)
             return tuple(self.sources[of[run[0]]].take(self.index[run] - bounds[of[run[0]]]) for run in runs)
-        array = self._array()
+        array = self.array()
         return ((_ragged(array) if len(array) else None) or Dense(array),)
 
     def trimmed(self) -> Packed:
@@ -227,9 +249,10 @@ class Packed:
         """Returns the column as a tensor of its own."""
         import torch
 
-        return torch.from_numpy(self._array())
+        return torch.from_numpy(self.array())
 
-    def _array(self) -> np.ndarray:
+    def array(self) -> np.ndarray:
+        """Returns the column as an array of its own."""
         first = self.sources[0]
         if len(self.sources) == 1 and isinstance(first, Dense):
             return first.array.copy() if self.index is None else first.array[self.index]
@@ -254,6 +277,24 @@ class Packed:
         """Returns the number of values other than 0 among the ``last`` ones of each row, int64 ``[rows]``."""
         found: np.ndarray = np.concatenate([source.nonzero(last) for source in self.sources])
         return found if self.index is None else found[self.index]
+
+    def last(self) -> np.ndarray:
+        """Returns the column of the last value of each row that is not 0, int64 ``[rows]``; 0 if all are."""
+        found: np.ndarray = np.concatenate([source.last() for source in self.sources])
+        return found if self.index is None else found[self.index]
+
+    def alike(self, tensor: Tensor) -> Packed | None:
+        """Returns a matrix of the same shape in the same runs, without a search for its padding.
+
+        Args:
+            tensor: which is 0 wherever this column, a mask, has padding.
+
+        Returns:
+            None if the column is not one matrix with padding of 0.
+        """
+        (whole, *others) = self._whole()
+        found = whole.alike(tensor.numpy()) if isinstance(whole, Ragged) and not others else None
+        return None if found is None else Packed((found,))
 
 
 def joined_index(columns: Sequence[Any]) -> np.ndarray | None:

@@ -57,7 +57,7 @@ class Pickled:
 
         With ``own`` its objects are copies; otherwise all columns of the same pickles share them.
         """
-        array: np.ndarray = np.concatenate([source.fresh() if self.own else source.load() for source in self.sources])
+        array: np.ndarray = np.concatenate([source.kept() if self.own else source.load() for source in self.sources])
         array = array if self.index is None else array[self.index]
         return own_copy(array) if self.own else array
 
@@ -65,11 +65,12 @@ class Pickled:
 class _Pickle:
     """A pickle of an array of objects, with the buffers of arrays in it, and the array once it is loaded."""
 
-    __slots__ = ("_loaded", "buffers", "data", "rows")
+    __slots__ = ("_kept", "_loaded", "buffers", "data", "rows")
 
     def __init__(self, rows: int, data: Any, buffers: Sequence[Any]) -> None:
         self.rows, self.data, self.buffers = rows, data, buffers
         self._loaded: np.ndarray | None = None
+        self._kept: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.rows
@@ -93,6 +94,12 @@ class _Pickle:
         if self._loaded is None:
             self._loaded = self.fresh()
         return self._loaded
+
+    def kept(self) -> np.ndarray:
+        """Returns the array as it was pickled, of which readers take copies: for them, it is loaded once."""
+        if self._kept is None:
+            self._kept = self.fresh()
+        return self._kept
 
     def fresh(self) -> np.ndarray:
         """Returns the array as it was pickled, whatever the readers of :meth:`load` changed since."""

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from dataflow.data.tokenize import all_prompt_ids, load_chat_tokenizer, prompt_ids
+from dataflow.data.tokenize import encoded, load_chat_tokenizer, prompt_ids, texts_of
 from dataflow.errors import ModelError
 from dataflow.system.children import command
 
@@ -61,15 +61,31 @@ class Chats:
             Refused: the chat template refuses a chat.
         """
         found: list[np.ndarray] = []
-        for at in range(0, len(chats), _TOGETHER):
-            piece = list(chats[at : at + _TOGETHER])
-            try:
-                ids = all_prompt_ids(self._tokenizer, piece, schemas)
-            # A chat template is a program that comes with the model; it may refuse roles and raise any exception.
-            except Exception:
-                ids = self._one_by_one(piece, schemas, at)
-            found += [np.array(each, dtype=np.int32) for each in ids]
+        starts = range(0, len(chats), _TOGETHER)
+        with ThreadPoolExecutor(
+            1
+        ) as beside:  # the template of the next chats, while the tokenizer works without Python
+            ahead = beside.submit(self._texts, chats[:_TOGETHER], schemas)
+            for at in starts:
+                texts = ahead.result()
+                ahead = beside.submit(self._texts, chats[at + _TOGETHER : at + 2 * _TOGETHER], schemas)
+                piece = chats[at : at + _TOGETHER]
+                try:
+                    ids = encoded(self._tokenizer, texts, prompt_ids(self._tokenizer, piece[0], schemas))
+                except Exception:  # one chat that the template refuses, or a tokenizer that takes one at a time
+                    ids = self._one_by_one(piece, schemas, at)
+                found += [np.array(each, dtype=np.int32) for each in ids]
         return found
+
+    def _texts(self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None) -> list[str]:
+        """Returns the chats as texts; none if the chat template refuses one.
+
+        A chat template is a program that comes with the model; it may refuse roles and raise any exception.
+        """
+        try:
+            return texts_of(self._tokenizer, chats, schemas) if chats else []
+        except Exception:
+            return []
 
     def _one_by_one(
         self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None, before: int

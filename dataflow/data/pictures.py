@@ -31,11 +31,13 @@ def images_of(row: Mapping[str, Any], key: str, label: str, home: Path) -> list[
     cells = row.get(key) or []
     if not isinstance(cells, list):
         raise DataError(f"{label}: {key!r} is not a list of images; give a list, with one image for each {MARK}.")
+    if not cells:
+        return []
     found = [_image_of(cell, at, label, home) for at, cell in enumerate(cells)]
     places = sum(message["content"].count(MARK) for message in row["prompt"] if isinstance(message.get("content"), str))
-    if found and any(other in str(message.get("content")) for message in row["prompt"] for other in _OTHERS):
+    if any(other in str(message.get("content")) for message in row["prompt"] for other in _OTHERS):
         raise DataError(f"{label}: the prompt shows more than images ({' or '.join(_OTHERS)}); leave out the row.")
-    if places != len(found) and found:
+    if places != len(found):
         raise DataError(
             f"{label}: the prompt has {_number(len(found), 'image')} and {_number(places, 'place')} for them; write "
             f"{MARK} once in its messages for each image."

@@ -163,7 +163,7 @@ def _check_texts(values: Any, label: str) -> None:
         value = ahead.pop()
         if isinstance(value, str):
             _check_unicode(value, label)
-        elif isinstance(value, Mapping):
+        elif isinstance(value, dict) or isinstance(value, Mapping):  # noqa: SIM101 - the first takes a tenth of the time
             ahead += [*value, *value.values()]
         elif isinstance(value, list | tuple):
             ahead += value
@@ -186,8 +186,8 @@ def _read_parquet(path: Path, image_key: str) -> tuple[list[dict[str, Any]], lis
         rows = file.read(columns=columns).to_pylist()
     except (pa.ArrowException, OSError, ValueError) as e:
         raise DataError(f"{path}: this is not a readable parquet file ({first_line(e)}).") from e
-    labels = [f"{path}, row {i + 1}" for i in range(len(rows))]
-    return [_own_row(row, label, image_key, path.parent) for row, label in zip(rows, labels, strict=True)], labels
+    labels, home = [f"{path}, row {i + 1}" for i in range(len(rows))], path.parent
+    return [_own_row(row, label, image_key, home) for row, label in zip(rows, labels, strict=True)], labels
 
 
 def _own_row(row: Mapping[str, Any], label: str, image_key: str, home: Path) -> dict[str, Any]:

@@ -243,41 +243,40 @@ class Arguments:
     """
 
     def __init__(self, samples: Batch, decode: Decode | None, with_ids: bool = False) -> None:
-        self._sources, self._truths = samples["data_source"], samples["ground_truth"]
         self._decode = decode if "response_text" not in samples else None
-        self._texts = samples["responses" if self._decode else "response_text"]
-        # By name, so that unused columns are not copied out of shared memory.
-        names = ("extra_info", "raw_prompt", "response_mask", "responses" if with_ids else "")
-        self._extras, self._prompts, self._mask, self._ids = (samples[n] if n in samples else None for n in names)  # noqa: SIM401
+        self._text = "responses" if self._decode else "response_text"
+        optional = ("extra_info", "raw_prompt", "response_mask", "responses" if with_ids else "")
+        names = dict.fromkeys(("data_source", "ground_truth", self._text))
+        names |= dict.fromkeys(name for name in optional if name in samples)
+        # Unread: the first requests need not wait for the columns of all.
+        self._samples, self._with_ids = samples.only(*names), with_ids
 
     def rows(self, begin: int, end: int) -> list[dict[str, Any]]:
         """Returns the keywords of the rows from begin to end."""
-        lengths = None if self._mask is None else _lengths(self._mask[begin:end])
-        texts = self._text(begin, end, lengths)
-        return [
-            self._row(row, text, lengths[row - begin] if lengths else None) for row, text in enumerate(texts, begin)
-        ]
+        some = self._samples.rows(np.arange(begin, end))
+        lengths = _lengths(some["response_mask"]) if "response_mask" in some else None
+        texts = self._texts(some, lengths)
+        sources, truths = some["data_source"], some["ground_truth"]
+        names = ("extra_info", "raw_prompt", "responses" if self._with_ids else "")
+        extras, prompts, ids = (some[n] if n in some else None for n in names)  # noqa: SIM401
+        found = []
+        for row, text in enumerate(texts):
+            extra = dict((None if extras is None else extras[row]) or {})
+            if prompts is not None and prompts[row] is not None:
+                extra["raw_prompt"] = prompts[row]
+            if lengths is not None:
+                extra["response_length"] = lengths[row]
+            if ids is not None:
+                extra["response_ids"] = ids[row][: extra.get("response_length")].tolist()
+            own = {"data_source": sources[row], "solution_str": text, "ground_truth": truths[row]}
+            found.append({**own, "extra_info": extra})
+        return found
 
-    def _text(self, begin: int, end: int, lengths: list[int] | None) -> list[str]:
+    def _texts(self, some: Batch, lengths: list[int] | None) -> list[str]:
         if self._decode is None:
-            return list(self._texts[begin:end])
-        ids = list(self._texts[begin:end].numpy())
+            return list(some[self._text])
+        ids = list(some[self._text].numpy())
         return self._decode(ids if lengths is None else [row[:n] for row, n in zip(ids, lengths, strict=True)])
-
-    def _row(self, row: int, text: str, length: int | None) -> dict[str, Any]:
-        extra = dict((None if self._extras is None else self._extras[row]) or {})
-        if self._prompts is not None and self._prompts[row] is not None:
-            extra["raw_prompt"] = self._prompts[row]
-        if length is not None:
-            extra["response_length"] = length
-        if self._ids is not None:
-            extra["response_ids"] = self._ids[row][: extra.get("response_length")].tolist()
-        return {
-            "data_source": self._sources[row],
-            "solution_str": text,
-            "ground_truth": self._truths[row],
-            "extra_info": extra,
-        }
 
 
 def _lengths(mask: Any) -> list[int]:

@@ -55,7 +55,7 @@ class Record:
 
     def __init__(self, directory: Path, backends: Backends, gpus: int = 1) -> None:
         self.directory = directory
-        self.trace = Trace()
+        self.trace = Trace.growing()
         self.before = Trace()
         self.evaluations: dict[int, float] = {}
         self.totals = AgentTotals()
@@ -100,7 +100,7 @@ class Record:
             [m for m in self.before.marks if m.args.get("step", 0) <= step],
             meta=self.before.meta,
         )
-        old, self.trace = self.trace, Trace(meta=dict(self.trace.meta))
+        old, self.trace = self.trace, Trace.growing(self.trace.meta)
         last = max((s.end for s in old.spans), default=0.0)
         dropped = 0.0  # end of the work that is lost
         for span in old.spans:

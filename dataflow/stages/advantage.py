@@ -105,23 +105,30 @@ def advantage_stage(algorithm: Any) -> Stage:
 def _advantage(responses: Batch, rewards: Batch, *more: Batch, algorithm: Any, task: TaskInfo) -> Batch:
     task.log(token_metrics(responses, task))
     estimator = estimator_of(algorithm.adv_estimator)
-    sampled = responses.like(sampled_mask=responses["response_mask"])  # before a correction rejects tokens
+    sampled = responses.only(sampled_mask="response_mask")  # before a correction rejects tokens
     data = responses.merge(sampled, rewards, *(_for_rows(field, responses) for field in more))
     if "kept" not in data:
         # A critic learns from the advantages' mask, as it reads no log-probs, which have that of a correction.
         rejected = {"response_mask": data["response_mask"]} if any("response_mask" in field for field in more) else {}
-        return responses.like(**_estimate(data, algorithm, task), **rejected)
+        return responses.like(**_alike(data, _estimate(data, algorithm, task)), **rejected)
     counts = _counting(data, estimator)
     _log_dropped(rewards.groups, counts, task)
     mask = data["response_mask"] * counts[:, None]
+    columns: dict[str, Any]
     if counts.all():
-        columns = _estimate(data, algorithm, task)
+        columns = _alike(data, _estimate(data, algorithm, task))
     elif counts.any():
         few = _estimate(data.rows(np.flatnonzero(counts.numpy())), algorithm, task)
         columns = {name: _spread(values, counts) for name, values in few.items()}
     else:
         columns = dict.fromkeys(("advantages", "returns"), mask.float())
     return responses.like(**columns, response_mask=mask)
+
+
+def _alike(data: Batch, columns: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns columns that are 0 outside of the mask in its packed form; two names of one tensor stay names of one."""
+    each = {id(values): data.alike("response_mask", values) for values in {id(v): v for v in columns.values()}.values()}
+    return {name: each[id(values)] for name, values in columns.items()}
 
 
 def _for_rows(field: Batch, responses: Batch) -> Batch:
@@ -184,7 +191,7 @@ def _needed(samples: Batch, algorithm: Any) -> Batch:
     """Returns the columns that estimator and metrics read; the others, most of a batch's bytes, stay packed."""
     import torch
 
-    names = ["response_mask", "sampled_mask", "score", "kl_penalty", *_READ]
+    names = ["response_mask", "score", "kl_penalty", *_READ]
     names += ["attention_mask"] if algorithm.gdpo_reward_keys else []
     room = samples.shape("response_mask")[1]
     whole, response = (torch.from_numpy(samples.nonzero("attention_mask", last)) for last in (None, room))
@@ -206,7 +213,7 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     mask = data.batch["response_mask"]
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     # The score goes to the last token that the model sampled; tokens of tools' answers may lie between its turns.
-    last = _last(data.batch["sampled_mask"])
+    last = torch.from_numpy(samples.last("sampled_mask"))
     scores[torch.arange(len(mask)), last] = data.batch["score"].float()
     rewards = scores - data.batch["kl_penalty"] if "kl_penalty" in data.batch else scores
     equal = _of_equal_scores(samples, estimator)
@@ -236,8 +243,9 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     # Some of verl's estimators take an option as an argument, some from the configuration.
     takes = inspect.signature(estimate).parameters
     # verl's estimators that whiten need two tokens. One alone, or none where a correction rejects all, trains nothing.
-    some = bool(mask.any())
-    nothing = not some or (bool(estimator.whole_batch) and int(mask.sum()) == 1)
+    tokens = int(samples.nonzero("response_mask").sum())
+    some = tokens > 0
+    nothing = not some or (bool(estimator.whole_batch) and tokens == 1)
     advantages, returns = (
         (torch.zeros_like(scores), torch.zeros_like(scores))
         if nothing
@@ -259,15 +267,6 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     # Means over no tokens are NaN, which would hide those of the step's other parts.
     task.log({name: value for name, value in metrics.items() if some or np.isfinite(value)})
     return found
-
-
-def _last(mask: torch.Tensor) -> torch.Tensor:
-    """Returns the place of the last value of each row that is not 0, int64 ``[rows]``; 0 if all are."""
-    import torch
-
-    there = (mask != 0).numpy()
-    last = there.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
-    return torch.from_numpy(np.where(there[np.arange(len(there)), last], last, 0))
 
 
 def _rewards(samples: Batch, algorithm: Any) -> dict[str, np.ndarray]:

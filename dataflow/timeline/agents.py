@@ -38,7 +38,8 @@ def part_of(trace: Trace, agent: str) -> Trace:
     """Returns the tasks and requests of one agent."""
     stages = stages_of(trace)
     spans = [s for s in trace.spans if stages.get(s.stage, s.resource) == agent]
-    return Trace(spans, [m for m in trace.marks if m.resource == agent], meta=trace.meta)
+    alone = all(m.resource == agent for m in trace.marks)
+    return Trace(spans, trace.marks if alone else [m for m in trace.marks if m.resource == agent], meta=trace.meta)
 
 
 def cause_of(agent: str) -> str:

@@ -22,7 +22,7 @@ from dataflow.files import cannot_write
 from dataflow.timeline.agents import cause_of
 from dataflow.timeline.causes.attribution import exposed_waits, waits_after
 from dataflow.timeline.servers import servers_of
-from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, flows, in_flight
+from dataflow.timeline.spans import VERSION, Level, Mark, Span, Trace, changes, flows
 
 FORMAT = "dataflow"
 PID = 1
@@ -226,14 +226,16 @@ class TraceWriter:
         for number, (source, at, collect, update) in enumerate(flows(trace), start=1):
             found = [self._slices.get((s.stage, s.step, s.part)) for s in (source, collect, update)]
             yield from self._flow(number, at, [place for place in found if place is not None])
-        of: dict[str, list[Mark]] = {}
-        for mark in trace.marks:
-            of.setdefault(f"{cause_of(mark.resource)} in flight", []).append(mark)
-        of |= {f"{server.name} in flight": [*server.marks] for server in servers_of(trace)}
-        for name, marks in of.items():
-            for time, level in in_flight(marks):
-                ts, _ = self._ticks(time, time)
-                yield {"ph": "C", "name": name, "pid": PID, "ts": ts, "args": {"requests": level}}
+        for agent in dict.fromkeys(mark.resource for mark in trace.marks):
+            own = (mark for mark in trace.marks if mark.resource == agent)
+            yield from self._in_flight(cause_of(agent), own)
+        for server in servers_of(trace):
+            yield from self._in_flight(server.name, server.marks)
+
+    def _in_flight(self, name: str, marks: Iterable[Mark]) -> Iterator[dict[str, Any]]:
+        for time, level in changes(marks):
+            ts, _ = self._ticks(time, time)
+            yield {"ph": "C", "name": f"{name} in flight", "pid": PID, "ts": ts, "args": {"requests": level}}
 
     def _flow(self, number: int, at: float, slices: list[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
         """Yields the events of an arrow through three slices, unless it would go back in time.

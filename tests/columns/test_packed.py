@@ -69,6 +69,33 @@ def test_a_column_is_bit_for_bit_what_it_was(array: np.ndarray, data: st.DataObj
         same(found.tensor(), wanted)
         last = data.draw(st.integers(0, array.shape[1]))
         assert_array_equal(found.nonzero(last), np.count_nonzero(wanted[:, wanted.shape[1] - last :], axis=1))
+        assert found.last().tolist() == [max([0, *np.flatnonzero(row).tolist()]) for row in wanted]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 1), max_size=3)), min_size=1, max_size=5), st.data()
+)
+def test_a_matrix_is_packed_in_the_runs_of_its_mask(runs: list[tuple[int, list[int]]], data: st.DataObject) -> None:
+    values, lengths = np.array([one for _, run in runs for one in run], np.int8), [len(run) for _, run in runs]
+    starts = np.array([start for start, _ in runs])
+    mask = Packed([Ragged(values, np.array(lengths), starts, 7, np.dtype(np.int64))])
+    index = np.array(data.draw(st.lists(st.integers(0, len(runs) - 1), max_size=8)), dtype=np.int64)
+    for column in (mask, mask.rows(index)):
+        wanted = torch.randn(column.shape).masked_fill(column.tensor() == 0, 0.0)
+        found = column.alike(wanted)
+        assert found is not None
+        same(found.tensor(), wanted.numpy())
+    batch = Batch(range(len(runs)), {"mask": mask, "real": mask.tensor()})
+    filled = torch.randn(mask.shape).masked_fill(batch["real"] == 0, 0.0)
+    assert isinstance(batch.alike("mask", filled), Packed)
+    assert batch.alike("real", filled) is filled
+    assert batch.last("mask").tolist() == batch.last("real").tolist()
+
+
+def test_no_matrix_is_packed_in_the_runs_of_one_with_values_in_its_padding() -> None:
+    ones = packed((torch.arange(1000) < torch.arange(64)[:, None] * 10).long())
+    assert ones.alike(torch.zeros(64, 1000)) is None
 
 
 @settings(deadline=None, max_examples=100)

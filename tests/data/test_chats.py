@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dataflow.data.chats import ChatProcess, Chats, Refused
-from dataflow.data.tokenize import load_chat_tokenizer
+from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
 from dataflow.errors import ModelError
 from tests.rigs.processes import below, command
 
@@ -25,6 +25,10 @@ def lists(ids: list[np.ndarray]) -> list[list[int]]:
 
 def test_ids_are_the_same_as_in_this_process(tiny_qwen: Path) -> None:
     here = Chats(load_chat_tokenizer(str(tiny_qwen)))
+    tokenizer = load_chat_tokenizer(str(tiny_qwen))
+    for some in (CHATS, CHATS[:1]):  # texts in ASCII are not normalized
+        assert lists(here.ids(some)) == [prompt_ids(tokenizer, chat) for chat in some]
+        assert lists(here.ids(some * 1500)) == lists(here.ids(some)) * 1500
     with ChatProcess(str(tiny_qwen)) as apart:
         assert apart.longest_token() == here.longest_token()
         assert lists(apart.ids(CHATS)) == lists(here.ids(CHATS))

@@ -56,5 +56,5 @@ class AgentTotals:
         if len(known) < 2:
             return next(iter(known.values()), {})
         sums = {name: sum(counts[name] for counts in known.values()) for name in COUNTS}
-        latency = latencies([mark for trace in traces for mark in trace.marks])
+        latency = latencies(mark for trace in traces for mark in trace.marks)
         return {**sums, "latency_s": {name: latency.get(name) for name in QUANTILES}, "agents": known}

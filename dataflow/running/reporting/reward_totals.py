@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -56,31 +57,40 @@ class RewardTotals:
             traces: what the agent did in the run, and in evaluations outside its clock.
             stats: of the agent, if it is still alive.
         """
-        sent, marks = 0, []
+        from dataflow.rewards.records import latency_summary
+
+        sent = ended = retried = 0
+        how: Counter[str] = Counter()
+        durations = array("d")
         for trace in traces:
-            found = [mark for mark in trace.marks if mark.name == "reward"]
-            marks += found
+            before = ended
+            for mark in trace.marks:
+                if mark.name == "reward":
+                    ended += 1
+                    how[mark.args.get("how", "")] += 1
+                    retried += max(0, mark.args.get("tries", 1) - 1)
+                    if called(mark.args):
+                        durations.append(mark.end - mark.begin)
             noted = sum(int(span.args.get("requests", 0)) for span in trace.spans)
-            sent += max(noted, len(found))
+            sent += max(noted, ended - before)
         total = self.seen(stats or {})
         if not sent:  # a user's own stages may record nothing in the trace
             latency = total.get("latency_s") or {}
             counts = {name: total.get(name, 0) for name in COUNTS} if stats else {}
         else:
-            how = Counter(mark.args.get("how", "") for mark in marks)
-            scored = len(marks) - how["failed"] - how["cancelled"]
+            scored = ended - how["failed"] - how["cancelled"]
             counts = {
                 "requested": sent,
                 "scored": scored,
                 "failed": how["failed"],
                 "cancelled": sent - scored - how["failed"],
-                "retried": sum(max(0, mark.args.get("tries", 1) - 1) for mark in marks),
+                "retried": retried,
                 "hedged": max(total.get("hedged", 0), self._used["hedged"]),
                 "cached": how["ledger"],
                 "shared": how["shared"],
                 "tokens": max(total.get("tokens", 0), self._used["tokens"]),
             }
-            latency = latencies(marks)
+            latency = latency_summary(durations)
         if not counts:
             return {}
         return {**counts, "latency_s": {name: latency.get(name) for name in QUANTILES}}
@@ -90,4 +100,4 @@ def latencies(marks: Iterable[Mark]) -> dict[str, float]:
     """Returns quantiles of the durations of the requests that were answered by a call, in seconds."""
     from dataflow.rewards.records import latency_summary
 
-    return latency_summary([mark.end - mark.begin for mark in marks if called(mark.args)])
+    return latency_summary(array("d", (mark.end - mark.begin for mark in marks if called(mark.args))))

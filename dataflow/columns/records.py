@@ -1,0 +1,157 @@
+"""Records of a long run, in memory: the newest as objects, older ones packed in blocks of columns. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar, overload
+
+T = TypeVar("T")
+
+_BLOCK = 2048
+"""Records of a packed block; up to twice as many are kept as objects."""
+_READ = 64
+"""Blocks that stay unpacked for the next reader of the newest records, at most."""
+_KINDS = {"uint8": (0, 2**8), "uint16": (0, 2**16), "int32": (-(2**31), 2**31), "int64": (-(2**63), 2**63)}
+"""Types of columns of integers and their ranges; the first that holds all values is taken."""
+
+
+class Records(Generic[T]):
+    """A list that only grows, of records that are compared and read as if they were plain objects.
+
+    A record of a reward request takes 400 bytes as an object and about 25 when it is packed.
+
+    Args:
+        split: returns the values of a record; the last one is a dict of facts, which differ between records.
+        make: returns the record with such values.
+        records: the first ones.
+    """
+
+    def __init__(
+        self, split: Callable[[T], tuple[Any, ...]], make: Callable[..., T], records: Iterable[T] = ()
+    ) -> None:
+        self._split, self._make = split, make
+        self._held: tuple[list[bytes | list[T]], list[T]] = ([], [])  # one attribute, so that other threads can read
+        self._read: dict[int, list[T]] = {}
+        for record in records:
+            self.append(record)
+
+    def append(self, record: T) -> None:
+        """Adds a record, which must not change afterwards."""
+        blocks, newest = self._held
+        newest.append(record)
+        if len(newest) == 2 * _BLOCK:
+            self._held = ([*blocks, self._packed(newest[:_BLOCK])], newest[_BLOCK:])
+
+    def __len__(self) -> int:
+        blocks, newest = self._held
+        return len(blocks) * _BLOCK + len(newest)
+
+    def __iter__(self) -> Iterator[T]:
+        blocks, newest = self._held
+        for at in range(len(blocks)):
+            yield from self._unpacked(at)
+        yield from newest
+
+    def __reversed__(self) -> Iterator[T]:
+        """Yields the newest first; what was read last time is not unpacked again."""
+        read: dict[int, list[T]] = {}
+        blocks, newest = self._held
+        try:
+            yield from reversed(newest)
+            for at in reversed(range(len(blocks))):
+                block = self._unpacked(at)
+                if len(read) < _READ:
+                    read[at] = block
+                yield from reversed(block)
+        finally:
+            self._read = read
+
+    @overload
+    def __getitem__(self, at: int) -> T: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[T]: ...
+
+    def __getitem__(self, at: int | slice) -> T | list[T]:
+        if isinstance(at, int):
+            blocks, newest = self._held
+            block, within = divmod(range(len(blocks) * _BLOCK + len(newest))[at], _BLOCK)
+            return self._unpacked(block)[within] if block < len(blocks) else newest[within + _BLOCK * (block - len(blocks))]
+        chosen = range(len(self))[at]
+        if chosen.step == 1 and chosen.stop == len(self):  # the newest
+            found = list(itertools.islice(reversed(self), len(chosen)))
+            return found[::-1]
+        return list(self)[at]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Records | list):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Records({len(self)})"
+
+    def _packed(self, block: list[T]) -> bytes | list[T]:
+        try:
+            return _pack([self._split(record) for record in block])
+        except Exception:  # the facts are the user's, and may be anything; such a block stays as it is
+            return block
+
+    def _unpacked(self, at: int) -> list[T]:
+        block = self._held[0][at]
+        if isinstance(block, list):
+            return block
+        return self._read.get(at) or list(itertools.starmap(self._make, _unpack(block)))
+
+
+def _pack(rows: Sequence[tuple[Any, ...]]) -> bytes:
+    """Returns rows as columns: those of the values, and for each set of facts its rows and their columns."""
+    *values, facts = zip(*rows, strict=True)
+    shapes: dict[tuple[Any, ...], list[int]] = {}
+    for at, of in enumerate(facts):
+        shapes.setdefault(tuple(of), []).append(at)
+    parts = []
+    for keys, places in shapes.items():
+        inside = zip(*(facts[at].values() for at in places), strict=True)
+        parts.append((keys, _column(places), [_column(column) for column in inside]))
+    return zlib.compress(pickle.dumps(([_column(column) for column in values], parts, len(rows)), 5), 1)
+
+
+def _unpack(block: bytes) -> Iterator[tuple[Any, ...]]:
+    values, parts, count = pickle.loads(zlib.decompress(block))
+    facts: list[dict[Any, Any]] = [{}] * count
+    for keys, places, columns in parts:
+        rows = zip(*map(_values, columns), strict=True) if columns else itertools.repeat(())
+        for at, row in zip(_values(places), rows, strict=False):
+            facts[at] = dict(zip(keys, row, strict=True))
+    return zip(*map(_values, values), facts, strict=True)
+
+
+def _column(values: Sequence[Any]) -> Any:
+    """Returns values of one type as an array, texts as (texts, the number of each value's), others as they are."""
+    import numpy as np  # here, so that a trace can be read without it
+
+    kinds = set(map(type, values))
+    if kinds == {float}:
+        return np.array(values, dtype=np.float64)
+    if kinds == {int}:
+        low, high = min(values), max(values)
+        kind = next((kind for kind, (least, end) in _KINDS.items() if least <= low and high < end), None)
+        return list(values) if kind is None else np.array(values, dtype=kind)
+    if kinds <= {str, type(None)}:
+        known: dict[Any, int] = {}
+        codes = [known.setdefault(value, len(known)) for value in values]
+        return list(known), _column(codes)
+    return list(values)
+
+
+def _values(column: Any) -> list[Any]:
+    if isinstance(column, tuple):
+        known, codes = column
+        return [known[code] for code in codes.tolist()]
+    return column if isinstance(column, list) else column.tolist()

@@ -1,0 +1,80 @@
+"""Records that are packed read as those that were added."""
+
+import math
+import pickle
+from operator import attrgetter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataflow.columns import records
+from dataflow.columns.records import Records
+from dataflow.timeline.spans import Mark, Trace
+
+_VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(0, 9), st.floats(allow_nan=False), st.text(max_size=3),
+    st.lists(st.integers(), max_size=2),
+)  # fmt: skip
+_FACTS = st.dictionaries(st.sampled_from(["step", "group", "how", "endpoint", 7]), _VALUES, max_size=4)
+_MARKS = st.lists(
+    st.builds(Mark, st.text(max_size=2), st.just("reward"), st.floats(0, 9), _VALUES, _FACTS), max_size=40
+)
+
+
+def packed(marks: list[Mark]) -> Any:
+    trace = Trace.growing()
+    trace.add(*marks)
+    return trace.marks
+
+
+@given(_MARKS)
+def test_reads_what_was_added(marks: list[Mark]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "_BLOCK", 4)
+        found = packed(marks)
+        assert len(found) == len(marks)
+        assert list(found) == marks
+        assert list(reversed(found)) == list(reversed(found)) == marks[::-1]
+        assert [[*map(type, m.args.values())] for m in found] == [[*map(type, m.args.values())] for m in marks]
+        assert [list(m.args) for m in found] == [list(m.args) for m in marks]
+        for at in (slice(None), slice(-5, None), slice(0, 7), slice(1, None, 3), slice(9, 2), slice(None, None, -1)):
+            assert found[at] == marks[at]
+        assert [found[at] for at in range(-len(marks), len(marks))] == marks * 2
+        assert found == marks
+        assert pickle.loads(pickle.dumps(found)) == found
+        assert found != [*marks, Mark("x", "reward", 0.0, 0.0)]
+
+
+def test_an_index_beyond_the_end_is_refused() -> None:
+    with pytest.raises(IndexError):
+        packed([Mark("reward", "reward", 0.0, 1.0)])[1]
+
+
+def test_facts_that_cannot_be_packed_are_kept() -> None:
+    own: list[Mark] = [Mark("reward", "reward", 0.0, math.inf, {"of": lambda: None}) for _ in range(3 * 2048)]
+    assert list(packed(own)) == own
+
+
+def test_packed_requests_take_a_tenth_of_the_memory() -> None:
+    marks = [
+        Mark("reward", "reward", i / 7, i / 7 + 1.1, {"step": i // 320, "group": i % 64, "sample": i % 5})
+        for i in range(5 * 2048)
+    ]
+    trace = packed(marks)
+    blocks = Records(attrgetter("name", "resource", "begin", "end", "args"), Mark, marks)._held[0]
+    assert len(trace) == len(marks)
+    assert [isinstance(block, bytes) and len(block) < 40 * 2048 for block in blocks] == [True] * 4
+
+
+def test_reading_while_more_are_appended_leaves_out_none() -> None:
+    found = packed([Mark("reward", "reward", 0.0, 0.0)])
+    reader, begins = iter(found), []
+    for at in range(1, 9_000):
+        if at <= 3_000:
+            begins.append(next(reader).begin)
+        found.append(Mark("reward", "reward", float(at), float(at)))
+    begins += [mark.begin for mark in reader]
+    assert begins == [float(at) for at in range(len(begins))]
+    assert len(begins) > 3_000
