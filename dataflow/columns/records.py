@@ -79,7 +79,11 @@ class Records(Generic[T]):
         if isinstance(at, int):
             blocks, newest = self._held
             block, within = divmod(range(len(blocks) * _BLOCK + len(newest))[at], _BLOCK)
-            return self._unpacked(block)[within] if block < len(blocks) else newest[within + _BLOCK * (block - len(blocks))]
+            return (
+                self._unpacked(block)[within]
+                if block < len(blocks)
+                else newest[within + _BLOCK * (block - len(blocks))]
+            )
         chosen = range(len(self))[at]
         if chosen.step == 1 and chosen.stop == len(self):  # the newest
             found = list(itertools.islice(reversed(self), len(chosen)))
