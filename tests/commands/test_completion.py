@@ -93,6 +93,7 @@ def complete(monkeypatch: pytest.MonkeyPatch, line: str) -> list[str]:
         ("run missing.py pol", []),
     ],
 )
+@pytest.mark.slow
 def test_words_and_keys(monkeypatch: pytest.MonkeyPatch, line: str, expected: list[str] | None) -> None:
     found = complete(monkeypatch, line.replace("P ", f"{GRPO} ", 1))
     if expected is None:

@@ -17,6 +17,8 @@ from dataflow.policy import preset
 from dataflow.timeline import perfetto
 from tests.rigs.emulated_servers import Emulated, emulate
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 CLASSIFIER = Emulated("batching", base=0.05, each=0.01)
 OVERHEAD = Emulated("batching", base=0.2, each=0.002)
@@ -34,7 +36,7 @@ def plan(spec: Emulated, before: int, seed: int, **keys: object) -> float:
     return (account.end - account.begin) / STEPS
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1)])
 @pytest.mark.parametrize(
     "spec",
@@ -46,7 +48,7 @@ def test_a_plan_foretells_another_number_of_servers(spec: Emulated, before: int,
     assert plan(spec, before, seed, replicas=after) == pytest.approx(real, rel=0.05)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_plan_foretells_servers_that_have_fewer_requests_each(seed: int) -> None:
     real = emulate(WIDE_JUDGE, 2, seed, STEPS).wall / STEPS
     assert plan(WIDE_JUDGE, 1, seed, replicas=2) == pytest.approx(real, rel=0.05)
@@ -68,7 +70,6 @@ def test_fewer_requests_at_a_server_are_planned() -> None:
     assert plan(CLASSIFIER, 2, 0, max_num_seqs=8) == pytest.approx(real, rel=0.05)
 
 
-@pytest.mark.slow
 def test_the_command_plans_servers_and_advises_a_number(tmp_path: Path) -> None:
     perfetto.write(emulate(JUDGE, 1, 0, STEPS), tmp_path / "trace.json")
     found = make_plan(str(tmp_path), ["reward.models.rm.replicas=2", "sweep=reward.models.rm.replicas:1:4"])

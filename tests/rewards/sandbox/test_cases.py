@@ -14,7 +14,8 @@ from dataflow.rewards.sandbox.cases import Case, cases_of, code_of
 from dataflow.rewards.sandbox.outcome import BadCases, Outcome
 from tests.rigs.logs import logged
 
-pytestmark = pytest.mark.timeout(60)
+# Each starts programs.
+pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

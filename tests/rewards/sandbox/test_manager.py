@@ -17,7 +17,8 @@ from dataflow.rewards.user.sandbox import Sandbox
 from dataflow.running.services.agent import build_agent, check_reward
 from tests.rewards.sandbox.service import serving
 
-pytestmark = pytest.mark.timeout(120)
+# Most start programs.
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 DOUBLE = {"inputs": ["1\n", "2\n", "3\n", "4\n"], "outputs": ["2", "4\n", "6", "8"]}
 """Test cases of a program that doubles a number."""

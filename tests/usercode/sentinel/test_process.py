@@ -34,9 +34,9 @@ AFTER_S = 0.05
 OURS, MACHINERY = "/lib/ours/", "/lib/machinery/"
 STACK = """Thread 0x{ident:016x} (most recent call first):
   File "/lib/machinery/re.py", line 3 in match
-  File "/home/mine.py", line 12 in stuck
+  File "/srv/mine.py", line 12 in stuck
   File "/lib/ours/calls.py", line 30 in call
-  File "/home/other.py", line 1 in outer
+  File "/srv/other.py", line 1 in outer
 """
 WAKES = [sys.executable, "-I", "-S", "-c", "import time\nwhile True: time.sleep(0.005)"]
 """As a thread that waits for the lock."""
