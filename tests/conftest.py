@@ -90,6 +90,14 @@ FIRST = (
     "tests/test_cli.py",
     "faults/test_exceptions.py",
     "planning/test_picture.py",
+    "sentinel/test_process.py",
+    "servers/test_recovery.py",
+    "servers/test_pool.py",
+    "project/test_bad_input.py",
+    "planning/test_planner.py",
+    "models/test_probe.py",
+    "sentinel/test_leftovers.py",
+    "running/test_several_agents.py",
 )
 
 
