@@ -170,7 +170,7 @@ class Batch:
         Does not read the matrix.
         """
         column = self._tensor(name)
-        return (column if isinstance(column, Packed) else Dense(column.numpy())).last()
+        return (column if isinstance(column, Packed) else Dense((column != 0).cpu().numpy())).last()
 
     def alike(self, name: str, values: Tensor) -> Tensor | Packed:
         """Returns a matrix packed in the same runs as a mask, outside of which it is 0; as it is where that cannot be.
@@ -180,7 +180,8 @@ class Batch:
             values: of the same shape.
         """
         column = self._tensor(name)
-        return (column.alike(values) if isinstance(column, Packed) else None) or values
+        there = isinstance(column, Packed) and not values.requires_grad
+        return (column.alike(values) if there else None) or values
 
     def _tensor(self, name: str) -> Any:
         """Returns a tensor column, packed if it was not read yet."""

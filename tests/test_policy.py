@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataflow.errors import PipelineError, PolicyError
-from dataflow.graph import Carried, Latest, Pipeline, TaskId, stage
+from dataflow.graph import Carried, Latest, Pipeline, Read, Stage, TaskId, stage
 from dataflow.policy import PRESETS, SchedulingPolicy, check_batch, check_split, divisors, expand, preset
 from dataflow.tasks.reach import reach
 from dataflow.testing import SteadyCosts, check_trace, grpo_pipeline, simulate
@@ -282,6 +282,11 @@ def test_a_rollout_is_emitted_in_whole_shares_of_the_mini_batches(groups, mini_b
 def test_a_preset_that_streams_is_guessed_too():
     with pytest.raises(PolicyError, match=r"unknown policy 'baseline\+strem'; did you mean 'baseline\+stream'\?"):
         preset("baseline+strem", 4)
+
+
+def test_stages_made_with_lists_are_expanded():
+    made = Stage("s", lambda prompts: prompts, [Read("prompts", "none")], ["y"], on="gpu")
+    assert expand(Pipeline([made], inputs=["prompts"]), SchedulingPolicy(), 2).ahead == 1
 
 
 def test_pipelines_that_are_wired_alike_are_checked_once(monkeypatch):

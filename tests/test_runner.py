@@ -291,6 +291,12 @@ def test_a_collect_beside_a_rollout_that_streams_has_groups_that_were_emitted():
     assert early
 
 
+def test_costs_serve_several_runs():
+    costs = RandomCosts(0)
+    for split, stream in ((4, True), (1, True), (2, True), (1, False), (4, True)):
+        simulate(grpo(SchedulingPolicy(split, stream_rollout=stream), 3), costs)
+
+
 # --- the shapes of the presets ---------------------------------------------------------------------------
 
 

@@ -235,8 +235,8 @@ def _idle_agent(session: str) -> Iterator[None]:
     def start(command: list[str], *args: Any, **options: Any) -> Any:
         # Isolated and without packages, it takes a tenth of the time to begin.
         agent = shlex.join([sys.executable, "-I", "-S", idle_agent.__file__, session])
-        at = [i for i, word in enumerate(command) if word.startswith(_AGENT)]
-        return started([*command[: at[0]], _AGENT + agent, *command[at[0] + 1 :]], *args, **options)
+        words = [_AGENT + agent if word.startswith(_AGENT) else word for word in command]
+        return started(words, *args, **options)
 
     if sys.platform == "linux":  # elsewhere a process cannot be ended with its parent
         services.start_ray_process = start

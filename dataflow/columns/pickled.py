@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dataflow.columns.packed import joined_index
-from dataflow.usercode.copies import own_copy
+from dataflow.usercode.copies import is_plain, own_copy
 from dataflow.usercode.pickling import dumps
 
 
@@ -57,9 +57,16 @@ class Pickled:
 
         With ``own`` its objects are copies; otherwise all columns of the same pickles share them.
         """
-        array: np.ndarray = np.concatenate([source.kept() if self.own else source.load() for source in self.sources])
-        array = array if self.index is None else array[self.index]
-        return own_copy(array) if self.own else array
+        if not self.own:
+            return self._taken([source.load() for source in self.sources])
+        array = self._taken([source.kept() for source in self.sources])
+        # Copies of other objects, such as functions, may share parts.
+        copied: np.ndarray = own_copy(array if is_plain(array) else self._taken([s.fresh() for s in self.sources]))
+        return copied
+
+    def _taken(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        array: np.ndarray = np.concatenate(arrays)
+        return array if self.index is None else array[self.index]
 
 
 class _Pickle:
@@ -96,7 +103,7 @@ class _Pickle:
         return self._loaded
 
     def kept(self) -> np.ndarray:
-        """Returns the array as it was pickled, of which readers take copies: for them, it is loaded once."""
+        """Returns the array as it was pickled, for readers that copy plain values of it: it is loaded once for all."""
         if self._kept is None:
             self._kept = self.fresh()
         return self._kept

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
+from dataflow.usercode.copies import is_plain
+
 T = TypeVar("T")
 
 _BLOCK = 2048
@@ -42,7 +44,7 @@ class Records(Generic[T]):
         """Adds a record, which must not change afterwards."""
         blocks, newest = self._held
         newest.append(record)
-        if len(newest) == 2 * _BLOCK:
+        if len(newest) >= 2 * _BLOCK:
             self._held = ([*blocks, self._packed(newest[:_BLOCK])], newest[_BLOCK:])
 
     def __len__(self) -> int:
@@ -101,10 +103,9 @@ class Records(Generic[T]):
         return f"Records({len(self)})"
 
     def _packed(self, block: list[T]) -> bytes | list[T]:
-        try:
-            return _pack([self._split(record) for record in block])
-        except Exception:  # the facts are the user's, and may be anything; such a block stays as it is
-            return block
+        # The facts are the user's, and may be anything: objects of other types are not pickled.
+        rows = [self._split(record) for record in block]
+        return _pack(rows) if is_plain(rows) else block
 
     def _unpacked(self, at: int) -> list[T]:
         block = self._held[0][at]

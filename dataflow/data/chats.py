@@ -12,6 +12,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
@@ -24,6 +25,7 @@ from dataflow.system.children import command
 
 Chat = list[dict[str, Any]]
 _TOGETHER = 1024  # chats that are tokenized in one call, which uses all cores
+_RENDERED = 64  # chats whose template runs before it may be stopped
 _SENT = 4096  # chats of one message to the process
 
 
@@ -62,30 +64,40 @@ class Chats:
         """
         found: list[np.ndarray] = []
         starts = range(0, len(chats), _TOGETHER)
-        with ThreadPoolExecutor(
-            1
-        ) as beside:  # the template of the next chats, while the tokenizer works without Python
-            ahead = beside.submit(self._texts, chats[:_TOGETHER], schemas)
-            for at in starts:
-                texts = ahead.result()
-                ahead = beside.submit(self._texts, chats[at + _TOGETHER : at + 2 * _TOGETHER], schemas)
-                piece = chats[at : at + _TOGETHER]
-                try:
-                    ids = encoded(self._tokenizer, texts, prompt_ids(self._tokenizer, piece[0], schemas))
-                except Exception:  # one chat that the template refuses, or a tokenizer that takes one at a time
-                    ids = self._one_by_one(piece, schemas, at)
-                found += [np.array(each, dtype=np.int32) for each in ids]
+        ended = threading.Event()
+        # The template of the next chats runs while the tokenizer works without Python.
+        with ThreadPoolExecutor(1) as beside:
+            try:
+                ahead = beside.submit(self._texts, chats[:_TOGETHER], schemas, ended)
+                for at in starts:
+                    texts = ahead.result()
+                    ahead = beside.submit(self._texts, chats[at + _TOGETHER : at + 2 * _TOGETHER], schemas, ended)
+                    piece = chats[at : at + _TOGETHER]
+                    try:
+                        ids = encoded(self._tokenizer, texts, prompt_ids(self._tokenizer, piece[0], schemas))
+                    except Exception:  # one chat that the template refuses, or a tokenizer that takes one at a time
+                        ids = self._one_by_one(piece, schemas, at)
+                    found += [np.array(each, dtype=np.int32) for each in ids]
+            finally:
+                ended.set()  # an interrupt or a refused chat does not wait for the template of 1,024 others
         return found
 
-    def _texts(self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None) -> list[str]:
-        """Returns the chats as texts; none if the chat template refuses one.
+    def _texts(
+        self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None, ended: threading.Event
+    ) -> list[str]:
+        """Returns the chats as texts; none if the chat template refuses one, or the others are not needed any more.
 
         A chat template is a program that comes with the model; it may refuse roles and raise any exception.
         """
+        found: list[str] = []
         try:
-            return texts_of(self._tokenizer, chats, schemas) if chats else []
+            for at in range(0, len(chats), _RENDERED):
+                if ended.is_set():
+                    return []
+                found += texts_of(self._tokenizer, chats[at : at + _RENDERED], schemas)
         except Exception:
             return []
+        return found
 
     def _one_by_one(
         self, chats: Sequence[Chat], schemas: Sequence[Mapping[str, Any]] | None, before: int

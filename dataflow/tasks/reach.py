@@ -24,9 +24,12 @@ def reaches_of(pipeline: Pipeline, sizes: Hashable) -> dict[Any, int]:
         pipeline: the stages of one step.
         sizes: what else decides the tasks of all of these keys.
     """
-    return _reaches(
-        (pipeline.inputs, tuple(tuple(getattr(s, name) for name in _WIRED) for s in pipeline.stages)), sizes
-    )
+    try:
+        return _reaches(
+            (pipeline.inputs, tuple(tuple(getattr(s, name) for name in _WIRED) for s in pipeline.stages)), sizes
+        )
+    except TypeError:  # a stage that was made with lists, which cannot be looked up
+        return {}
 
 
 @functools.lru_cache(maxsize=128)

@@ -318,23 +318,25 @@ class RandomCosts(Costs):
         dice = random.Random(f"{self.seed}/{i}")
         seconds = dice.randrange(6) * self.grain if self.grain else dice.expovariate(1.0)
         if not task.stage.collects:
+            if task.stage.streams or task.stage.role == "samples":  # a step begins, maybe of another run
+                self._emitted[i.step], self._parts[i.step] = {}, {}
             chunks = chunks_of(task, self.groups, now, now + seconds)
             for time, emitted in chunks:
-                self._emitted.setdefault(i.step, {}).update(dict.fromkeys(emitted or (), time))
+                self._emitted[i.step].update(dict.fromkeys(emitted or (), time))
             return End(now + seconds, chunks=chunks)
         ids = list(range(self.groups))
         if self.order == "arrival":
             random.Random(f"{self.seed}/{i.step}").shuffle(ids)
         each = task.take or self.groups
         found = tuple(ids[i.part * each : (i.part + 1) * each])
-        if self.order == "arrival" and i.step in self._emitted:
+        if self.order == "arrival" and self._emitted.get(i.step):
             found = self._arrived(i, ids, now)[:each]
-            self._parts.setdefault(i.step, {})[i.part] = found
+            self._parts[i.step][i.part] = found
         return End(now + seconds, groups=groups or found)
 
     def _arrived(self, i: TaskId, ids: Sequence[int], now: float) -> tuple[int, ...]:
         """Returns the groups that no other part has: those emitted before now, shuffled, then the others by index."""
-        taken = {g for part, of in self._parts.get(i.step, {}).items() if part != i.part for g in of}
+        taken = {g for part, of in self._parts[i.step].items() if part != i.part for g in of}
         there = {g for g, time in self._emitted[i.step].items() if time < now}
         return tuple(g for g in (*filter(there.__contains__, ids), *sorted({*ids} - there)) if g not in taken)
 

@@ -64,6 +64,24 @@ def own_copy(value: Any) -> Any:
         return _unrolled(value)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value consists of dicts, lists, tuples, sets, arrays, numbers and texts: nothing runs if it is copied.
+
+    >>> is_plain({"a": [1, ("b", None)]}), is_plain([print])
+    (True, False)
+    """
+    kind, numpy = type(value), sys.modules.get("numpy")
+    if kind in _LEAVES:
+        return True
+    if kind is dict:
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    if kind is list or kind is tuple or kind is set:
+        return {*map(type, value)} <= _LEAVES or all(map(is_plain, value))
+    if numpy is None or kind is not numpy.ndarray:
+        return False
+    return not value.dtype.hasobject or (value.dtype == object and all(map(is_plain, value.flat)))
+
+
 def own_options(value: Any) -> Any:
     """Returns a copy of the dicts, lists, tuples and sets in a configured option; other objects are shared.
 

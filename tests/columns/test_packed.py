@@ -208,3 +208,10 @@ def test_a_batch_of_an_earlier_version_can_be_read() -> None:
     text = np.array(["a", "b"], dtype=object)
     batch.__setstate__((np.array([0, 1]), {"x": np.array([3, 4])}, {"text": text}, {"weights_version": 1}))
     assert (batch["x"].tolist(), list(batch["text"]), batch.ids) == ([3, 4], ["a", "b"], (0, 1))
+
+
+def test_masks_of_any_type_have_a_last_value() -> None:
+    for kind in (torch.int64, torch.bool, torch.bfloat16):
+        assert Batch([0, 1], {"mask": torch.tensor([[0, 1, 0], [0, 0, 0]], dtype=kind)}).last("mask").tolist() == [1, 0]
+    asked = torch.ones(1, 2, requires_grad=True)
+    assert Batch([0], {"mask": asked.detach()}).alike("mask", asked) is asked

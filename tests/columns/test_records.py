@@ -78,3 +78,16 @@ def test_reading_while_more_are_appended_leaves_out_none() -> None:
     begins += [mark.begin for mark in reader]
     assert begins == [float(at) for at in range(len(begins))]
     assert len(begins) > 3_000
+
+
+class Refusal(Exception):
+    """Can be pickled, but not read again."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(f"{code} {why}")
+
+
+def test_facts_of_a_users_type_are_kept_as_they_are() -> None:
+    error = Refusal(1, "x")
+    own = [Mark("reward", "reward", 0.0, 1.0, {"error": error, "n": at}) for at in range(3 * 2048)]
+    assert list(packed(own)) == own

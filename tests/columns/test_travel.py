@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from dataflow.batch import Batch
+from dataflow.usercode.pickling import dumps
 
 WIDE = 1024
 
@@ -119,6 +121,22 @@ def test_objects_travel_where_cloudpickle_is_not_installed() -> None:
 import sys, pickle
 sys.modules["cloudpickle"] = None
 from dataflow.batch import Batch
+from dataflow.usercode.pickling import dumps
 assert list(pickle.loads(pickle.dumps(Batch([0, 1], {"text": [["a"], ["b"]]})))["text"]) == [["a"], ["b"]]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_readers_of_rows_share_no_objects_that_count() -> None:
+    def counter() -> Callable[[], int]:
+        seen = [0]
+
+        def count() -> int:
+            seen[0] += 1
+            return seen[0]
+
+        return count
+
+    arrived = pickle.loads(dumps(Batch([0], {"extra": [{"count": counter()}]})))
+    found = [arrived.repeat(2).rows(np.array([at]))["extra"][0]["count"]() for at in (0, 1)]
+    assert found == [1, 1]

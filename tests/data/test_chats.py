@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -54,3 +55,33 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> No
     (tmp_path / "tokenizer.json").write_text("{")
     with ChatProcess(str(tmp_path)) as apart, pytest.raises(ModelError, match="no tokenizer can be loaded"):
         apart.longest_token()
+
+
+class Slow:
+    """A tokenizer whose template refuses the first chat."""
+
+    def __init__(self) -> None:
+        self.rendered = 0
+
+    def apply_chat_template(self, chats: list, tokenize: bool, **_: object) -> list[str]:
+        if tokenize:
+            raise ValueError("no")
+        self.rendered += len(chats)
+        return ["x"] * len(chats)
+
+
+def test_a_refused_chat_does_not_wait_for_the_template_of_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, refused = Slow(), threading.Event()
+    render = tokenizer.apply_chat_template
+
+    def gated(chats: list, tokenize: bool, **keys: object) -> list[str]:
+        if tokenize:
+            refused.set()
+        elif tokenizer.rendered >= 1024:  # of the next piece, whose template is slow
+            assert refused.wait(30)
+        return render(chats, tokenize, **keys)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", gated)
+    with pytest.raises(Refused):
+        Chats(tokenizer).ids(CHATS[:1] * 5000)
+    assert tokenizer.rendered < 2048

@@ -60,3 +60,14 @@ def test_a_small_value_is_no_object_of_rays_and_its_bytes_are_counted(monkeypatc
     assert 100 < executor.bytes_put == small.size < 200
     assert executor.put("x" * INLINE) == "ref"
     assert [read(sent) for sent in put] == ["x" * INLINE]
+
+
+def test_a_small_value_is_what_it_was_when_it_was_put():
+    array = np.arange(3)
+    batch = Batch([0, 1], {"x": np.zeros(2)})
+    sent = RayExecutor().put({"array": array, "batch": batch})
+    array[:] = 7
+    batch["x"][:] = 7
+    found = read(sent)
+    assert found["array"].tolist() == [0, 1, 2]
+    assert found["batch"]["x"].tolist() == [0, 0]

@@ -24,8 +24,11 @@ def main(session: str, node: str) -> None:
         node: id of the node.
     """
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.path.basename(os.readlink(f"/proc/{os.getppid()}/exe")) != "raylet":
-        return  # it ended before, and this process has got another parent
+    with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
+        if os.fsencode(session) not in file.read():
+            # The raylet ended before, and this process has got another parent.
+            print(f"the parent of this process is no raylet of {session}", file=sys.stderr)
+            return
     for name in PORTS:
         path = os.path.join(session, f"{name}_{node}")
         with open(f"{path}.tmp", "w") as file:

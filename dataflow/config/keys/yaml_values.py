@@ -1,7 +1,6 @@
 """YAML for configurations: numbers are decimal, and a duplicate key is an error.
 
-YAML 1.1 reads 010 as 8, 0x10 as 16, 1:40 as 100 and 2024-01-01 as a date; a configuration means none of these. 010 is a
-text, as a label may be; a key for a number takes it as 10.
+YAML 1.1 reads 010 as 8, 0x10 as 16, 1:40 as 100 and 2024-01-01 as a date; a configuration means none of these.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class _Loader(yaml.SafeLoader):
         return int(str(self.construct_scalar(node)).replace("_", ""))
 
 
-_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?[0-9][0-9_]*$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     _FLOAT,
     re.compile(

@@ -188,7 +188,7 @@ class RayExecutor:
 
         sent = Sent.of(value)
         self.bytes_put += sent.size
-        return sent if sent.size <= INLINE else ray.put(sent)
+        return sent.kept() if sent.size <= INLINE else ray.put(sent)
 
     def start(self, task: Task, call: StageCall, values: Sequence[Any]) -> None:
         workers = self._hosts[(task.stage.host or HELPER).name]

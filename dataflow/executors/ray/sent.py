@@ -34,6 +34,10 @@ class Sent:
         buffers: list[pickle.PickleBuffer] = []
         return cls(dumps(value, buffers.append), buffers)
 
+    def kept(self) -> Sent:
+        """Returns it with bytes of its own, which later changes of the value's arrays do not reach."""
+        return Sent(self._data, [pickle.PickleBuffer(bytes(buffer.raw())) for buffer in self._buffers])
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _value, (pickle.PickleBuffer(self._data), *self._buffers)
 

@@ -13,8 +13,7 @@ from dataflow.config.keys.yaml_values import load
     ("text", "value"),
     [
         ("1", 1),
-        ("0", 0),
-        ("010", "010"),
+        ("010", 10),
         ("-3", -3),
         ("1_000", 1000),
         ("0x10", "0x10"),

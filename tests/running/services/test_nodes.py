@@ -101,7 +101,6 @@ def test_labels_that_no_node_can_have_are_refused(override: str, words: str) -> 
     [
         ("labels.rack=7", ("rack", "7")),
         ("labels.rack=010", ("rack", "010")),
-        ("labels={rack: 010}", ("rack", "010")),
         ("labels.spot=true", ("spot", "true")),
         (f"labels.{'.'.join('a' * 100)}/zone=a", (f"{'.'.join('a' * 100)}/zone", "a")),
         ("labels.ray.io/accelerator-type=H100", ("ray.io/accelerator-type", "H100")),
