@@ -321,8 +321,7 @@ class RandomCosts(Costs):
             if task.stage.streams or task.stage.role == "samples":  # a step begins, maybe of another run
                 self._emitted[i.step], self._parts[i.step] = {}, {}
             chunks = chunks_of(task, self.groups, now, now + seconds)
-            for time, emitted in chunks:
-                self._emitted[i.step].update(dict.fromkeys(emitted or (), time))
+            self._emitted.get(i.step, {}).update({group: time for time, of in chunks for group in of or ()})
             return End(now + seconds, chunks=chunks)
         ids = list(range(self.groups))
         if self.order == "arrival":
@@ -330,8 +329,7 @@ class RandomCosts(Costs):
         each = task.take or self.groups
         found = tuple(ids[i.part * each : (i.part + 1) * each])
         if self.order == "arrival" and self._emitted.get(i.step):
-            found = self._arrived(i, ids, now)[:each]
-            self._parts[i.step][i.part] = found
+            self._parts[i.step][i.part] = found = self._arrived(i, ids, now)[:each]
         return End(now + seconds, groups=groups or found)
 
     def _arrived(self, i: TaskId, ids: Sequence[int], now: float) -> tuple[int, ...]:
