@@ -157,20 +157,15 @@ class Batch:
             name: of a tensor column ``[rows, width]``, such as a mask.
             last: counts among as many values at the end of each row; None for all.
         """
-        column = self._tensor(name)
-        last = column.shape[1] if last is None else min(last, column.shape[1])
-        if isinstance(column, Packed):
-            return column.nonzero(last)
-        found: np.ndarray = (column[:, column.shape[1] - last :] != 0).sum(dim=1).numpy()
-        return found
+        width = self.shape(name)[1]
+        return self._matrix(name).nonzero(width if last is None else min(last, width))
 
     def last(self, name: str) -> np.ndarray:
         """Returns the column of the last value of each row of a matrix that is not 0, int64 ``[rows]``; 0 if all are.
 
         Does not read the matrix.
         """
-        column = self._tensor(name)
-        return (column if isinstance(column, Packed) else Dense((column != 0).cpu().numpy())).last()
+        return self._matrix(name).last()
 
     def alike(self, name: str, values: Tensor) -> Tensor | Packed:
         """Returns a matrix packed in the same runs as a mask, outside of which it is 0; as it is where that cannot be.
@@ -182,6 +177,11 @@ class Batch:
         column = self._tensor(name)
         there = isinstance(column, Packed) and not values.requires_grad
         return (column.alike(values) if there else None) or values
+
+    def _matrix(self, name: str) -> Packed | Dense:
+        """Returns a matrix that is 0 where a tensor column is 0, and not elsewhere; packed if it was not read yet."""
+        column = self._tensor(name)
+        return column if isinstance(column, Packed) else Dense((column != 0).cpu().numpy())
 
     def _tensor(self, name: str) -> Any:
         """Returns a tensor column, packed if it was not read yet."""

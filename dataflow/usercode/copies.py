@@ -67,19 +67,28 @@ def own_copy(value: Any) -> Any:
 def is_plain(value: Any) -> bool:
     """Whether a value consists of dicts, lists, tuples, sets, arrays, numbers and texts: nothing runs if it is copied.
 
+    One that contains itself, or is nested very deeply, is not plain.
+
     >>> is_plain({"a": [1, ("b", None)]}), is_plain([print])
     (True, False)
     """
+    try:
+        return _plain(value)
+    except RecursionError:
+        return False
+
+
+def _plain(value: Any) -> bool:
     kind, numpy = type(value), sys.modules.get("numpy")
     if kind in _LEAVES:
         return True
     if kind is dict:
-        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+        return all(map(_plain, value)) and all(map(_plain, value.values()))
     if kind is list or kind is tuple or kind is set:
-        return {*map(type, value)} <= _LEAVES or all(map(is_plain, value))
+        return {*map(type, value)} <= _LEAVES or all(map(_plain, value))
     if numpy is None or kind is not numpy.ndarray:
         return False
-    return not value.dtype.hasobject or (value.dtype == object and all(map(is_plain, value.flat)))
+    return not value.dtype.hasobject or (value.dtype == object and all(map(_plain, value.flat)))
 
 
 def own_options(value: Any) -> Any:

@@ -91,3 +91,11 @@ def test_facts_of_a_users_type_are_kept_as_they_are() -> None:
     error = Refusal(1, "x")
     own = [Mark("reward", "reward", 0.0, 1.0, {"error": error, "n": at}) for at in range(3 * 2048)]
     assert list(packed(own)) == own
+
+
+def test_facts_that_contain_themselves_are_kept_as_they_are() -> None:
+    facts: dict[str, Any] = {}
+    facts["own"] = facts
+    found = list(packed([Mark("reward", "reward", 0.0, 1.0, facts) for _ in range(3 * 2048)]))
+    assert len(found) == 3 * 2048
+    assert all(mark.args is facts for mark in found)

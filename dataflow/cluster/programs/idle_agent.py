@@ -1,4 +1,4 @@
-"""Stands for Ray's dashboard agent, which a raylet requires: says that it has no ports, and sleeps until Ray ends.
+"""Replaces Ray's dashboard agent, which a raylet requires: reports that there are no ports, and sleeps until Ray ends.
 
 Ray's own, which does no more without the dashboard's dependencies, takes 80 MB and a second of CPU. This file is run by
 itself and imports nothing of this package or of Ray.
