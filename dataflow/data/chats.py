@@ -198,6 +198,17 @@ def chats_of(path: str) -> Chats | ChatProcess:
     return Chats(load_chat_tokenizer(path)) if "transformers" in sys.modules else ChatProcess(path)
 
 
+def chats_ahead(path: str | None) -> ChatProcess | None:
+    """Starts the process of a model's tokenizer before there are chats, so that both are loaded at the same time.
+
+    Returns:
+        The process; None if ``path`` is no directory (yet), or transformers is imported here already.
+    """
+    if path is None or "transformers" in sys.modules or not os.path.isdir(directory := os.path.expanduser(path)):
+        return None
+    return ChatProcess(directory)
+
+
 def _send(stream: IO[bytes], value: Any) -> None:
     pickle.dump(value, stream)
     stream.flush()

@@ -68,7 +68,11 @@ def read_problems(data: Any) -> tuple[Problems, Problems]:
 
 
 def load_prompts(
-    config: Any, train: Problems, val: Problems, schemas: Sequence[Mapping[str, Any]] | None = None
+    config: Any,
+    train: Problems,
+    val: Problems,
+    schemas: Sequence[Mapping[str, Any]] | None = None,
+    chats: ChatProcess | None = None,
 ) -> tuple[PromptSource, PromptSource]:
     """Returns the prompts of a run, training and held-out.
 
@@ -76,6 +80,7 @@ def load_prompts(
         config: a RunConfig whose ``model.path`` is a local directory.
         train, val: the problems.
         schemas: JSON schemas of the tools that the chat template describes in each prompt; None without tools.
+        chats: the process of the model's tokenizer, which the caller ends; None starts one if it is needed.
 
     Raises:
         ConfigError: a prompt with the longest response does not fit into one pass of the trainer.
@@ -86,11 +91,11 @@ def load_prompts(
     processor = Processor(config.model.path) if takes_images(config.model.path) else None
     of = [(train, config.data.prompts + config.extra_groups), (val, 1)]
     with contextlib.ExitStack() as stack:
-        chats = chats_of(config.model.path)
-        if isinstance(chats, ChatProcess):
-            stack.enter_context(chats)
+        reader = chats or chats_of(config.model.path)
+        if isinstance(reader, ChatProcess) and reader is not chats:
+            stack.enter_context(reader)
         sources = [
-            PromptSource(p.rows, chats, config.data, config.seed, n, p.name, p.labels, schemas, room, processor)
+            PromptSource(p.rows, reader, config.data, config.seed, n, p.name, p.labels, schemas, room, processor)
             for p, n in of
         ]
     if (most := config.trainer.max_tokens_per_gpu) is not None:

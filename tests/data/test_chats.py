@@ -4,16 +4,22 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dataflow.data.chats import ChatProcess, Chats, Refused
+from dataflow.config.run import RunConfig
+from dataflow.data.chats import ChatProcess, Chats, Refused, chats_ahead
+from dataflow.data.prompts import load_prompts, read_problems
 from dataflow.data.tokenize import load_chat_tokenizer, prompt_ids
-from dataflow.errors import ModelError
-from tests.rigs.processes import below, command
+from dataflow.errors import DataError, ModelError
+from dataflow.running.preparing.check import make_all
+from dataflow.running.preparing.prompts import Prompts
+from dataflow.running.reporting.progress import Progress
+from tests.rigs.processes import below, command, left
 
 pytestmark = pytest.mark.heavy
 CHATS = [[{"role": "user", "content": text}] for text in ("What is 3 + 4?", "é ✓", "")]
@@ -85,3 +91,38 @@ def test_a_refused_chat_does_not_wait_for_the_template_of_the_next_ones(monkeypa
     with pytest.raises(Refused):
         Chats(tokenizer).ids(CHATS[:1] * 5000)
     assert tokenizer.rendered < 2048
+
+
+def test_a_tokenizer_is_loaded_while_the_data_is_read(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    assert chats_ahead(None) is None
+    assert chats_ahead(str(tmp_path / "nowhere")) is None
+    data = {"train_size": 40, "val_size": 10, "prompts": 8}
+    config = RunConfig.model_validate({"model": {"path": str(tiny_qwen)}, "data": data})
+    begun = chats_ahead(str(tiny_qwen))
+    assert begun is not None
+    with begun as chats:
+        (process,) = below()
+        train, val = load_prompts(config, *read_problems(config.data), chats=chats)
+        assert below() == [process], "the caller's process goes on, and there is no other"
+    assert left([process], 20) == []
+    tokenizer = load_chat_tokenizer(str(tiny_qwen))
+    for source in (train, val):
+        batch = source.all()
+        assert list(batch["prompt_ids"]) == [prompt_ids(tokenizer, chat) for chat in batch["raw_prompt"]]
+
+
+def test_the_tokenizers_process_ends_with_the_checks(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?"}\n')
+    data = {"train": str(tmp_path / "train.jsonl")}
+    config = RunConfig.model_validate({"model": {"path": str(tiny_qwen)}, "data": data})
+    with Prompts(config, (), Progress(quiet=True)) as prompts:
+        with pytest.raises(DataError, match=r"line 1: the problem has no 'answer'"):
+            make_all(prompts.checks())
+        (process,) = below()
+    assert left([process], 20) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -124,15 +125,17 @@ class Preparation:
                 yield Check("reward models", self._check_models)
             for name, host in self.agents.items():
                 yield Check(name, partial(self._check_agent, name, host))
-        prompts = Prompts(config, self.hosts, self._progress, self._keep) if isinstance(config, RunConfig) else None
-        if prompts:
-            yield from prompts.checks()
-        own: dict[str, Callable[[int], Any]] = {}
-        yield Check("inputs", lambda: own.update(inputs_of(self.module, config)))
-        if prompts:
-            yield from prompts.made()
-        if hasattr(self, "graph") and (prompts is None or prompts.tokenized):
-            yield Check("inputs", lambda: self._take({**(prompts.fields() if prompts else {}), **own}))
+        with ExitStack() as opened:
+            prompts = None
+            if isinstance(config, RunConfig):
+                prompts = opened.enter_context(Prompts(config, self.hosts, self._progress, self._keep))
+                yield from prompts.checks()
+            own: dict[str, Callable[[int], Any]] = {}
+            yield Check("inputs", lambda: own.update(inputs_of(self.module, config)))
+            if prompts:
+                yield from prompts.made()
+            if hasattr(self, "graph") and (prompts is None or prompts.tokenized):
+                yield Check("inputs", lambda: self._take({**(prompts.fields() if prompts else {}), **own}))
         if isinstance(config, RunConfig) and any(model.given_urls for model in config.reward.models.values()):
             yield Check("model servers", self._check_servers)
         if isinstance(config, RunConfig) and config.engine.rollout == "server" and "rollout" in self.hosts:

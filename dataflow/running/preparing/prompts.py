@@ -20,6 +20,7 @@ from dataflow.running.reporting.progress import Progress
 from dataflow.running.services.hosting import check_room, circumstances
 
 if TYPE_CHECKING:
+    from dataflow.data.chats import ChatProcess
     from dataflow.data.prompts import Problems, PromptSource
     from dataflow.models.checked import WeightsCheck
 
@@ -35,13 +36,23 @@ class Prompts:
         hosts: names of its services.
         progress: shows the warm-up of the default model.
         keep: whether to remember that the model's weights were found right.
+
+    As a context manager, it ends the process of the tokenizer.
     """
 
     def __init__(self, config: RunConfig, hosts: Collection[str], progress: Progress, keep: bool = True) -> None:
         self._config, self._hosts, self._progress, self._keep = config, hosts, progress, keep
+        self._opened = ExitStack()
+        self._chats: ChatProcess | None = None
         self._problems: tuple[Problems, Problems] | None = None
         self._sources: tuple[PromptSource, PromptSource] | None = None
         self._settled = False
+
+    def __enter__(self) -> Prompts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
 
     def checks(self) -> Checks:
         """Yields the checks of data and model."""
@@ -73,8 +84,11 @@ class Prompts:
                 yield Check("weights", lambda: self._wait(begun[0]))
 
     def _read(self) -> str:
+        from dataflow.data.chats import chats_ahead
         from dataflow.data.prompts import read_problems
 
+        if (ahead := chats_ahead(self._config.model.path)) is not None:
+            self._chats = self._opened.enter_context(ahead)
         self._problems = read_problems(self._config.data)
         train, val = self._problems
         return f"{train.name}: {counted(len(train.rows), 'row')}; {val.name}: {len(val.rows):,}"
@@ -91,7 +105,7 @@ class Prompts:
         config = self._config
         assert self._problems is not None
         schemas = toolbox_of(config).schemas if config.tools.offered else None
-        self._sources = load_prompts(config, *self._problems, schemas)
+        self._sources = load_prompts(config, *self._problems, schemas, self._chats)
         most = max(source.longest for source in self._sources)
         return f"up to {most:,} tokens (data.max_prompt_length={config.data.max_prompt_length})"
 
