@@ -35,13 +35,16 @@ class Prompts:
         hosts: names of its services.
         progress: shows the warm-up of the default model.
         keep: whether to remember that the model's weights were found right.
+
+    Attributes:
+        settled: whether the models are there.
     """
 
     def __init__(self, config: RunConfig, hosts: Collection[str], progress: Progress, keep: bool = True) -> None:
         self._config, self._hosts, self._progress, self._keep = config, hosts, progress, keep
         self._problems: tuple[Problems, Problems] | None = None
         self._sources: tuple[PromptSource, PromptSource] | None = None
-        self._settled = False
+        self.settled = False
 
     def checks(self) -> Checks:
         """Yields the checks of data and model."""
@@ -52,7 +55,7 @@ class Prompts:
             problems = self._problems[0]
             yield Check("references", lambda: check_truths(config, problems))
         yield Check("model", self._settle)
-        if self._settled:
+        if self.settled:
             yield Check("images", lambda: check_images(config))
             if "rollout" in self._hosts:
                 yield Check("lengths", lambda: check_room(config))
@@ -61,7 +64,7 @@ class Prompts:
         """Yields the checks of the prompts and of the model's weights, after those of :meth:`checks`."""
         from dataflow.models.checked import WeightsCheck
 
-        if self._problems is None or not self._settled:
+        if self._problems is None or not self.settled:
             yield Check("prompts", _unknown)
             return
         path, begun = Path(self._config.model.path or ""), list[WeightsCheck]()
@@ -81,7 +84,7 @@ class Prompts:
 
     def _settle(self) -> str:
         settle(self._config, self._progress)
-        self._settled = True
+        self.settled = True
         return str(self._config.model.path)
 
     def _tokenize(self) -> str:
