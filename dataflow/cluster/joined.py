@@ -10,6 +10,7 @@ from typing import Any
 
 from dataflow.cluster.console import console_kept
 from dataflow.errors import ConfigError
+from dataflow.system.address import host_and_port
 from dataflow.system.children import working_directory_imported
 from dataflow.usercode.failures import causes_of
 
@@ -28,14 +29,16 @@ class JoinedRay:
         """Connects.
 
         Raises:
-            ConfigError: no cluster answers, or it refuses this process.
+            ConfigError: it is not an address, no cluster answers, or it refuses this process.
         """
+        place = _place(self._address)
         options = connecting(self._address)
         import ray
 
         try:
             with console_kept():
-                _probe(self._address)
+                if place is not None:  # Ray itself retries for minutes
+                    socket.create_connection(place, timeout=5.0).close()
                 ray.init(address=self._address, **options)
         except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             ray.shutdown()
@@ -114,8 +117,15 @@ def _why(error: BaseException) -> str:
     return f"this process cannot join the cluster ({message}); give all its nodes the same Python environment."
 
 
-def _probe(address: str) -> None:
-    """Connects once, to fail at once if nothing listens; Ray itself retries for minutes."""
-    host, _, port = address.rpartition(":")
-    if host and "/" not in address:
-        socket.create_connection((host, int(port)), timeout=5.0).close()
+def _place(address: str) -> tuple[str, int] | None:
+    """Returns host and port of an address that names them, and is not that of a remote client.
+
+    Raises:
+        ConfigError: it does not name them rightly.
+    """
+    if ":" not in address or "/" in address:
+        return None
+    try:
+        return host_and_port(address)
+    except ValueError as error:
+        raise ConfigError(f"ray.address={address}: {error}; give auto, host:port or ray://host:port.") from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, SupportsIndex, TypeVar, overload
 
 from dataflow.usercode.copies import is_plain
 
@@ -20,10 +21,11 @@ _KINDS = {"uint8": (0, 2**8), "uint16": (0, 2**16), "int32": (-(2**31), 2**31), 
 """Types of columns of integers and their ranges; the first that holds all values is taken."""
 
 
-class Records(Generic[T]):
+class Records(Sequence[T]):
     """A list that only grows, of records that are compared and read as if they were plain objects.
 
-    A record of a reward request takes 400 bytes as an object and about 25 when it is packed.
+    A record of a reward request takes 400 bytes as an object and about 25 when it is packed. ``+`` and slices
+    give lists; a copy grows on its own.
 
     Args:
         split: returns the values of a record; the last one is a dict of facts, which differ between records.
@@ -37,8 +39,7 @@ class Records(Generic[T]):
         self._split, self._make = split, make
         self._held: tuple[list[bytes | list[T]], list[T]] = ([], [])  # one attribute, so that other threads can read
         self._read: dict[int, list[T]] = {}
-        for record in records:
-            self.append(record)
+        self.extend(records)
 
     def append(self, record: T) -> None:
         """Adds a record, which must not change afterwards."""
@@ -46,6 +47,23 @@ class Records(Generic[T]):
         newest.append(record)
         if len(newest) >= 2 * _BLOCK:
             self._held = ([*blocks, self._packed(newest[:_BLOCK])], newest[_BLOCK:])
+
+    def extend(self, records: Iterable[T]) -> None:
+        """Adds records, see :meth:`append`."""
+        for record in list(records):  # which may be these
+            self.append(record)
+
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        """Returns the first index of a record that equals a value, from ``start`` on and before ``stop``.
+
+        Raises:
+            ValueError: there is none.
+        """
+        within = range(len(self))[start:stop]
+        for at, record in enumerate(self):  # Sequence's own reads by index, which unpacks a block for each record
+            if at in within and (record is value or record == value):
+                return at
+        raise ValueError(f"{value!r} is not among the {len(self)} records")
 
     def __len__(self) -> int:
         blocks, newest = self._held
@@ -72,15 +90,15 @@ class Records(Generic[T]):
             self._read = read
 
     @overload
-    def __getitem__(self, at: int) -> T: ...
+    def __getitem__(self, at: SupportsIndex) -> T: ...
 
     @overload
     def __getitem__(self, at: slice) -> list[T]: ...
 
-    def __getitem__(self, at: int | slice) -> T | list[T]:
-        if isinstance(at, int):
+    def __getitem__(self, at: SupportsIndex | slice) -> T | list[T]:
+        if not isinstance(at, slice):
             blocks, newest = self._held
-            block, within = divmod(range(len(blocks) * _BLOCK + len(newest))[at], _BLOCK)
+            block, within = divmod(range(len(blocks) * _BLOCK + len(newest))[operator.index(at)], _BLOCK)
             return (
                 self._unpacked(block)[within]
                 if block < len(blocks)
@@ -95,9 +113,25 @@ class Records(Generic[T]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Records | list):
             return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+        return len(self) == len(other) and all(a is b or a == b for a, b in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __add__(self, other: Sequence[T]) -> list[T]:
+        return [*self, *other] if isinstance(other, Records | list) else NotImplemented
+
+    def __radd__(self, other: Sequence[T]) -> list[T]:
+        return [*other, *self] if isinstance(other, list) else NotImplemented
+
+    def __iadd__(self, other: Iterable[T]) -> Records[T]:
+        self.extend(other)
+        return self
+
+    def __copy__(self) -> Records[T]:
+        found = Records(self._split, self._make)
+        blocks, newest = self._held
+        found._held = (list(blocks), list(newest))
+        return found
 
     def __repr__(self) -> str:
         return f"Records({len(self)})"

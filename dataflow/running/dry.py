@@ -54,11 +54,15 @@ def _findings(load: Load, arguments: Sequence[str]) -> Iterator[Finding]:
     if isinstance(prepared, Complete):
         yield Finding("resume", "ok", f"{prepared.words}; there is nothing left to do")
         return
-    yield from collect(prepared.checks())
-    yield from collect(Needs(prepared, PATIENCE_S).checks())
+    yield from collect(_checks(prepared))
 
 
 _PATIENT: dict[str, Any] = {"patience_s": PATIENCE_S, "keep": False}
+
+
+def _checks(prepared: Preparation) -> Checks:
+    yield from prepared.checks()
+    yield from Needs(prepared, PATIENCE_S).checks()
 
 
 def _packages(config: BaseConfig) -> Checks:

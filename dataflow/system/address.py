@@ -1,8 +1,10 @@
-"""Addresses of HTTP."""
+"""Addresses of HTTP, and of a host with a port."""
 
 from __future__ import annotations
 
 import base64
+import re
+import socket
 from urllib.parse import unquote, urlsplit
 
 from dataflow.system.secrets.redaction import keep_secret
@@ -22,6 +24,50 @@ def is_address(url: object) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
+
+
+def host_port(host: str, port: int) -> str:
+    """Returns a host and a port as one text, which may follow ``http://``.
+
+    >>> host_port("10.0.0.1", 80), host_port("fd00::1", 80)
+    ('10.0.0.1:80', '[fd00::1]:80')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """Returns the host, without brackets, and the port of such a text.
+
+    >>> host_and_port("10.0.0.1:80"), host_and_port("[fd00::1]:80")
+    (('10.0.0.1', 80), ('fd00::1', 80))
+
+    Raises:
+        ValueError: it has another form; the message is a clause that says what is wrong.
+    """
+    found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+)):([0-9]{1,5})", text)
+    if found is None:
+        brackets = "an IPv6 address needs brackets, as in [fd00::1]:80"
+        raise ValueError(brackets if text.count(":") > 1 else "it is not host:port")
+    return found[1] or found[2], int(found[3])
+
+
+def listening(host: str, port: int = 0, backlog: int = 128) -> socket.socket:
+    """Returns a socket that listens at an address of this machine, IPv4 or IPv6.
+
+    Args:
+        host: the address.
+        port: 0 takes a free one.
+        backlog: connections that may wait to be accepted.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
+    return socket.create_server((host, port), family=family_of(host), backlog=backlog)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Returns the kind of a socket for an address: that of IPv6 if it has a colon."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def without_login(url: str) -> tuple[str, str]:

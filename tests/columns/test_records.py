@@ -1,10 +1,14 @@
 """Records that are packed read as those that were added."""
 
+import copy
 import math
+import operator
 import pickle
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +54,58 @@ def test_reads_what_was_added(marks: list[Mark]) -> None:
 def test_an_index_beyond_the_end_is_refused() -> None:
     with pytest.raises(IndexError):
         packed([Mark("reward", "reward", 0.0, 1.0)])[1]
+
+
+@given(_MARKS, _MARKS)
+def test_it_can_be_used_as_a_list_is(marks: list[Mark], others: list[Mark]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "_BLOCK", 4)
+        found = packed(marks)
+        assert isinstance(found, Sequence)
+        assert found + others == found + packed(others) == marks + others
+        assert others + found == others + marks
+        for mark in [*marks, *others[:3]]:
+            assert found.count(mark) == marks.count(mark)
+            assert (mark in found) == (mark in marks)
+            assert outcome(found.index, mark) == outcome(marks.index, mark)
+            assert outcome(found.index, mark, 2) == outcome(marks.index, mark, 2)
+            assert outcome(found.index, mark, -3, -1) == outcome(marks.index, mark, -3, -1)
+        for copied in (copy.copy(found), copy.deepcopy(found)):
+            copied += others
+            assert copied == marks + others
+            assert isinstance(copied, Records)
+        found += found
+        assert found == marks * 2
+        assert (found == tuple(marks)) is (found == "x") is False
+
+
+def outcome(function: Any, *arguments: Any) -> Any:
+    """Returns what a call returns, or the kind of its error."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return type(error)
+
+
+def test_it_is_read_by_any_number_that_is_an_index_and_adds_only_lists() -> None:
+    mark = Mark("reward", "reward", 0.0, 1.0)
+    found = packed([mark])
+    assert found[np.int64(0)] == mark
+    with pytest.raises(TypeError):
+        found["0"]
+    for add in (lambda: operator.add(found, (mark,)), lambda: operator.add((mark,), found)):
+        with pytest.raises(TypeError, match=r"unsupported operand|can only concatenate"):
+            add()
+
+
+def test_a_search_unpacks_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_BLOCK", 4)
+    found = packed([Mark("reward", "reward", float(at), 9.0) for at in range(40)])
+    read: list[int] = []
+    unpacked = Records._unpacked
+    monkeypatch.setattr(Records, "_unpacked", lambda self, at: read.append(at) or unpacked(self, at))
+    assert found.index(found[-1]) == 39
+    assert read == list(range(8 + 1))[: len(read)]
 
 
 def test_facts_that_cannot_be_packed_are_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import numpy as np
@@ -46,6 +47,16 @@ def test_a_value_can_be_read_more_than_once_and_its_readers_share_nothing():
     first = read(sent)
     first[0].append(5)
     assert read(sent) == [[1], [2]]
+
+
+def test_a_copy_is_sent_as_the_original_and_a_deep_one_has_bytes_of_its_own():
+    array = np.zeros(50_000)
+    sent = Sent.of({"a": array})
+    shallow, deep = copy.copy(sent), copy.deepcopy([sent])[0]
+    array[0] = 1.0
+    assert [type(each) for each in (shallow, deep)] == [Sent, Sent]
+    assert [read(each)["a"][0] for each in (sent, shallow, deep)] == [1.0, 1.0, 0.0]
+    assert shallow.size == deep.size == sent.size
 
 
 def test_a_small_value_is_no_object_of_rays_and_its_bytes_are_counted(monkeypatch):

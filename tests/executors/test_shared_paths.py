@@ -98,6 +98,24 @@ def test_a_run_directory_of_the_same_name_on_another_disk_is_not_shared(tmp_path
     checked(spec, None, node7=node)  # it has no files there
 
 
+def test_a_cache_must_be_on_a_disk_that_the_nodes_share(tmp_path: Path) -> None:
+    cache, node = tmp_path / "caches" / "c.sqlite", Elsewhere(tmp_path / "disk")
+    Path(node.at(str(tmp_path))).mkdir(parents=True)
+    spec = Hosted("reward", dict, writes={"reward.cache": str(cache)})
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(ConfigError) as caught:
+        checked(spec, node7=node)
+    assert str(caught.value) == (
+        f"reward.cache={cache}: node node7, where 'reward' runs, does not see the directory {tmp_path} of this "
+        "machine; give a file on a disk that all nodes share, or ray.nodes.reward labels of this machine's node."
+    )
+    with pytest.raises(ConfigError, match=r"^runs: node node7"):
+        checked(spec, str(run), node7=node)
+    checked(spec, str(run), node7=Elsewhere(Path("/")))
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "disk", run]  # the markers are gone, and nothing is made
+
+
 def test_a_model_that_the_run_has_made_is_copied(tmp_path: Path) -> None:
     model = tmp_path / "cache" / "tiny"
     model.mkdir(parents=True)

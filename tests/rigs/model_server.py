@@ -20,6 +20,7 @@ from pathlib import Path
 from aiohttp import web
 
 from dataflow.rewards.judge.server import completion, serve
+from dataflow.system.address import family_of
 from dataflow.system.loopback import ADDRESS
 
 
@@ -52,7 +53,7 @@ async def main() -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
-    bound = socket.socket()
+    bound = socket.socket(family_of(given.host))
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind((given.host, given.port))
     await serve(app, given.port, listener=bound.detach())

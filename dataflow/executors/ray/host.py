@@ -22,6 +22,7 @@ from dataflow.executors.calling import answer, around, make_chunk, method_of, pr
 from dataflow.executors.ray import tensors
 from dataflow.graph import Hosted, Stage, TaskInfo
 from dataflow.system import clock
+from dataflow.system.address import family_of
 from dataflow.system.children import restore_path
 from dataflow.system.secrets.redaction import redact_logs
 from dataflow.usercode.failures import Contained
@@ -46,9 +47,10 @@ class Host(SeesPaths):
 
         import ray
 
-        with socket.socket() as s:
+        address = ray.util.get_node_ip_address()
+        with socket.socket(family_of(address)) as s:
             s.bind(("", 0))
-            address, port = ray.util.get_node_ip_address(), s.getsockname()[1]
+            port = s.getsockname()[1]
         return Place(ray.get_runtime_context().get_node_id(), address, port, version())
 
     @answering

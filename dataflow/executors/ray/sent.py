@@ -38,6 +38,12 @@ class Sent:
         """Returns it with bytes of its own, which later changes of the value's arrays do not reach."""
         return Sent(self._data, [pickle.PickleBuffer(bytes(buffer.raw())) for buffer in self._buffers])
 
+    def __copy__(self) -> Sent:
+        return self  # it does not change; without this method, a copy would be the value
+
+    def __deepcopy__(self, _memo: Any) -> Sent:
+        return self.kept()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _value, (pickle.PickleBuffer(self._data), *self._buffers)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from dataflow.cluster.answer import cause, fetch
@@ -37,22 +38,20 @@ class SharedPaths:
             ConfigError: a node does not see a path.
         """
         spec = self._spec
-        if not actors or not (spec.files or spec.made or self._directory):
-            return
         paths = {**spec.files, **spec.made}
+        common = {} if self._directory is None else {RUN: self._directory}
+        common |= {key: _existing(path) for key, path in spec.writes.items()}
+        if not actors or not (paths or common):
+            return
         mine = {path: look(path) for path in paths.values()}
         with ExitStack() as stack:
-            markers = []
-            if self._directory is not None:
-                try:
-                    markers.append(stack.enter_context(marked(self._directory)))
-                except OSError as error:
-                    raise ConfigError(f"{RUN}: {self._directory} cannot be written: {error.strerror}.") from error
+            markers = [_marker(stack, key, directory) for key, directory in common.items()]
             for address, actor in actors.items():
-                theirs = await fetch(actor.look.remote([*paths.values(), *markers]))
-                if markers and not theirs.pop().kind:
-                    raise ConfigError(self._not_shared(address))
-                for key, path, there in zip(paths, paths.values(), theirs, strict=True):
+                theirs = await fetch(actor.look.remote([*markers, *paths.values()]))
+                for (key, directory), there in zip(common.items(), theirs, strict=False):
+                    if not there.kind:
+                        raise ConfigError(self._not_shared(key, directory, address))
+                for key, path, there in zip(paths, paths.values(), theirs[len(markers) :], strict=True):
                     await self._compare(key, path, mine[path], there, address, actor)
 
     async def _compare(self, key: str, path: str, here: View, there: View, address: str, actor: Any) -> None:
@@ -72,12 +71,31 @@ class SharedPaths:
                 "nodes share, or copy it there."
             )
 
-    def _not_shared(self, address: str) -> str:
+    def _not_shared(self, key: str, directory: str, address: str) -> str:
+        where = f"node {address}, where '{self._spec.name}' runs, does not see"
+        fix = f"ray.nodes.{self._spec.name} labels of this machine's node."
+        if path := self._spec.writes.get(key):
+            return (
+                f"{key}={path}: {where} the directory {directory} of this machine; give a file on a disk that all "
+                f"nodes share, or {fix}"
+            )
         return (
-            f"{RUN}: node {address}, where '{self._spec.name}' runs, does not see the run's directory "
-            f"{self._directory}, which it has files in; give {RUN}= a directory on a disk that all nodes share, or "
-            f"ray.nodes.{self._spec.name} labels of this machine's node."
+            f"{key}: {where} the run's directory {directory}, which it has files in; give {key}= a directory on a "
+            f"disk that all nodes share, or {fix}"
         )
+
+
+def _existing(path: str) -> str:
+    """Returns the directory of a file, or, if it is still to be made, the innermost one above it that is there."""
+    return str(next(each for each in Path(path).parents if each.is_dir()))
+
+
+def _marker(stack: ExitStack, key: str, directory: str) -> str:
+    """Writes a marker, which the stack removes; returns its path."""
+    try:
+        return stack.enter_context(marked(directory))
+    except OSError as error:
+        raise ConfigError(f"{key}: {directory} cannot be written: {error.strerror}.") from error
 
 
 def one_on_each(actors: Sequence[Any], nodes: Sequence[tuple[str, str]], here: str | None) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 
 from loguru import logger
 
 from dataflow.errors import RunError
 from dataflow.rewards.judge.server import BACKLOG, JudgeProcess, start_judge
+from dataflow.system.address import host_port, listening
 from dataflow.system.kept import KeptServer
 from dataflow.system.loopback import ADDRESS
 
@@ -41,8 +41,8 @@ class JudgeKeeper:
         address: str = ADDRESS,
     ) -> None:
         self._arguments = (latency, time_scale, seed)
-        self._listener = socket.create_server((address, 0), backlog=BACKLOG)
-        self.url = f"http://{address}:{self._listener.getsockname()[1]}"
+        self._listener = listening(address, backlog=BACKLOG)
+        self.url = f"http://{host_port(address, self._listener.getsockname()[1])}"
         self.deaths = 0
         self._server = KeptServer("judge keeper", self._start, self._on_death, on_lost)
 

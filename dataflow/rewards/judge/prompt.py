@@ -53,7 +53,7 @@ class Template:
     """
 
     def __init__(self, text: str, key: str) -> None:
-        if text.endswith((".txt", ".md")) and not {"\n", "{"}.intersection(text):
+        if is_file(text):
             text = _read_file(text, key)
         self._pieces: list[tuple[str, str | None]] = []
         done = 0
@@ -76,6 +76,11 @@ class Template:
     def fill(self, values: Mapping[str, str]) -> str:
         """Returns the text with its placeholders replaced by values."""
         return "".join([literal if name is None else literal + values[name] for literal, name in self._pieces])
+
+
+def is_file(text: str) -> bool:
+    """Whether the text of a template is the path of a file with it."""
+    return text.endswith((".txt", ".md")) and not {"\n", "{"}.intersection(text)
 
 
 def _read_file(path: str, key: str) -> str:

@@ -32,6 +32,7 @@ from dataflow.errors import ConfigError, DataflowError, RunError
 from dataflow.rewards.judge.budget import estimate
 from dataflow.rewards.judge.prompt import read_messages
 from dataflow.rewards.user.gsm8k import compute_score
+from dataflow.system.address import host_and_port, host_port
 from dataflow.system.children import command
 from dataflow.system.health import answers, hangs
 from dataflow.system.loopback import ADDRESS
@@ -133,7 +134,7 @@ async def serve(app: web.Application, port: int, *, listener: int | None = None,
         else:
             await web.SockSite(runner, socket.socket(fileno=listener), backlog=BACKLOG).start()
         address, bound = runner.addresses[0][:2]
-        print(json.dumps({"port": bound, "url": f"http://{address}:{bound}"}), flush=True)
+        print(json.dumps({"port": bound, "url": f"http://{host_port(address, bound)}"}), flush=True)
         threading.Thread(target=watch, daemon=True).start()
         await stop.wait()
     finally:
@@ -175,8 +176,8 @@ class JudgeProcess:
     def wait(self) -> None:
         """Waits until the server has ended; ends it if it answers no more."""
         if self._hang_s is not None:
-            address, _, port = urlsplit(self.url).netloc.rpartition(":")
-            asked = partial(answers, int(port), self._hang_s, well=False, address=address)
+            address, port = host_and_port(urlsplit(self.url).netloc)
+            asked = partial(answers, port, self._hang_s, well=False, address=address)
             self.hung = hangs(self.pid, asked, self._hang_s)
             if self.hung:
                 self._process.kill()

@@ -22,6 +22,7 @@ from dataflow.rewards.limits.limits import Limits
 from dataflow.rewards.limits.pause import Pause
 from dataflow.rewards.limits.server import Address, LimitServer, Message, Wire
 from dataflow.system import clock
+from dataflow.system.address import host_port
 from dataflow.system.secrets.redaction import redact_logs
 
 _CONNECT_S = 30.0
@@ -147,7 +148,7 @@ class SharedLimits:
         self.close()
         host, port, _key = self.address
         failed = RewardFailed(
-            f"the server of the job's shared reward limits, {host}:{port}, is lost to agent '{self.name}' "
+            f"the server of the job's shared reward limits, {host_port(host, port)}, is lost to agent '{self.name}' "
             f"({str(error) or type(error).__name__}): no further request may start; see why its process ended, and "
             "start the run again."
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from loguru import logger
 
 from dataflow.errors import RunError
 from dataflow.rewards.judge.server import BACKLOG, JudgeProcess, start_server
+from dataflow.system.address import host_port, listening
 from dataflow.system.children import command
 from dataflow.system.health import HANG_S
 from dataflow.system.kept import KeptServer
@@ -48,8 +48,8 @@ class RouterKeeper:
         address: str = ADDRESS,
     ) -> None:
         self._models, self._hang_s = models, hang_s
-        self._listener = socket.create_server((address, 0), backlog=BACKLOG)
-        self.address = f"{address}:{self._listener.getsockname()[1]}"
+        self._listener = listening(address, backlog=BACKLOG)
+        self.address = host_port(address, self._listener.getsockname()[1])
         self.url = f"http://{self.address}"
         self.deaths = 0
         self._server = KeptServer("router keeper", self._start, self._on_death, on_lost)

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dataflow.system.address import family_of
 from dataflow.system.children import command
 from dataflow.system.guard import GRACE_S, LEFT_S
 from dataflow.system.health import HANG_S, answers, hangs
@@ -145,7 +146,7 @@ class Port:
     """
 
     def __init__(self, address: str = ADDRESS) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket = socket.socket(family_of(address), socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind((address, 0))
         self.number: int = self._socket.getsockname()[1]

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from dataflow.rewards.models.gpus import VISIBLE
 from dataflow.rewards.models.server import ModelServer, Port, server_environment
+from dataflow.system.address import host_port
 from dataflow.system.kept import Process
 from dataflow.system.loopback import ADDRESS
 
@@ -62,7 +63,7 @@ class LocalSite:
         self._command, self._environment, self._address = command, environment, address
         self._port = Port(address)
         self.port = self._port.number
-        self.url = f"http://{address}:{self.port}"
+        self.url = f"http://{host_port(address, self.port)}"
 
     def start(self, log: Path, start_s: float, on_ready: Callable[[], None], hang_s: float) -> ModelServer:
         """See :class:`Site`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -21,10 +21,12 @@ class Check:
         what: is checked, in one or two words.
         find: returns what it found, as a clause, or None if that is not worth a line; raises a
             :class:`~dataflow.errors.UserError` for a problem, :class:`~dataflow.errors.NotChecked` if it cannot tell.
+        needs: names of earlier checks; after a problem of one of these, this one would find the same fault.
     """
 
     what: str
     find: Callable[[], str | None]
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,24 @@ def make_all(checks: Checks) -> None:
 
 
 def collect(checks: Checks) -> Iterator[Finding]:
-    """Makes all checks, and yields what each found."""
+    """Makes all checks, and yields what each found; a sentence that two checks end with, once."""
+    wrong, said = set[str](), set[str]()
     with closing(checks):
         for check in checks:
-            found = _found(check)
-            if found is not None:
-                yield found
+            found = _found(check, wrong)
+            if found is None:
+                continue
+            if found.state == "problem":
+                wrong.add(found.what)
+                if found.message in said:
+                    continue
+                said.add(found.message)
+            yield found
 
 
-def _found(check: Check) -> Finding | None:
+def _found(check: Check, wrong: Collection[str]) -> Finding | None:
+    if found := [name for name in check.needs if name in wrong]:
+        return Finding(check.what, "not checked", f"it depends on the check '{found[0]}', which found a problem")
     try:
         message = check.find()
     except NotChecked as reason:

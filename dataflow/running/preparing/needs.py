@@ -81,15 +81,15 @@ class Needs:
             return
         need: list[Need] = []
         if gpus:
-            yield Check("GPU memory", lambda: self._gpu_memory(need))
+            yield Check("GPU memory", lambda: self._gpu_memory(need), needs=("model",))
         else:
-            yield Check("memory", lambda: self._read_need(need))
+            yield Check("memory", lambda: self._read_need(need), needs=("model",))
         if need and config.ray.address is None and need[0].cpu:
             yield Check("CPU memory", lambda: self._cpu_memory(need[0]))
         if need and need[0].checkpoint + need[0].model:
-            yield Check("disk", lambda: self._disk(need[0]))
+            yield Check("disk", lambda: self._disk(need[0]), needs=("directory",))
         else:
-            yield Check("disk", self._some_disk)
+            yield Check("disk", self._some_disk, needs=("directory",))
 
     def _judge(self, name: str) -> str:
         judge = self._prepared.judges[name]

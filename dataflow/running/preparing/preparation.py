@@ -13,9 +13,9 @@ from loguru import logger
 
 from dataflow.config.base import BaseConfig
 from dataflow.config.loading.pipeline_file import inputs_of, pipeline_of
-from dataflow.config.reward import JudgeConfig, rule_of, source_of
+from dataflow.config.reward import JudgeConfig, model_of, rule_of, source_of
 from dataflow.config.run import RunConfig
-from dataflow.errors import ConfigError, counted
+from dataflow.errors import ConfigError, NotChecked, counted
 from dataflow.graph import Hosted, TaskGraph
 from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
 from dataflow.rewards.naming import JUDGE
@@ -124,14 +124,16 @@ class Preparation:
             if hasattr(self, "graph"):
                 yield Check("reward models", self._check_models)
             for name, host in self.agents.items():
-                yield Check(name, partial(self._check_agent, name, host))
+                model = model_of(config, source_of(config, name))
+                needs = () if model is None else ("reward models",)
+                yield Check(name, partial(self._check_agent, name, host), needs)
         with ExitStack() as opened:
-            prompts = None
+            prompts: Prompts | None = None
             if isinstance(config, RunConfig):
                 prompts = opened.enter_context(Prompts(config, self.hosts, self._progress, self._keep))
                 yield from prompts.checks()
             own: dict[str, Callable[[int], Any]] = {}
-            yield Check("inputs", lambda: own.update(inputs_of(self.module, config)))
+            yield Check("inputs", lambda: own.update(self._own_inputs(prompts)))
             if prompts:
                 yield from prompts.made()
             if hasattr(self, "graph") and (prompts is None or prompts.tokenized):
@@ -199,6 +201,12 @@ class Preparation:
         judge = "a stand-in for the judge" if name in self.stand_ins else "the judge"
         scorer = custom.name if custom.path else judge if name in self.judges else host.options["default"]["target"]
         return f"{scorer}, {counted(options.concurrency, 'request')} in flight"
+
+    def _own_inputs(self, prompts: Prompts | None) -> Mapping[str, Callable[[int], Any]]:
+        """Returns the fields of the pipeline file's ``inputs``, which may read the run's models."""
+        if prompts is not None and not prompts.settled and hasattr(self.module, "inputs"):
+            raise NotChecked("inputs(config) may need the model, which is not there")
+        return inputs_of(self.module, self.config)
 
     def _take(self, found: Mapping[str, Callable[[int], Any]]) -> None:
         """Keeps the pipeline's input fields: those of ``inputs(config)``, and the prompts of a run with a model.

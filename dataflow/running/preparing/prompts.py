@@ -38,6 +38,9 @@ class Prompts:
         keep: whether to remember that the model's weights were found right.
 
     As a context manager, it ends the process of the tokenizer.
+
+    Attributes:
+        settled: whether the models are there.
     """
 
     def __init__(self, config: RunConfig, hosts: Collection[str], progress: Progress, keep: bool = True) -> None:
@@ -46,7 +49,7 @@ class Prompts:
         self._chats: ChatProcess | None = None
         self._problems: tuple[Problems, Problems] | None = None
         self._sources: tuple[PromptSource, PromptSource] | None = None
-        self._settled = False
+        self.settled = False
 
     def __enter__(self) -> Prompts:
         return self
@@ -63,7 +66,7 @@ class Prompts:
             problems = self._problems[0]
             yield Check("references", lambda: check_truths(config, problems))
         yield Check("model", self._settle)
-        if self._settled:
+        if self.settled:
             yield Check("images", lambda: check_images(config))
             if "rollout" in self._hosts:
                 yield Check("lengths", lambda: check_room(config))
@@ -72,7 +75,7 @@ class Prompts:
         """Yields the checks of the prompts and of the model's weights, after those of :meth:`checks`."""
         from dataflow.models.checked import WeightsCheck
 
-        if self._problems is None or not self._settled:
+        if self._problems is None or not self.settled:
             yield Check("prompts", _unknown)
             return
         path, begun = Path(self._config.model.path or ""), list[WeightsCheck]()
@@ -95,7 +98,7 @@ class Prompts:
 
     def _settle(self) -> str:
         settle(self._config, self._progress)
-        self._settled = True
+        self.settled = True
         return str(self._config.model.path)
 
     def _tokenize(self) -> str:

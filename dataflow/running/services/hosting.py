@@ -173,7 +173,11 @@ def critic_host(config: Any, pools: Pools) -> Hosted:
         gpus=pools.critic_gpus,
         concurrent=True,  # a checkpoint is written while it trains
         run_directory=bool(config.profile.steps),
-        **model_files(model, "critic.path" if config.critic.path else "model.path"),
+        **model_files(
+            model,
+            "critic.path" if config.critic.path else "model.path",
+            {"critic.lora.adapter": config.critic.lora.adapter},
+        ),
         around=profiler_of(config),
     )
 
@@ -240,7 +244,7 @@ def reward_host(config: Any, name: str = MAIN, default: str | None = None) -> Ho
         },
         concurrent=True,
         restarts=options.restarts,
-        **agent_place(config.model.path, source),
+        **agent_place(config, source, judged=default is None),
     )
 
 

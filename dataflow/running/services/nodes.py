@@ -10,9 +10,11 @@ from typing import Any
 
 from dataflow.cluster.joined import running
 from dataflow.cluster.nodes import NodeRule
-from dataflow.config.reward import Source
+from dataflow.config.reward import Source, model_of
+from dataflow.config.served import PromptConfig
 from dataflow.errors import ConfigError, nearest
 from dataflow.files import cache_home
+from dataflow.rewards.judge.prompt import is_file
 from dataflow.rewards.naming import keyed
 from dataflow.stage import Hosted
 
@@ -76,7 +78,7 @@ def model_files(
         key: that gives the model.
         others: paths of further files, by key; None for those that are not given.
     """
-    files = {name: str(Path(value).expanduser().absolute()) for name, value in others.items() if value is not None}
+    files = {name: _absolute(value) for name, value in others.items() if value is not None}
     local = Path(path or "").expanduser()
     if path is None or not os.path.isdir(local):  # still to be made, or downloaded; or a name that is too long
         return {"files": files}
@@ -85,22 +87,47 @@ def model_files(
     return {"files": {**files, key: str(local.absolute())}}
 
 
-def agent_place(model: str | None, source: Source) -> dict[str, Any]:
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def agent_place(config: Any, source: Source, judged: bool) -> dict[str, Any]:
     """Returns the arguments of a Hosted that place a reward agent beside the command, with the files that it needs.
 
     There are its ledger, and the servers that the run starts for it.
 
     Args:
-        model: of the run, whose tokenizer it reads.
+        config: a :class:`~dataflow.config.run.RunConfig`; the agent reads its model's tokenizer.
         source: of the agent.
+        judged: whether the judge scores where neither a function nor a reward model does.
     """
     options = source.options
     paths = {
         "custom_reward_function.path": source.custom.path,
         "reward.manager_path": options.manager_path,
         "reward.model_tokenizer": options.model_tokenizer,
+        **_asked_files(config, source, judged),
     }
-    files = model_files(model, others={keyed(key, source.name): path for key, path in paths.items()})
+    files = model_files(config.model.path, others={keyed(key, source.name): path for key, path in paths.items()})
     # The record of calls that froze the agent is there, too, whatever the ledger is.
     own = options.frozen_after != 0 or (options.ledger and options.cache is None)
-    return {"here": True, "run_directory": own, **files}
+    cache = {} if options.cache is None else {keyed("reward.cache", source.name): _absolute(options.cache)}
+    return {"here": True, "run_directory": own, "writes": cache, **files}
+
+
+def _asked_files(config: Any, source: Source, judged: bool) -> dict[str, str | None]:
+    """Returns the files, by key, of which an agent makes its requests to a reward model or to the judge."""
+    if source.custom.path is not None:
+        return {}
+    name = model_of(config, source)
+    if (model := config.reward.models.get(name)) is None:
+        return _prompt_files(source.judge, "judge") if judged else {}
+    key = f"reward.models.{name}"
+    if model.kind == "chat":
+        return _prompt_files(model.prompt, f"{key}.prompt")
+    return {f"{key}.path": model.path, f"{key}.template": model.template}
+
+
+def _prompt_files(prompt: PromptConfig, section: str) -> dict[str, str | None]:
+    texts = {f"{section}.template": prompt.template, f"{section}.system": prompt.system}
+    return {key: text for key, text in texts.items() if text is not None and is_file(text)}

@@ -68,7 +68,7 @@ def check_models(config: RunConfig, agents: Iterable[str], hosts: Iterable[Hoste
             scoring.add(scorer)
         elif source.custom.path is None:
             free.append(name)
-        asked |= _asks(source)
+        asked |= bool(models) and _asks(source)
     for name, model in models.items():
         if name not in scoring and not asked:
             raise ConfigError(

@@ -24,6 +24,8 @@ from dataflow.rewards.limits.queues import Limiter
 from dataflow.rewards.limits.server import Address, LimitServer, Wire
 from dataflow.rewards.limits.shared import SharedLimits
 from dataflow.system import clock
+from dataflow.system.address import host_port
+from tests.rigs.addresses import OTHERS
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(60)]
 
@@ -429,15 +431,16 @@ def test_agents_hear_at_once_that_the_server_is_gone(traffic: Traffic) -> None:
     run(body)
 
 
-def test_a_missing_server_is_reported() -> None:
+@pytest.mark.parametrize("host", OTHERS)
+def test_a_missing_server_is_reported(host: str) -> None:
     async def body() -> None:
         server = LimitServer(Limits(1))
-        address = await server.open()
+        address = await server.open(host)
         await server.close()
         client = Client(Limits(1), address, "a")
         client.push(1)
         await client.until(lambda: client.lost)
-        assert "is lost to agent 'a'" in str(client.lost[0])
+        assert f"limits, {host_port(host, address.port)}, is lost to agent 'a'" in str(client.lost[0])
 
     run(body)
 

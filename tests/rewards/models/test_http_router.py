@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -19,6 +20,8 @@ from dataflow.errors import RunError
 from dataflow.rewards.limits.router import Probing
 from dataflow.rewards.models.http_router import HttpRouter, RoutedModel, main
 from dataflow.rewards.models.router_keeper import RouterKeeper
+from dataflow.system.address import host_and_port
+from tests.rigs.addresses import OTHERS
 from tests.rigs.reward_servers import FakeServer, servers
 
 pytestmark = pytest.mark.timeout(90)
@@ -282,13 +285,14 @@ def test_bad_models_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_a_router_that_hangs_is_restarted_at_its_address() -> None:
+@pytest.mark.parametrize("address", OTHERS)
+def test_a_router_that_hangs_is_restarted_at_its_address(address: str) -> None:
     losses: queue.Queue[RunError] = queue.Queue()
 
     async def body() -> None:
         async with servers(1) as (one,):
-            with RouterKeeper({"rm": {"url": [one.url]}}, losses.put, hang_s=1.0, address="127.0.0.2") as keeper:
-                assert keeper.address.startswith("127.0.0.2:")
+            with RouterKeeper({"rm": {"url": [one.url]}}, losses.put, hang_s=1.0, address=address) as keeper:
+                assert urlsplit(keeper.url).hostname == host_and_port(keeper.address)[0] == address
                 async with aiohttp.ClientSession(keeper.url) as client:
                     assert (await ask(client))[0] == 200
                     os.kill(keeper.pid, signal.SIGSTOP)

@@ -22,6 +22,8 @@ from dataflow.rewards.models.hf import server as hf_server
 from dataflow.rewards.models.keeper import ModelServers
 from dataflow.rewards.models.server import Port, reason_in, server_command, server_environment
 from dataflow.rewards.models.site import LocalSite
+from dataflow.system.address import host_port
+from tests.rigs.addresses import OTHERS
 from tests.rigs.model_server import fake_command
 from tests.rigs.processes import below, left, until
 
@@ -266,12 +268,13 @@ def test_a_port_is_kept_between_two_servers() -> None:
     port.close()
 
 
-def test_a_server_listens_for_other_machines_where_it_is_told(tmp_path: Path) -> None:
-    address, environment = "127.0.0.2", {**os.environ, "PYTHONPATH": str(ROOT)}
+@pytest.mark.parametrize("address", OTHERS)
+def test_a_server_listens_for_other_machines_where_it_is_told(address: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     site = LocalSite(lambda port: fake_command(port, "--host", address), environment, address)
     with ModelServers("rm", [site], logs=tmp_path, start_s=READY_S, restarts=0, on_lost=print) as running:
         running.ready.result(READY_S)
-        assert running.urls == [f"http://127.0.0.2:{site.port}"]
+        assert running.urls == [f"http://{host_port(address, site.port)}"]
         assert healthy(running.urls[0])
         assert not healthy(f"http://127.0.0.1:{site.port}")
 

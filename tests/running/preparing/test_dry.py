@@ -85,6 +85,45 @@ def test_independent_problems_are_shown_at_once(dry: Dry, tmp_path: Path) -> Non
     assert found["GPU memory"].startswith("not checked: ")
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "key", "others"),
+    [
+        ("gsm8k_grpo", "runs=file/runs", {"disk"}),
+        ("gsm8k_grpo", "tools.path=no.py", set()),
+        ("gsm8k_grpo", "custom_reward_function.path=no.py", set()),
+        ("gsm8k_grpo", "reward.models.rm.path=no/such/dir", {"reward"}),
+        ("distill", "teacher.path=no/such/dir", {"inputs", "memory", "prompts"}),
+        ("distill", "model.path=no/such/dir", {"inputs", "memory", "prompts"}),
+    ],
+)
+def test_a_wrong_path_is_one_problem(
+    pipeline: str, key: str, others: set[str], dry: Dry, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    more = ["data.train_size=200", "data.val_size=8"]
+    if key.startswith("teacher"):
+        more.append(f"model.path={model}")
+    code, found, problems = dry(key, *more, pipeline=str(ROOT / "pipelines" / f"{pipeline}.py"))
+    assert code == 2
+    assert len(problems) == 1, problems
+    assert key.partition("=")[2] in problems[0]
+    for name in others:
+        assert found[name].startswith("not checked: "), (name, found[name])
+
+
+def test_own_inputs_are_not_checked_without_the_model(dry: Dry) -> None:
+    sizes = ("data.train_size=200", "data.val_size=8")
+    code, found, problems = dry(*sizes, pipeline=str(ROOT / "pipelines" / "distill.py"))
+    assert (code, problems) == (0, [])
+    assert found["inputs"] == "not checked: inputs(config) may need the model, which is not there"
+
+
+def test_a_function_that_cannot_be_loaded_is_no_problem_of_the_models(dry: Dry, model: Path) -> None:
+    _code, found, problems = dry("custom_reward_function.path=no.py")
+    assert found["reward"] == f"problem: {problems[0]}"
+    assert "reward models" not in found
+
+
 @pytest.mark.parametrize("value", ["maybe", "", "2"])
 def test_dry_is_true_or_false(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", PIPELINE, f"dry={value}"]) == 2

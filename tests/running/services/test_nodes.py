@@ -12,7 +12,7 @@ from dataflow.config.keys.overrides import parse_overrides
 from dataflow.errors import ConfigError
 from dataflow.graph import Hosted
 from dataflow.running.services.nodes import check_nodes, model_files, node_rules
-from pipelines import gsm8k_grpo
+from pipelines import distill, gsm8k_grpo, ppo_critic, two_judges
 
 SERVICES = {name: Hosted(name, dict, here=name == "reward") for name in ("trainer", "rollout", "reward")}
 
@@ -158,6 +158,39 @@ def test_each_service_of_a_run_names_its_files(tmp_path: Path) -> None:
 )
 def test_an_agent_has_files_in_the_run_directory(overrides: list[str], there: bool) -> None:
     assert gsm8k_grpo.pipeline(config("name=a", *overrides)).hosts()["reward"].run_directory is there
+
+
+def test_an_agent_names_what_it_reads_for_its_requests_and_its_cache(tmp_path: Path) -> None:
+    judged = gsm8k_grpo.pipeline(
+        config("name=a", "judge.template=grade.md", "judge.system=Be strict.", "reward.cache=c.sqlite")
+    ).hosts()["reward"]
+    assert judged.files == {"judge.template": str(Path("grade.md").absolute())}
+    assert judged.writes == {"reward.cache": str(Path("c.sqlite").absolute())}
+    served = gsm8k_grpo.pipeline(
+        config("name=a", "reward.models.rm.path=rm", "reward.models.rm.template=t.jinja", "judge.template=grade.md")
+    ).hosts()["reward"]
+    assert served.files == {
+        "reward.models.rm.path": str(Path("rm").absolute()),
+        "reward.models.rm.template": str(Path("t.jinja").absolute()),
+    }
+    chat = "{path: rm, kind: chat, engine: vllm, prompt: {template: grade.txt}}"
+    rubric = gsm8k_grpo.pipeline(config("name=a", f"reward.models.rm={chat}")).hosts()["reward"]
+    assert rubric.files == {"reward.models.rm.prompt.template": str(Path("grade.txt").absolute())}
+    rule = two_judges.pipeline(parse_overrides(two_judges.Config, ["name=a", "rule.cache=r.sqlite"])).hosts()["rule"]
+    assert rule.files == {}  # a function scores there
+    assert rule.writes == {"rule.cache": str(Path("r.sqlite").absolute())}
+
+
+def test_other_trained_and_read_models_name_their_files(tmp_path: Path) -> None:
+    for name in ("teacher", "adapter"):
+        (tmp_path / name).mkdir()
+    given = parse_overrides(distill.Config, [f"teacher.path={tmp_path / 'teacher'}"])
+    assert distill.pipeline(given).hosts()["teacher"].files == {"teacher.path": str(tmp_path / "teacher")}
+    adapter = tmp_path / "adapter"
+    (adapter / "adapter_config.json").write_text('{"r": 8, "peft_type": "LORA"}')
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    given = parse_overrides(ppo_critic.Config, ["critic.lora.rank=8", f"critic.lora.adapter={adapter}"])
+    assert ppo_critic.pipeline(given).hosts()["critic"].files == {"critic.lora.adapter": str(adapter)}
 
 
 def test_a_profile_is_a_file_in_the_run_directory() -> None:

@@ -28,6 +28,7 @@ from dataflow.models.directory import HEADS, check_classifier
 from dataflow.rewards.judge.server import serve
 from dataflow.rewards.models.hf.batcher import Batcher, Closed
 from dataflow.system import clock
+from dataflow.system.address import family_of
 from dataflow.system.loopback import ADDRESS
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ async def _answer_errors(request: web.Request, handler: Callable[[web.Request], 
 
 def _bound(host: str, port: int) -> socket.socket:
     """Returns a socket at an address that does not listen yet: clients are refused until the model is loaded."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound = socket.socket(family_of(host))
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from dataflow.errors import RunError
+from dataflow.system.address import host_port, listening
 
 BACKLOG = 4096
 """Connections that may wait to be accepted."""
@@ -39,10 +40,10 @@ class Relay:
         self._server: tuple[str, int] | None = None
         self._open: set[asyncio.Task[None]] = set()
         try:
-            self._listener = socket.create_server((address, 0), backlog=BACKLOG)
+            self._listener = listening(address, backlog=BACKLOG)
         except OSError as error:
             raise _closed(address, error) from error
-        self.url = f"http://{address}:{self._listener.getsockname()[1]}"
+        self.url = f"http://{host_port(address, self._listener.getsockname()[1])}"
         up: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(up,), name=f"relay {self.url}", daemon=True)
         try:

@@ -8,12 +8,14 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from urllib.parse import urlsplit
 
 import pytest
 
 from dataflow.errors import RunError
 from dataflow.rewards.models.placed.relay import Relay
 from dataflow.system.loopback import ADDRESS
+from tests.rigs.addresses import OTHERS
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -92,6 +94,19 @@ def test_a_connection_is_passed_on_both_ways(relay: Relay, servers: list[Server]
         assert said(one, long) == b"a:" + long
         assert said(two, b"bye") == b"a:bye"
         assert two.recv(10) == b""  # the server has ended it
+
+
+@pytest.mark.parametrize("address", OTHERS)
+def test_it_listens_at_the_address_of_its_node(address: str, servers: list[Server]) -> None:
+    relay = Relay(address)
+    try:
+        relay.lead_to((ADDRESS, servers[0].port))
+        at = urlsplit(relay.url)
+        assert at.hostname == address
+        with socket.create_connection((address, at.port or 0), timeout=10) as client:
+            assert said(client, b"1") == b"a:1"
+    finally:
+        relay.close()
 
 
 def test_connections_end_when_the_server_moves(relay: Relay, servers: list[Server]) -> None:
