@@ -37,7 +37,8 @@ class Batch:
         meta: facts about the whole batch.
 
     Raises:
-        DataflowError: a column has another number of rows, or the rows of a group are not adjacent.
+        DataflowError: a column has another number of rows, the rows of a group are not adjacent, or an id is no whole
+            number.
     """
 
     __slots__ = ("_groups", "_ids", "arrays", "meta", "tensors")
@@ -52,7 +53,10 @@ class Batch:
         columns: Mapping[str, Any] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        self.groups = np.asarray(groups, dtype=np.int64).reshape(-1)
+        given = np.asarray(groups).reshape(-1)
+        if given.size and given.dtype.kind not in "iuO":
+            raise DataflowError(f"Batch: group ids are whole numbers, not {given[0]!r}.")
+        self.groups = given.astype(np.int64)  # a copy: the caller may change its array
         rows, ids = len(self.groups), self.ids
         if len(set(ids)) != len(ids):
             torn = next(g for g in ids if ids.count(g) > 1)
@@ -157,8 +161,8 @@ class Batch:
             name: of a tensor column ``[rows, width]``, such as a mask.
             last: counts among as many values at the end of each row; None for all.
         """
-        width = self.shape(name)[1]
-        return self._matrix(name).nonzero(width if last is None else min(last, width))
+        matrix, width = self._matrix(name), self.shape(name)[1]
+        return matrix.nonzero(width if last is None else min(last, width))
 
     def last(self, name: str) -> np.ndarray:
         """Returns the column of the last value of each row of a matrix that is not 0, int64 ``[rows]``; 0 if all are.
@@ -181,6 +185,8 @@ class Batch:
     def _matrix(self, name: str) -> Packed | Dense:
         """Returns a matrix that is 0 where a tensor column is 0, and not elsewhere; packed if it was not read yet."""
         column = self._tensor(name)
+        if len(column.shape) != 2:
+            raise DataflowError(f"Batch: column '{name}' has the shape {tuple(column.shape)}, not [rows, width].")
         return column if isinstance(column, Packed) else Dense((column != 0).cpu().numpy())
 
     def _tensor(self, name: str) -> Any:
@@ -210,13 +216,32 @@ class Batch:
         return self.rows(np.arange(int(wanted.sum())) + np.repeat(shift, wanted))
 
     def rows(self, index: Sequence[int] | np.ndarray) -> Batch:
-        """Returns these rows, in the order given."""
-        at = np.asarray(index, dtype=np.int64)
+        """Returns these rows, in the order given.
+
+        Args:
+            index: numbers of rows, or for each row whether it is one of them.
+
+        Raises:
+            DataflowError: it is neither.
+        """
+        at = self._places(index)
         return Batch(self.groups[at], self._picked(at), self.meta)
 
     def singles(self, index: Sequence[int] | np.ndarray) -> Batch:
-        """Returns these rows as groups of their own, numbered anew; a row may occur twice."""
-        return Batch(np.arange(len(index)), self._picked(np.asarray(index, dtype=np.int64)), self.meta)
+        """Returns these rows as groups of their own, numbered anew; a row may occur twice. See :meth:`rows`."""
+        at = self._places(index)
+        return Batch(np.arange(len(at)), self._picked(at), self.meta)
+
+    def _places(self, index: Sequence[int] | np.ndarray) -> np.ndarray:
+        at = np.asarray(index)
+        if at.dtype == bool and at.shape == (len(self),):
+            return np.flatnonzero(at)
+        if at.ndim != 1 or (at.size and at.dtype.kind not in "iu"):
+            raise DataflowError(
+                f"Batch: rows are chosen by their numbers, or by a mask of {len(self)} bools; this has the shape "
+                f"{at.shape} and the type {at.dtype}."
+            )
+        return at.astype(np.int64, copy=False)
 
     def within(self, name: str, mask: str) -> Tensor:
         """Returns the values of a matrix where another one, of the same shape, is not 0, row after row.
@@ -396,7 +421,10 @@ def _gathered(parts: Sequence[Batch], name: str) -> Any:
     raw: list[Any] = [dict(part.arrays.raw()).get(name) for part in parts]
     if all(isinstance(column, Pickled) for column in raw):
         return Pickled.concat(raw)
-    return np.concatenate([part.arrays.get(name, _objects([None] * len(part))) for part in parts])
+    found = [part.arrays.get(name, _objects([None] * len(part))) for part in parts]
+    if len({column.dtype for column in found}) > 1:
+        found = [column.astype(object) for column in found]  # numpy would turn numbers into texts, or round them
+    return np.concatenate(found)
 
 
 def _objects(column: Any) -> np.ndarray:

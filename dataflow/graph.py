@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dataflow.errors import PipelineError, alike, nearest
 from dataflow.holds import check_holds
-from dataflow.stage import Carried, Grain, Hosted, Lag, Latest, Read, Role, Stage, TaskInfo, stage
+from dataflow.stage import Carried, Grain, Hosted, Lag, Latest, Read, Role, Stage, TaskInfo, names_of, stage
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -46,15 +46,17 @@ class Pipeline:
     def __init__(
         self,
         stages: Sequence[Stage],
-        inputs: Sequence[str] = (),
+        inputs: str | Sequence[str] = (),
         resources: Mapping[str, int | None] | None = None,
     ) -> None:
         self.stages = tuple(stages)
-        self.inputs = tuple(inputs)
+        if odd := [each for each in self.stages if not isinstance(each, Stage)]:
+            raise PipelineError(f"{odd[0]!r} in a pipeline is no stage; write @stage(...) above the function.")
+        self.inputs = names_of(inputs)
         self.resources: dict[str, int | None] = dict(resources or {"gpu": 1, "reward": None, "controller": 1, "io": 1})
         for name, slots in self.resources.items():
-            if slots is not None and slots < 1:
-                raise PipelineError(f"resource '{name}' has {slots} slots; give 1 or more, or None for no limit.")
+            if slots is not None and (not isinstance(slots, int) or slots < 1):
+                raise PipelineError(f"resource '{name}' has {slots!r} slots; give 1 or more, or None for no limit.")
         self.by_name: dict[str, Stage] = {}
         self.writer: dict[str, Stage] = {}
         for s in self.stages:

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 from dataflow.errors import PipelineError, counted, nearest
@@ -85,7 +86,7 @@ class Stage:
         name: str | None = None,
         on: str | None = None,
         every: int | None = None,
-        after: Sequence[str] | None = None,
+        after: str | Sequence[str] | None = None,
         ahead_of: str | None = None,
         until: str | None = None,
         mini_batches: int | None = None,
@@ -128,7 +129,7 @@ class Stage:
             name=name or self.name,
             on=on or self.on,
             every=self.every if every is None else every,
-            after=self.after if after is None else tuple(after),
+            after=self.after if after is None else names_of(after),
             ahead_of=ahead_of or self.ahead_of,
             until=until or self.until,
             mini_batches=self.mini_batches if mini_batches is None else mini_batches,
@@ -249,7 +250,7 @@ def stage(
     per_mini_batch: bool = False,
     streams: bool = False,
     per_chunk: bool = False,
-    after: Sequence[str] = (),
+    after: str | Sequence[str] = (),
     every: int | None = None,
     ahead_of: str | None = None,
     whole_batch: Callable[[Mapping[str, Any]], str | None] | None = None,
@@ -290,9 +291,9 @@ def stage(
         per_emission: replaced by per_chunk=True.
 
     Raises:
-        PipelineError: no resource, no parentheses, an unknown role, a parameter without a name, a field with a default
-            other than None, or an annotation that cannot be resolved (it may mean that the field comes from an earlier
-            step).
+        PipelineError: no resource, no parentheses, no function, an unknown role, a parameter without a name, a field
+            with a default other than None, or an annotation that cannot be resolved (it may mean that the field comes
+            from an earlier step).
 
     >>> @stage(writes="length", on="controller")
     ... def measure(text, *, scale=1):
@@ -316,6 +317,7 @@ def stage(
         raise PipelineError(f"stage(role={role!r}): there is no such role{nearest(str(role), ROLES) or '.'}")
 
     def wrap(fn: Callable[..., Any]) -> Stage:
+        _check_function(fn)
         if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
             raise PipelineError(
                 f"stage '{fn.__name__}' contains yield, so a call would not run it; return the values of its fields."
@@ -326,8 +328,7 @@ def stage(
             )
         reads: list[Read] = []
         services: list[str] = []
-        # A function's closure lacks names of the enclosing function that only its annotations use.
-        around = sys._getframe(1).f_locals
+        around = _names_around(fn, sys._getframe(1))
         for name, parameter in inspect.signature(fn).parameters.items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 if name != "task":
@@ -340,12 +341,12 @@ def stage(
             name=fn.__name__,
             fn=fn,
             reads=tuple(reads),
-            writes=(writes,) if isinstance(writes, str) else tuple(writes),
+            writes=names_of(writes),
             on=on,
             grain=grain,
             role=role,
             streams=streams,
-            after=tuple(after),
+            after=names_of(after),
             every=every,
             ahead_of=ahead_of,
             accepts=tuple(services),
@@ -355,3 +356,32 @@ def stage(
         )
 
     return wrap
+
+
+def names_of(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns names that were given as a sequence, or one alone."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _check_function(fn: Any) -> None:
+    if isinstance(fn, Stage):
+        raise PipelineError(f"'{fn.name}' is a stage already; bind(name=...) makes another stage of its function.")
+    if isinstance(fn, type) or not callable(fn):
+        raise PipelineError(f"@stage above {getattr(fn, '__name__', repr(fn))}: this is no function; give a function.")
+    if not hasattr(fn, "__name__"):  # functools.partial, an object with __call__
+        raise PipelineError(
+            f"@stage above a {type(fn).__name__}: it has no name; write a function that calls it, whose options (after "
+            "the *) are given by bind()."
+        )
+
+
+def _names_around(fn: Callable[..., Any], frame: FrameType) -> Mapping[str, Any]:
+    """Returns the local names of the function or class that defines ``fn``, if the frame is that of its body.
+
+    A function's closure lacks names of the enclosing function that only its annotations use. Names of another function
+    that makes a stage of it mean something else.
+    """
+    plain = inspect.unwrap(fn)
+    home = getattr(plain, "__qualname__", "").rpartition(".")[0].removesuffix(".<locals>")
+    own = frame.f_globals is getattr(plain, "__globals__", None)
+    return frame.f_locals if own and home and frame.f_code.co_qualname == home else {}

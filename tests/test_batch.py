@@ -187,3 +187,43 @@ def test_what_comes_of_a_received_batch_is_a_batch_like_any_other():
     assert got.merge(got.like(more=torch.zeros(8)))["more"].tolist() == [0.0] * 8
     assert Batch.concat([got, batch(6).select([4, 5])]).ids == (0, 1, 2, 3, 4, 5)
     assert got.nbytes == 8 * 4
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, list])
+def test_rows_may_be_chosen_by_a_mask(kind):
+    mask = kind([False, True, True])
+    three = Batch([0, 1, 2], {"o": ["a", "b", "c"], "t": torch.arange(3)})
+    for chosen in (three.rows(mask), three.singles(mask)):
+        assert (list(chosen["o"]), chosen["t"].tolist()) == (["b", "c"], [1, 2])
+    assert three.rows(mask).ids == (1, 2)
+    assert three.singles(mask).ids == (0, 1)
+
+
+@pytest.mark.parametrize("index", [[1.9], [True], np.zeros((1, 2), dtype=int), ["a"]])
+def test_what_chooses_no_rows_is_refused(index):
+    with pytest.raises(DataflowError, match="rows are chosen by their numbers, or by a mask of 3 bools"):
+        Batch([0, 1, 2]).rows(index)
+
+
+def test_a_batch_keeps_its_own_group_ids():
+    given = np.array([0, 0, 1])
+    own = Batch(given)
+    assert own.ids == (0, 1)
+    given[:] = [0, 1, 2]
+    assert own.sizes == {0: 2, 1: 1}
+    with pytest.raises(DataflowError, match=r"group ids are whole numbers, not .*1\.2"):
+        Batch([1.2, 1.7])
+
+
+def test_the_last_value_of_no_columns_is_the_first_and_a_vector_has_none():
+    none = Batch([0, 1], {"mask": torch.zeros(2, 0), "vector": torch.zeros(2)})
+    assert none.last("mask").tolist() == none.nonzero("mask").tolist() == [0, 0]
+    for ask in (none.last, none.nonzero):
+        with pytest.raises(DataflowError, match=r"column 'vector' has the shape \(2,\), not \[rows, width\]"):
+            ask("vector")
+
+
+def test_columns_of_several_types_are_joined_as_they_are():
+    columns = [np.array([2**60 + 1]), np.array([0.5]), np.array(["x"], dtype=object)]
+    whole = Batch.concat([Batch([at], {"mixed": column}) for at, column in enumerate(columns)])
+    assert list(whole["mixed"]) == [2**60 + 1, 0.5, "x"]

@@ -248,6 +248,18 @@ WRONG = {
         build(*GRPO, resources={"gpu": 0, "controller": 1}),
         "resource 'gpu' has 0 slots; give 1 or more, or None for no limit.",
     ),
+    "half a slot": (
+        build(*GRPO, resources={"gpu": 1.5}),
+        "resource 'gpu' has 1.5 slots; give 1 or more, or None for no limit.",
+    ),
+    "slots as text": (
+        build(*GRPO, resources={"gpu": "2"}),
+        "resource 'gpu' has '2' slots; give 1 or more, or None for no limit.",
+    ),
+    "a plain function": (
+        build(*GRPO, len),
+        "<built-in function len> in a pipeline is no stage; write @stage(...) above the function.",
+    ),
     "optional feeds mandatory": (
         build(*GRPO, validate, report),
         "stage 'report' reads 'accuracy' from 'validate', which runs only every 3 steps; give both "

@@ -67,6 +67,8 @@ class Dense:
     def last(self) -> np.ndarray:
         """Returns the column of the last value of each row that is not 0; 0 if all are."""
         there = self.array != 0
+        if not there.shape[1]:
+            return np.zeros(len(there), dtype=np.int64)
         last = there.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
         found: np.ndarray = np.where(there[np.arange(len(there)), last], last, 0)
         return found

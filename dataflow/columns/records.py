@@ -153,9 +153,9 @@ def _pack(rows: Sequence[tuple[Any, ...]]) -> bytes:
     *values, facts = zip(*rows, strict=True)
     shapes: dict[tuple[Any, ...], list[int]] = {}
     for at, of in enumerate(facts):
-        shapes.setdefault(tuple(of), []).append(at)
+        shapes.setdefault((tuple(of), *map(type, of)), []).append(at)  # 1, 1.0 and True are equal
     parts = []
-    for keys, places in shapes.items():
+    for (keys, *_types), places in shapes.items():
         inside = zip(*(facts[at].values() for at in places), strict=True)
         parts.append((keys, _column(places), [_column(column) for column in inside]))
     return zlib.compress(pickle.dumps(([_column(column) for column in values], parts, len(rows)), 5), 1)

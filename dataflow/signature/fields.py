@@ -42,7 +42,7 @@ def read_of(fn: Callable[..., Any], parameter: inspect.Parameter, around: Mappin
     Args:
         fn: the stage's function.
         parameter: one of those before ``*``.
-        around: local names of the function in which ``fn`` was defined.
+        around: local names of the function or class in which ``fn`` was defined.
 
     Raises:
         PipelineError: a default other than None, or an annotation that cannot be resolved.
@@ -82,21 +82,19 @@ def _lag(fn: Callable[..., Any], parameter: inspect.Parameter, around: Mapping[s
         raise PipelineError(f"{where} says both Carried and Latest; give one of them.")
     if not found and any(_mentions(kind[parameter.name])):
         raise PipelineError(
-            f"{where} has Carried or Latest inside another type; write Annotated[TYPE, Carried], or Carried alone."
+            f"{where} has Carried or Latest inside another type or a text; write Annotated[TYPE, Carried], or Carried "
+            "alone."
         )
     return found[0] if found else "none"
 
 
 def _lags(kind: Any) -> Iterator[Lag]:
     """Yields the lags that a type declares: itself, as metadata of Annotated, in a union, or behind an alias."""
-    lags: dict[Any, Lag] = {Carried: "carried", Latest: "latest"}
-    if isinstance(kind, type) and issubclass(kind, (Carried, Latest)):
-        yield "carried" if issubclass(kind, Carried) else "latest"
+    if (own := _marked(kind)) is not None:
+        yield own
     elif metadata := getattr(kind, "__metadata__", ()):
         yield from _lags(kind.__origin__)
-        for item in metadata:
-            if (lag := lags.get(item if isinstance(item, type) else type(item))) is not None:
-                yield lag
+        yield from (lag for item in metadata if (lag := _marked(item)) is not None)
     elif typing.get_origin(kind) in (typing.Union, types.UnionType):
         for item in typing.get_args(kind):
             yield from _lags(item)
@@ -106,9 +104,19 @@ def _lags(kind: Any) -> Iterator[Lag]:
                 yield from _lags(behind)
 
 
+def _marked(item: Any) -> Lag | None:
+    """Returns the lag of a marker, which may be a class or an object of one; None for anything else."""
+    kind = item if isinstance(item, type) else type(item)
+    return "carried" if issubclass(kind, Carried) else "latest" if issubclass(kind, Latest) else None
+
+
 def _mentions(kind: Any) -> Iterator[bool]:
-    for item in typing.get_args(kind):
+    """Yields True for each marker inside a type, where it says nothing: an argument, a bound, a text."""
+    bounds = (kind.__bound__, *kind.__constraints__) if isinstance(kind, typing.TypeVar) else ()
+    for item in kind if isinstance(kind, list) else (*typing.get_args(kind), *bounds):
         yield from (True for _ in _lags(item))
+        if getattr(item, "__forward_arg__", item) in (Carried.__name__, Latest.__name__):
+            yield True
         yield from _mentions(item)
 
 

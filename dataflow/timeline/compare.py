@@ -51,14 +51,16 @@ def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> 
     files.check(out)
     traces: dict[str, Trace] = {}
     rows: list[dict[str, Any]] = []
+    places = [Path(run).resolve() for run in runs]
+    for at, place in enumerate(places):
+        if place in places[:at]:
+            raise ConfigError(f"run '{runs[at]}' is given twice; give different runs.")
     loaded = [(run, load(run)) for run in runs]
     for run, trace in sorted(loaded, key=lambda each: _place(each[1])):
-        name = str(trace.meta.get("policy") or Path(run).name)
-        name = name if name not in traces else Path(run).name
-        if name in traces:
-            raise ConfigError(f"run '{run}' is given twice; give different runs.")
+        names = (str(trace.meta.get("policy") or Path(run).name), Path(run).name, str(run))
+        name = next(name for name in names if name not in traces)
         traces[name] = trace
-        rows.append(_row(run, name, trace, rows[0]["step_s"] if rows else None))
+        rows.append(_row(run, name, trace, next((row["step_s"] for row in rows if row["step_s"]), None)))
     if out:
         files.draw(traces, out, facts={row["policy"]: row for row in rows})
     if as_json:
@@ -73,8 +75,8 @@ def compare(runs: Sequence[str], load: Load, out: str | None, as_json: bool) -> 
                 str(row["steps"]),
                 f"{row['wall_s']:.1f}",
                 "-" if row["total_s"] is None else f"{row['total_s']:.1f}",
-                f"{row['step_s']:.2f}",
-                f"{row['change']:+.1%}",
+                "-" if row["step_s"] is None else f"{row['step_s']:.2f}",
+                "-" if row["change"] is None else f"{row['change']:+.1%}",
                 f"{row['gpu_busy']:.0%}",
                 f"{row['exposed_wait_s']:.1f}",
                 "-" if bound is None else f"{bound:.1f}",
@@ -92,9 +94,10 @@ def _place(trace: Trace) -> int:
 
 def _notes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yields which run is the fastest, and why lower bounds differ."""
-    best = min(rows, key=lambda row: float(row["step_s"]))
-    if len(rows) > 1:
-        change = f", {best['change']:+.1%} against {rows[0]['policy']}" if best is not rows[0] else ""
+    whole = [row for row in rows if row["step_s"] is not None]  # a run that was cut off may have no whole step
+    if len(whole) > 1:
+        best = min(whole, key=lambda row: float(row["step_s"]))
+        change = f", {best['change']:+.1%} against {whole[0]['policy']}" if best is not whole[0] else ""
         yield f"\n\nfastest: {best['policy']}{change}"
     if differ([row["lower_bound_s"] for row in rows if row["lower_bound_s"]]):
         yield f"\n{BOUNDS[0].lower()}{BOUNDS[1:]}"
@@ -110,16 +113,16 @@ def _accuracy(row: dict[str, Any]) -> str:
 
 def _row(run: str, name: str, trace: Trace, first_s: float | None) -> dict[str, Any]:
     numbers, known = attribution.summary(trace), summary_of(run)
-    wall = numbers["wall_s"]
+    wall, step_s = numbers["wall_s"], numbers["step_s"] or None
     return {
         "run": str(run),
         "policy": name,
         "steps": trace.steps,
         "wall_s": wall,
         "total_s": known.get("total_s"),
-        "step_s": numbers["step_s"],
+        "step_s": step_s,
         # Per step, as runs may differ in their number of steps: one may have been interrupted.
-        "change": numbers["step_s"] / first_s - 1 if first_s else 0.0,
+        "change": None if step_s is None else step_s / first_s - 1 if first_s else 0.0,
         "gpu_busy": numbers["gpu_busy_s"] / wall if wall else 0.0,
         "exposed_wait_s": numbers["exposed_wait_s"],
         "lower_bound_s": known.get("lower_bound_s", numbers.get("lower_bound_s")),

@@ -97,7 +97,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
     for event in events:
         try:
             _take(trace, event)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise DataError(
                 f"trace {path} has a broken event ({type(error).__name__}: {error}) in "
                 f"{json.dumps(event)[:80]}; give the trace.json of another run."

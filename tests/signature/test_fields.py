@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import types
-from typing import TYPE_CHECKING, Annotated, Any, NewType, Optional, Union
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NewType, Optional, TypeVar, Union
 
 import pytest
 
@@ -17,9 +19,21 @@ if TYPE_CHECKING:
 Version = Annotated[int, Carried]
 State = Latest
 Weights = NewType("Weights", Carried)
+Bound = TypeVar("Bound", bound=Carried)
+Quoted = TypeVar("Quoted", bound="Carried")
+OneOf = TypeVar("OneOf", Latest, int)
+
+
+class Old(Carried):
+    """A marker with a documentation of its own."""
+
 
 WAYS: dict[str, tuple[Any, str]] = {
     "the class": (Carried, "carried"),
+    "an instance": (Latest(), "latest"),
+    "a subclass": ("Old", "carried"),
+    "Annotated, a subclass": ("Annotated[int, Old]", "carried"),
+    "Annotated, an instance of a subclass": (Annotated[int, Old()], "carried"),
     "its name": ("Carried", "carried"),
     "by its module": ("module.Latest", "latest"),
     "an alias": ("State", "latest"),
@@ -67,7 +81,10 @@ def test_options_and_services_need_not_be_resolved() -> None:
 
 WRONG = {
     "Hidden": "the annotation 'Hidden' of field 'actor' cannot be resolved (name 'Hidden' is not defined)",
-    "list[Carried]": "has Carried or Latest inside another type; write Annotated[TYPE, Carried], or Carried alone.",
+    **dict.fromkeys(
+        ("list[Carried]", "Annotated[dict, 'Carried']", "Bound", "Quoted", "OneOf", "Callable[[Carried], int]"),
+        "has Carried or Latest inside another type or a text; write Annotated[TYPE, Carried], or Carried alone.",
+    ),
     "Carried | Latest": "says both Carried and Latest; give one of them.",
     "int |": "cannot be resolved",
 }
@@ -82,6 +99,44 @@ def test_what_may_be_a_lag_is_never_taken_for_none(annotation: str) -> None:
         stage(on="gpu")(reads)
     assert WRONG[annotation] in str(raised.value)
     assert str(raised.value).startswith("stage 'reads': the annotation")
+    assert Callable
+
+
+def test_names_where_a_stage_is_made_are_not_those_of_its_function() -> None:
+    Version = int  # another than that of this module
+
+    assert stage(on="gpu")(samples).reads[0].lag == "carried"
+    assert Version
+
+
+def samples(version: Version) -> None: ...
+
+
+class Called:
+    def __call__(self, prompts: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (partial(samples, 1), "@stage above a partial: it has no name; write a function that calls it"),
+        (Called(), "@stage above a Called: it has no name"),
+        (Called, "@stage above Called: this is no function; give a function"),
+        (3, "@stage above 3: this is no function"),
+        (stage(on="gpu")(samples), r"'samples' is a stage already; bind\(name=\.\.\.\) makes another"),
+    ],
+)
+def test_what_is_no_function_is_refused(given: Any, why: str) -> None:
+    with pytest.raises(PipelineError, match=why):
+        stage(on="gpu")(given)
+
+
+def test_a_single_name_may_stand_for_a_sequence_of_one() -> None:
+    @stage(on="gpu", writes="x", after="rollout")
+    def reads(prompts: int) -> None: ...
+
+    assert (reads.writes, reads.after, reads.bind(after="sync").after) == (("x",), ("rollout",), ("sync",))
+    assert module.Pipeline([reads.bind(after=())], inputs="prompts").inputs == ("prompts",)
 
 
 def test_a_role_is_one_there_is() -> None:

@@ -298,8 +298,8 @@ def said(**args: Any) -> bytes:
     ).encode()
 
 
-def broken_event() -> str:
-    event = {"ph": "X", "cat": "task", "args": {"stage": "rollout", "step": "one"}}
+def broken_event(step: Any = "one") -> str:
+    event = {"ph": "X", "cat": "task", "args": {"stage": "rollout", "step": step}}
     other = {"format": "dataflow", "version": 1, "meta": {}}
     return json.dumps({"traceEvents": [event], "otherData": other})
 
@@ -334,6 +334,7 @@ def broken_event() -> str:
             "broken event",
         ),
         (broken_event().encode(), "broken event"),
+        (broken_event(float("inf")).encode(), "broken event"),
     ],
 )
 def test_what_is_no_trace_is_said_in_one_sentence(tmp_path: Path, content: bytes, says: str) -> None:

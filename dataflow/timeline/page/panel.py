@@ -61,28 +61,29 @@ def compared(
     traces: Mapping[str, Trace], numbers: Mapping[str, Numbers], facts: Mapping[str, Mapping[str, Any]]
 ) -> str:
     """Returns a table that compares runs with the first; the fastest is marked."""
-    first = next(iter(numbers.values()))
+    whole = {name: of["step_s"] for name, of in numbers.items() if of["step_s"]}  # the others have no whole step
+    first = next(iter(whole), None)
     head = ["run", "steps", "wall time", "a step", "change", "GPU busy", "exposed wait", "lower bound"]
     accuracies = [_accuracy(facts.get(name, {})) for name in numbers]
     accurate = any(shown != "–" for shown in accuracies)
-    best = min(numbers, key=lambda name: numbers[name]["step_s"])
+    best = min(whole, key=lambda name: whole[name]) if len(whole) > 1 else None
     rows: list[list[str]] = []
     for name, of in numbers.items():
-        wall, base, bound = of["wall_s"], first["step_s"], of.get("lower_bound_s")
+        wall, bound = of["wall_s"], of.get("lower_bound_s")
         busy = of["gpu_busy_s"] / wall if wall else 0.0
         rows.append([
             f"<b>{escape(name)}</b>{_status(traces[name])}"
-            + (" <small>fastest</small>" if name == best and len(numbers) > 1 else ""),
+            + (" <small>fastest</small>" if name == best else ""),
             str(traces[name].steps),
             seconds(wall),
-            seconds(of["step_s"]),
-            "–" if of is first or not base else change(of["step_s"] / base - 1),
+            seconds(whole[name]) if name in whole else "–",
+            "–" if name == first or name not in whole or first is None else change(whole[name] / whole[first] - 1),
             _meter(busy),
             f"{seconds(of['exposed_wait_s'])} <small>{of['exposed_wait_s'] / wall if wall else 0:.0%}</small>",
             "–" if bound is None else seconds(bound),
             *([accuracies[len(rows)]] if accurate else []),
         ])  # fmt: skip
-    looks = ["best" if name == best and len(numbers) > 1 else "" for name in numbers]
+    looks = ["best" if name == best else "" for name in numbers]
     bounds = [of["lower_bound_s"] for of in numbers.values() if of.get("lower_bound_s")]
     why = f'<p class="hint">{escape(BOUNDS)}</p>' if differ(bounds) else ""
     return f'<section class="compared">{table([*head, *["accuracy"] * accurate], rows, looks)}{why}</section>'
