@@ -38,8 +38,8 @@ _FAILED = 500
 _MODES: dict[str, LogProbs] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 
 
-class _HalfLoaded(ServerError):
-    """The outcome of a load is not known, or the worker has failed: it may have half of the weights."""
+class _NotBegun(ServerError):
+    """A load was refused before the worker began: it has all of the old weights."""
 
 
 class VllmServer:
@@ -149,39 +149,49 @@ class VllmServer:
 
     async def load(self, directory: Path, version: str) -> None:
         """See :meth:`ServerProtocol.load`."""
-        post = self.client.post
+        post, half = self.client.post, False
         try:
             # First, so that a server that fails halfway, or stays paused, does not pass for one with the old weights.
             await post("/update_weight_version", {"new_version": f"{version}, loading"})
             await post("/pause?mode=abort")
             if self._extended:
                 await post("/collective_rpc", {"method": "prepare_sampler"})
-            await self._reload(directory)
-            if self._extended:
-                await post("/collective_rpc", {"method": "refresh_head"})
+            half = True
+            await self._replace(directory)
+            half = False
             cleared = await post("/reset_prefix_cache")
             if not (isinstance(cleared, dict) and cleared.get("success")):
                 raise ServerError("the prefix cache could not be reset: requests of another client are running")
             await post("/resume")
             # Last, so that no paused server passes for one with the new weights.
             await post("/update_weight_version", {"new_version": version})
-        except _HalfLoaded:
-            raise  # still paused: a sample from half of the weights can end the server
-        except BaseException:  # others may use it, also when the load is cancelled
-            await asyncio.shield(asyncio.ensure_future(self._resume()))
+        except BaseException as error:  # also when the load is cancelled
+            # Others may use it; but a sample from half of the weights can end the server.
+            if not half or isinstance(error, _NotBegun):
+                await asyncio.shield(asyncio.ensure_future(self._resume()))
             raise
 
-    async def _reload(self, directory: Path) -> None:
+    async def _replace(self, directory: Path) -> None:
+        """Replaces all weights of the worker.
+
+        Raises:
+            _NotBegun: it has the old ones.
+            ServerError: it may have half of the new ones.
+        """
         asked = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        begun = False
         try:
             await self.client.post("/collective_rpc", asked)
+            begun = True
+            if self._extended:
+                await self.client.post("/collective_rpc", {"method": "refresh_head"})
         except ServerError as error:
-            if error.status is not None and error.status < _FAILED:
-                raise  # it was refused before the worker began
+            if not begun and error.status is not None and error.status < _FAILED:
+                raise _NotBegun(str(error), status=error.status, wait_s=error.wait_s) from error
             # 500 is an exception of its worker, and another try would have the same end. Others may pass.
             status = 400 if error.status == _FAILED else error.status
             why = f"{error}; it stays paused until it takes weights"
-            raise _HalfLoaded(why, status=status, wait_s=error.wait_s) from error
+            raise ServerError(why, status=status, wait_s=error.wait_s) from error
 
     async def _resume(self) -> None:
         with suppress(ServerError):

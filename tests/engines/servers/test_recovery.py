@@ -147,8 +147,8 @@ def test_a_server_with_the_current_label_is_never_paused(tmp_path: Path, number:
         asked.append(path)
         fails = len(asked) == number + 1
         reply = answer(method, path, body) if done or not fails else None
-        if body.get("method") == "reload_weights":
-            half[:] = [True] if fails else []
+        if body.get("method") in ("reload_weights", "refresh_head"):
+            half[:] = [True] if fails or body["method"] == "reload_weights" else []
         assert not (path == "/resume" and half), "resumed with half of the weights"
         assert not (server.paused and server.label == "run:2"), "it passes for one that draws samples"
         return (502, {"error": "of a proxy"}) if fails else reply
@@ -208,12 +208,18 @@ def test_a_server_that_fails_its_check_at_the_first_sync_is_not_used(tmp_path: P
     on(tmp_path, servers, test)
 
 
-def test_closing_during_a_sync_resumes_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("during", "paused"),
+    [("prepare_sampler", False), ("reload_weights", True), ("refresh_head", True), ("/reset_prefix_cache", False)],
+)
+def test_closing_during_a_sync_resumes_a_server_unless_it_may_have_half_of_its_weights(
+    tmp_path: Path, during: str, paused: bool
+) -> None:
     server: FakeVllm = FakeVllm()
     answer, began = server.answer, threading.Event()
 
     def slow(method: str, path: str, body: dict[str, Any]) -> Any:
-        if body.get("method") == "reload_weights":
+        if during in (path, body.get("method")):
             began.set()
             threading.Event().wait(0.3)
         return answer(method, path, body)
@@ -224,7 +230,7 @@ def test_closing_during_a_sync_resumes_the_server(tmp_path: Path) -> None:
         await in_thread(lambda: began.wait(20) and None)
         rig.queue.close()
         await rig.pool.close()
-        assert not server.paused
+        assert server.paused is paused
         assert server.label == "run:2, loading"
         with pytest.raises(Aborted):
             await syncing
