@@ -12,13 +12,14 @@ from typing import Any
 from loguru import logger
 
 from dataflow.config.base import BaseConfig
+from dataflow.config.keys.effects import without_effect
 from dataflow.config.loading.pipeline_file import inputs_of, pipeline_of
-from dataflow.config.reward import JudgeConfig, model_of, rule_of, source_of
+from dataflow.config.reward import JudgeConfig, model_of, rule_of, source_of, sources_of
 from dataflow.config.run import RunConfig
 from dataflow.errors import ConfigError, NotChecked, counted
 from dataflow.graph import Hosted, TaskGraph
 from dataflow.policy import PolicySchedule, SchedulingPolicy, expand
-from dataflow.rewards.naming import JUDGE
+from dataflow.rewards.naming import JUDGE, MAIN, keyed
 from dataflow.rewards.user.build import scores_alone
 from dataflow.running.auto import load_schedule
 from dataflow.running.directory import check_directory
@@ -30,6 +31,7 @@ from dataflow.running.reporting.tracking import check_backends
 from dataflow.running.services.hosting import REWARD, check_engine
 from dataflow.running.services.nodes import check_nodes
 from dataflow.running.services.servers import check_rollout_servers, check_weights_directory
+from dataflow.system.secrets.redaction import redact
 
 
 class Preparation:
@@ -149,8 +151,10 @@ class Preparation:
 
     def _warn(self) -> None:
         assert isinstance(self.config, RunConfig)
-        for sentence in toy_settings(self.config):
-            logger.warning(sentence)
+        config = self.config
+        agents = {s.name: partial(keyed, agent=s.name) for s in sources_of(config) if s.name != MAIN}
+        for sentence in (*toy_settings(config), *without_effect(config, config.given_keys, agents)):
+            logger.warning(redact(sentence))
 
     def _check_directory(self) -> str:
         check_directory(self.config)

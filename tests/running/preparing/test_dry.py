@@ -111,6 +111,14 @@ def test_a_wrong_path_is_one_problem(
         assert found[name].startswith("not checked: "), (name, found[name])
 
 
+def test_a_key_without_effect_is_a_warning(dry: Dry, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("data.train_size=200", "data.val_size=8", "val.every=0", "val.n=4", "executor=inline", "ray.num_cpus=2")
+    assert main(["run", PIPELINE, "dry=true", *keys]) == 0
+    said = capsys.readouterr().err
+    assert "val.n has no effect with val.every=0; leave it out, or change that." in said
+    assert "ray.num_cpus has no effect with executor=inline;" in said
+
+
 def test_own_inputs_are_not_checked_without_the_model(dry: Dry) -> None:
     sizes = ("data.train_size=200", "data.val_size=8")
     code, found, problems = dry(*sizes, pipeline=str(ROOT / "pipelines" / "distill.py"))
