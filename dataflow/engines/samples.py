@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -182,31 +183,23 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
     """
     if not samples:
         raise DataflowError("rollout: no sample to make a batch of.")
-    place = {group: at for at, group in enumerate(prompts.ids)}
-    rows = sorted(samples, key=lambda sample: (place[sample.group], sample.index))
-    groups = list(dict.fromkeys(sample.group for sample in rows))
-    n, odd = divmod(len(rows), len(groups))
-    if odd or [(s.group, s.index) for s in rows] != [(g, i) for g in groups for i in range(n)]:
-        raise DataflowError(f"rollout: {len(rows)} samples do not fill {len(groups)} groups alike.")
-    longest = max(len(sample.tokens) for sample in rows)
-    if longest > length:
-        raise DataflowError(f"rollout: a response has {longest} tokens, more than the {length} there is room for.")
-    for sample in rows:
-        for what, values in (("log-probs", sample.log_probs), ("values of a mask", sample.mask)):
-            if values is not None and len(values) != len(sample.tokens):
-                raise DataflowError(
-                    f"rollout: sample {sample.index} of group {sample.group} has {len(values)} {what} for "
-                    f"{len(sample.tokens)} tokens; its engine must return one for each."
-                )
-    owner = np.array([place[sample.group] for sample in rows])
+    rows, owner, n = _in_order(prompts, samples)
+    after = np.array([len(sample.tokens) for sample in rows])
+    if after.max() > length:
+        raise DataflowError(f"rollout: a response has {after.max()} tokens, more than the {length} there is room for.")
+    _check_lengths(rows, after)
     # Padded to the longest of all prompts, so that the batches of one rollout can be concatenated.
     given = [np.asarray(ids, dtype=np.int32) for ids in prompts["prompt_ids"]]
     wide = max(map(len, given))
     asked = [given[at] for at in owner.tolist()]
     drawn = [np.asarray(sample.tokens, dtype=np.int32) for sample in rows]
-    before, after = (np.array(list(map(len, each)), dtype=np.int64) for each in (asked, drawn))
+    before = np.array(list(map(len, given)))[owner]
     both, first = before + after, wide - before
-    total = np.concatenate([piece for pair in zip(asked, drawn, strict=True) for piece in pair])
+    answers = narrowed(np.concatenate(drawn))
+    questions = narrowed(np.concatenate(asked))
+    kind = np.promote_types(answers.dtype, questions.dtype)
+    pairs = itertools.chain.from_iterable(zip(asked, drawn, strict=True))
+    total = np.concatenate([*pairs], dtype=kind, casting="unsafe")  # to a type that holds all tokens
     counted = narrowed(np.arange(int(both.max())))
     places = np.concatenate([counted[:tokens] for tokens in both.tolist()])
     masks = np.ones(int(after.sum()), np.int8)
@@ -219,11 +212,11 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
 
     def column(values: np.ndarray, lengths: np.ndarray, starts: np.ndarray, width: int, *sides: Any) -> Packed:
         kind = np.float32 if values.dtype == np.float32 else np.int64
-        return Packed([Ragged(narrowed(values), lengths, starts, width, np.dtype(kind), *sides)])
+        return Packed([Ragged(values, lengths, starts, width, np.dtype(kind), *sides)])
 
     columns: dict[str, Any] = {
-        "prompts": column(np.concatenate(asked), before, first, wide, pad, pad),
-        "responses": column(np.concatenate(drawn), after, none, length, pad, pad),
+        "prompts": column(questions, before, first, wide, pad, pad),
+        "responses": column(answers, after, none, length, pad, pad),
         "input_ids": column(total, both, first, whole, pad, pad),
         "attention_mask": column(np.ones(len(total), np.int8), both, first, whole),
         # Padding counts nothing: 0 before the prompt, and after the response the place of its last token.
@@ -237,12 +230,47 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
             columns["position_ids"].tensor(), [shown[at] for at in owner.tolist()], wide
         )
     columns["response_text"] = _texts(rows, tokenizer)
-    mine = prompts.select(groups)
+    mine = prompts.select([prompts.ids[at] for at in owner[::n].tolist()])
     repeated = mine.only(*(name for name in mine.names if name != "prompt_ids")).repeat(n)
     names = dict.fromkeys(name for sample in rows for name in sample.facts or ())
     facts = {name: [(sample.facts or {}).get(name) for sample in rows] for name in names}
     meta = {**prompts.meta, "weights_version": min(sample.version for sample in rows)}
     return Batch(repeated.groups, repeated.unread | facts | columns, meta)
+
+
+def _in_order(prompts: Batch, samples: Sequence[Sample]) -> tuple[list[Sample], np.ndarray, int]:
+    """Returns samples in the order of the prompts and of their groups, the prompt of each, and the size of a group.
+
+    Raises:
+        DataflowError: groups differ in size.
+    """
+    place = {group: at for at, group in enumerate(prompts.ids)}
+    owner, index = (np.array(each) for each in zip(*((place[s.group], s.index) for s in samples), strict=True))
+    order = np.lexsort((index, owner))
+    owner, index = owner[order], index[order]
+    groups = 1 + int(np.count_nonzero(np.diff(owner)))
+    n, odd = divmod(len(samples), groups)
+    if odd or (owner != np.repeat(owner[::n], n)).any() or (index != np.tile(np.arange(n), groups)).any():
+        raise DataflowError(f"rollout: {len(samples)} samples do not fill {groups} groups alike.")
+    return [samples[at] for at in order.tolist()], owner, n
+
+
+def _check_lengths(rows: Sequence[Sample], tokens: np.ndarray) -> None:
+    """Checks that each sample has as many log-probs, and values of its mask, as tokens.
+
+    Raises:
+        DataflowError: one has not.
+    """
+    each = {
+        "log-probs": [len(sample.log_probs) for sample in rows],
+        "values of a mask": [n if sample.mask is None else len(sample.mask) for sample, n in zip(rows, tokens)],
+    }
+    for what, counts in each.items():
+        for at in np.flatnonzero(np.array(counts) != tokens).tolist():
+            raise DataflowError(
+                f"rollout: sample {rows[at].index} of group {rows[at].group} has {counts[at]} {what} for "
+                f"{tokens[at]} tokens; its engine must return one for each."
+            )
 
 
 def _texts(rows: Sequence[Sample], tokenizer: Any) -> list[str]:
