@@ -35,8 +35,10 @@ class Texts:
         values = array.tolist()
         if {*map(type, values)} != {str} or len({*map(id, values)}) < len(values):
             return None
-        pieces = [value.encode(*_CODE) for value in values]
-        return Texts(b"".join(pieces), np.cumsum([*map(len, pieces)]))
+        whole = "".join(values)
+        data = whole.encode(*_CODE)
+        lengths = [*map(len, values)] if len(data) == len(whole) else [len(value.encode(*_CODE)) for value in values]
+        return Texts(data, np.cumsum(lengths))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return Texts, (bytes(self.data) if protocol < 5 else pickle.PickleBuffer(self.data), self.ends)

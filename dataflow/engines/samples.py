@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from dataflow.batch import Batch
-from dataflow.columns.packed import Packed, Ragged, narrowed
+from dataflow.columns.packed import Packed
+from dataflow.columns.ragged import Progression, Ragged, narrowed
 from dataflow.engines.base import Sample, Sampling
 from dataflow.errors import ConfigError, DataError, DataflowError
 
@@ -195,34 +196,22 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
     drawn = [np.asarray(sample.tokens, dtype=np.int32) for sample in rows]
     before = np.array(list(map(len, given)))[owner]
     both, first = before + after, wide - before
-    answers = narrowed(np.concatenate(drawn))
-    questions = narrowed(np.concatenate(asked))
-    kind = np.promote_types(answers.dtype, questions.dtype)
-    pairs = itertools.chain.from_iterable(zip(asked, drawn, strict=True))
-    total = np.concatenate([*pairs], dtype=kind, casting="unsafe")  # to a type that holds all tokens
-    counted = narrowed(np.arange(int(both.max())))
-    places = np.concatenate([counted[:tokens] for tokens in both.tolist()])
-    masks = np.ones(int(after.sum()), np.int8)
-    for sample, end in zip(rows, np.cumsum(after).tolist(), strict=True):
-        if sample.mask is not None:
-            masks[end - len(sample.mask) : end] = sample.mask
-    log_probs = np.concatenate([np.asarray(sample.log_probs, dtype=np.float32) for sample in rows])
     whole = wide + length
     none = np.zeros(len(rows), dtype=np.int64)
-
-    def column(values: np.ndarray, lengths: np.ndarray, starts: np.ndarray, width: int, *sides: Any) -> Packed:
-        kind = np.float32 if values.dtype == np.float32 else np.int64
-        return Packed([Ragged(values, lengths, starts, width, np.dtype(kind), *sides)])
-
+    tokens = narrowed(np.concatenate([*itertools.chain.from_iterable(zip(asked, drawn, strict=True))]))
+    ends = np.cumsum(both)
+    log_probs = np.concatenate([np.asarray(sample.log_probs, dtype=np.float32) for sample in rows])
+    integers = np.dtype(np.int64)
     columns: dict[str, Any] = {
-        "prompts": column(questions, before, first, wide, pad, pad),
-        "responses": column(answers, after, none, length, pad, pad),
-        "input_ids": column(total, both, first, whole, pad, pad),
-        "attention_mask": column(np.ones(len(total), np.int8), both, first, whole),
+        # Three matrices of the same tokens.
+        "prompts": Packed([Ragged(tokens, before, first, wide, integers, pad, pad, ends - after)]),
+        "responses": Packed([Ragged(tokens, after, none, length, integers, pad, pad, ends)]),
+        "input_ids": Packed([Ragged(tokens, both, first, whole, integers, pad, pad)]),
+        "attention_mask": Packed([Progression(1, 0, both, first, whole)]),
         # Padding counts nothing: 0 before the prompt, and after the response the place of its last token.
-        "position_ids": column(places, both, first, whole, 0, both - 1),
-        "response_mask": column(masks, after, none, length),
-        "rollout_log_probs": column(log_probs, after, none, length),
+        "position_ids": Packed([Progression(0, 1, both, first, whole, 0, both - 1)]),
+        "response_mask": Packed([_mask(rows, after, length)]),
+        "rollout_log_probs": Packed([Ragged(log_probs, after, none, length, log_probs.dtype)]),
     }
     if SHOWN in prompts:
         shown = prompts[SHOWN]
@@ -230,12 +219,25 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
             columns["position_ids"].tensor(), [shown[at] for at in owner.tolist()], wide
         )
     columns["response_text"] = _texts(rows, tokenizer)
-    mine = prompts.select([prompts.ids[at] for at in owner[::n].tolist()])
+    ids = prompts.ids
+    mine = prompts.select([ids[at] for at in owner[::n].tolist()])
     repeated = mine.only(*(name for name in mine.names if name != "prompt_ids")).repeat(n)
     names = dict.fromkeys(name for sample in rows for name in sample.facts or ())
     facts = {name: [(sample.facts or {}).get(name) for sample in rows] for name in names}
     meta = {**prompts.meta, "weights_version": min(sample.version for sample in rows)}
     return Batch(repeated.groups, repeated.unread | facts | columns, meta)
+
+
+def _mask(rows: Sequence[Sample], tokens: np.ndarray, length: int) -> Ragged:
+    """Returns the mask of responses of these numbers of tokens."""
+    none = np.zeros(len(rows), dtype=np.int64)
+    if all(sample.mask is None for sample in rows):
+        return Progression(1, 0, tokens, none, length)
+    masks = np.ones(int(tokens.sum()), np.int8)
+    for sample, end in zip(rows, np.cumsum(tokens).tolist(), strict=True):
+        if sample.mask is not None:
+            masks[end - len(sample.mask) : end] = sample.mask
+    return Ragged(masks, tokens, none, length, np.dtype(np.int64))
 
 
 def _in_order(prompts: Batch, samples: Sequence[Sample]) -> tuple[list[Sample], np.ndarray, int]:

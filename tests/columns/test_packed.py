@@ -82,20 +82,21 @@ def test_a_matrix_is_packed_in_the_runs_of_its_mask(runs: list[tuple[int, list[i
     mask = Packed([Ragged(values, np.array(lengths), starts, 7, np.dtype(np.int64))])
     index = np.array(data.draw(st.lists(st.integers(0, len(runs) - 1), max_size=8)), dtype=np.int64)
     for column in (mask, mask.rows(index)):
-        wanted = torch.randn(column.shape).masked_fill(column.tensor() == 0, 0.0)
-        found = column.alike(wanted)
+        given = torch.randn(column.shape)
+        found = column.masked(given)
         assert found is not None
-        same(found.tensor(), wanted.numpy())
+        same(found.tensor(), given.masked_fill(column.tensor() == 0, 0.0).numpy())
     batch = Batch(range(len(runs)), {"mask": mask, "real": mask.tensor()})
-    filled = torch.randn(mask.shape).masked_fill(batch["real"] == 0, 0.0)
-    assert isinstance(batch.alike("mask", filled), Packed)
-    assert batch.alike("real", filled) is filled
+    given = torch.randn(mask.shape)
+    found, wanted = batch.masked(given, "mask"), batch.masked(given, "real")
+    assert isinstance(found, Packed) and isinstance(wanted, torch.Tensor)
+    same(found.tensor(), wanted.numpy())
     assert batch.last("mask").tolist() == batch.last("real").tolist()
 
 
 def test_no_matrix_is_packed_in_the_runs_of_one_with_values_in_its_padding() -> None:
     ones = packed((torch.arange(1000) < torch.arange(64)[:, None] * 10).long())
-    assert ones.alike(torch.zeros(64, 1000)) is None
+    assert ones.masked(torch.zeros(64, 1000)) is None
 
 
 @settings(deadline=None, max_examples=100)
@@ -214,4 +215,4 @@ def test_masks_of_any_type_have_a_last_value() -> None:
     for kind in (torch.int64, torch.bool, torch.bfloat16):
         assert Batch([0, 1], {"mask": torch.tensor([[0, 1, 0], [0, 0, 0]], dtype=kind)}).last("mask").tolist() == [1, 0]
     asked = torch.ones(1, 2, requires_grad=True)
-    assert Batch([0], {"mask": asked.detach()}).alike("mask", asked) is asked
+    assert Batch([0], {"mask": asked.detach()}).masked(asked, "mask").grad_fn is not None

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from dataflow.batch import Batch
-from dataflow.columns.packed import Packed, Ragged
+from dataflow.columns.packed import Packed
+from dataflow.columns.ragged import Ragged
 from dataflow.engines.verl.lora import has_adapter, merged
 from dataflow.engines.verl.measures import count_flops, reduced
 from dataflow.engines.verl.rows import INPUTS, Spans, halves, inputs_of, jagged
