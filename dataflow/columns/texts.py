@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 _CODE = ("utf-8", "surrogatepass")  # a str may have lone surrogates, which a pickle keeps, too
+
+
+def encoded(text: str) -> bytes:
+    """Returns a text in the encoding of :class:`Texts`."""
+    return text.encode(*_CODE)
 
 
 class Texts:
@@ -35,17 +41,19 @@ class Texts:
         values = array.tolist()
         if {*map(type, values)} != {str} or len({*map(id, values)}) < len(values):
             return None
-        whole = "".join(values)
-        data = whole.encode(*_CODE)
-        lengths = [*map(len, values)] if len(data) == len(whole) else [len(value.encode(*_CODE)) for value in values]
-        return Texts(data, np.cumsum(lengths))
+        return Texts.joined([*map(encoded, values)])
+
+    @staticmethod
+    def joined(pieces: Sequence[bytes]) -> Texts:
+        """Returns texts that are encoded already, see :func:`encoded`."""
+        return Texts(b"".join(pieces), np.cumsum(np.array([*map(len, pieces)], dtype=np.int64)))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return Texts, (bytes(self.data) if protocol < 5 else pickle.PickleBuffer(self.data), self.ends)
 
     def take(self, rows: np.ndarray | None = None) -> np.ndarray:
         """Returns the texts of rows, of all in order by default, as an array of objects."""
-        begins, ends = np.append(0, self.ends[:-1]), self.ends
+        begins, ends = np.append(0, self.ends)[: len(self)], self.ends
         if rows is not None:
             begins, ends = begins[rows], ends[rows]
         data = memoryview(self.data)

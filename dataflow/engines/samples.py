@@ -12,7 +12,9 @@ import torch
 
 from dataflow.batch import Batch
 from dataflow.columns.packed import Packed
+from dataflow.columns.pickled import Pickled
 from dataflow.columns.ragged import Progression, Ragged, narrowed
+from dataflow.columns.texts import Texts, encoded
 from dataflow.engines.base import Sample, Sampling
 from dataflow.errors import ConfigError, DataError, DataflowError
 
@@ -265,7 +267,7 @@ def _check_lengths(rows: Sequence[Sample], tokens: np.ndarray) -> None:
     """
     each = {
         "log-probs": [len(sample.log_probs) for sample in rows],
-        "values of a mask": [n if sample.mask is None else len(sample.mask) for sample, n in zip(rows, tokens)],
+        "values of a mask": [len(sample.tokens if sample.mask is None else sample.mask) for sample in rows],
     }
     for what, counts in each.items():
         for at in np.flatnonzero(np.array(counts) != tokens).tolist():
@@ -275,8 +277,9 @@ def _check_lengths(rows: Sequence[Sample], tokens: np.ndarray) -> None:
             )
 
 
-def _texts(rows: Sequence[Sample], tokenizer: Any) -> list[str]:
+def _texts(rows: Sequence[Sample], tokenizer: Any) -> Pickled:
     """Returns the text of each sample; writes those that are not written yet."""
     left = [list(map(int, sample.tokens)) for sample in rows if sample.text is None]
     written = iter(tokenizer.batch_decode(left, skip_special_tokens=True) if left else ())
-    return [next(written) if sample.text is None else sample.text for sample in rows]
+    texts = (next(written) if sample.text is None else sample.text for sample in rows)
+    return Pickled([Texts.joined([text if isinstance(text, bytes) else encoded(text) for text in texts])])

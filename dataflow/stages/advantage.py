@@ -128,7 +128,9 @@ def _advantage(responses: Batch, rewards: Batch, *more: Batch, algorithm: Any, t
 
 def _masked(data: Batch, columns: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Returns columns that are 0 where the response mask is; two names of one tensor stay names of one."""
-    each = {id(values): data.masked(values, "response_mask") for values in {id(v): v for v in columns.values()}.values()}
+    each = {
+        id(values): data.masked(values, "response_mask") for values in {id(v): v for v in columns.values()}.values()
+    }
     return {name: each[id(values)] for name, values in columns.items()}
 
 
@@ -205,8 +207,8 @@ def _needed(samples: Batch, algorithm: Any) -> Batch:
 def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch.Tensor]:
     """Returns verl's ``advantages`` and ``returns`` of the samples, and logs verl's metrics of them.
 
-    Where the mask is 0, they may be anything: GAE leaves numbers behind the end of a response, OPO NaN in a group that a
-    correction rejects as a whole.
+    Where the mask is 0, they may be anything: GAE leaves numbers behind the end of a response, OPO NaN in a group that
+    a correction rejects as a whole.
     """
     import torch
     from verl.trainer.config import AlgoConfig
