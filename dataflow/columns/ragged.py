@@ -96,7 +96,7 @@ class Ragged:
 
     def _gaps(self) -> bool:
         """Whether ``values`` has others than those of this matrix."""
-        return len(self.values) != self.lengths.sum()
+        return bool(len(self.values) != self.lengths.sum())
 
     @property
     def tail(self) -> tuple[int, ...]:
