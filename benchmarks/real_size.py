@@ -40,6 +40,7 @@ from dataflow.batch import Batch
 from dataflow.engines.base import Sampling
 from dataflow.executors.base import Done
 from dataflow.executors.ray import RayExecutor
+from dataflow.executors.ray.sent import Sent
 from dataflow.graph import Hosted, Pipeline, Task
 from dataflow.policy import expand, preset
 from dataflow.runner import Runner
@@ -84,10 +85,13 @@ class Counting(RayExecutor):
 
 
 def _bytes(values: Iterable[Any]) -> int:
+    from ray import ObjectRef
     from ray.experimental import get_local_object_locations
 
-    refs = [value for value in values if value is not None]
-    return sum(found.get("object_size") or 0 for found in get_local_object_locations(refs).values())
+    # Ray ends the process if it is given anything else, such as a small value, which is an argument itself.
+    refs = [value for value in values if isinstance(value, ObjectRef)]
+    small = sum(value.size for value in values if isinstance(value, Sent))
+    return small + sum(found.get("object_size") or 0 for found in get_local_object_locations(refs).values())
 
 
 def pipeline_of(options: argparse.Namespace, samples: str) -> Pipeline:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dataflow.columns.lazy import LazyColumns
-from dataflow.columns.packed import Dense, Packed, packed
+from dataflow.columns.packed import Packed, packed
 from dataflow.columns.pickled import Pickled, objects
+from dataflow.columns.ragged import Dense
 from dataflow.errors import DataflowError
 from dataflow.usercode.copies import own_copy
 
@@ -171,16 +172,17 @@ class Batch:
         """
         return self._matrix(name).last()
 
-    def alike(self, name: str, values: Tensor) -> Tensor | Packed:
-        """Returns a matrix packed in the same runs as a mask, outside of which it is 0; as it is where that cannot be.
+    def masked(self, values: Tensor, name: str) -> Tensor | Packed:
+        """Returns a matrix that is 0 where a mask is 0; packed, without a search for its padding, if the mask is.
 
         Args:
+            values: of the same shape as the mask.
             name: of the mask, ``[rows, width]``.
-            values: of the same shape.
         """
         column = self._tensor(name)
         there = isinstance(column, Packed) and not values.requires_grad
-        return (column.alike(values) if there else None) or values
+        found = column.masked(values) if there else None
+        return values.masked_fill(self.tensors[name] == 0, 0.0) if found is None else found
 
     def _matrix(self, name: str) -> Packed | Dense:
         """Returns a matrix that is 0 where a tensor column is 0, and not elsewhere; packed if it was not read yet."""

@@ -1,14 +1,15 @@
-"""Columns of objects as they travel: pickles that are loaded when a column is first read."""
+"""Columns of objects as they travel: pickles, or texts, that are loaded when a column is first read."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dataflow.columns.packed import joined_index
+from dataflow.columns.texts import Texts
 from dataflow.usercode.copies import is_plain, own_copy
 from dataflow.usercode.pickling import dumps
 
@@ -17,14 +18,14 @@ class Pickled:
     """An object column that has not been read: rows of the pickles that it came in.
 
     Args:
-        sources: the pickles.
+        sources: the pickles, or texts.
         index: which of their rows, counted through all sources; None for all of them in order.
         own: whether each row gets a copy of its object, as those of a prompt's responses do.
     """
 
     __slots__ = ("index", "own", "sources")
 
-    def __init__(self, sources: Sequence[_Pickle], index: np.ndarray | None = None, own: bool = False) -> None:
+    def __init__(self, sources: Sequence[_Pickle | Texts], index: np.ndarray | None = None, own: bool = False) -> None:
         self.sources = tuple(sources)
         self.index = index
         self.own = own
@@ -39,7 +40,7 @@ class Pickled:
         if 2 * len(used) > sum(map(len, self.sources)):
             return Pickled, (self.sources, self.index, self.own)
         # An object that several rows share travels once.
-        return Pickled, ((_Pickle.of(Pickled(self.sources, used).array()),), places.reshape(-1), self.own)
+        return Pickled, ((_source(Pickled(self.sources, used).array()),), places.reshape(-1), self.own)
 
     def rows(self, at: np.ndarray, own: bool = False) -> Pickled:
         """Returns these rows, still pickled."""
@@ -58,13 +59,17 @@ class Pickled:
         With ``own`` its objects are copies; otherwise all columns of the same pickles share them.
         """
         if not self.own:
-            return self._taken([source.load() for source in self.sources])
-        array = self._taken([source.kept() for source in self.sources])
+            return self._taken(_Pickle.load)
+        array = self._taken(_Pickle.kept)
         # Copies of other objects, such as functions, may share parts.
-        copied: np.ndarray = own_copy(array if is_plain(array) else self._taken([s.fresh() for s in self.sources]))
+        copied: np.ndarray = own_copy(array if is_plain(array) else self._taken(_Pickle.fresh))
         return copied
 
-    def _taken(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    def _taken(self, load: Callable[[_Pickle], np.ndarray]) -> np.ndarray:
+        first, *others = self.sources
+        if isinstance(first, Texts) and not others:
+            return first.take(self.index)
+        arrays = [source.take() if isinstance(source, Texts) else load(source) for source in self.sources]
         array: np.ndarray = np.concatenate(arrays)
         return array if self.index is None else array[self.index]
 
@@ -116,4 +121,8 @@ class _Pickle:
 
 def objects(column: np.ndarray) -> Pickled | np.ndarray:
     """Returns an array of objects in packed form; one of numbers as it is."""
-    return Pickled((_Pickle.of(column),)) if column.dtype == object else column
+    return Pickled((_source(column),)) if column.dtype == object else column
+
+
+def _source(array: np.ndarray) -> _Pickle | Texts:
+    return Texts.of(array) or _Pickle.of(array)

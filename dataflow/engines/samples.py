@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ import numpy as np
 import torch
 
 from dataflow.batch import Batch
-from dataflow.columns.packed import Packed, Ragged, narrowed
+from dataflow.columns.packed import Packed
+from dataflow.columns.pickled import Pickled
+from dataflow.columns.ragged import Progression, Ragged, narrowed
+from dataflow.columns.texts import Texts, encoded
 from dataflow.engines.base import Sample, Sampling
 from dataflow.errors import ConfigError, DataError, DataflowError
 
@@ -182,54 +186,34 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
     """
     if not samples:
         raise DataflowError("rollout: no sample to make a batch of.")
-    place = {group: at for at, group in enumerate(prompts.ids)}
-    rows = sorted(samples, key=lambda sample: (place[sample.group], sample.index))
-    groups = list(dict.fromkeys(sample.group for sample in rows))
-    n, odd = divmod(len(rows), len(groups))
-    if odd or [(s.group, s.index) for s in rows] != [(g, i) for g in groups for i in range(n)]:
-        raise DataflowError(f"rollout: {len(rows)} samples do not fill {len(groups)} groups alike.")
-    longest = max(len(sample.tokens) for sample in rows)
-    if longest > length:
-        raise DataflowError(f"rollout: a response has {longest} tokens, more than the {length} there is room for.")
-    for sample in rows:
-        for what, values in (("log-probs", sample.log_probs), ("values of a mask", sample.mask)):
-            if values is not None and len(values) != len(sample.tokens):
-                raise DataflowError(
-                    f"rollout: sample {sample.index} of group {sample.group} has {len(values)} {what} for "
-                    f"{len(sample.tokens)} tokens; its engine must return one for each."
-                )
-    owner = np.array([place[sample.group] for sample in rows])
+    rows, owner, n = _in_order(prompts, samples)
+    after = np.array([len(sample.tokens) for sample in rows])
+    if after.max() > length:
+        raise DataflowError(f"rollout: a response has {after.max()} tokens, more than the {length} there is room for.")
+    _check_lengths(rows, after)
     # Padded to the longest of all prompts, so that the batches of one rollout can be concatenated.
     given = [np.asarray(ids, dtype=np.int32) for ids in prompts["prompt_ids"]]
     wide = max(map(len, given))
     asked = [given[at] for at in owner.tolist()]
     drawn = [np.asarray(sample.tokens, dtype=np.int32) for sample in rows]
-    before, after = (np.array(list(map(len, each)), dtype=np.int64) for each in (asked, drawn))
+    before = np.array(list(map(len, given)))[owner]
     both, first = before + after, wide - before
-    total = np.concatenate([piece for pair in zip(asked, drawn, strict=True) for piece in pair])
-    counted = narrowed(np.arange(int(both.max())))
-    places = np.concatenate([counted[:tokens] for tokens in both.tolist()])
-    masks = np.ones(int(after.sum()), np.int8)
-    for sample, end in zip(rows, np.cumsum(after).tolist(), strict=True):
-        if sample.mask is not None:
-            masks[end - len(sample.mask) : end] = sample.mask
-    log_probs = np.concatenate([np.asarray(sample.log_probs, dtype=np.float32) for sample in rows])
     whole = wide + length
     none = np.zeros(len(rows), dtype=np.int64)
-
-    def column(values: np.ndarray, lengths: np.ndarray, starts: np.ndarray, width: int, *sides: Any) -> Packed:
-        kind = np.float32 if values.dtype == np.float32 else np.int64
-        return Packed([Ragged(narrowed(values), lengths, starts, width, np.dtype(kind), *sides)])
-
+    tokens = narrowed(np.concatenate([*itertools.chain.from_iterable(zip(asked, drawn, strict=True))]))
+    ends = np.cumsum(both)
+    log_probs = np.concatenate([np.asarray(sample.log_probs, dtype=np.float32) for sample in rows])
+    integers = np.dtype(np.int64)
     columns: dict[str, Any] = {
-        "prompts": column(np.concatenate(asked), before, first, wide, pad, pad),
-        "responses": column(np.concatenate(drawn), after, none, length, pad, pad),
-        "input_ids": column(total, both, first, whole, pad, pad),
-        "attention_mask": column(np.ones(len(total), np.int8), both, first, whole),
+        # Three matrices of the same tokens.
+        "prompts": Packed([Ragged(tokens, before, first, wide, integers, pad, pad, ends - after)]),
+        "responses": Packed([Ragged(tokens, after, none, length, integers, pad, pad, ends)]),
+        "input_ids": Packed([Ragged(tokens, both, first, whole, integers, pad, pad)]),
+        "attention_mask": Packed([Progression(1, 0, both, first, whole)]),
         # Padding counts nothing: 0 before the prompt, and after the response the place of its last token.
-        "position_ids": column(places, both, first, whole, 0, both - 1),
-        "response_mask": column(masks, after, none, length),
-        "rollout_log_probs": column(log_probs, after, none, length),
+        "position_ids": Packed([Progression(0, 1, both, first, whole, 0, both - 1)]),
+        "response_mask": Packed([_mask(rows, after, length)]),
+        "rollout_log_probs": Packed([Ragged(log_probs, after, none, length, log_probs.dtype)]),
     }
     if SHOWN in prompts:
         shown = prompts[SHOWN]
@@ -237,7 +221,8 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
             columns["position_ids"].tensor(), [shown[at] for at in owner.tolist()], wide
         )
     columns["response_text"] = _texts(rows, tokenizer)
-    mine = prompts.select(groups)
+    ids = prompts.ids
+    mine = prompts.select([ids[at] for at in owner[::n].tolist()])
     repeated = mine.only(*(name for name in mine.names if name != "prompt_ids")).repeat(n)
     names = dict.fromkeys(name for sample in rows for name in sample.facts or ())
     facts = {name: [(sample.facts or {}).get(name) for sample in rows] for name in names}
@@ -245,8 +230,56 @@ def to_batch(prompts: Batch, samples: Sequence[Sample], length: int, tokenizer: 
     return Batch(repeated.groups, repeated.unread | facts | columns, meta)
 
 
-def _texts(rows: Sequence[Sample], tokenizer: Any) -> list[str]:
+def _mask(rows: Sequence[Sample], tokens: np.ndarray, length: int) -> Ragged:
+    """Returns the mask of responses of these numbers of tokens."""
+    none = np.zeros(len(rows), dtype=np.int64)
+    if all(sample.mask is None for sample in rows):
+        return Progression(1, 0, tokens, none, length)
+    masks = np.ones(int(tokens.sum()), np.int8)
+    for sample, end in zip(rows, np.cumsum(tokens).tolist(), strict=True):
+        if sample.mask is not None:
+            masks[end - len(sample.mask) : end] = sample.mask
+    return Ragged(masks, tokens, none, length, np.dtype(np.int64))
+
+
+def _in_order(prompts: Batch, samples: Sequence[Sample]) -> tuple[list[Sample], np.ndarray, int]:
+    """Returns samples in the order of the prompts and of their groups, the prompt of each, and the size of a group.
+
+    Raises:
+        DataflowError: groups differ in size.
+    """
+    place = {group: at for at, group in enumerate(prompts.ids)}
+    owner, index = (np.array(each) for each in zip(*((place[s.group], s.index) for s in samples), strict=True))
+    order = np.lexsort((index, owner))
+    owner, index = owner[order], index[order]
+    groups = 1 + int(np.count_nonzero(np.diff(owner)))
+    n, odd = divmod(len(samples), groups)
+    if odd or (owner != np.repeat(owner[::n], n)).any() or (index != np.tile(np.arange(n), groups)).any():
+        raise DataflowError(f"rollout: {len(samples)} samples do not fill {groups} groups alike.")
+    return [samples[at] for at in order.tolist()], owner, n
+
+
+def _check_lengths(rows: Sequence[Sample], tokens: np.ndarray) -> None:
+    """Checks that each sample has as many log-probs, and values of its mask, as tokens.
+
+    Raises:
+        DataflowError: one has not.
+    """
+    each = {
+        "log-probs": [len(sample.log_probs) for sample in rows],
+        "values of a mask": [len(sample.tokens if sample.mask is None else sample.mask) for sample in rows],
+    }
+    for what, counts in each.items():
+        for at in np.flatnonzero(np.array(counts) != tokens).tolist():
+            raise DataflowError(
+                f"rollout: sample {rows[at].index} of group {rows[at].group} has {counts[at]} {what} for "
+                f"{tokens[at]} tokens; its engine must return one for each."
+            )
+
+
+def _texts(rows: Sequence[Sample], tokenizer: Any) -> Pickled:
     """Returns the text of each sample; writes those that are not written yet."""
     left = [list(map(int, sample.tokens)) for sample in rows if sample.text is None]
     written = iter(tokenizer.batch_decode(left, skip_special_tokens=True) if left else ())
-    return [next(written) if sample.text is None else sample.text for sample in rows]
+    texts = (next(written) if sample.text is None else sample.text for sample in rows)
+    return Pickled([Texts.joined([text if isinstance(text, bytes) else encoded(text) for text in texts])])

@@ -110,24 +110,27 @@ def _advantage(responses: Batch, rewards: Batch, *more: Batch, algorithm: Any, t
     if "kept" not in data:
         # A critic learns from the advantages' mask, as it reads no log-probs, which have that of a correction.
         rejected = {"response_mask": data["response_mask"]} if any("response_mask" in field for field in more) else {}
-        return responses.like(**_alike(data, _estimate(data, algorithm, task)), **rejected)
+        return responses.like(**_masked(data, _estimate(data, algorithm, task)), **rejected)
     counts = _counting(data, estimator)
     _log_dropped(rewards.groups, counts, task)
     mask = data["response_mask"] * counts[:, None]
     columns: dict[str, Any]
     if counts.all():
-        columns = _alike(data, _estimate(data, algorithm, task))
+        columns = _masked(data, _estimate(data, algorithm, task))
     elif counts.any():
-        few = _estimate(data.rows(np.flatnonzero(counts.numpy())), algorithm, task)
-        columns = {name: _spread(values, counts) for name, values in few.items()}
+        those = data.rows(np.flatnonzero(counts.numpy()))
+        few = those.like(**_masked(those, _estimate(those, algorithm, task)))
+        columns = {name: _spread(few[name], counts) for name in few.tensors}
     else:
         columns = dict.fromkeys(("advantages", "returns"), mask.float())
     return responses.like(**columns, response_mask=mask)
 
 
-def _alike(data: Batch, columns: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Returns columns that are 0 outside of the mask in its packed form; two names of one tensor stay names of one."""
-    each = {id(values): data.alike("response_mask", values) for values in {id(v): v for v in columns.values()}.values()}
+def _masked(data: Batch, columns: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns columns that are 0 where the response mask is; two names of one tensor stay names of one."""
+    each = {
+        id(values): data.masked(values, "response_mask") for values in {id(v): v for v in columns.values()}.values()
+    }
     return {name: each[id(values)] for name, values in columns.items()}
 
 
@@ -202,7 +205,11 @@ def _needed(samples: Batch, algorithm: Any) -> Batch:
 
 
 def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch.Tensor]:
-    """Returns verl's ``advantages`` and ``returns`` of the samples, and logs verl's metrics of them."""
+    """Returns verl's ``advantages`` and ``returns`` of the samples, and logs verl's metrics of them.
+
+    Where the mask is 0, they may be anything: GAE leaves numbers behind the end of a response, OPO NaN in a group that
+    a correction rejects as a whole.
+    """
     import torch
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
@@ -256,11 +263,8 @@ def _estimate(samples: Batch, algorithm: Any, task: TaskInfo) -> dict[str, torch
     if not estimator.relative:
         advantages = advantages.masked_fill(equal[:, None], 0.0) if zeroed else advantages
         returns = advantages if name == "gpg" else returns
-    # GAE leaves numbers behind the end of a response, OPO NaN in a group that a correction rejects as a whole.
-    unused = mask == 0
-    found = {"advantages": advantages.masked_fill(unused, 0.0).float()}
-    one = returns is advantages  # as most estimators have it
-    found["returns"] = found["advantages"] if one else returns.masked_fill(unused, 0.0).float()
+    found = {"advantages": advantages.float()}
+    found["returns"] = found["advantages"] if returns is advantages else returns.float()  # one in most estimators
     for column, values in {"token_level_scores": scores, "token_level_rewards": rewards, **found}.items():
         data.batch[column] = values
     metrics = compute_data_metrics(data, use_critic="values" in estimator.needs)

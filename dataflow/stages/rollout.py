@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
+import numpy as np
+
 from dataflow.batch import Batch
 from dataflow.engines.base import RolloutEngine, Sample, Sampling, Writes
 from dataflow.errors import RunError
@@ -147,8 +149,10 @@ async def emit_batches(
     """
     done: dict[int, Batch] = dict(task.emitted)
     chunks = Chunks(not_emitted(prompts, task).ids, n, task)
+    compact = None
     async with _awake(engine, sleeps), _closing(samples) as coming:
         async for sample in coming:
+            prompts = compact = compact or _compact(prompts)  # while the engine samples
             before = chunks.whole
             for number, whole in chunks.add(_prepared(sample, engine)):
                 done[number] = engine.batch(prompts, whole, length)
@@ -156,6 +160,13 @@ async def emit_batches(
             if chunks.whole > before:
                 task.level(SAMPLED, clock.now(), chunks.whole)
     return Batch.concat([done[number] for number in sorted(done)]).select(prompts.ids)
+
+
+def _compact(prompts: Batch) -> Batch:
+    """Returns prompts with arrays of token ids, see :meth:`Sample.compact`."""
+    if "prompt_ids" not in prompts:
+        return prompts
+    return prompts.merge(prompts.like(prompt_ids=[np.asarray(ids, dtype=np.int32) for ids in prompts["prompt_ids"]]))
 
 
 def _prepared(sample: Sample, engine: RolloutEngine) -> Sample:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from dataflow.batch import Batch
-from dataflow.columns.packed import Dense, Packed, Ragged, narrowed, packed
+from dataflow.columns.packed import Packed, packed
 from dataflow.columns.pickled import objects
+from dataflow.columns.ragged import Dense, Progression, Ragged, narrowed
 
 KINDS = ("int64", "int32", "uint8", "bool", "float32", "float64", "float16")
 
@@ -82,20 +83,66 @@ def test_a_matrix_is_packed_in_the_runs_of_its_mask(runs: list[tuple[int, list[i
     mask = Packed([Ragged(values, np.array(lengths), starts, 7, np.dtype(np.int64))])
     index = np.array(data.draw(st.lists(st.integers(0, len(runs) - 1), max_size=8)), dtype=np.int64)
     for column in (mask, mask.rows(index)):
-        wanted = torch.randn(column.shape).masked_fill(column.tensor() == 0, 0.0)
-        found = column.alike(wanted)
+        given = torch.randn(column.shape)
+        found = column.masked(given)
         assert found is not None
-        same(found.tensor(), wanted.numpy())
+        same(found.tensor(), given.masked_fill(column.tensor() == 0, 0.0).numpy())
     batch = Batch(range(len(runs)), {"mask": mask, "real": mask.tensor()})
-    filled = torch.randn(mask.shape).masked_fill(batch["real"] == 0, 0.0)
-    assert isinstance(batch.alike("mask", filled), Packed)
-    assert batch.alike("real", filled) is filled
+    given = torch.randn(mask.shape)
+    found, wanted = batch.masked(given, "mask"), batch.masked(given, "real")
+    assert isinstance(found, Packed)
+    assert isinstance(wanted, torch.Tensor)
+    same(found.tensor(), wanted.numpy())
     assert batch.last("mask").tolist() == batch.last("real").tolist()
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=5),
+    st.sampled_from([(1, 0), (0, 1), (0, 0), (2, 3)]),
+    st.integers(0, 1),
+    st.data(),
+)
+def test_a_rule_and_parts_of_a_shared_array_are_matrices_like_any(
+    runs: list[tuple[int, int, int]], rule: tuple[int, int], side: int, data: st.DataObject
+) -> None:
+    starts, lengths, gaps = (np.array(each) for each in zip(*runs, strict=True))
+    first, step = rule
+    wanted = np.full((len(runs), 9), side)
+    for row, start, length in zip(wanted, starts, lengths, strict=True):
+        row[start : start + length] = first + step * np.arange(length)
+    right = np.full(len(runs), side)
+    # The values of each row follow others, which are no part of the matrix.
+    pieces = [np.append([0] * gap, row[at : at + n]) for row, (at, n, gap) in zip(wanted, runs, strict=True)]
+    ends, values = np.cumsum(gaps + lengths), np.concatenate(pieces).astype(np.int8)
+    shared = Ragged(values, lengths, starts, 9, np.dtype(np.int64), side, right, ends)
+    index = np.array(data.draw(st.lists(st.integers(0, len(runs) - 1), max_size=8)), dtype=np.int64)
+    last = data.draw(st.integers(0, 9))
+    mask = Packed([Progression(1, 0, lengths, starts, 9)])
+    for matrix in (Progression(first, step, lengths, starts, 9, side, right), shared):
+        for column, rows in ((Packed([matrix]), slice(None)), (Packed([matrix]).rows(index), index)):
+            for found in (column, sent(column, 4), sent(column), column.trimmed()):
+                same(found.tensor(), wanted[rows])
+                assert_array_equal(found.nonzero(last), np.count_nonzero(wanted[rows][:, 9 - last :], axis=1))
+                assert found.last().tolist() == [max([0, *np.flatnonzero(row).tolist()]) for row in wanted[rows]]
+                ones = mask if found is column and column.index is None else mask.rows(np.arange(len(runs))[rows])
+                assert_array_equal(found.within(ones), wanted[rows][ones.array() != 0])
+        masked = Packed([matrix]).masked(torch.ones(len(runs), 9))
+        assert (masked is None) == bool(side)
+        if masked is not None:
+            same(masked.tensor(), (wanted != 0).astype(np.float32))
+
+
+def test_all_rows_in_order_stay_parts_of_a_shared_array() -> None:
+    lengths, ends = np.array([1, 2]), np.array([3, 9])
+    column = Packed([Ragged(np.arange(9), lengths, np.zeros(2, int), 3, np.dtype(np.int64), ends=ends)])
+    assert column.rows(np.arange(2)).sources == column.sources
+    assert column.rows(np.array([1, 0])).tensor().tolist() == [[7, 8, 0], [2, 0, 0]]
 
 
 def test_no_matrix_is_packed_in_the_runs_of_one_with_values_in_its_padding() -> None:
     ones = packed((torch.arange(1000) < torch.arange(64)[:, None] * 10).long())
-    assert ones.alike(torch.zeros(64, 1000)) is None
+    assert ones.masked(torch.zeros(64, 1000)) is None
 
 
 @settings(deadline=None, max_examples=100)
@@ -214,4 +261,4 @@ def test_masks_of_any_type_have_a_last_value() -> None:
     for kind in (torch.int64, torch.bool, torch.bfloat16):
         assert Batch([0, 1], {"mask": torch.tensor([[0, 1, 0], [0, 0, 0]], dtype=kind)}).last("mask").tolist() == [1, 0]
     asked = torch.ones(1, 2, requires_grad=True)
-    assert Batch([0], {"mask": asked.detach()}).alike("mask", asked) is asked
+    assert Batch([0], {"mask": asked.detach()}).masked(asked, "mask").grad_fn is not None

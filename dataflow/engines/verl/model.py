@@ -17,7 +17,8 @@ import contextlib
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -25,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from dataflow.batch import Batch
-from dataflow.columns.packed import Packed, Ragged
+from dataflow.columns.packed import Packed
+from dataflow.columns.ragged import Ragged
 from dataflow.engines.verl.lora import has_adapter, merged
 from dataflow.engines.verl.measures import count_flops, reduced
 from dataflow.engines.verl.rows import INPUTS, Spans, halves, inputs_of, jagged
@@ -176,23 +178,25 @@ class TrainedModel:
     def _lr(self) -> float:
         return float(self.worker.engine.optimizer.param_groups[0]["lr"])
 
-    def _step(self, batch: Batch, last: bool, **options: Any) -> dict[str, float]:
+    def _step(
+        self, batch: Batch, last: bool, beside: Callable[[], Mapping[str, float]] = dict, **options: Any
+    ) -> dict[str, float]:
         """Takes an optimizer step.
 
         Args:
             batch: with the columns of :func:`inputs_of`; the others are for the loss.
             last: whether it is the last one of the training step, after which the LR scheduler steps.
+            beside: returns further metrics; called in a thread while verl computes.
             **options: of verl's engine.
 
         Returns:
-            verl's metrics, the same on every rank, and the learning rate of this step.
+            verl's metrics, the same on every rank, the learning rate of this step, and the further ones.
         """
         from verl.utils import tensordict_utils as tu
 
         metrics = {f"{self.name}/lr": self._lr()}
         lengths = batch.nonzero("attention_mask")
         slots = self._slots(lengths)
-        metrics |= self._imbalance(lengths, slots)
         mine, spans = self._mine(batch, slots)
         rows = self._rank_rows(mine, spans, slots)
         ids, mask = rows["input_ids"].values(), mine["response_mask"]
@@ -205,10 +209,11 @@ class TrainedModel:
         tu.assign_non_tensor(rows, update_lr_scheduler=last, **options)
         if self.counts_flops:
             count_flops(rows, lengths)
-        with self._left_free():
+        with self._left_free(), ThreadPoolExecutor(1) as thread:
+            more = thread.submit(lambda: {**self._imbalance(lengths, slots), **beside()})
             found = tu.get(self.worker.train_batch(rows), "metrics")
         found.pop("lr", None)  # that of the next step, present only if the scheduler stepped
-        return metrics | reduced(found, self.name)
+        return metrics | reduced(found, self.name) | more.result()
 
     def _infer(
         self, worker: TrainingWorker, batch: Batch, names: Sequence[str], **options: Any

@@ -124,16 +124,20 @@ class VerlTrainer(TrainedModel):
         more += ["rollout_is_weights"] if "rollout_is_weights" in batch else []
         old = "rollout_log_probs" if self.algorithm.bypass_mode else "old_log_probs"
         entropy = self.algorithm.entropy_coeff != 0 or "entropy" not in batch
-        metrics = self._step(inputs_of(batch, *more, old_log_probs=old), last, calculate_entropy=entropy)
-        if "entropy" in batch:
-            metrics["actor/entropy"] = agg_loss(
+        inputs = inputs_of(batch, *more, old_log_probs=old)
+        if "entropy" not in batch:
+            metrics = self._step(inputs, last, calculate_entropy=entropy)
+            return metrics | {"actor/entropy": metrics["actor/entropy_loss"]}
+
+        def logged() -> dict[str, float]:
+            mean = agg_loss(
                 loss_mat=batch["entropy"],
                 loss_mask=batch["response_mask"],
                 loss_agg_mode=self.algorithm.loss_agg_mode,
-            ).item()
-        else:
-            metrics["actor/entropy"] = metrics["actor/entropy_loss"]
-        return metrics
+            )
+            return {"actor/entropy": mean.item()}
+
+        return self._step(inputs, last, logged, calculate_entropy=entropy)
 
     def export(self, directory: str, card: str) -> None:
         """Writes the weights as a Hugging Face directory, replacing one that exists; all ranks must call."""
