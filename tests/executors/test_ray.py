@@ -370,8 +370,10 @@ def test_a_program_of_its_own_leaves_no_process_behind(tmp_path):
     assert gone(pids)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:port"])
-def test_no_cluster_at_an_address_is_one_sentence(address):
+@pytest.mark.parametrize(
+    ("address", "why"), [("127.0.0.1:1", "no Ray cluster"), ("127.0.0.1:port", "it is not host:port; give auto")]
+)
+def test_no_cluster_at_an_address_is_one_sentence(address, why):
     program = (
         "import asyncio\n"
         "from dataflow.executors.ray import RayExecutor\n"
@@ -381,4 +383,4 @@ def test_no_cluster_at_an_address_is_one_sentence(address):
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"{ConfigError.__module__}.{ConfigError.__name__}: ray.address={address}: no Ray cluster")
+    assert last.startswith(f"{ConfigError.__module__}.{ConfigError.__name__}: ray.address={address}: {why}")
