@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from dataflow.config.run import RunConfig
@@ -26,6 +27,10 @@ CHATS = [[{"role": "user", "content": text}] for text in ("What is 3 + 4?", "é 
 TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
 
 
+def tokenizers() -> list[psutil.Process]:
+    return [each for each in below() if "dataflow.data.chats" in command(each)]
+
+
 def lists(ids: list[np.ndarray]) -> list[list[int]]:
     return [each.tolist() for each in ids]
 
@@ -41,7 +46,7 @@ def test_ids_are_the_same_as_in_this_process(tiny_qwen: Path) -> None:
         assert lists(apart.ids(CHATS)) == lists(here.ids(CHATS))
         assert lists(apart.ids(CHATS, [TOOL])) == lists(here.ids(CHATS, [TOOL]))
         assert apart.ids([]) == []
-        (process,) = [each for each in below() if "dataflow.data.chats" in command(each)]
+        (process,) = tokenizers()
         os.kill(process.pid, signal.SIGKILL)
         assert lists(apart.ids(CHATS)) == lists(here.ids(CHATS))  # in this process then
 
@@ -104,9 +109,9 @@ def test_a_tokenizer_is_loaded_while_the_data_is_read(
     begun = chats_ahead(str(tiny_qwen))
     assert begun is not None
     with begun as chats:
-        (process,) = below()
+        (process,) = tokenizers()
         train, val = load_prompts(config, *read_problems(config.data), chats=chats)
-        assert below() == [process], "the caller's process goes on, and there is no other"
+        assert tokenizers() == [process], "the caller's process goes on, and there is no other"
     assert left([process], 20) == []
     tokenizer = load_chat_tokenizer(str(tiny_qwen))
     for source in (train, val):
@@ -124,5 +129,5 @@ def test_the_tokenizers_process_ends_with_the_checks(
     with Prompts(config, (), Progress(quiet=True)) as prompts:
         with pytest.raises(DataError, match=r"line 1: the problem has no 'answer'"):
             make_all(prompts.checks())
-        (process,) = below()
+        (process,) = tokenizers()
     assert left([process], 20) == []

@@ -174,7 +174,8 @@ def test_a_hedge_beats_a_call_that_hangs(server: FaultServer) -> None:
         check(rewards, 1, right=graded)
         hows = [record.get("how") for record in rewards.meta["records"]]
         assert 2 <= hows.count("hedged") <= agent.stats()["hedged"]
-        assert server.seen()["requests"] == before + 40 + agent.stats()["hedged"]
+        # A hedge may be cancelled before its request is sent.
+        assert before + 42 <= server.seen()["requests"] <= before + 40 + agent.stats()["hedged"]
         await agent.close()
         ended_well(agent)
         assert server.seen()["in_flight"] == 0
