@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dataflow.config.keys import verl_keys
+from dataflow.config.keys import verl_keys, yaml_values
 from dataflow.config.keys.nested import flat
 from dataflow.errors import ConfigError, alike, nearest
 
@@ -114,10 +114,9 @@ def of_file(text: str, name: str) -> Settings:
         ConfigError: it is no such configuration, or has a key that verl does not have.
     """
     try:
-        given = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise ConfigError(f"{name}: it is not YAML ({reason}); {_PRINTED}.") from error
+        given = yaml_values.load_hydra(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} cannot be read as YAML: {error}; {_PRINTED}.") from error
     if not isinstance(given, dict) or "actor_rollout_ref" not in given:
         raise ConfigError(f"{name}: it is no configuration of verl, without section actor_rollout_ref; {_PRINTED}.")
     engine = given.pop("model_engine", "dp")
