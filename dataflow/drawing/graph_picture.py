@@ -63,7 +63,7 @@ def draw_graph(
     check_out(path)
     shown = stages(pipeline) if graph is None else graph.window()
     critical = critical_path(pipeline, shown, seconds)
-    if path.suffix == ".mmd":
+    if path.suffix.lower() == ".mmd":
         text = stages_chart(pipeline, critical) if graph is None else tasks_chart(shown, critical)
         with replaced(path) as temporary:
             temporary.write_text(text + "\n", encoding="utf-8")
@@ -79,7 +79,7 @@ def check_out(path: Path) -> None:
     Raises:
         ConfigError: the file name has another ending, or the file cannot be written.
     """
-    if path.suffix not in (".mmd", ".svg", ".png"):
+    if path.suffix.lower() not in (".mmd", ".svg", ".png"):
         raise ConfigError(f"-o {path}: give a name in .mmd (mermaid), .svg or .png.")
     if (why := unwritable(path)) is not None:
         raise ConfigError(f"-o {path}: {why}")
@@ -200,7 +200,7 @@ def _draw(
         foot = high - _MARGIN - 8 - i * _FOOT
         axis.plot([0, 22], [foot, foot], **look)
         axis.text(28, foot, text, fontsize=_SMALL, va="center_baseline", color=INK)
-    save(figure, path, path.suffix.lstrip("."))
+    save(figure, path, path.suffix.lower().lstrip("."))
 
 
 def _box(name: str, small: str) -> tuple[float, float]:
