@@ -30,6 +30,8 @@ _GAPS, _GAPS_DOWN = (17.0, 14.0), (24.0, 12.0)
 _PLAIN: dict[str, Any] = {"color": "#8A8A8A", "linewidth": 1.1}
 _OTHER: dict[str, Any] = {**_PLAIN, "linestyle": (0, (4, 2.5))}
 _CRITICAL: dict[str, Any] = {"color": CRITICAL, "linewidth": 2.2}
+MOST = 800
+"""Tasks in a picture; laying out and drawing so many takes about ten seconds. Mermaid text may have any number."""
 _WIDEST = 820.0
 """A graph that would be wider, and so too wide to read on a screen, runs from top to bottom."""
 
@@ -58,9 +60,11 @@ def draw_graph(
         seconds: stage -> seconds, see :func:`critical_path`.
 
     Raises:
-        ConfigError: the file name has another ending.
+        ConfigError: the file name has another ending, or the graph has more tasks than a picture shows.
     """
     check_out(path)
+    if graph is not None and path.suffix.lower() != ".mmd":
+        _check_size(graph, path)
     shown = stages(pipeline) if graph is None else graph.window()
     critical = critical_path(pipeline, shown, seconds)
     if path.suffix.lower() == ".mmd":
@@ -83,6 +87,17 @@ def check_out(path: Path) -> None:
         raise ConfigError(f"-o {path}: give a name in .mmd (mermaid), .svg or .png.")
     if (why := unwritable(path)) is not None:
         raise ConfigError(f"-o {path}: {why}")
+
+
+def _check_size(graph: TaskGraph, path: Path) -> None:
+    tasks = 0
+    for step in range(graph.first, graph.steps + 1):
+        tasks += len(graph.unroll(step))
+        if tasks > MOST:
+            raise ConfigError(
+                f"-o {path}: steps={graph.steps} has more than the {MOST} tasks that a picture shows; give fewer "
+                "steps, or a name in .mmd, or --json."
+            )
 
 
 def stages(pipeline: Pipeline) -> nx.DiGraph:
