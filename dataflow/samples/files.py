@@ -89,7 +89,7 @@ def read(path: Path, groups: Sequence[int] | None = None) -> list[Row]:
 def _are_ids(column: Any) -> bool:
     from pyarrow.types import is_integer
 
-    return is_integer(column.type) and column.null_count == 0
+    return bool(is_integer(column.type) and column.null_count == 0)
 
 
 def plain(values: Sequence[Any]) -> tuple[list[Any], str]:
